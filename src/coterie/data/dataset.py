@@ -1,0 +1,73 @@
+"""A data set in memory: items, labels, the official test part and, where the data name them, the natural clients."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from coterie.data.turn import Interp, turned
+from coterie.rng import torch_rng
+
+Normalize = Literal["standard", "unit", "none"]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Pictures are channels first and stay bytes in memory; floats and token ids are kept as the model takes them."""
+
+    name: str
+    x: Tensor  # uint8 [n, C, H, W] pictures | float32 [n, ...] pictures, signals [n, C, T], vectors | int64 [n, L] text
+    y: Tensor  # int64 [n]
+    classes: tuple[str, ...]
+    is_test: Tensor  # bool [n], the official test part
+    owner: Tensor | None = None  # int64 [n], the natural client of each item
+    mean: tuple[float, ...] | None = None  # per channel, of the official training part; of x/255 for bytes
+    std: tuple[float, ...] | None = None  # None, as for the mean: leave as is
+    vocab: int | None = None  # token ids are below this
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one item as the model sees it."""
+        return tuple(self.x.shape[1:])
+
+    @property
+    def is_picture(self) -> bool:
+        return self.x.dim() == 4
+
+    def ready(
+        self, index: Tensor, normalize: Normalize = "standard", turn: float = 0.0, interp: Interp = "bilinear"
+    ) -> Tensor:
+        """Items as the model takes them: gathered, turned by `turn` degrees, scaled to 0..1 and standardised."""
+        x = self.x.index_select(0, index)
+        if x.dtype == torch.int64:
+            return x
+        if turn:  # before standardising, so that the corners filled with zero are black
+            x = turned(x, turn, interp)
+        if self.x.dtype == torch.uint8:
+            x = x.float() if normalize == "none" else x.float().div_(255)
+        if normalize == "standard" and self.mean is not None and self.std is not None:
+            tail = (1,) * (x.dim() - 2)
+            x = x.sub_(torch.tensor(self.mean).view(-1, *tail)).div_(torch.tensor(self.std).view(-1, *tail))
+        return x
+
+    def subset(self, n: int) -> "Dataset":
+        """n items, the same ones every time; training and test parts keep their shares."""
+        if n >= len(self):
+            return self
+        test = self.is_test.nonzero().flatten()
+        train = (~self.is_test).nonzero().flatten()
+        n_test = round(n * len(test) / len(self))
+        picked = [_some(part, k, self.name) for part, k in ((train, n - n_test), (test, n_test))]
+        keep = torch.cat(picked).sort().values
+        owner = None if self.owner is None else self.owner[keep]
+        return replace(
+            self, name=f"{self.name}[{n}]", x=self.x[keep], y=self.y[keep], is_test=self.is_test[keep], owner=owner
+        )
+
+
+def _some(items: Tensor, k: int, name: str) -> Tensor:
+    return items[torch.randperm(len(items), generator=torch_rng(0, "subset", name, len(items)))[:k]]

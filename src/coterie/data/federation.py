@@ -1,0 +1,188 @@
+"""A federation: clients with train, validation and test parts, as one index array and offsets."""
+
+import hashlib
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.data.dataset import Dataset
+from coterie.data.partition import Ints, deal
+from coterie.data.settings import PartitionSettings
+from coterie.data.split import like_training, parts_of, public_items
+from coterie.errors import CoterieError
+from coterie.method import ClientData, Split
+from coterie.rng import torch_rng
+
+Part = Literal["train", "val", "test"]
+PARTS: tuple[Part, ...] = ("train", "val", "test")
+DEFAULT_CLIENTS = 20
+CACHE_BYTES = 256 * 2**20  # ready tensors kept per process; small federations are then converted only once
+
+
+class Federation:
+    """Who has what. Read-only; the tensors it hands out are shared, so nobody may write to them."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        settings: PartitionSettings,
+        seed: int,
+        index: Ints,
+        bounds: Ints,
+        public: Ints,
+        official: Ints | None,
+        turns: NDArray[np.float64] | None,
+    ):
+        self.dataset, self.settings, self.seed = dataset, settings, seed
+        self._index = torch.from_numpy(index)  # samples by client, then part, then sample number
+        self._bounds = bounds  # [3 * clients + 1] into index: train, val, test of client 0, train of client 1, ...
+        self._public = torch.from_numpy(public)
+        self._official = None if official is None else torch.from_numpy(official)
+        self._turns = turns  # degrees per client
+        self.clients: tuple[int, ...] = tuple(range(len(bounds) // 3))
+        self.groups: Ints | None = None  # the true group of each client, 0 is as recorded
+        if turns is not None:
+            self.groups = np.unique(turns, return_inverse=True)[1].astype(np.int64)
+        self.identity: dict[str, Any] = self._identity()
+        self._cache: dict[tuple[int, str], Split] = {}
+        self._cached = 0
+        self._public_ready: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.dataset.shape
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.dataset.classes)
+
+    def data(self, client: int) -> ClientData:
+        """What the client's hooks may look at."""
+        return ClientData(
+            client, self._split(client, "train"), self._split(client, "val"), self.num_classes, self.public()
+        )
+
+    def test(self, client: int) -> Split:
+        return self._split(client, "test")
+
+    def public(self) -> Tensor | None:
+        """The unlabelled items every party has."""
+        if not self.settings.public:
+            return None
+        if self._public_ready is None:
+            if self.settings.public_from == "noise":
+                shape = (self.settings.public, *self.shape)
+                self._public_ready = torch.randn(shape, generator=torch_rng(self.seed, "public", "noise"))
+            else:
+                self._public_ready = self.dataset.ready(self._public, self.settings.normalize)
+        return self._public_ready
+
+    def official(self) -> Split | None:
+        """The official test part; None if it was merged into the pool or does not exist."""
+        if self._official is None or len(self._official) == 0:
+            return None
+        return Split(self.dataset.ready(self._official, self.settings.normalize), self.dataset.y[self._official])
+
+    def indices(self, client: int, part: Part) -> Tensor:
+        """Sample numbers in the data set, ascending."""
+        if not 0 <= client < len(self.clients):
+            raise CoterieError(f"there is no client {client}; they are numbered 0 to {len(self.clients) - 1}")
+        at = 3 * client + PARTS.index(part)
+        return self._index[self._bounds[at] : self._bounds[at + 1]]
+
+    def size(self, client: int, part: Part = "train") -> int:
+        return len(self.indices(client, part))
+
+    def sizes(self, part: Part | Literal["all"] = "train") -> Ints:
+        """Samples per client [clients]."""
+        each = np.diff(self._bounds).reshape(-1, 3)
+        return each.sum(axis=1) if part == "all" else each[:, PARTS.index(part)]
+
+    def label_counts(self, part: Part | Literal["all"] = "train") -> Ints:
+        """Samples per client and class [clients, classes]."""
+        row = np.repeat(np.arange(len(self._bounds) - 1), np.diff(self._bounds))  # 3 * client + part
+        picked = slice(None) if part == "all" else row % 3 == PARTS.index(part)
+        cell = row[picked] // 3 * self.num_classes + self.dataset.y.numpy()[self._index.numpy()[picked]]
+        return np.bincount(cell, minlength=len(self.clients) * self.num_classes).reshape(-1, self.num_classes)
+
+    def turn(self, client: int) -> float:
+        """Degrees by which this client sees its pictures turned."""
+        return 0.0 if self._turns is None else float(self._turns[client])
+
+    def _split(self, client: int, part: Part) -> Split:
+        got = self._cache.get((client, part))
+        if got is None:
+            index = self.indices(client, part)
+            s = self.settings
+            got = Split(
+                self.dataset.ready(index, s.normalize, self.turn(client), s.rotate_interp), self.dataset.y[index]
+            )
+            size = got.x.numel() * got.x.element_size()
+            if self._cached + size <= CACHE_BYTES:
+                self._cache[client, part] = got
+                self._cached += size
+        return got
+
+    def _identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for array in (self._index.numpy(), self._bounds, self._public.numpy(), self.dataset.y.numpy()):
+            digest.update(str(array.shape).encode() + np.ascontiguousarray(array, "<i8").tobytes())
+        return {
+            **self.settings.model_dump(mode="json"),
+            "partition": str(self.settings.scheme),
+            "clients": len(self.clients),
+            "seed": self.seed,
+            "data": self.dataset.name,
+            "samples": len(self.dataset),
+            "dealt": len(self._index),
+            "sha256": digest.hexdigest(),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": {}, "_cached": 0, "_public_ready": None}
+
+
+def federate(dataset: Dataset, settings: PartitionSettings, seed: int) -> Federation:
+    """Deal the pool out to clients and split each client's samples; a function of its arguments alone."""
+    labels = dataset.y.numpy()
+    is_test = dataset.is_test.numpy()
+    scheme = settings.scheme
+    if settings.pool == "train" and settings.test_from == "official" and not is_test.any():
+        raise CoterieError(f"test_from = official needs an official test part, and {dataset.name} has none")
+    pool = np.arange(len(dataset)) if settings.pool == "merged" else np.flatnonzero(~is_test)
+    official = None if settings.pool == "merged" else np.flatnonzero(is_test)
+    pool, official, public = public_items(pool, official, settings, seed)
+
+    n = settings.clients or DEFAULT_CLIENTS
+    turns = _turns(dataset, n, int(scheme["K"])) if scheme.name == "rotate" else None
+    owner = None if dataset.owner is None else dataset.owner.numpy()[pool]
+    client = deal(labels[pool], owner, len(dataset.classes), n, settings, seed)
+    kept = client >= 0
+    pool, client = pool[kept], client[kept]
+
+    own_test = settings.test_from == "own"
+    part = parts_of(client, labels[pool], settings, own_test, seed)
+    if not own_test and official is not None:
+        dealt, whose = like_training(client, labels[pool], labels[official], len(dataset.classes), seed)
+        pool, client = np.concatenate([pool, official[dealt]]), np.concatenate([client, whose])
+        part = np.concatenate([part, np.full(len(dealt), 2)])
+    n = int(client.max()) + 1
+    order = np.lexsort((pool, 3 * client + part))
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(3 * client + part, minlength=3 * n))])
+    return Federation(dataset, settings, seed, pool[order], bounds, public, official, turns)
+
+
+def _turns(dataset: Dataset, n: int, K: int) -> NDArray[np.float64]:
+    """Degrees per client: for r = 1..K-1 the r-th n//K clients are turned by 360 r / K, the rest stay as they are."""
+    if not dataset.is_picture or dataset.shape[1] != dataset.shape[2]:
+        raise CoterieError(f"partition rotate needs square pictures, and items of {dataset.name} are {dataset.shape}")
+    if n < K:
+        raise CoterieError(f"rotate({K}) makes {K} groups and needs at least so many clients, but clients = {n}")
+    group = np.arange(n) // (n // K) + 1
+    return np.where(group < K, 360.0 * group / K, 0.0)
+
+
+__all__ = ["PARTS", "Federation", "Part", "PartitionSettings", "federate"]

@@ -1,0 +1,74 @@
+"""Names of partition schemes with their parameters: dirichlet(0.1), exdir(2, 0.5), rotate(K=4)."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from coterie.errors import CoterieError, unknown
+
+# Parameters of each scheme: name, kind, default (None: must be given).
+_PARAMETERS: dict[str, tuple[tuple[str, type, float | None], ...]] = {
+    "iid": (),
+    "dirichlet": (("alpha", float, None),),
+    "exdir": (("C", int, None), ("alpha", float, None)),
+    "shards": (("s", int, None),),
+    "rotate": (("K", int, None), ("alpha", float, 1.0)),
+    "natural": (),
+}
+_EXAMPLES = {"dirichlet": "dirichlet(0.1)", "exdir": "exdir(2, 0.5)", "shards": "shards(2)", "rotate": "rotate(4)"}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    name: str
+    args: tuple[tuple[str, float], ...] = ()
+
+    def __getitem__(self, parameter: str) -> float:
+        return dict(self.args)[parameter]
+
+    def __str__(self) -> str:
+        return self.name + (f"({', '.join(f'{v:g}' for _, v in self.args)})" if self.args else "")
+
+
+def parse(text: str) -> Scheme:
+    """Read a scheme, with every parameter filled in and checked."""
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", text)
+    if match is None:
+        raise CoterieError(f'partition "{text}" is not of the form name or name(value, ...), such as dirichlet(0.1)')
+    name = match[1].lower()
+    if name not in _PARAMETERS:
+        raise unknown("partition", name, _PARAMETERS)
+    wanted = _PARAMETERS[name]
+    given = _given(text, [p.strip() for p in (match[2] or "").split(",") if p.strip()], [p[0] for p in wanted])
+    args = []
+    for parameter, kind, default in wanted:
+        if parameter not in given and default is None:
+            raise CoterieError(f'partition "{text}" needs {parameter}, for example {_EXAMPLES[name]}')
+        args.append((parameter, _number(text, parameter, given[parameter], kind) if parameter in given else default))
+    return Scheme(name, tuple((p, v) for p, v in args if v is not None))
+
+
+def _given(text: str, parts: list[str], names: list[str]) -> dict[str, str]:
+    """Values by position or by name."""
+    if len(parts) > len(names):
+        takes = f"takes {', '.join(names)}" if names else "takes no parameters"
+        raise CoterieError(f'partition "{text}" has too many values: it {takes}')
+    given = {}
+    lower = {n.lower(): n for n in names}
+    for position, part in enumerate(parts):
+        key, equals, value = part.partition("=")
+        if equals and key.strip().lower() not in lower:
+            raise unknown(f"parameter in {text}:", key.strip(), names)
+        given[lower[key.strip().lower()] if equals else names[position]] = value if equals else part
+    return given
+
+
+def _number(text: str, parameter: str, value: str, kind: type) -> float:
+    try:
+        number = float(kind(value))
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise CoterieError(f'{parameter} in partition "{text}" must be {what}, not "{value.strip()}"') from None
+    if not (math.isfinite(number) and number > 0):
+        raise CoterieError(f'{parameter} in partition "{text}" must be above 0, not {value.strip()}')
+    return number

@@ -1,0 +1,22 @@
+"""Pictures turned by an angle: multiples of 90 degrees exactly, others by interpolation with zero fill."""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Interp = Literal["bilinear", "nearest"]
+
+
+def turned(x: Tensor, degrees: float, interp: Interp = "bilinear") -> Tensor:
+    """Counter-clockwise, about the centre; x is [n, C, S, S]. Bytes stay bytes for multiples of 90 degrees."""
+    quarters = degrees / 90
+    if quarters == round(quarters):
+        return torch.rot90(x, int(quarters) % 4, dims=(2, 3)).contiguous()
+    angle = math.radians(degrees)
+    # Rows of the map from output to input coordinates; y points down, hence the signs.
+    theta = torch.tensor([[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]])
+    grid = F.affine_grid(theta.expand(len(x), 2, 3), list(x.shape), align_corners=False)
+    return F.grid_sample(x.float(), grid, mode=interp, padding_mode="zeros", align_corners=False)
