@@ -20,7 +20,7 @@ class Layout:
 
     layers: tuple[str, ...]
     kinds: Mapping[str, str]  # layer -> conv | fc | bn | other
-    head: str | None  # the last linear layer, if its output is the model's output
+    head: str | None  # the last linear layer, if its output is the model's and no other layer shares its weights
     groups: Mapping[str, frozenset[str]] = field(repr=False)
 
     def of_kind(self, kind: str) -> tuple[str, ...]:
@@ -51,10 +51,10 @@ def layout(module: nn.Module, example: Tensor) -> Layout:
     }
     leaves = {path: sub for path, sub in module.named_modules() if own[path]}
     order, outputs = _order(module, leaves, example)
-    layers = tuple(order + [path for path in leaves if path not in order])
+    layers = _complete(order, leaves)
     kinds = {path: _kind(leaves[path]) for path in layers}
     linear = [path for path in order if kinds[path] == "fc"]
-    head = linear[-1] if linear and outputs[linear[-1]] else None
+    head = linear[-1] if linear and outputs[linear[-1]] and _alone(module, leaves[linear[-1]]) else None
     groups: dict[str, frozenset[str]] = {f"layer:{path}": frozenset(own[path]) for path in layers}
     for kind in ("conv", "fc", "bn"):
         groups[kind] = frozenset(n for path in layers if kinds[path] == kind for n in own[path])
@@ -72,6 +72,25 @@ def _kind(module: nn.Module) -> str:
     if isinstance(module, nn.Linear):
         return "fc"
     return "bn" if is_batch_norm(module) else "other"
+
+
+def _complete(order: list[str], leaves: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """Adds layers that are never called themselves, such as the projection inside attention, after their parent."""
+    out = list(order)
+    for path in leaves:
+        if path not in out:
+            parent = path
+            while parent and parent not in out:
+                parent = parent.rpartition(".")[0]
+            out.insert(out.index(parent) + 1 if parent else len(out), path)
+    return tuple(out)
+
+
+def _alone(module: nn.Module, layer: nn.Module) -> bool:
+    """Does the layer have a weight of its own? A tied or computed one cannot be kept apart from the body."""
+    own = {id(p) for p in layer._parameters.values() if p is not None}
+    others = {id(p) for sub in module.modules() if sub is not layer for p in sub._parameters.values()}
+    return layer._parameters.get("weight") is not None and not own & others
 
 
 def _order(module: nn.Module, leaves: Mapping[str, nn.Module], example: Tensor) -> tuple[list[str], dict[str, bool]]:
@@ -93,9 +112,9 @@ def _order(module: nn.Module, leaves: Mapping[str, nn.Module], example: Tensor) 
     try:
         with torch.no_grad():
             result = module(example)
-    except (RuntimeError, ValueError, TypeError, IndexError) as e:
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as e:
         shape = "x".join(map(str, example.shape[1:]))
-        reason = str(e).splitlines()[0]
+        reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise CoterieError(f"the model does not fit the data: one item has shape {shape} ({reason})") from e
     finally:
         for h in hooks:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from coterie.errors import CoterieError
 from coterie.models.layers import Layout, is_batch_norm, layout
@@ -20,9 +21,10 @@ class Net:
         self.layout: Layout = layout(module, example)
         self.training = False
         module.eval()
-        canonical: dict[int, str] = {}
+        canonical: dict[int, str] = {}  # a tied tensor has one entry in the tree, under its first name
+        fixed: set[str] = set()
         self._slots: list[tuple[dict[str, Tensor | None], str, str]] = []
-        self._norms: list[tuple[nn.Module, str | None]] = []
+        self._norms: list[tuple[nn.Module, str | None]] = []  # and the entry that says whether it is being trained
         self._recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
         for path, sub in module.named_modules():
             dot = f"{path}." if path else ""
@@ -30,17 +32,32 @@ class Net:
                 if p is not None:
                     name = canonical.setdefault(id(p), dot + local)
                     self._slots.append((sub._parameters, local, name))
+                    if isinstance(p, nn.Parameter) and not p.requires_grad:
+                        fixed.add(name)
             for local, b in sub._buffers.items():
                 if b is not None and b.is_floating_point():
-                    self._slots.append((sub._buffers, local, canonical.setdefault(id(b), dot + local)))
-                elif b is not None and is_batch_norm(sub):
+                    name = canonical.setdefault(id(b), dot + local)
+                    self._slots.append((sub._buffers, local, name))
+                    fixed.add(name)
+                elif b is not None and isinstance(sub, _NormBase):
                     sub._buffers[local] = None  # the counter: not needed with a fixed momentum
-            if is_batch_norm(sub):
-                self._norms.append((sub, f"{dot}weight" if sub._parameters.get("weight") is not None else None))
-        self.has_batch_norm = bool(self._norms)
+            if isinstance(sub, _NormBase):
+                if sub.momentum is None and sub.track_running_stats:
+                    raise CoterieError(f'the norm layer "{path}" has momentum=None; give it a number, such as 0.1')
+                weight = sub._parameters.get("weight")
+                self._norms.append((sub, canonical[id(weight)] if weight is not None else self._neighbour(path)))
+        self.has_batch_norm = any(is_batch_norm(norm) for norm, _ in self._norms)
         self.names = list(dict.fromkeys(full for _, _, full in self._slots))
-        self.trainable = frozenset(n for n in canonical.values() if n not in self.layout.groups["bn_stats"])
-        self._head: nn.Module | None = dict(module.named_modules())[self.layout.head] if self.layout.head else None
+        self.fixed = frozenset(fixed)  # buffers, and parameters that came with requires_grad=False
+        self.trainable = frozenset(self.names) - self.fixed
+        self._head = None if self.layout.head is None else module.get_submodule(self.layout.head)
+
+    def _neighbour(self, path: str) -> str | None:
+        """A norm without weights goes with the layer before it (or, as the first layer, the one after it)."""
+        weights = [f"{layer}.weight" if layer else "weight" for layer in self.layout.layers]
+        at = self.layout.layers.index(path) if path in self.layout.layers else 0
+        near = [*reversed(weights[:at]), *weights[at:]]
+        return next((w for w in near if w in self.layout.groups["all"]), None)
 
     def state(self) -> Tree:
         """The tensors the module holds now, cloned."""
@@ -94,7 +111,8 @@ class Net:
         """State-dict names of the head's weight and bias (None without one)."""
         self._need_head()
         names = self.layout.groups["head"]
-        return f"{self.layout.head}.weight", b if (b := f"{self.layout.head}.bias") in names else None
+        dot = f"{self.layout.head}." if self.layout.head else ""
+        return f"{dot}weight", b if (b := f"{dot}bias") in names else None
 
     @property
     def width(self) -> int:
@@ -123,15 +141,27 @@ class Net:
     def _need_head(self) -> nn.Module:
         if self._head is None:
             raise CoterieError(
-                "this model has no head: its last layer must be an nn.Linear whose output is the model's output"
+                "this model has no head: its last layer must be an nn.Linear with weights of its own "
+                "whose output is the model's output"
             )
         return self._head
 
 
 def initial(module: nn.Module, seed: int) -> None:
-    """Draw the module's parameters anew from the seed (its own reset_parameters, in module order)."""
+    """Draw the module's parameters anew from the seed (its own reset_parameters, in module order).
+
+    Parts marked `keep_initial` (pre-trained, or made from a seed already) stay as they are."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for sub in module.modules():
-            if callable(reset := getattr(sub, "reset_parameters", None)):
-                reset()
+        _reset(module)
+
+
+def _reset(module: nn.Module) -> None:
+    if getattr(module, "keep_initial", False):
+        return
+    # attention and transformers spell it with an underscore and reach into their children
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset):
+        reset()
+    for child in module.children():
+        _reset(child)

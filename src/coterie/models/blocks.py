@@ -1,0 +1,111 @@
+"""What the convolutional nets are made of."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coterie.errors import CoterieError
+
+Shape = tuple[int, ...]
+
+
+class Conv(NamedTuple):
+    """One block: how many channels it makes, with which kernel, and whether it halves the picture."""
+
+    out: int
+    kernel: int
+    padding: int = 0
+    pool: bool = True
+    batch_norm: bool = False
+
+    def side(self, n: int) -> int:
+        """How long a side of n is after the block."""
+        n = n + 2 * self.padding - self.kernel + 1
+        return n // 2 if self.pool else n
+
+
+class ConvBlock(nn.Module):
+    """conv -> batch norm (or none) -> ReLU -> max-pool 2 (or none), on pictures (dims 2) or signals (dims 1)."""
+
+    def __init__(self, channels: int, spec: Conv, dims: int = 2):
+        super().__init__()
+        convolution, norm = (nn.Conv2d, nn.BatchNorm2d) if dims == 2 else (nn.Conv1d, nn.BatchNorm1d)
+        self.conv = convolution(channels, spec.out, spec.kernel, padding=spec.padding)
+        self.bn = norm(spec.out) if spec.batch_norm else None
+        self.pool = spec.pool
+        self.dims = dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        if self.bn is not None:
+            x = self.bn(x)
+        if self.pool:  # ReLU after the pool gives the same values and gradients on a quarter of the entries
+            x = F.max_pool2d(x, 2) if self.dims == 2 else F.max_pool1d(x, 2)
+        return F.relu(x)
+
+
+class Dense(nn.Module):
+    """fc1, fc2, ... with ReLU, then the classifier; takes flat input [batch, size]."""
+
+    def __init__(
+        self, size: int, hidden: Sequence[int], classes: int, bias: bool = True, blocks: Sequence[nn.Module] = ()
+    ):
+        super().__init__()
+        self._blocks = _register(self, "block", blocks)
+        self._fcs = _register(self, "fc", [nn.Linear(a, b) for a, b in pairwise([size, *hidden])])
+        self.classifier = nn.Linear(hidden[-1] if hidden else size, classes, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self._fcs:
+            x = F.relu(getattr(self, name)(x))
+        return self.classifier(x)  # type: ignore[no-any-return]
+
+
+class ConvNet(Dense):
+    """block1, block2, ..., flatten, fc1, fc2, ..., classifier. `to` pools the last block's output to that size."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        classes: int,
+        blocks: Sequence[Conv],
+        hidden: Sequence[int],
+        *,
+        bias: bool = True,
+        to: tuple[int, ...] | None = None,
+    ):
+        channels, *sides = shape
+        for spec in blocks:
+            sides = [spec.side(n) for n in sides]
+            if min(sides) < 1:
+                raise CoterieError(f"items of shape {text(shape)} are too small for this model's convolutions")
+        inputs = [channels, *(spec.out for spec in blocks[:-1])]
+        made = [ConvBlock(c, spec, len(sides)) for c, spec in zip(inputs, blocks, strict=True)]
+        super().__init__(blocks[-1].out * prod(to or sides), hidden, classes, bias, made)
+        self.pooled = None if to is None or list(to) == sides else to
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self._blocks:
+            x = getattr(self, name)(x)
+        if self.pooled is not None:
+            x = _mean_pool(x, self.pooled)
+        return super().forward(x.flatten(1))
+
+
+def _register(parent: nn.Module, name: str, modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Adds the modules as name1, name2, ..., so that state-dict names stay flat; returns those names."""
+    for i, module in enumerate(modules, 1):
+        parent.add_module(f"{name}{i}", module)
+    return tuple(f"{name}{i}" for i in range(1, len(modules) + 1))
+
+
+def _mean_pool(x: Tensor, size: tuple[int, ...]) -> Tensor:
+    return F.adaptive_avg_pool2d(x, (size[0], size[1])) if len(size) == 2 else F.adaptive_avg_pool1d(x, size[0])
+
+
+def text(shape: Shape) -> str:
+    return "x".join(map(str, shape))

@@ -1,0 +1,170 @@
+"""The models by name: factories (shape, classes, *, options) -> nn.Module.
+
+The papers' nets have exactly the parameter counts of their tables. Every net ends in `classifier`, its hidden fully
+connected layers are fc1, fc2, ..., its convolutions block1.conv, block2.conv, ... with batch norm in block1.bn, ...
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+from torch import Tensor, nn
+
+from coterie.errors import CoterieError
+from coterie.models.blocks import Conv, ConvNet, Dense, Shape, text
+from coterie.models.vgg import VGG11
+
+Count = Annotated[int, Field(ge=1)]
+
+
+def _listed(value: Any) -> Any:
+    """64, [128, 64] and "128,64" all name hidden widths."""
+    if isinstance(value, str):
+        return list(value.replace(",", " ").split())
+    return [value] if isinstance(value, int) else value
+
+
+Widths = Annotated[tuple[Count, ...], BeforeValidator(_listed)]
+
+
+def lenet5(shape: Shape, classes: int, *, batch_norm: bool = True, fc: Literal[3, 2] = 3) -> nn.Module:
+    """LeNet5 of the FedCPMD paper: two 5x5 convolutions (6, 16) with batch norm, fully connected 120, 84."""
+    _picture("lenet5", shape, 16)
+    blocks = [Conv(6, 5, batch_norm=batch_norm), Conv(16, 5, batch_norm=batch_norm)]
+    return ConvNet(shape, classes, blocks, [120, 84][: fc - 1])
+
+
+def lenet5_nobn(shape: Shape, classes: int, *, fc: Literal[3, 2] = 3) -> nn.Module:
+    """LeNet5 without batch norm."""
+    return lenet5(shape, classes, batch_norm=False, fc=fc)
+
+
+def lenet5_2fc(shape: Shape, classes: int, *, batch_norm: bool = True) -> nn.Module:
+    """LeNet5 with two fully connected layers instead of three."""
+    return lenet5(shape, classes, batch_norm=batch_norm, fc=2)
+
+
+def fedpc_cnn(shape: Shape, classes: int, *, classifier_bias: bool = True) -> nn.Module:
+    """CNN of the FedPC paper: two 5x5 convolutions (64, 64), fully connected 384, 192."""
+    _picture("fedpc-cnn", shape, 16)
+    return ConvNet(shape, classes, [Conv(64, 5), Conv(64, 5)], [384, 192], bias=classifier_bias)
+
+
+def fedgmh_cnn(shape: Shape, classes: int) -> nn.Module:
+    """Four-layer CNN of the FedGMH paper: two 5x5 convolutions (32, 64), fully connected 512."""
+    _picture("fedgmh-cnn", shape, 16)
+    return ConvNet(shape, classes, [Conv(32, 5), Conv(64, 5)], [512])
+
+
+def ecsfl_cnn(
+    shape: Shape,
+    classes: int,
+    *,
+    padding: Literal[1, 0] = 1,
+    fc_in: Literal["flatten", "adaptive_2x3"] = "flatten",
+) -> nn.Module:
+    """CNN of the ECS-FL paper: four 3x3 convolutions (32, 32, 64, 64), fully connected 384, 192."""
+    _picture("ecsfl-cnn", shape, 4 if padding else 16)
+    blocks = [Conv(out, 3, padding, pool) for out, pool in [(32, False), (32, True), (64, False), (64, True)]]
+    if fc_in == "adaptive_2x3":
+        return ConvNet(shape, classes, blocks, [192], to=(2, 3))
+    return ConvNet(shape, classes, blocks, [384, 192])
+
+
+def scfpfl_cnn(shape: Shape, classes: int) -> nn.Module:
+    """CNN of the SC-FPFL paper: two 5x5 convolutions (6, 16) and one linear layer."""
+    _picture("scfpfl-cnn", shape, 16)
+    return ConvNet(shape, classes, [Conv(6, 5), Conv(16, 5)], [])
+
+
+def vgg11(
+    shape: Shape,
+    classes: int,
+    *,
+    head_input: Literal[512, 2048, 25088] | None = None,
+    resize: Literal["pad", "bilinear"] = "pad",
+    pretrained_path: str | None = None,
+) -> nn.Module:
+    """VGG11 without batch norm; by default what enters fc1 follows from the picture (512 at 32x32, 2048 at 64x64)."""
+    _picture("vgg11", shape, 1)
+    net = VGG11(shape, classes, head_input, resize)
+    if pretrained_path is not None:
+        net.load_pretrained(pretrained_path)
+    return net
+
+
+class Flat(Dense):
+    """Dense layers on the flattened item."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1))
+
+
+def mlp(shape: Shape, classes: int, *, hidden: Widths = (64,)) -> nn.Module:
+    """Fully connected net; `hidden` lists the widths of its hidden layers."""
+    return Flat(prod(shape), list(hidden), classes)
+
+
+def logistic(shape: Shape, classes: int) -> nn.Module:
+    """Logistic regression: one linear layer."""
+    return Flat(prod(shape), [], classes)
+
+
+class TextNet(Dense):
+    """Mean of word vectors, then dense layers. Token 0 is padding and does not count."""
+
+    takes = torch.int64
+
+    def __init__(self, classes: int, vocab: int, width: int, hidden: list[int]):
+        super().__init__(width, hidden, classes)
+        self.embedding = nn.Embedding(vocab, width, padding_idx=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        real = (x != 0).unsqueeze(-1).to(self.embedding.weight.dtype)  # [batch, tokens, 1]
+        mean = (self.embedding(x) * real).sum(1) / real.sum(1).clamp(min=1)
+        return super().forward(mean)
+
+
+def text_net(
+    shape: Shape, classes: int, *, vocab: Count = 8192, width: Count = 64, hidden: Widths = (64,)
+) -> nn.Module:
+    """Word vectors, their mean, a small MLP; items are token numbers below `vocab`, 0 is padding."""
+    if len(shape) != 1:
+        raise CoterieError(f"the model text takes items of token numbers [tokens]; the data's have shape {text(shape)}")
+    return TextNet(classes, vocab, width, list(hidden))
+
+
+def signal(shape: Shape, classes: int, *, batch_norm: bool = True, hidden: Widths = (64,)) -> nn.Module:
+    """Three 1-D convolutions (32, 64, 64), mean over time, a small MLP; items are [channels, time]."""
+    if len(shape) != 2 or shape[1] < 8:
+        raise CoterieError(
+            f"the model signal takes items [channels, time] with 8 or more steps; the data's have shape {text(shape)}"
+        )
+    blocks = [Conv(out, 5, padding=2, batch_norm=batch_norm) for out in (32, 64, 64)]
+    return ConvNet(shape, classes, blocks, list(hidden), to=(1,))
+
+
+def _picture(name: str, shape: Shape, side: int) -> None:
+    """Pictures come as [channels, height, width], at least `side` high and wide."""
+    if len(shape) != 3 or min(shape[1:]) < side:
+        least = f" of {side}x{side} or more" if side > 1 else ""
+        wants = f"the model {name} takes pictures [channels, height, width]{least}"
+        raise CoterieError(f"{wants}; the data's items have shape {text(shape)}")
+
+
+ZOO: dict[str, Callable[..., nn.Module]] = {
+    "ecsfl-cnn": ecsfl_cnn,
+    "fedgmh-cnn": fedgmh_cnn,
+    "fedpc-cnn": fedpc_cnn,
+    "lenet5": lenet5,
+    "lenet5-2fc": lenet5_2fc,
+    "lenet5-nobn": lenet5_nobn,
+    "logistic": logistic,
+    "mlp": mlp,
+    "scfpfl-cnn": scfpfl_cnn,
+    "signal": signal,
+    "text": text_net,
+    "vgg11": vgg11,
+}
