@@ -1,0 +1,184 @@
+"""A user's own arrays or torch data sets as a Dataset: shapes and labels brought into one form."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.data.dataset import Dataset
+from coterie.data.text import VOCABULARY, tokens
+from coterie.errors import CoterieError
+
+Array = NDArray[Any]
+
+
+class Raw(NamedTuple):
+    """What a reader finds; the test part may be empty."""
+
+    x: Array
+    y: Array
+    x_test: Array | None = None
+    y_test: Array | None = None
+    classes: Sequence[str] | None = None
+    client: Array | None = None
+    client_test: Array | None = None
+
+
+def from_arrays(
+    x: Any,
+    y: Any,
+    x_test: Any = None,
+    y_test: Any = None,
+    *,
+    name: str = "arrays",
+    classes: Sequence[str] | None = None,
+    client: Any = None,
+    client_test: Any = None,
+) -> Dataset:
+    """Pictures [n, H, W(, C)] or [n, C, H, W], signals [n, T, C], vectors [n, d], token ids [n, L] or texts [n]."""
+    many = [None if a is None else _plain(a) for a in (x, y, x_test, y_test, client, client_test)]
+    if many[0] is None or many[1] is None:
+        raise CoterieError(f"{name} needs both x and y")
+    return dataset(name, Raw(many[0], many[1], many[2], many[3], classes, many[4], many[5]))
+
+
+def from_torch(train: Any, test: Any = None, *, name: str = "torch", classes: Sequence[str] | None = None) -> Dataset:
+    """A map-style torch data set of (x, y), and one for the official test part; each item is read once."""
+    x, y = _items(train, name)
+    x_test, y_test = (None, None) if test is None else _items(test, name)
+    return dataset(name, Raw(x, y, x_test, y_test, classes or getattr(train, "classes", None)))
+
+
+def dataset(name: str, raw: Raw) -> Dataset:
+    """Check what was read and bring it into the form of a Dataset."""
+    if (raw.x_test is None) != (raw.y_test is None):
+        raise CoterieError(f"{name} has only one of x_test and y_test")
+    for x, y, what in ((raw.x, raw.y, "training"), (raw.x_test, raw.y_test, "test")):
+        if x is not None and y is not None and (x.ndim == 0 or y.ndim == 0 or len(x) != len(y)):
+            raise CoterieError(f"{name} has {_count(x)} items but {_count(y)} labels in its {what} part")
+    test = raw.x_test is not None and raw.y_test is not None and len(raw.y_test) > 0
+    n_train = len(raw.x)
+    if test and raw.x_test is not None and raw.x_test.shape[1:] != raw.x.shape[1:]:
+        raise CoterieError(
+            f"training and test items of {name} differ in shape: {raw.x.shape[1:]} and {raw.x_test.shape[1:]}"
+        )
+    x = raw.x if not test or raw.x_test is None else _joined(raw.x, raw.x_test)
+    y = raw.y.reshape(n_train, -1)
+    y = y if not test or raw.y_test is None else np.concatenate([y, raw.y_test.reshape(len(raw.y_test), -1)])
+    if len(x) == 0:
+        raise CoterieError(f"{name} has no samples")
+    labels, classes = _labels(name, y, raw.classes)
+    items = _items_form(name, x)
+    is_test = torch.arange(len(labels)) >= n_train
+    mean, std = moments(items, ~is_test if n_train else is_test)
+    vocab = VOCABULARY if x.dtype.kind == "U" else int(items.max()) + 1 if items.dtype == torch.int64 else None
+    return Dataset(name, items, labels, classes, is_test, _owner(name, raw, n_train), mean, std, vocab)
+
+
+def moments(x: Tensor, train: Tensor) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Mean and deviation per channel of x/255 over the training part, exactly, from counts of the 256 values."""
+    if x.dtype != torch.uint8:
+        return None, None
+    value = torch.arange(256, dtype=torch.float64) / 255
+    mean, std = [], []
+    for channel in range(x.shape[1]):
+        share = torch.bincount(x[train, channel].reshape(-1), minlength=256).double()
+        share /= share.sum()
+        m = float(share @ value)
+        s = float((share @ (value - m).square()).sqrt())
+        mean.append(m)
+        std.append(s if s > 0 else 1.0)
+    return tuple(mean), tuple(std)
+
+
+def _items_form(name: str, x: Array) -> Tensor:
+    """Channels first; bytes stay bytes, half and double become float32, texts become token ids."""
+    if x.dtype.kind == "U":
+        return torch.from_numpy(tokens(x.reshape(len(x))))
+    if x.dtype.kind not in "buif":
+        raise CoterieError(f"items of {name} are of type {x.dtype}; numbers or texts are needed")
+    if x.dtype.kind == "f":
+        x = x.astype(np.float32, copy=False)
+        if not np.isfinite(x).all():
+            raise CoterieError(f"items of {name} contain values that are not finite numbers")
+    elif x.ndim == 2 and x.dtype != np.uint8:
+        if x.min() < 0:
+            raise CoterieError(f"token ids of {name} must not be negative")
+        return torch.from_numpy(x.astype(np.int64))
+    elif x.dtype != np.uint8:
+        x = x.astype(np.uint8 if x.ndim >= 3 and x.min() >= 0 and x.max() <= 255 else np.float32)
+    if x.dtype == np.uint8 and x.ndim not in (3, 4):
+        x = x.astype(np.float32) / np.float32(255)
+    if x.ndim == 1:
+        x = x[:, None]
+    return torch.from_numpy(np.ascontiguousarray(_channels_first(x)))
+
+
+def _channels_first(x: Array) -> Array:
+    if x.ndim == 4 and x.shape[-1] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
+        return x.transpose(0, 3, 1, 2)
+    if x.ndim == 3 and (x.dtype == np.uint8 or x.shape[1] == x.shape[2]):
+        return x[:, None]  # grey pictures
+    if x.ndim == 3 and x.shape[1] > x.shape[2]:
+        return x.transpose(0, 2, 1)  # signals: time is the longer axis
+    return x
+
+
+def _labels(name: str, y: Array, classes: Sequence[str] | None) -> tuple[Tensor, tuple[str, ...]]:
+    if y.shape[1] != 1:
+        raise CoterieError(f"labels of {name} must be one number each, but have shape {y.shape[1:]}")
+    y = y[:, 0]
+    if y.dtype.kind in "US":
+        found, y = np.unique(y, return_inverse=True)
+        return torch.from_numpy(y.astype(np.int64)), tuple(map(str, found))
+    if y.dtype.kind not in "buif" or (y.dtype.kind == "f" and not (np.isfinite(y).all() and (y == np.floor(y)).all())):
+        raise CoterieError(f"labels of {name} must be whole numbers or names")
+    y = y.astype(np.int64)
+    if classes is not None:
+        if y.min() < 0 or y.max() >= len(classes):
+            raise CoterieError(
+                f"labels of {name} run from {y.min()} to {y.max()}, but there are {len(classes)} classes"
+            )
+        return torch.from_numpy(y), tuple(map(str, classes))
+    found, compact = np.unique(y, return_inverse=True)
+    return torch.from_numpy(compact.astype(np.int64)), tuple(map(str, found))
+
+
+def _owner(name: str, raw: Raw, n_train: int) -> Tensor | None:
+    """Client numbers; client names become numbers in sorted order."""
+    if raw.client is None:
+        return None
+    n_test = 0 if raw.y_test is None else len(raw.y_test)
+    if n_test and raw.client_test is None:
+        raise CoterieError(f"{name} names the clients of its training part but not of its test part")
+    owner = raw.client if raw.client_test is None else np.concatenate([raw.client, raw.client_test])
+    if owner.shape != (n_train + n_test,):
+        raise CoterieError(f"{name} has {n_train + n_test} items but names a client for {_count(owner)}")
+    return torch.from_numpy(np.unique(owner, return_inverse=True)[1].astype(np.int64))
+
+
+def _items(source: Any, name: str) -> tuple[Array, Array]:
+    try:
+        pairs = [source[i] for i in range(len(source))]
+        xs, ys = [np.asarray(p[0]) for p in pairs], [np.asarray(p[1]) for p in pairs]
+        return np.stack(xs), np.stack(ys)
+    except (TypeError, ValueError, IndexError, KeyError) as e:
+        raise CoterieError(f"torch data set {name} must give (x, y) of equal shapes for each number: {e}") from None
+
+
+def _plain(values: Any) -> Array:
+    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.dtype == object and array.ndim == 1 and all(isinstance(v, str) for v in array):
+        return array.astype(str)
+    return array
+
+
+def _joined(a: Array, b: Array) -> Array:
+    return np.concatenate([a, b])
+
+
+def _count(a: Array) -> int:
+    return len(a) if a.ndim else 0

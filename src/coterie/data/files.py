@@ -1,0 +1,194 @@
+"""Readers of the original file formats. Nothing in a file is ever run; a damaged or wrong file gets one sentence."""
+
+import gzip
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from coterie.data import unpickle
+from coterie.data.arrays import Array, Raw
+from coterie.errors import CoterieError
+
+_PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+_IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+
+
+@contextmanager
+def reading(path: Path, kind: str) -> Iterator[None]:
+    """Whatever goes wrong in a foreign file becomes one sentence that names it."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CoterieError(f"{path} does not exist") from None
+    except Exception as e:  # the formats' libraries raise nearly everything for damaged files
+        reason = " ".join(str(e).split()).rstrip(".")[:200] or type(e).__name__
+        raise CoterieError(
+            f"{path} cannot be read as {kind}; it is damaged, cut short or another file: {reason}"
+        ) from e
+
+
+def npz(path: Path) -> Raw:
+    """x_train, y_train, x_test, y_test (classes, client_train, client_test); x, y; or MedMNIST's names."""
+    with reading(path, "an .npz data file"):
+        have = _arrays(path)
+        if "train_images" in have:
+            parts = [p for p in ("train", "val") if f"{p}_images" in have]  # the validation part is for training
+            have["x_train"] = np.concatenate([have[f"{p}_images"] for p in parts])
+            have["y_train"] = np.concatenate([have[f"{p}_labels"] for p in parts])
+            have |= {
+                f"{a}_test": have[f"test_{b}"] for a, b in (("x", "images"), ("y", "labels")) if f"test_{b}" in have
+            }
+        have = {k + "_train" if k in ("x", "y", "client") else k: v for k, v in have.items()}
+        lacks = [k for k in ("x_train", "y_train") if k not in have]
+        if lacks:
+            raise ValueError(f"it lacks {' and '.join(lacks)}")
+        classes = [str(c) for c in have["classes"]] if "classes" in have else None
+        rest = [have.get(k) for k in ("client_train", "client_test")]
+        return Raw(have["x_train"], have["y_train"], have.get("x_test"), have.get("y_test"), classes, *rest)
+
+
+def _arrays(path: Path) -> dict[str, Array]:
+    with path.open("rb") as f:
+        if f.read(2) != b"PK":
+            raise ValueError("it does not begin like one")
+    with np.load(path, allow_pickle=False) as z:
+        try:
+            return {k: z[k] for k in z.files}
+        except ValueError as e:
+            if "allow_pickle" in str(e):
+                raise ValueError("it holds Python objects, and these are never loaded") from None
+            raise
+
+
+def idx(path: Path) -> Array:
+    """One array of MNIST's format, packed by gzip or not."""
+    with reading(path, "an idx file"):
+        raw = path.read_bytes()
+        if raw[:2] == b"\x1f\x8b":
+            raw = gzip.decompress(raw)
+        if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _IDX_TYPES:
+            raise ValueError("it does not begin like one")
+        shape = tuple(int(d) for d in np.frombuffer(raw, ">u4", raw[3], 4))
+        dtype = np.dtype(_IDX_TYPES[raw[2]])
+        data = raw[4 + 4 * raw[3] :]
+        if len(data) != int(np.prod(shape)) * dtype.itemsize:
+            raise ValueError(f"it should hold {int(np.prod(shape))} values and holds {len(data) // dtype.itemsize}")
+        return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+def idx_set(files: Sequence[Path], transpose: bool = False) -> Raw:
+    """Training pictures and labels, test pictures and labels; EMNIST's pictures are stored on their side."""
+    x, y, x_test, y_test = (idx(f) for f in files)
+    for pictures, f in ((x, files[0]), (x_test, files[2])):
+        if pictures.ndim != 3:
+            raise CoterieError(f"{f} holds an array of {pictures.ndim} dimensions; pictures need 3")
+    if transpose:
+        x, x_test = x.transpose(0, 2, 1), x_test.transpose(0, 2, 1)
+    return Raw(x, y, x_test, y_test)
+
+
+def cifar(train: Sequence[Path], test: Path, meta: Path, label: str) -> Raw:
+    """CIFAR's python folders; `label` is labels or fine_labels."""
+    parts = [_cifar_batch(p, label) for p in train]
+    x_test, y_test = _cifar_batch(test, label)
+    names: list[str] | None = None
+    if meta.exists():
+        with reading(meta, "CIFAR's list of class names"):
+            found = _text_keys(unpickle.read(meta.read_bytes()))
+            key = "fine_label_names" if label == "fine_labels" else "label_names"
+            names = [n.decode() if isinstance(n, bytes) else str(n) for n in found[key]]
+    return Raw(np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]), x_test, y_test, names)
+
+
+def _cifar_batch(path: Path, label: str) -> tuple[Array, Array]:
+    with reading(path, "a CIFAR file"):
+        found = _text_keys(unpickle.read(path.read_bytes()))
+        if "data" not in found or label not in found:
+            raise ValueError(f"it has no data or no {label}")
+        return np.asarray(found["data"], np.uint8).reshape(-1, 3, 32, 32), np.asarray(found[label], np.int64)
+
+
+def _text_keys(found: object) -> dict[str, list[object]]:
+    if not isinstance(found, dict):
+        raise ValueError("it does not hold a dictionary")
+    return {k.decode("latin-1") if isinstance(k, bytes) else str(k): v for k, v in found.items()}
+
+
+def svhn(files: Sequence[Path]) -> Raw:
+    """train_32x32.mat and test_32x32.mat, where the digit 0 is called 10."""
+    import scipy.io  # slow to import, and only needed here
+
+    got: list[Array] = []
+    for path in files:
+        with reading(path, "an SVHN .mat file"):
+            found = scipy.io.loadmat(path, variable_names=["X", "y"])
+            if "X" not in found or "y" not in found or found["X"].ndim != 4:
+                raise ValueError("it lacks the arrays X and y")
+            got += [found["X"].transpose(3, 2, 0, 1), found["y"].reshape(-1).astype(np.int64) % 10]
+    return Raw(got[0], got[1], got[2], got[3])
+
+
+def folder(root: Path) -> Raw:
+    """Pictures in train/CLASS and test/CLASS (valid counts as training), or just in CLASS folders."""
+    if (root / "train").is_dir():
+        trains = [root / "train"] + ([root / "valid"] if (root / "valid").is_dir() else [])
+        test = next((root / d for d in ("test", "val") if (root / d).is_dir()), None)
+    else:
+        trains, test = [root], None
+    classes = sorted({d.name for part in [*trains, *([test] if test else [])] for d in part.iterdir() if d.is_dir()})
+    train = [f for part in trains for f in _labelled(part, classes)]
+    tests = _labelled(test, classes) if test else []
+    if not train:
+        raise CoterieError(
+            f"{root} holds no pictures in folders named after classes (train/CLASS/*.png or CLASS/*.png)"
+        )
+    return _pictures(train, tests, classes)
+
+
+def tiny_imagenet(root: Path) -> Raw:
+    """train/CLASS/images, and val/images with val_annotations.txt as the test part: labels of test are not public."""
+    classes = sorted(d.name for d in (root / "train").iterdir() if d.is_dir())
+    notes = root / "val" / "val_annotations.txt"
+    with reading(notes, "Tiny-ImageNet's annotations"):
+        rows = [line.split("\t") for line in notes.read_text().splitlines() if line.strip()]
+        number = {c: i for i, c in enumerate(classes)}
+        tests = [(root / "val" / "images" / row[0], number[row[1]]) for row in rows]
+    train = _labelled(root / "train", classes)
+    if not train:
+        raise CoterieError(f"{root / 'train'} holds no pictures in folders named after classes")
+    return _pictures(train, tests, classes)
+
+
+def _labelled(part: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
+    """(file, class number), in order of names so that sample numbers are the same on every machine."""
+    return [
+        (f, c) for c, d in enumerate(classes) for f in sorted((part / d).rglob("*")) if f.suffix.lower() in _PICTURES
+    ]
+
+
+def _pictures(train: list[tuple[Path, int]], test: list[tuple[Path, int]], classes: Sequence[str]) -> Raw:
+    files = [f for f, _ in train + test]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # decoding leaves Python's lock
+        pictures = list(pool.map(_picture, files, chunksize=256))
+    if any(p.ndim == 3 for p in pictures):  # grey ones among coloured
+        pictures = [p if p.ndim == 3 else np.repeat(p[:, :, None], 3, axis=2) for p in pictures]
+    odd = next((i for i, p in enumerate(pictures) if p.shape != pictures[0].shape), None)
+    if odd is not None:
+        a, b = pictures[0].shape, pictures[odd].shape
+        raise CoterieError(
+            f"pictures must be of one size, but {files[0]} is {a[1]}x{a[0]} and {files[odd]} {b[1]}x{b[0]}"
+        )
+    x, y = np.stack(pictures), np.array([c for _, c in train + test], np.int64)
+    x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
+    n = len(train)
+    return Raw(x[:n], y[:n], x[n:] if test else None, y[n:] if test else None, classes)
+
+
+def _picture(path: Path) -> Array:
+    with reading(path, "a picture"), Image.open(path) as picture:
+        return np.asarray(picture.convert("L" if picture.mode in ("1", "L") else "RGB"))

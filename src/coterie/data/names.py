@@ -1,0 +1,129 @@
+"""The data sets known by name: what they are, which files they come in and where these are looked for."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from coterie.data import files
+from coterie.data.arrays import Raw
+
+_DIGITS = tuple("0123456789")
+_UPPER = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_CLOTHES = (
+    "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
+)  # fmt: skip
+_ORGANS = (
+    "bladder", "femur-left", "femur-right", "heart", "kidney-left", "kidney-right", "liver", "lung-left", "lung-right",
+    "pancreas", "spleen",
+)  # fmt: skip
+_IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_EMNIST = tuple(
+    f"emnist-byclass-{part}-{what}-ubyte" for part in ("train", "test") for what in ("images-idx3", "labels-idx1")
+)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A data set with a name. `needs` are files (or folders) of its original form, packed by gzip or not."""
+
+    name: str
+    text: str
+    classes: tuple[str, ...]
+    shape: tuple[int, ...]
+    needs: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()  # where below the data folder the files may lie
+    read: Callable[[Sequence[Path]], Raw] | None = None
+    system: tuple[str, ...] = ()  # folders a Linux distribution installs it in
+
+    def find(self, root: Path) -> list[Path] | None:
+        """The files of NAME.npz, or of the original form, if all are there."""
+        for at in (root, root / self.name, *(root / f for f in self.folders)):
+            if (at / f"{self.name}.npz").is_file():
+                return [at / f"{self.name}.npz"]
+            got = [next((p for p in (at / n, at / f"{n}.gz") if p.exists()), None) for n in self.needs]
+            if got and all(p is not None for p in got):
+                return [p for p in got if p is not None]
+        return None
+
+    def load(self, paths: Sequence[Path]) -> Raw:
+        raw = files.npz(paths[0]) if paths[0].suffix == ".npz" or self.read is None else self.read(paths)
+        return raw if raw.classes is not None else raw._replace(classes=self.classes)
+
+
+def _cifar10(found: Sequence[Path]) -> Raw:
+    return files.cifar(found[:-1], found[-1], found[-1].parent / "batches.meta", "labels")
+
+
+def _cifar100(found: Sequence[Path]) -> Raw:
+    return files.cifar(found[:1], found[1], found[1].parent / "meta", "fine_labels")
+
+
+def _numbers(n: int) -> tuple[str, ...]:
+    return tuple(map(str, range(n)))
+
+
+KNOWN: dict[str, Known] = {
+    k.name: k
+    for k in (
+        Known("digits", "8x8 handwritten digits of scikit-learn; always there", _DIGITS, (1, 8, 8)),
+        Known(
+            "mnist", "handwritten digits", _DIGITS, (1, 28, 28), _IDX, ("MNIST/raw",), files.idx_set
+        ),
+        Known(
+            "fmnist", "Fashion-MNIST: pieces of clothing", _CLOTHES, (1, 28, 28), _IDX,
+            ("FashionMNIST/raw", "fashion-mnist"), files.idx_set, ("/usr/share/datasets/fashion-mnist",),
+        ),
+        Known(
+            "emnist", "EMNIST ByClass: digits and letters", _DIGITS + _UPPER + tuple(c.lower() for c in _UPPER),
+            (1, 28, 28), _EMNIST, ("EMNIST/raw", "gzip"), lambda found: files.idx_set(found, transpose=True),
+        ),
+        Known(
+            "cifar10", "CIFAR-10: small photographs", _CIFAR10, (3, 32, 32),
+            (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"), ("cifar-10-batches-py",), _cifar10,
+        ),
+        Known(
+            "cifar100", "CIFAR-100: small photographs, fine labels", _numbers(100), (3, 32, 32), ("train", "test"),
+            ("cifar-100-python",), _cifar100,
+        ),
+        Known(
+            "cinic10", "CINIC-10: CIFAR-10 and more of ImageNet", _CIFAR10, (3, 32, 32), ("train", "valid", "test"),
+            ("CINIC-10", "cinic-10"), lambda found: files.folder(found[0].parent),
+        ),
+        Known(
+            "svhn", "street view house numbers", _DIGITS, (3, 32, 32), ("train_32x32.mat", "test_32x32.mat"), ("SVHN",),
+            files.svhn,
+        ),
+        Known("organamnist", "MedMNIST OrganA: organs in CT slices", _ORGANS, (1, 28, 28), (), ("medmnist",)),
+        Known(
+            "tinyimagenet", "Tiny-ImageNet: photographs", _numbers(200), (3, 64, 64),
+            ("train", "val/val_annotations.txt"), ("tiny-imagenet-200",),
+            lambda found: files.tiny_imagenet(found[0].parent),
+        ),
+    )
+}  # fmt: skip
+
+
+def data_dir() -> Path:
+    """COTERIE_DATA, or a folder in the user's cache."""
+    named = os.environ.get("COTERIE_DATA")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "coterie" / "data"
+
+
+def locate(known: Known, folder: Path | None) -> list[Path] | None:
+    """Files of a known set below `folder`, or below the usual folders when none is given."""
+    roots = [folder] if folder is not None else [data_dir(), *map(Path, known.system)]
+    return next((got for root in roots if (got := known.find(root)) is not None), None)
+
+
+def missing(known: Known, folder: Path | None) -> str:
+    """Which files to put where."""
+    root = folder or data_dir()
+    forms = f"{known.name}.npz with x_train, y_train, x_test, y_test"
+    if known.name == "organamnist":
+        forms = "organamnist.npz of MedMNIST"
+    elif known.needs:
+        inside = f" (in a folder {known.folders[0]})" if known.folders else ""
+        forms += f", or {', '.join(known.needs)}{inside},"
+    return f"{known.name} is not on this machine: put {forms} into {root}, or name another folder with --data-dir"
