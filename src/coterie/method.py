@@ -188,9 +188,10 @@ class Method:
     certainty: ClassVar[str] = "A"  # C: reconstructed from the published description only
 
     ctx: Context  # bound by the runtime before any hook is called
+    hp: Any  # the settings; a method annotates it with its own class
 
     def __init__(self, **settings: Any):
-        self.hp: Any = self.Settings(**settings)
+        self.hp = self.Settings(**settings)
 
     def check(self) -> None:
         """Called once, bound, before any work: raise CoterieError for settings that cannot work here."""
@@ -238,6 +239,13 @@ class Method:
     def global_model(self, server: State) -> Tree | None:
         """One complete model for everybody, or None if the method has none."""
         return server["w"] if "w" in server and not (self.ctx.w0.keys() - server["w"].keys()) else None
+
+    def predict_global(self, params: Tree, x: Tensor) -> Tensor:
+        return self.ctx.forward(params, x)
+
+    def part(self, name: str) -> str:
+        """Under which heading the ledger counts this entry of a payload."""
+        return "model"
 
     def facts(self, server: State) -> dict[str, Any]:
         """What a reader of the log wants to know of the server's state (clusters, norms); JSON."""

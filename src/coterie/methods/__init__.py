@@ -1,0 +1,58 @@
+"""Methods, one file each; found by the entry-point group `coterie.methods`, so other packages can add theirs."""
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from pydantic import ValidationError
+
+from coterie.errors import CoterieError, unknown
+from coterie.method import Method
+
+GROUP = "coterie.methods"
+
+
+@cache
+def _points() -> dict[str, EntryPoint]:
+    return {p.name: p for p in entry_points(group=GROUP)}
+
+
+def known() -> list[str]:
+    return sorted(_points())
+
+
+def find(name: str) -> type[Method]:
+    """The class behind a name; spelling differs only by case, dashes and underscores."""
+    plain = name.lower().replace("_", "-")
+    for key in (plain, plain.replace("-", "")):
+        if key in _points():
+            method = _points()[key].load()
+            if not (isinstance(method, type) and issubclass(method, Method)):
+                raise CoterieError(f'the entry point "{key}" of group {GROUP} is not a Method')
+            return method
+    raise unknown("method", name, _points())
+
+
+def build(method: str | type[Method], settings: dict[str, Any] | None = None) -> Method:
+    """An unbound method with its settings checked."""
+    cls = find(method) if isinstance(method, str) else method
+    fields = cls.Settings.model_fields
+    for key in settings or {}:
+        if key not in fields:
+            raise (
+                unknown(f"setting of {cls.__name__}", key, fields)
+                if fields
+                else CoterieError(f'{cls.__name__} has no settings, so "{key}" cannot be set')
+            )
+    try:
+        return cls(**(settings or {}))
+    except ValidationError as e:
+        raise CoterieError(sentence(cls.__name__, e)) from None
+
+
+def sentence(where: str, error: ValidationError) -> str:
+    """The first complaint of pydantic as one sentence."""
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"])) or "settings"
+    text = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {name} = {first.get('input')!r} is not possible: {text[0].lower()}{text[1:]}"

@@ -1,0 +1,121 @@
+"""The client's side of a run: answers requests with its own data and state. The same in every runtime.
+
+Requests and replies are codec values, so a device may sit in this process, in a worker process or on another host.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from coterie.codec import Value
+from coterie.data.federation import Federation
+from coterie.engine.evaluate import Score, score
+from coterie.engine.optim import Optimiser
+from coterie.engine.trainer import train
+from coterie.errors import CoterieError
+from coterie.method import ClientData, Extras, Method, Split, State
+from coterie.tree import Tree
+
+
+@dataclass(frozen=True)
+class Device:
+    """Serves any client of the federation it can see; on a real device that is one."""
+
+    method: Method
+    federation: Federation
+    rule: Optimiser
+
+    def handle(self, request: Value) -> Value:
+        """One batch of jobs for one operation, answered in order."""
+        job: Callable[..., Value] = {"train": self._train, "score": self._score}[request["op"]]
+        answers = []
+        for item in request["jobs"]:
+            try:
+                answers.append(job(request, item))
+            except CoterieError:
+                raise
+            except Exception as e:
+                where = f"{request['op']} of client {item['client']} in round {request['round']}"
+                raise RuntimeError(f"{type(self.method).__name__}, {where}: {type(e).__name__}: {e}") from e
+        return answers
+
+    def _open(self, request: Value, item: Value) -> tuple[ClientData, Split, State, Tree]:
+        client = item["client"]
+        data = self.federation.data(client)
+        state = item["state"] if item["state"] is not None else self.method.init_client(data)
+        return data, self.federation.test(client), state, {**request["shared"], **item["each"]}
+
+    def _train(self, request: Value, item: Value) -> Value:
+        """One client's part of a round; `watch` adds scores before and after local training."""
+        method, round = self.method, request["round"]
+        data, test, state, download = self._open(request, item)
+        answer: dict[str, Any] = {"client": item["client"], "samples": len(data.train)}
+        if request["watch"]:
+            answer["before"] = _plain(score(method, *method.personal(state, download, data), test))
+        params, extras = method.begin(state, download, data, round)
+        phases = method.phases(round)
+        params, extras, effort = train(method.ctx, self.rule, phases, params, extras, data, round, item["share"])
+        with torch.no_grad():
+            state, upload = method.end(state, params, extras, data, round)
+        if request["watch"] and phases:
+            answer["after"] = _plain(score(method, *method.trained(state, params, extras), test))
+        answer |= {"state": state, "tree": upload.tree, "note": dict(upload.note)}
+        return answer | {"steps": effort.steps, "loss": effort.loss}
+
+    def _score(self, request: Value, item: Value) -> Value:
+        """All views the request asks for, of one client; nothing is kept."""
+        method, round = self.method, request["round"]
+        data, test, state, download = self._open(request, item)
+        parts = {"test": test} | ({"val": data.val} if len(data.val) else {})
+        params, extras = method.personal(state, download, data)
+        answer: dict[str, Any] = {"client": item["client"]}
+
+        def put(view: str, tree: Tree, more: Extras, shared: bool = False) -> None:
+            for part, split in parts.items():
+                answer[f"{view}/{part}"] = _plain(score(method, tree, more, split, shared))
+
+        put("personal", params, extras)
+        whole = request.get("global")
+        if whole is not None:
+            if not extras and _same(whole, params) and type(method).predict_global is _PREDICT_GLOBAL:
+                for part in parts:
+                    answer[f"global/{part}"] = answer[f"personal/{part}"]
+            else:
+                put("global", whole, {}, shared=True)
+        if phases := method.adapt():
+            adapted, more, _ = train(method.ctx, self.rule, phases, params, extras, data, round)
+            put("adapted", adapted, more)
+        if request["trained"]:
+            start, more = method.begin(state, download, data, round)
+            after, more, _ = train(method.ctx, self.rule, method.phases(round), start, more, data, round)
+            with torch.no_grad():
+                state, _ = method.end(state, after, more, data, round)
+            put("trained", *method.trained(state, after, more))
+        return answer
+
+
+_PREDICT_GLOBAL = Method.predict_global
+
+
+def _plain(s: Score) -> dict[str, Any]:
+    return {"hits": s.hits, "total": s.total, "loss": float(s.loss)}
+
+
+def _same(a: Tree, b: Tree) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
+
+
+def clone_value(value: Value) -> Value:
+    """A deep copy with tensors of its own: what is handed over is never shared."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: clone_value(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [clone_value(v) for v in value]
+    return value
+
+
+__all__ = ["Device", "clone_value"]

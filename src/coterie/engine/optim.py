@@ -1,0 +1,103 @@
+"""Optimisers on lists of tensors: PyTorch's own update rules without its per-step bookkeeping."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+Step = Callable[[Sequence[Tensor | None]], None]
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    kind: Literal["sgd", "adam", "adamw"] = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+
+def stepper(rule: Optimiser, leaves: list[Tensor], decays: list[bool], lr: float) -> Step:
+    """A function of gradients that updates `leaves` in place; None leaves an entry (and its state) alone.
+
+    State starts empty: optimisers are made anew for every phase of every local training.
+    """
+    groups = [
+        _group(rule, [i for i, d in enumerate(decays) if d is flag], leaves, lr, rule.weight_decay if flag else 0.0)
+        for flag in ((True, False) if rule.weight_decay and not all(decays) else (decays[0] if decays else True,))
+    ]
+
+    def step(gradients: Sequence[Tensor | None]) -> None:
+        with torch.no_grad():
+            for g in groups:
+                g(gradients)
+
+    return step
+
+
+def _group(rule: Optimiser, where: list[int], leaves: list[Tensor], lr: float, decay: float) -> Step:
+    if rule.kind == "sgd" and not rule.momentum:
+
+        def plain(gradients: Sequence[Tensor | None]) -> None:
+            moved = [(leaves[i], g) for i in where if (g := gradients[i]) is not None]
+            if moved:
+                targets, slopes = map(list, zip(*moved, strict=True))
+                if decay:
+                    slopes = list(torch._foreach_add(slopes, targets, alpha=decay))
+                torch._foreach_add_(targets, slopes, alpha=-lr)
+
+        return plain
+    if rule.kind == "sgd":
+        buffers: list[Tensor | None] = [None] * len(leaves)
+
+        def heavy(gradients: Sequence[Tensor | None]) -> None:
+            live = [i for i in where if gradients[i] is not None]
+            memory = [buffers[i] for i in live]
+            sgd(
+                [leaves[i] for i in live],
+                [g for i in live if (g := gradients[i]) is not None],
+                memory,
+                foreach=True,
+                weight_decay=decay,
+                momentum=rule.momentum,
+                lr=lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+            for i, m in zip(live, memory, strict=True):
+                buffers[i] = m
+
+        return heavy
+    return _adam(rule.kind == "adamw", where, leaves, lr, decay)
+
+
+def _adam(decoupled: bool, where: list[int], leaves: list[Tensor], lr: float, decay: float) -> Step:
+    first = [torch.zeros_like(p) for p in leaves]
+    second = [torch.zeros_like(p) for p in leaves]
+    count = [torch.zeros(()) for _ in leaves]
+    update = adamw if decoupled else adam
+
+    def step(gradients: Sequence[Tensor | None]) -> None:
+        live = [i for i in where if gradients[i] is not None]
+        update(
+            [leaves[i] for i in live],
+            [g for i in live if (g := gradients[i]) is not None],
+            [first[i] for i in live],
+            [second[i] for i in live],
+            [],
+            [count[i] for i in live],
+            foreach=True,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=lr,
+            weight_decay=decay,
+            eps=1e-8,
+            maximize=False,
+        )
+
+    return step

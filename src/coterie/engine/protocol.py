@@ -1,0 +1,108 @@
+"""The evaluation protocol: one set of views, parts and statistics for every method.
+
+Views: personal (before local training), global, trained (after it), adapted (after fine-tuning). Parts: test, val.
+Statistics over clients: mean, std, worst decile; pooled over samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coterie.codec import Value
+from coterie.method import ClientId
+
+
+def statistics(hits: np.ndarray, total: np.ndarray, loss: np.ndarray) -> dict[str, float]:
+    """Of clients with at least one sample; hits and total [clients, classes], loss [clients] summed."""
+    n = total.sum(1)
+    seen = n > 0
+    if not seen.any():
+        return {}
+    accuracy = hits.sum(1)[seen] / n[seen]
+    worst = np.sort(accuracy)[: max(1, round(0.1 * len(accuracy)))]
+    return {
+        "mean": float(accuracy.mean()),
+        "std": float(accuracy.std()),
+        "worst10": float(worst.mean()),
+        "pooled": float(hits.sum() / n.sum()),
+        "loss": float(loss.sum() / n.sum()),
+        "clients": int(seen.sum()),
+    }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Hits, totals and losses of all clients, by "view/part"."""
+
+    clients: list[ClientId]
+    newcomer: np.ndarray  # [clients] bool
+    hits: dict[str, np.ndarray]  # [clients, classes]
+    total: dict[str, np.ndarray]
+    loss: dict[str, np.ndarray]  # [clients]
+
+    @staticmethod
+    def of(answers: Sequence[Value], newcomers: set[ClientId]) -> "Evaluation":
+        keys = sorted({k for a in answers for k in a if "/" in k})
+        classes = next(len(v["hits"]) for v in answers[0].values() if isinstance(v, dict))
+        hits = {k: np.zeros((len(answers), classes), np.int64) for k in keys}
+        total = {k: np.zeros((len(answers), classes), np.int64) for k in keys}
+        loss = {k: np.zeros(len(answers)) for k in keys}
+        for i, a in enumerate(answers):
+            for k in keys:
+                if k in a:
+                    hits[k][i], total[k][i], loss[k][i] = a[k]["hits"].numpy(), a[k]["total"].numpy(), a[k]["loss"]
+        clients = [a["client"] for a in answers]
+        return Evaluation(clients, np.array([c in newcomers for c in clients]), hits, total, loss)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """For the file; per-class counts are small, so they are kept whole."""
+        out = {"clients": np.array(self.clients), "newcomer": self.newcomer}
+        for k in self.hits:
+            out |= {f"{k}/hits": self.hits[k], f"{k}/total": self.total[k], f"{k}/loss": self.loss[k]}
+        return out
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """view/part -> statistics, newcomers apart."""
+        out = {}
+        for mark, rows in (("", ~self.newcomer), ("newcomers/", self.newcomer)):
+            for k in self.hits:
+                if stats := statistics(self.hits[k][rows], self.total[k][rows], self.loss[k][rows]):
+                    out[mark + k] = stats
+        return out
+
+    def headline(self) -> float | None:
+        return self.summary()["personal/test"]["mean"] if "personal/test" in self.hits else None
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The participants of one round, before and after their local training, on their test parts."""
+
+    when: dict[str, tuple[np.ndarray, np.ndarray]]  # before, after -> hits, total [participants]
+
+    @staticmethod
+    def of(answers: Sequence[Value]) -> "Watch":
+        when = {}
+        for name in ("before", "after"):
+            rows = [a[name] for a in answers if name in a]
+            if rows:
+                hits, total = ([int(r[k].sum()) for r in rows] for k in ("hits", "total"))
+                when[name] = (np.array(hits), np.array(total))
+        return Watch(when)
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """pooled: all hits over all samples; mean: over participants."""
+        return {
+            name: {
+                "pooled": float(h.sum() / max(1, n.sum())),
+                "mean": float((h / np.maximum(n, 1)).mean()),
+                "hits": h.tolist(),
+                "total": n.tolist(),
+            }
+            for name, (h, n) in self.when.items()
+        }
+
+    def headline(self) -> float | None:
+        return float(self.summary()["before"]["mean"]) if "before" in self.when else None

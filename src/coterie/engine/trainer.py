@@ -1,0 +1,156 @@
+"""Runs the phases of one client from tensors in memory."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.engine.optim import Optimiser, stepper
+from coterie.method import Batch, ClientData, Context, Extras, Phase, Split
+from coterie.rng import key, torch_rng
+from coterie.tree import Tree
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a client did: gradient steps, samples seen, and its mean loss."""
+
+    steps: int
+    samples: int
+    loss: float
+
+
+def train(
+    ctx: Context,
+    rule: Optimiser,
+    phases: Sequence[Phase],
+    params: Tree,
+    extras: Extras,
+    data: ClientData,
+    round: int,
+    share: float = 1.0,
+) -> tuple[Tree, Extras, Effort]:
+    """Local training on a clone of `params`; `share` < 1 is a straggler that does fewer epochs (at least one)."""
+    params = T.clone(params)
+    torch.manual_seed(key(ctx.seed, "noise", round, data.client))  # dropout and other noise inside the model
+    steps = samples = 0
+    total = torch.zeros(())
+    with ctx.net.train_mode():
+        for phase in phases:
+            if phase.update is not None:
+                params, n, seen = _updates(ctx, phase, params, extras, data, round, share)
+            else:
+                params, extras, n, seen, loss = _descend(ctx, rule, phase, params, extras, data, round, share)
+                total += loss
+            steps, samples = steps + n, samples + seen
+    return params, extras, Effort(steps, samples, float(total / max(steps, 1)))
+
+
+def _descend(
+    ctx: Context,
+    rule: Optimiser,
+    phase: Phase,
+    params: Tree,
+    extras: Extras,
+    data: ClientData,
+    round: int,
+    share: float,
+) -> tuple[Tree, Extras, int, int, Tensor]:
+    """One phase of gradient descent. Only what is trained requires a gradient, so nothing else can move."""
+    names = [k for k, v in params.items() if v.is_floating_point() and _trainable(ctx, k) and phase.trains(k)]
+    leaves = [params[k].requires_grad_() for k in names]
+    if phase.momentum is not None:
+        rule = replace(rule, momentum=phase.momentum)
+    if phase.weight_decay is not None:
+        rule = replace(rule, weight_decay=phase.weight_decay)
+    step = stepper(rule, leaves, [phase.decays(k) for k in names], ctx.lr_at(round) if phase.lr is None else phase.lr)
+    assert phase.loss is not None
+    objective, clip = phase.loss, phase.clip
+    auxes: list[Any] = []
+    total, steps, seen = torch.zeros(()), 0, 0
+    if leaves:
+        for epoch in _epochs(ctx, phase, data, round, share):
+            for batch in epoch:
+                loss = objective(params, batch, extras)
+                if isinstance(loss, tuple):
+                    loss, aux = loss
+                    auxes.append(aux)
+                if loss.requires_grad:
+                    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+                    step(gradients if clip is None else clipped(gradients, clip))
+                total += loss.detach()
+                steps += 1
+                seen += len(batch.y) if isinstance(batch, Batch) else sum(len(b.y) for b in batch)
+            if phase.every_epoch is not None:
+                with torch.no_grad():
+                    new, extras = phase.every_epoch(params, extras, data)
+                    for k, v in new.items():
+                        if v is not params[k]:
+                            params[k].copy_(v)
+    for leaf in leaves:
+        leaf.requires_grad_(False)
+    if auxes:
+        extras = {**extras, "aux": auxes}
+    return params, extras, steps, seen, total
+
+
+def _updates(
+    ctx: Context, phase: Phase, params: Tree, extras: Extras, data: ClientData, round: int, share: float
+) -> tuple[Tree, int, int]:
+    """A phase with its own update rule."""
+    assert phase.update is not None
+    rng = torch_rng(ctx.seed, "update", round, data.client, phase.stream)
+    steps = seen = 0
+    for epoch in _epochs(ctx, phase, data, round, share):
+        for batch in epoch:
+            params = phase.update(params, batch, extras, rng)
+            steps += 1
+            seen += len(batch.y) if isinstance(batch, Batch) else sum(len(b.y) for b in batch)
+    return {k: v.detach() for k, v in params.items()}, steps, seen
+
+
+def clipped(gradients: Sequence[Tensor | None], largest: float) -> list[Tensor | None]:
+    """Gradients scaled so that their common norm is at most `largest`."""
+    live = [g for g in gradients if g is not None]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(live)))
+    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    return [None if g is None else g * factor for g in gradients]
+
+
+def _trainable(ctx: Context, name: str) -> bool:
+    """Batch-norm statistics are not trained; `mark:name` means `name` of a second model in the tree."""
+    return name.rsplit(":", 1)[-1] not in ctx.net.layout.groups["bn_stats"]
+
+
+def _epochs(ctx: Context, phase: Phase, data: ClientData, round: int, share: float) -> Iterator[Iterator[Any]]:
+    """For each epoch its batches; the order is a function of (seed, round, client, stream, epoch)."""
+    split = data.train if phase.split == "train" else data.val
+    n, size, group = len(split), ctx.batch, phase.batches_per_step
+    lone = ctx.net.has_batch_norm  # batch norm cannot learn from one sample
+    starts = [a for a in range(0, n, size) if not (lone and min(size, n - a) == 1)]
+    if not starts:
+        return
+    per_epoch = math.ceil(len(starts) / group)
+    epochs = ctx.epochs if phase.epochs is None else phase.epochs
+    if share < 1.0 and epochs > 0:
+        epochs = max(min(1.0, epochs), math.floor(epochs * share))
+    steps = phase.steps if phase.steps is not None else math.ceil(epochs * per_epoch)
+    for epoch in range(math.ceil(steps / per_epoch)):
+        order = torch.randperm(n, generator=torch_rng(ctx.seed, "batches", round, data.client, phase.stream, epoch))
+        yield _batches(split, order, starts, size, group, min(per_epoch, steps - epoch * per_epoch))
+
+
+def _batches(split: Split, order: Tensor, starts: list[int], size: int, group: int, limit: int) -> Iterator[Any]:
+    x, y = split.x[order], split.y[order]
+    if group == 1:
+        for a in starts[:limit]:
+            yield Batch(x[a : a + size], y[a : a + size])
+        return
+    for i in range(limit):
+        # a step that wants more batches than are left takes the rest from the start of the same order
+        picked = [starts[(i * group + j) % len(starts)] for j in range(group)]
+        yield tuple(Batch(x[a : a + size], y[a : a + size]) for a in picked)

@@ -1,0 +1,94 @@
+"""CFL, clustered federated learning. Sattler, Mueller, Samek, IEEE TNNLS 2021 (arXiv 1910.01991).
+
+One model per cluster; when a cluster's mean update is small but some member's is large, it is cut in two by the
+cosine of the members' updates. Only members that answered vote on a split; an absent one follows the half whose mean
+update is closer to its last known update, or stays in the first half if it has none. The paper's gap criterion is not
+used (nor is it in its code).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import ClientData, ClientId, Download, Extras, Method, Settings, State, Tree, Upload
+from coterie.parts.bipartition import bipartition
+
+
+class CFLSettings(Settings):
+    eps1: float = Field(0.4, ge=0, description="split only if the norm of the mean update is below this")
+    eps2: float = Field(1.6, ge=0, description="and the largest norm of an update above this")
+    min_size: int = Field(2, ge=1, description="clusters of this size or smaller are not split")
+    first_round: int = Field(20, ge=0, description="no split up to and including this round")
+
+
+class CFL(Method):
+    Settings = CFLSettings
+    hp: CFLSettings
+    title = "CFL"
+    paper = "Sattler et al., IEEE TNNLS 2021, arXiv 1910.01991"
+    year = 2021
+    family = "C"
+    personal_part = "the cluster's model"
+    weighting = "uniform"
+
+    def setup(self) -> State:
+        return {
+            "models": [T.clone(T.drop(self.ctx.w0, self.stays))],
+            "cluster": dict.fromkeys(self.ctx.clients, 0),
+            "last": {},  # client -> direction of its last update
+        }
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        return Download(each={i: server["models"][server["cluster"].get(i, 0)] for i in ids})
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        params, extras = super().begin(state, download, data, round)
+        return params, {**extras, "start": params}
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, params, extras, data, round)
+        return state, Upload(T.sub(upload.tree, extras["start"]))
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        models, cluster = list(server["models"]), dict(server["cluster"])
+        D = torch.stack([T.flatten(u.tree) for u in uploads])  # [answers, P]
+        last = {**server["last"], **{u.sender: d for u, d in zip(uploads, _unit(D), strict=True)}}
+        for c in range(len(server["models"])):
+            rows = [r for r, u in enumerate(uploads) if server["cluster"].get(u.sender, 0) == c]
+            if not rows:
+                continue
+            halves = [rows]
+            if self._wants_split(D[rows], round):
+                halves = [[rows[p] for p in half] for half in bipartition(D[rows])]  # positions back to uploads
+                slots = [c, len(models)]
+                models.append(models[c])
+                means = torch.stack([_unit(D[half]).mean(0) for half in halves])
+                for i in (i for i, slot in server["cluster"].items() if slot == c and i in last):
+                    cluster[i] = slots[int((_unit(means) @ last[i]).argmax())]
+                for half, slot in zip(halves, slots, strict=True):
+                    cluster |= {uploads[r].sender: slot for r in half}
+            for half, slot in zip(halves, [c, len(models) - 1], strict=False):
+                members = [uploads[r] for r in half]
+                step = T.mean([u.tree for u in members], self.weights(members))
+                models[slot] = T.add(server["models"][c], step)
+        return {"models": models, "cluster": cluster, "last": last}
+
+    def _wants_split(self, D: Tensor, round: int) -> bool:
+        if round <= self.hp.first_round or len(D) <= self.hp.min_size:
+            return False
+        return bool(D.mean(0).norm() < self.hp.eps1) and bool(D.norm(dim=1).max() > self.hp.eps2)
+
+    def global_model(self, server: State) -> None:
+        return None
+
+    def facts(self, server: State) -> dict[str, Any]:
+        of = list(server["cluster"].values())
+        return {"clusters": [of.count(c) for c in range(len(server["models"]))]}
+
+
+def _unit(V: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(V, dim=-1)

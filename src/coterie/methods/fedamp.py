@@ -1,0 +1,90 @@
+"""FedAMP. Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, AAAI 2021 (arXiv 2007.03797).
+
+The server keeps the last model of every client and sends each a mixture u_i in which similar models weigh more; the
+client trains its own model with a pull lambda/(2 alpha) ||w - u_i||^2. Who never answered is at the initial model.
+Default is HeurFedAMP (cosine weights), which the paper itself prefers for deep networks; training starts from w_i.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.errors import CoterieError
+from coterie.method import Batch, ClientData, ClientId, Download, Extras, Method, Settings, State, Tree, Upload
+from coterie.parts import bank
+
+
+class FedAMPSettings(Settings):
+    variant: Literal["heuristic", "attention"] = Field("heuristic", description="HeurFedAMP or the paper's A'")
+    alpha: float = Field(1.0, gt=0, description="step of the attention; the pull is lam / alpha")
+    sigma: float = Field(1.0, gt=0, description="sharpness of cosine weights, or width of the attention")
+    lam: float = Field(1.0, ge=0, description="strength of the pull towards the mixture")
+    self_weight: float = Field(0.1, ge=0, le=1, description="share of the own model (heuristic)")
+
+
+class FedAMP(Method):
+    Settings = FedAMPSettings
+    hp: FedAMPSettings
+    title = "FedAMP"
+    paper = "Huang et al., AAAI 2021, arXiv 2007.03797"
+    year = 2021
+    family = "M,R"
+    personal_part = "the whole model, mixed on the server"
+    certainty = "B"
+
+    def setup(self) -> State:
+        return {"bank": bank.fill(T.drop(self.ctx.w0, self.stays), self.ctx.clients)}
+
+    def mixing(self, V: Tensor, rows: Tensor) -> Tensor:
+        """Weights xi [rows, clients] from flattened models V [clients, P]."""
+        own = (torch.arange(len(rows)), rows)
+        if len(V) == 1:
+            return torch.ones(len(rows), 1)
+        if self.hp.variant == "heuristic":
+            U = torch.nn.functional.normalize(V, dim=1)
+            c = self.hp.sigma * (U[rows] @ U.T)
+            c[own] = -torch.inf
+            X = (1 - self.hp.self_weight) * c.softmax(1)
+            X[own] = self.hp.self_weight
+            return X
+        squares = V.square().sum(1)
+        d2 = (squares[rows, None] + squares[None] - 2 * V[rows] @ V.T).clamp(min=0)
+        X = self.hp.alpha * torch.exp(-d2 / self.hp.sigma) / self.hp.sigma
+        X[own] = 0
+        X[own] = 1 - X.sum(1)
+        if not bool((X[own] >= 0).all()):
+            raise CoterieError("FedAMP: alpha / sigma is too large, a client's own weight became negative")
+        return X
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        known, V = bank.known(server["bank"], ids), server["bank"]["flat"]
+        mixed = self.mixing(V, bank.rows(server["bank"], known)) @ V
+        return Download(each=dict(zip(known, bank.trees(mixed, T.drop(self.ctx.w0, self.stays)), strict=True)))
+
+    def init_client(self, data: ClientData) -> State:
+        return {"w": T.clone(self.ctx.w0)}
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        return state["w"], {"u": download or state["w"]}  # somebody the server has not met mixes with nobody
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        ce = self.ctx.ce(params, batch)
+        if self.hp.lam == 0:
+            return ce
+        return ce + self.hp.lam / self.hp.alpha / 2 * T.sqdist(params, extras["u"], self.ctx.net.trainable)
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        return {"w": params}, Upload(T.drop(params, self.stays))
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        return {"bank": bank.put(server["bank"], {u.sender: u.tree for u in uploads})}
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return state["w"], {}
+
+    def global_model(self, server: State) -> None:
+        return None

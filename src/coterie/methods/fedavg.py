@@ -1,0 +1,15 @@
+"""FedAvg. McMahan, Moore, Ramage, Hampson, Agüera y Arcas, AISTATS 2017 (arXiv 1602.05629).
+
+Everybody trains a copy of one model; the server averages the copies by sample counts. All hooks are the defaults.
+Its personal model is the global one; `trained` is FedAvg followed by local training.
+"""
+
+from coterie.method import Method
+
+
+class FedAvg(Method):
+    title = "FedAvg"
+    paper = "McMahan et al., AISTATS 2017, arXiv 1602.05629"
+    year = 2017
+    family = "G"
+    certainty = "B"

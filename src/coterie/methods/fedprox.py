@@ -1,0 +1,35 @@
+"""FedProx. Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, MLSys 2020 (arXiv 1812.06127).
+
+FedAvg with a pull of the local model towards the one received: loss + mu/2 ||w - w_t||^2 over all parameters.
+Batch-norm statistics are not penalised. Variable local work is a setting of the run (stragglers), not of the method.
+"""
+
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import Batch, ClientData, Extras, Method, Settings, State, Tree
+
+
+class FedProxSettings(Settings):
+    mu: float = Field(0.01, ge=0, description="strength of the pull towards the received model")
+
+
+class FedProx(Method):
+    Settings = FedProxSettings
+    hp: FedProxSettings
+    title = "FedProx"
+    paper = "Li et al., MLSys 2020, arXiv 1812.06127"
+    year = 2020
+    family = "G,R"
+    certainty = "B"
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        params, extras = super().begin(state, download, data, round)
+        return params, {**extras, "anchor": params}
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        ce = self.ctx.ce(params, batch)
+        if self.hp.mu == 0:
+            return ce
+        return ce + self.hp.mu / 2 * T.sqdist(params, extras["anchor"], self.ctx.net.trainable)

@@ -1,0 +1,27 @@
+"""Local-Only: the lower reference of personalised learning.
+
+Every client trains a model of its own from the common start and nothing crosses the network. A client trains in the
+rounds in which it is sampled, so that its compute equals that of the other methods.
+"""
+
+from collections.abc import Sequence
+
+from coterie.method import ClientId, Download, Method, State, Upload
+
+
+class Local(Method):
+    title = "Local-Only"
+    paper = "no collaboration (reference)"
+    year = 0
+    family = "-"
+    personal_part = "the whole model"
+    certainty = "B"
+
+    def private(self, name: str) -> bool:
+        return True
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        return Download()
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        return server

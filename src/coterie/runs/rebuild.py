@@ -1,0 +1,104 @@
+"""Builds a run's parties again from its folder, to take models out of it."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from coterie.codec import load
+from coterie.config import Engine, RunSettings
+from coterie.engine.loop import Loop
+from coterie.engine.record import Folder
+from coterie.engine.store import Store
+from coterie.engine.workers import Inline
+from coterie.errors import CoterieError
+from coterie.method import Extras, Method
+from coterie.runs.run import Run
+from coterie.session import Session, make_loop, prepare
+from coterie.tree import Tree, clone
+
+
+def rebuild(run: Run, data_dir: Path | None = None) -> Session:
+    """The session of a run that named everything it used; refuses data that changed since."""
+    session = prepare(RunSettings(**run.settings), Engine(data_dir=data_dir, workers=1))
+    here, then = session.federation.identity, run.description["partition"]
+    if here != then:
+        changed = sorted(k for k in {*here, *then} if here.get(k) != then.get(k))
+        raise CoterieError(f"the data of {run.path} have changed since it ran ({', '.join(changed)})")
+    return session
+
+
+class PersonalModel(nn.Module):
+    """A personal model that is more than its network: two heads, a gate, a mixture."""
+
+    def __init__(self, method: Method, params: Tree, extras: Extras):
+        super().__init__()
+        self._method, self._params, self._extras = method, params, extras
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._method.predict(self._params, x, self._extras)
+
+
+def personal_tree(run: Run, client: int) -> tuple[Session, Tree, Extras]:
+    """Parameters and extras of a client's personal model at the newest checkpoint."""
+    session = run.session()
+    if client not in session.federation.clients:
+        raise CoterieError(
+            f"the run has no client {client}; they are numbered 0 to {len(session.federation.clients) - 1}"
+        )
+    loop = _frozen(session, run.path)
+    data = session.federation.data(client)
+    state = loop.store.get(client)
+    if state is None:
+        state = session.method.init_client(data)
+    with torch.no_grad():
+        params, extras = session.method.personal(state, loop.download(client), data)
+    return session, clone(params), extras
+
+
+def personal_module(run: Run, client: int) -> nn.Module:
+    session, params, extras = personal_tree(run, client)
+    if extras or type(session.method).predict is not Method.predict:
+        return PersonalModel(session.method, params, extras).eval()
+    net = session.method.ctx.net
+    net.load({k: nn.Parameter(v) if k in net.trainable else v for k, v in params.items()})
+    module = copy.deepcopy(net.module)
+    net.load(session.method.ctx.w0)
+    return module.eval()
+
+
+def export(run: Run, client: int, path: Path) -> str:
+    """Write the personal model as safetensors; returns how to load it."""
+    session, params, extras = personal_tree(run, client)
+    plain = not extras and type(session.method).predict is Method.predict
+    meta = {
+        "method": run.title,
+        "client": str(client),
+        "round": str(run.last_round),
+        "data": str(run.settings["data"]),
+        "model": str(run.settings["model"] or "default"),
+        "plain": str(plain).lower(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({k: v.contiguous() for k, v in params.items()}, path, metadata=meta)
+    if plain:
+        return f"from safetensors.torch import load_file\nmodel.load_state_dict(load_file({str(path)!r}), strict=False)"
+    return f"import coterie\nmodel = coterie.open_run({str(run.path)!r}).personal({client})"
+
+
+def _frozen(session: Session, path: Path) -> Loop:
+    """A loop that stands where the newest checkpoint left it; the folder is only read."""
+    files = sorted((path / "checkpoints").glob("[0-9]*.safetensors"))
+    if not files:
+        raise CoterieError(f"{path} has no checkpoint yet")
+    saved: dict[str, Any] = load(files[-1])
+    folder = Folder.__new__(Folder)
+    folder.path = path
+    loop = make_loop(session, folder, Inline(session.device()))
+    loop.store = Store(path, len(session.federation.clients), disk=True)
+    loop.store.restore(saved["version"].numpy(), saved["checksum"].numpy())
+    loop.server, loop.edges, loop.done = saved["server"], saved["edges"], saved["round"]
+    return loop

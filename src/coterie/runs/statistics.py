@@ -1,0 +1,55 @@
+"""From the rounds of one run to the numbers of a table. Accuracies are shares, not percent."""
+
+from typing import Any
+
+import pandas as pd
+
+VIEWS = ("personal", "global", "adapted", "trained")
+
+
+def summarise(rounds: pd.DataFrame, planned: int) -> dict[str, Any]:
+    """For each view: last, mean of the last ten rounds, best (called best), and the round chosen on validation data."""
+    out: dict[str, Any] = {"rounds": int(rounds.index.max()) if len(rounds) else 0, "planned": planned}
+    if not len(rounds):
+        return out
+    final = rounds.index.max()
+    for mark in ("", "newcomers/"):
+        for view in VIEWS:
+            name = f"{mark}{view}/test"
+            if f"{name}/mean" in rounds:
+                out[f"{mark}{view}"] = _view(rounds, name, f"{mark}{view}/val/mean", final)
+    for when in ("before", "after"):
+        if (column := f"participants/{when}/pooled") in rounds:
+            out[f"participants_{when}_last10"] = float(rounds[column][rounds.index > final - 10].mean())
+    bytes_ = rounds.filter(like="bytes/").fillna(0)
+    out["bytes"] = {c.removeprefix("bytes/"): int(bytes_[c].sum()) for c in bytes_}
+    trained = rounds[rounds.index > 0]
+    out["bytes_per_round"] = {c.removeprefix("bytes/"): float(bytes_.loc[trained.index, c].mean()) for c in bytes_}
+    if "seconds" in rounds:
+        out["seconds_per_round"] = float(trained["seconds"].median())
+        out["seconds"] = float(rounds["seconds"].sum())
+    out["nonfinite"], out["failed"] = int(rounds["nonfinite"].sum()), int(rounds["failed"].sum())
+    return out
+
+
+def _view(rounds: pd.DataFrame, name: str, chosen_by: str, final: int) -> dict[str, Any]:
+    seen = rounds[f"{name}/mean"].dropna()
+    last = int(seen.index.max())
+    stats: dict[str, Any] = {
+        "last": float(seen[last]),
+        "round": last,
+        "last10": float(seen[seen.index > final - 10].mean()),
+        "best": float(seen.max()),
+        "best_round": int(seen.idxmax()),
+    }
+    stats |= {k: float(rounds[f"{name}/{k}"][last]) for k in ("std", "worst10", "pooled", "loss")}
+    if chosen_by in rounds and rounds[chosen_by].notna().any():
+        pick = int(rounds[chosen_by].dropna().idxmax())
+        stats |= {"selected": float(seen[pick]), "selected_round": pick}
+    return stats
+
+
+def rounds_to(curve: pd.Series, target: float) -> int | None:
+    """The first round whose value reaches the target."""
+    reached = curve[curve >= target]
+    return int(reached.index[0]) if len(reached) else None

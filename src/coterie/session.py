@@ -1,0 +1,209 @@
+"""From settings to a run: data, model, method and loop put together, and everything checked before work starts."""
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from coterie.config import Engine, RunSettings
+from coterie.data.dataset import Dataset
+from coterie.data.federation import Federation, federate
+from coterie.data.sources import load
+from coterie.engine import checkpoint
+from coterie.engine.device import Device
+from coterie.engine.loop import Loop, Progress, Schedule
+from coterie.engine.optim import Optimiser
+from coterie.engine.record import Folder
+from coterie.engine.store import Store
+from coterie.engine.workers import start
+from coterie.errors import CoterieError
+from coterie.method import Context, Method
+from coterie.methods import build as build_method
+from coterie.models.net import Net, initial
+from coterie.models.registry import build as build_model
+from coterie.models.registry import default_for
+from coterie.rng import key
+
+Factory = Callable[..., nn.Module]
+
+
+@dataclass(frozen=True)
+class Session:
+    """A checked run that has not started: nothing is written yet."""
+
+    settings: RunSettings
+    engine: Engine
+    federation: Federation
+    method: Method
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        return self.federation.clients[len(self.federation.clients) - self.settings.newcomers :]
+
+    def device(self) -> Device:
+        s = self.settings
+        return Device(self.method, self.federation, Optimiser(s.optimizer, s.momentum, s.weight_decay))
+
+    def described(self) -> dict[str, Any]:
+        """What settings.json holds."""
+        return {
+            "settings": self.settings.model_dump(mode="json"),
+            "method": {
+                "name": type(self.method).__name__,
+                "title": self.method.title or type(self.method).__name__,
+                "settings": self.method.hp.model_dump(mode="json"),
+                "weighting": self.settings.weighting or self.method.weighting,
+                "certainty": self.method.certainty,
+            },
+            "partition": self.federation.identity,
+            "normalisation": {"mean": self.federation.dataset.mean, "std": self.federation.dataset.std},
+            "parameters": sum(self.method.ctx.w0[k].numel() for k in self.method.ctx.net.trainable),
+            "versions": {
+                "coterie": version("coterie"),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+
+def prepare(
+    settings: RunSettings,
+    engine: Engine | None = None,
+    *,
+    method: type[Method] | None = None,
+    dataset: Dataset | None = None,
+    model: nn.Module | Factory | None = None,
+) -> Session:
+    """Load, deal out, build and check; objects given here stand in for what the settings name."""
+    torch.set_num_threads(1)
+    engine = engine or Engine()
+    bound = build_method(method or settings.method, settings.settings)
+    dataset = dataset or load(settings.data, engine.data_dir, settings.subset)
+    federation = federate(dataset, settings.federation, settings.seed)
+    n = len(federation.clients)
+    if settings.newcomers >= n:
+        raise CoterieError(f"newcomers = {settings.newcomers} leaves none of the {n} clients to train")
+    net = _net(settings, federation, model)
+    bound.ctx = Context(
+        net=net,
+        w0=net.state(),
+        clients=federation.clients[: n - settings.newcomers],
+        classes=federation.num_classes,
+        rounds=settings.rounds,
+        join=settings.join,
+        epochs=settings.epochs,
+        batch=settings.batch,
+        lr=settings.lr,
+        seed=settings.seed,
+        weighting=settings.weighting,
+        bn_stats=settings.bn_stats,
+        lr_decay=settings.lr_decay,
+    )
+    _check_needs(bound, federation)
+    bound.check()
+    return Session(settings, engine, federation, bound)
+
+
+def _net(settings: RunSettings, federation: Federation, model: nn.Module | Factory | None) -> Net:
+    shape, classes = federation.shape, federation.num_classes
+    example = federation.dataset.ready(torch.arange(2), federation.settings.normalize)
+    if isinstance(model, nn.Module):
+        module = model  # the user's own start is kept
+    else:
+        name = settings.model or default_for(shape, classes, example.dtype)
+        module = build_model(model or name, shape, classes, **settings.model_options)
+        initial(module, key(settings.seed, "init"))
+    net = Net(module, example)
+    with torch.no_grad():
+        width = net.forward(net.state(), example).shape[1]
+    if width != classes:
+        raise CoterieError(f"the model gives {width} outputs, but the data have {classes} classes")
+    return net
+
+
+_NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {
+    "bn": (lambda m, f: m.ctx.net.has_batch_norm, "a model with batch norm (for example lenet5)"),
+    "head": (lambda m, f: m.ctx.net.layout.head is not None, "a model whose last layer is an nn.Linear (its head)"),
+    "val": (lambda m, f: bool((f.sizes("val") > 0).all()), "a validation part at every client (set val_share)"),
+    "public": (lambda m, f: f.public() is not None, "a public set (set public to a number of items)"),
+    "full": (lambda m, f: m.ctx.join == 1, "full participation (set join to 1)"),
+}
+
+
+def _check_needs(method: Method, federation: Federation) -> None:
+    for need in method.needs:
+        holds, words = _NEEDS[need]
+        if not holds(method, federation):
+            raise CoterieError(f"{method.title} needs {words}")
+
+
+def make_loop(session: Session, folder: Folder, runtime: Any) -> Loop:
+    s, f = session.settings, session.federation
+    work = f.sizes("train") * s.epochs * 3 + f.sizes("test") * 2
+    return Loop(
+        session.method,
+        runtime,
+        Store(folder.path, len(f.clients), session.engine.state == "disk"),
+        folder,
+        lambda client: int(work[client]),
+        Schedule(
+            rounds=s.rounds,
+            seed=s.seed,
+            eval_every=s.eval_every,
+            checkpoint_every=s.checkpoint_every,
+            watch=s.watch,
+            final_trained=s.final_trained,
+            dropout=s.dropout,
+            stragglers=s.stragglers,
+            newcomers=session.newcomers,
+        ),
+    )
+
+
+def execute(
+    session: Session,
+    out: Path,
+    *,
+    resume: bool = False,
+    tell: Callable[[Progress], None] = lambda p: None,
+    say: Callable[[str], None] = lambda text: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Run in the folder `out`; True when it came to its end, False when `stopped` asked for a pause."""
+    if not resume and (out / "settings.json").exists():
+        raise CoterieError(f"{out} already holds a run; continue it with --resume {out} or choose another folder")
+    folder = Folder(out)
+    try:
+        if not resume:
+            folder.write_settings(session.described())
+        runtime = start(session.device(), session.engine.workers or os.cpu_count() or 1)
+        try:
+            loop = make_loop(session, folder, runtime)
+            if resume:
+                for complaint in checkpoint.resume(loop):
+                    say(complaint)
+            return loop.run(tell, stopped)
+        finally:
+            runtime.close()
+    except OSError as e:
+        raise CoterieError(f"writing to {out} failed ({e.strerror or e}); what was written before is kept") from e
+    finally:
+        folder.close()
+
+
+def stored(path: Path) -> dict[str, Any]:
+    """settings.json of a run's folder."""
+    try:
+        found: dict[str, Any] = json.loads((path / "settings.json").read_text())
+        return found
+    except FileNotFoundError:
+        raise CoterieError(f"{path} holds no run (settings.json is missing)") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise CoterieError(f"{path}/settings.json is damaged") from None
