@@ -1,0 +1,122 @@
+"""Compiles the C sources once per machine and loads them: cached by source, compiler and processor."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from ctypes import c_double, c_int64, c_void_p
+from pathlib import Path
+
+HERE = Path(__file__).parent
+MAIN = HERE / "block.c"
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
+NATIVE = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+TIMEOUT = 300
+
+
+class Call(ctypes.Structure):
+    """The arguments of one forward or backward; the same fields as `call` in block.c."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("n", "ic", "h", "w", "oc", "k", "pad", "mode", "keep")),
+        ("eps", c_double),
+        ("momentum", c_double),
+        *((name, c_void_p) for name in ("x", "weight", "bias", "gamma", "beta", "running_mean", "running_var")),
+        *((name, c_void_p) for name in ("y", "save", "scratch")),
+        *((name, c_void_p) for name in ("dy", "dx", "dw", "db", "dgamma", "dbeta")),
+    )
+
+
+class BuildError(Exception):
+    """Why there is no native code here, in a few words."""
+
+
+def library() -> ctypes.CDLL:
+    """The compiled code, from the cache if it is there."""
+    compiler = find_compiler()
+    path = cache_dir() / f"block-{fingerprint(compiler)}.so"
+    if path.exists():
+        with suppress(OSError, AttributeError):  # a damaged file is built anew
+            return _open(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    except OSError:  # no home to write to: build for this process only
+        handle, name = tempfile.mkstemp(suffix=".so")
+        path = Path(name)
+    os.close(handle)
+    made = Path(name)
+    try:
+        _compile(compiler, made)
+        made.replace(path)  # atomic: another process sees all of it or nothing
+        try:
+            return _open(path)
+        except (OSError, AttributeError) as e:
+            raise BuildError(f"what {compiler} made cannot be loaded ({e})") from None
+    finally:
+        if made != path:
+            made.unlink(missing_ok=True)
+        elif path.parent != cache_dir():
+            path.unlink(missing_ok=True)
+
+
+def find_compiler() -> str:
+    for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
+        if path := shutil.which(name):
+            return path
+    raise BuildError("there is no C compiler (cc, gcc or clang)")
+
+
+def cache_dir() -> Path:
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        base = tempfile.gettempdir()
+    return Path(base) / "coterie" / "native"
+
+
+def fingerprint(compiler: str) -> str:
+    """Changes with the sources, the flags, the compiler and what the processor can do."""
+    digest = hashlib.sha256(repr((FLAGS, NATIVE, platform.machine(), platform.system())).encode())
+    for source in sorted(HERE.glob("*.c")):
+        digest.update(source.read_bytes())
+    real = Path(compiler).resolve()
+    digest.update(repr((str(real), real.stat().st_size, real.stat().st_mtime_ns)).encode())
+    digest.update(_processor().encode())
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("flags", "features", "model", "model name", "cpu part")
+    return "\n".join(sorted({line for line in lines if line.partition(":")[0].strip().lower() in wanted}))
+
+
+def _compile(compiler: str, target: Path) -> None:
+    problem = ""
+    for native in NATIVE:
+        command = [compiler, *FLAGS, *native, "-o", str(target), str(MAIN), "-lm"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL)
+        except (OSError, subprocess.TimeoutExpired) as e:
+            raise BuildError(f"{compiler} cannot be run ({type(e).__name__})") from None
+        if done.returncode == 0:
+            return
+        problem = problem or next((line for line in done.stderr.splitlines() if "error" in line), "no reason given")
+    raise BuildError(f"{compiler} does not compile it ({problem.strip()})")
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(path))
+    pointer = ctypes.POINTER(Call)
+    lib.coterie_sizes.argtypes, lib.coterie_sizes.restype = [pointer, ctypes.POINTER(c_int64)], None
+    for function in (lib.coterie_forward, lib.coterie_backward):
+        function.argtypes, function.restype = [pointer], None
+    return lib
