@@ -65,15 +65,15 @@ def dataset(name: str, raw: Raw) -> Dataset:
         raise CoterieError(
             f"training and test items of {name} differ in shape: {raw.x.shape[1:]} and {raw.x_test.shape[1:]}"
         )
-    x = raw.x if not test or raw.x_test is None else _joined(raw.x, raw.x_test)
+    x = raw.x if not test or raw.x_test is None else np.concatenate([raw.x, raw.x_test])
+    if n_train == 0:
+        raise CoterieError(f"{name} has no training samples")
     y = raw.y.reshape(n_train, -1)
     y = y if not test or raw.y_test is None else np.concatenate([y, raw.y_test.reshape(len(raw.y_test), -1)])
-    if len(x) == 0:
-        raise CoterieError(f"{name} has no samples")
     labels, classes = _labels(name, y, raw.classes)
     items = _items_form(name, x)
     is_test = torch.arange(len(labels)) >= n_train
-    mean, std = moments(items, ~is_test if n_train else is_test)
+    mean, std = moments(items, ~is_test)
     vocab = VOCABULARY if x.dtype.kind == "U" else int(items.max()) + 1 if items.dtype == torch.int64 else None
     return Dataset(name, items, labels, classes, is_test, _owner(name, raw, n_train), mean, std, vocab)
 
@@ -118,7 +118,7 @@ def _items_form(name: str, x: Array) -> Tensor:
 
 
 def _channels_first(x: Array) -> Array:
-    if x.ndim == 4 and x.shape[-1] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
+    if x.ndim == 4 and x.shape[-1] in (1, 3, 4) and (x.shape[1] not in (1, 3, 4) or x.shape[1] > x.shape[-1]):
         return x.transpose(0, 3, 1, 2)
     if x.ndim == 3 and (x.dtype == np.uint8 or x.shape[1] == x.shape[2]):
         return x[:, None]  # grey pictures
@@ -174,10 +174,6 @@ def _plain(values: Any) -> Array:
     if array.dtype == object and array.ndim == 1 and all(isinstance(v, str) for v in array):
         return array.astype(str)
     return array
-
-
-def _joined(a: Array, b: Array) -> Array:
-    return np.concatenate([a, b])
 
 
 def _count(a: Array) -> int:

@@ -54,7 +54,7 @@ def npz(path: Path) -> Raw:
 
 def _arrays(path: Path) -> dict[str, Array]:
     with path.open("rb") as f:
-        if f.read(2) != b"PK":
+        if f.read(4) not in (b"PK\x03\x04", b"PK\x05\x06"):
             raise ValueError("it does not begin like one")
     with np.load(path, allow_pickle=False) as z:
         try:

@@ -12,7 +12,7 @@ from coterie.errors import CoterieError
 
 _ROWS = 30  # clients a table lists
 _BUBBLES = 60  # clients, and classes, up to which bubbles stay readable
-_HEAT_ROWS = 1000  # clients a heat map has room for
+_HEAT_ROWS = 300  # clients a heat map has room for
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")  # Okabe and Ito's
 
 
@@ -87,6 +87,7 @@ def _bubbles(axes: Any, fed: Federation, counts: Ints) -> None:
         axes.scatter([], [], s=60, marker="s", c=_COLOURS[g % len(_COLOURS)], label=f"turned {turn:g}°")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelspacing=1.2, fontsize=8)
     axes.set_xlabel("client")
+    axes.set_xticks(_spread(len(counts), 21))
     axes.grid(alpha=0.25, linewidth=0.5)
     axes.set_axisbelow(True)
     axes.margins(x=0.02, y=0.06)

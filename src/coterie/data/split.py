@@ -7,6 +7,8 @@ from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError
 from coterie.rng import numpy_rng
 
+_TOO_FEW = "test_from = official has too few test samples to give every client one; lower clients"
+
 
 def public_items(
     pool: Ints, official: Ints | None, settings: PartitionSettings, seed: int
@@ -66,12 +68,14 @@ def like_training(client: Ints, labels: Ints, test_labels: Ints, classes: int, s
     """Deal test samples by each client's share of every class: (positions of dealt samples, their clients).
 
     Samples of a class nobody trains on are not dealt. A client whose shares round to nothing takes one sample of its
-    commonest class from whoever has most of it.
+    commonest class from the richest holder of that.
     """
     n = int(client.max()) + 1
     held = np.bincount(labels * n + client, minlength=classes * n).reshape(classes, n)
     total = held.sum(axis=1)
     per_class = np.where(total > 0, np.bincount(test_labels, minlength=classes), 0)
+    if per_class.sum() < n:
+        raise CoterieError(_TOO_FEW)
     # Integer arithmetic: floor(cumsum(share) * n_c) without rounding errors.
     edges = np.cumsum(held, axis=1) * per_class[:, None] // np.maximum(total, 1)[:, None]
     counts = np.diff(edges, axis=1, prepend=0)
@@ -87,9 +91,10 @@ def _borrow(counts: Ints, held: Ints, empty: int) -> None:
     for c in np.argsort(-held, kind="stable"):
         if held[c] == 0:
             break
-        giver = int(np.argmax(counts[c]))
-        if counts[c, giver] > 0 and counts[:, giver].sum() > 1:
+        richest = np.where(counts[c] > 0, counts.sum(axis=0), 0)
+        giver = int(np.argmax(richest))
+        if richest[giver] > 1:
             counts[c, giver] -= 1
             counts[c, empty] += 1
             return
-    raise CoterieError("test_from = official has too few test samples to give every client one; lower clients")
+    raise CoterieError(_TOO_FEW)

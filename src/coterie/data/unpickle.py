@@ -29,10 +29,11 @@ class _Array:
 
 
 _ARRAY = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")}
+_BUFFER = {("numpy.core.numeric", "_frombuffer"), ("numpy._core.numeric", "_frombuffer")}  # protocol 5
 _SKIP = {"PROTO", "FRAME", "STOP"}
 _VALUES = {
     "BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "BINFLOAT", "FLOAT",
-    "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+    "BYTEARRAY8", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
 }  # fmt: skip
 _STRINGS = {"STRING", "BINSTRING", "SHORT_BINSTRING"}  # Python 2's, read as bytes
 _CONSTANTS: dict[str, Callable[[], Any]] = {
@@ -53,9 +54,12 @@ def read(raw: bytes) -> Any:
     try:
         for opcode, arg, _ in pickletools.genops(raw):
             _step(opcode.name, arg, stack, memo)
+        (value,) = stack
     except (IndexError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"malformed: {e!r}") from None
-    return _final(stack.pop())
+    if value is _MARK:
+        raise ValueError("malformed: ends in a mark")
+    return _final(value)
 
 
 def _step(op: str, arg: Any, stack: list[Any], memo: dict[int, Any]) -> None:
@@ -114,6 +118,11 @@ def _made(function: Any, args: Any) -> Any:
     if isinstance(function, _Name):
         if tuple(function) in _ARRAY:
             return _Array()
+        if tuple(function) in _BUFFER:
+            data, dtype, shape, order = args
+            array = _Array()
+            _build(array, (None, shape, dtype, order == "F", bytes(data)))
+            return array
         if tuple(function) == ("numpy", "dtype"):
             return _Dtype(args[0].decode("ascii") if isinstance(args[0], bytes) else str(args[0]))
         if tuple(function) == ("_codecs", "encode") and args[1:] in (("latin1",), ("latin-1",)):
