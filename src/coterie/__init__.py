@@ -1,1 +1,35 @@
-"""Personalised federated learning."""
+"""Personalised federated learning: many clients train together, and each ends up with a model of its own.
+
+import coterie
+result = coterie.run("fedrep", "digits", clients=20, partition="dirichlet(0.1)", rounds=30)
+result.summary()["personal"]["last"]; result.personal(7)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coterie.api import compare, open_run, resume, run
+    from coterie.data.arrays import from_arrays, from_torch
+    from coterie.errors import CoterieError
+    from coterie.method import Download, Method, Phase, Settings, Upload
+
+_HOME = {
+    "compare": "api", "open_run": "api", "resume": "api", "run": "api",
+    "from_arrays": "data.arrays", "from_torch": "data.arrays",
+    "CoterieError": "errors",
+    "Download": "method", "Method": "method", "Phase": "method", "Settings": "method", "Upload": "method",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when first used, so that the command line starts quickly."""
+    if name in _HOME:
+        return getattr(import_module(f"coterie.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'coterie' has no attribute {name!r}")
+
+
+__all__ = [
+    "CoterieError", "Download", "Method", "Phase", "Settings", "Upload", "compare", "from_arrays", "from_torch",
+    "open_run", "resume", "run",
+]  # fmt: skip

@@ -26,12 +26,21 @@ from coterie.engine.workers import start
 from coterie.errors import CoterieError
 from coterie.method import Context, Method
 from coterie.methods import build as build_method
-from coterie.models.net import Net, initial
+from coterie.models.net import Net
 from coterie.models.registry import build as build_model
 from coterie.models.registry import default_for
 from coterie.rng import key
 
 Factory = Callable[..., nn.Module]
+
+
+@dataclass(frozen=True)
+class Objects:
+    """Python objects that stand in for what settings name."""
+
+    method: type[Method] | None = None
+    dataset: Dataset | None = None
+    model: nn.Module | Factory | None = None
 
 
 @dataclass(frozen=True)
@@ -112,20 +121,20 @@ def prepare(
 
 
 def _net(settings: RunSettings, federation: Federation, model: nn.Module | Factory | None) -> Net:
-    shape, classes = federation.shape, federation.num_classes
-    example = federation.dataset.ready(torch.arange(2), federation.settings.normalize)
-    if isinstance(model, nn.Module):
-        module = model  # the user's own start is kept
-    else:
-        name = settings.model or default_for(shape, classes, example.dtype)
-        module = build_model(model or name, shape, classes, **settings.model_options)
-        initial(module, key(settings.seed, "init"))
-    net = Net(module, example)
-    with torch.no_grad():
-        width = net.forward(net.state(), example).shape[1]
-    if width != classes:
-        raise CoterieError(f"the model gives {width} outputs, but the data have {classes} classes")
-    return net
+    """The model with its first values drawn from the seed; an instance that the user built keeps its own."""
+    data = federation.dataset
+    example = data.ready(torch.arange(2), federation.settings.normalize)
+    source = model or settings.model or default_for(federation.shape, federation.num_classes, example.dtype)
+    module = build_model(
+        source,
+        federation.shape,
+        federation.num_classes,
+        seed=key(settings.seed, "init"),
+        dtype=example.dtype,
+        vocab=data.vocab,
+        **settings.model_options,
+    )
+    return Net(module, example)
 
 
 _NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {
@@ -196,6 +205,17 @@ def execute(
         raise CoterieError(f"writing to {out} failed ({e.strerror or e}); what was written before is kept") from e
     finally:
         folder.close()
+
+
+def rebuild(path: Path, engine: Engine | None = None) -> Session:
+    """The session of a run's folder, if its settings name everything it used; refuses data that changed since."""
+    found = stored(path)
+    session = prepare(RunSettings(**found["settings"]), engine)
+    here, then = session.federation.identity, found["partition"]
+    if here != then:
+        changed = sorted(k for k in {*here, *then} if here.get(k) != then.get(k))
+        raise CoterieError(f"the data of {path} have changed since it ran ({', '.join(changed)})")
+    return session
 
 
 def stored(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from coterie.errors import CoterieError
 from coterie.runs.statistics import summarise
-from coterie.session import Session, stored
+from coterie.session import Session, rebuild, stored
 
 
 class Run:
@@ -117,13 +117,11 @@ class Run:
     def session(self) -> Session:
         """The run's data, model and method, built again from its settings."""
         if self._session is None:
-            from coterie.runs.rebuild import rebuild
-
-            self._session = rebuild(self)
+            self._session = rebuild(self.path)
         return self._session
 
     def personal(self, client: int) -> nn.Module:
         """The personal model of a client, ready to use (in evaluation mode)."""
-        from coterie.runs.rebuild import personal_module
+        from coterie.runs.models import personal_module
 
         return personal_module(self, client)

@@ -1,4 +1,4 @@
-"""Builds a run's parties again from its folder, to take models out of it."""
+"""Personal models taken out of a run's folder."""
 
 import copy
 from pathlib import Path
@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from coterie.codec import load
-from coterie.config import Engine, RunSettings
 from coterie.engine.loop import Loop
 from coterie.engine.record import Folder
 from coterie.engine.store import Store
@@ -17,18 +16,8 @@ from coterie.engine.workers import Inline
 from coterie.errors import CoterieError
 from coterie.method import Extras, Method
 from coterie.runs.run import Run
-from coterie.session import Session, make_loop, prepare
+from coterie.session import Session, make_loop
 from coterie.tree import Tree, clone
-
-
-def rebuild(run: Run, data_dir: Path | None = None) -> Session:
-    """The session of a run that named everything it used; refuses data that changed since."""
-    session = prepare(RunSettings(**run.settings), Engine(data_dir=data_dir, workers=1))
-    here, then = session.federation.identity, run.description["partition"]
-    if here != then:
-        changed = sorted(k for k in {*here, *then} if here.get(k) != then.get(k))
-        raise CoterieError(f"the data of {run.path} have changed since it ran ({', '.join(changed)})")
-    return session
 
 
 class PersonalModel(nn.Module):

@@ -1,0 +1,139 @@
+"""The same things from Python: run, compare, resume, open_run."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from coterie.config import Engine, settings
+from coterie.data.dataset import Dataset
+from coterie.errors import CoterieError
+from coterie.method import Method
+from coterie.methods import find
+from coterie.runs.comparison import Comparison
+from coterie.runs.run import Run
+from coterie.runs.sweep import Cell, sweep
+from coterie.session import Factory, Objects, execute, prepare, rebuild
+
+State = Literal["memory", "disk"]
+
+
+def run(
+    method: str | type[Method] = "fedavg",
+    data: str | Dataset = "digits",
+    model: str | nn.Module | Factory | None = None,
+    *,
+    out: str | Path | None = None,
+    workers: int | None = None,
+    state: State = "memory",
+    data_dir: str | Path | None = None,
+    **more: Any,
+) -> Run:
+    """One run; `more` are settings of the run, of the federation or of the method. Returns what it wrote, readable."""
+    named, objects = _named(method, data, model)
+    engine = Engine(workers=workers, state=state, data_dir=Path(data_dir) if data_dir else None)
+    chosen = settings(**named, **_own(method, more))
+    session = prepare(chosen, engine, method=objects.method, dataset=objects.dataset, model=objects.model)
+    folder = Path(out) if out else fresh_folder(f"{named['method']}-{named['data']}")
+    execute(session, folder)
+    return Run(folder, session)
+
+
+def compare(
+    methods: Sequence[str | type[Method]],
+    data: str | Dataset = "digits",
+    model: str | Factory | None = None,
+    *,
+    seeds: int | Sequence[int] = 1,
+    out: str | Path | None = None,
+    workers: int | None = None,
+    data_dir: str | Path | None = None,
+    **more: Any,
+) -> Comparison:
+    """Several methods on the same clients; Local-Only is always among them."""
+    engine = Engine(workers=workers, data_dir=Path(data_dir) if data_dir else None)
+    folder = Path(out) if out else fresh_folder("compare")
+    cells = comparison_cells(methods, data, model, seeds, folder, **more)
+    status = sweep(cells, engine)
+    if status.failed:
+        path, reason = next(iter(status.failed.items()))
+        raise CoterieError(f"{path.name} failed: {reason}")
+    return Comparison([Run(c.out) for c in cells])
+
+
+def comparison_cells(
+    methods: Sequence[str | type[Method]],
+    data: str | Dataset,
+    model: str | nn.Module | Factory | None,
+    seeds: int | Sequence[int],
+    folder: Path,
+    **more: Any,
+) -> list[Cell]:
+    """The runs of a comparison. A setting that only some of the methods have goes to those."""
+    named = [(m, _named(m, data, model)) for m in methods]
+    if not any(n["method"] == "local" for _, (n, _) in named):
+        named.insert(0, ("local", _named("local", data, model)))
+    everybody = {k for m, _ in named for k in _class(m).Settings.model_fields}
+    cells = []
+    for m, (names, objects) in named:
+        own = _class(m).Settings.model_fields
+        mine = _own(m, {k: v for k, v in more.items() if k not in everybody or k in own})
+        for seed in range(seeds) if isinstance(seeds, int) else seeds:
+            cells.append(Cell(settings(**names, **mine, seed=seed), folder / f"{names['method']}-s{seed}", objects))
+    return cells
+
+
+def resume(path: str | Path, *, workers: int | None = None, data_dir: str | Path | None = None) -> Run:
+    """Continue a run that was interrupted, to the same bits as one that was not."""
+    folder = Path(path)
+    session = rebuild(folder, Engine(workers=workers, data_dir=Path(data_dir) if data_dir else None))
+    execute(session, folder, resume=True)
+    return Run(folder, session)
+
+
+def open_run(path: str | Path) -> Run:
+    return Run(path)
+
+
+def fresh_folder(name: str, root: Path = Path("runs")) -> Path:
+    """runs/NAME-DATE-TIME, not there yet."""
+    plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in name.split("/")[-1])
+    base = root / f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, n = base, 1
+    while path.exists():
+        n += 1
+        path = base.with_name(f"{base.name}-{n}")
+    return path
+
+
+def _class(method: str | type[Method]) -> type[Method]:
+    return find(method) if isinstance(method, str) else method
+
+
+def _own(method: str | type[Method], more: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a class that has no registered name are sorted out here."""
+    if isinstance(method, str):
+        return more
+    fields = method.Settings.model_fields
+    own = {**more.get("settings", {}), **{k: v for k, v in more.items() if k in fields}}
+    return {**{k: v for k, v in more.items() if k not in fields}, "settings": own}
+
+
+def _named(
+    method: str | type[Method], data: str | Dataset, model: str | nn.Module | Factory | None
+) -> tuple[dict[str, Any], Objects]:
+    """Names for the settings, and the objects that stand behind names nobody could look up."""
+    objects = Objects(
+        None if isinstance(method, str) else method,
+        None if isinstance(data, str) else data,
+        None if model is None or isinstance(model, str) else model,
+    )
+    names: dict[str, Any] = {
+        "method": method if isinstance(method, str) else method.__name__,
+        "data": os.fspath(data) if isinstance(data, str) else data.name,
+        "model": model if model is None or isinstance(model, str) else getattr(model, "__name__", type(model).__name__),
+    }
+    return names, objects

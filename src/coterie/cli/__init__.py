@@ -1,0 +1,20 @@
+"""The command line: `coterie run`, `compare`, `list`, `show`, `runs`, `export`, `data`, `report`."""
+
+import sys
+
+
+def main() -> None:
+    """Sentences for mistakes (exit 2), traces for bugs."""
+    from coterie.cli.app import app
+    from coterie.errors import CoterieError
+
+    try:
+        app(prog_name="coterie")
+    except CoterieError as e:
+        print(f"coterie: {e}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.exit(0)
+
+
+__all__ = ["main"]

@@ -1,0 +1,208 @@
+"""The commands. Heavy imports happen inside them, so that help is instant."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from coterie.cli import options as o
+from coterie.cli.catalogue import catalogue
+from coterie.cli.screen import Stop, bar, console, frame_table
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=(
+    "Personalised federated learning: many clients train together, and each ends up with a model of its own."
+))  # fmt: skip
+app.add_typer(catalogue)
+
+
+@app.command()
+def run(
+    method: Annotated[str | None, Argument(help="a method; `coterie list methods` names them")] = None,
+    data: o.Data = None,
+    data_dir: o.DataDir = None,
+    model: o.Model = None,
+    partition: o.Partition = None,
+    clients: o.Clients = None,
+    join: o.Join = None,
+    rounds: o.Rounds = None,
+    epochs: o.Epochs = None,
+    batch: o.Batch = None,
+    lr: o.Lr = None,
+    seed: o.Seed = None,
+    workers: o.Workers = None,
+    state: o.StateAt = None,
+    set_: o.Set = None,
+    config: o.Config = None,
+    out: o.Out = None,
+    resume: Annotated[Path | None, Option(help="continue the run in this folder")] = None,
+    quiet: o.Quiet = False,
+    as_json: o.Json = False,
+) -> None:
+    """Run one method, or continue an interrupted run."""
+    from coterie.api import fresh_folder
+    from coterie.config import settings
+    from coterie.errors import CoterieError
+    from coterie.runs.run import Run
+    from coterie.session import execute, prepare, rebuild
+
+    given = o.gather(config, set_, method=method, data=data, model=model, partition=partition, clients=clients,
+                     join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip
+    engine = _engine(workers, state, data_dir)
+    if resume is not None:
+        if given:
+            raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(sorted(given))}")
+        session, folder = rebuild(resume, engine), resume
+    else:
+        if "method" not in given:
+            raise CoterieError("name a method, for example `coterie run fedrep`; `coterie list methods` shows them all")
+        session = prepare(settings(**given), engine)
+        folder = out or fresh_folder(f"{given['method']}-{session.settings.data}")
+    silent = quiet or as_json
+    stop = Stop()
+    with stop.listening(), bar(session.method.title, session.settings.rounds, silent) as update:
+        ended = execute(
+            session,
+            folder,
+            resume=resume is not None,
+            tell=lambda p: update(p.round, "" if p.accuracy is None else f"accuracy {100 * p.accuracy:.1f}"),
+            say=lambda text: typer.echo(f"coterie: {text}", err=True),
+            stopped=stop,
+        )
+    found = Run(folder, session)
+    if as_json:
+        typer.echo(json.dumps({"run": str(folder), "finished": ended, **found.summary()}))
+    elif not quiet:
+        _show_run(found)
+    if not ended:
+        typer.echo(f"stopped after round {found.last_round}; continue with: coterie run --resume {folder}", err=True)
+        raise typer.Exit(130)
+
+
+@app.command()
+def compare(
+    methods: Annotated[list[str], Argument(help="methods; Local-Only is always added")],
+    seeds: Annotated[int, Option(min=1, help="runs per method, with seeds 0, 1, ...")] = 1,
+    data: o.Data = None,
+    data_dir: o.DataDir = None,
+    model: o.Model = None,
+    partition: o.Partition = None,
+    clients: o.Clients = None,
+    join: o.Join = None,
+    rounds: o.Rounds = None,
+    epochs: o.Epochs = None,
+    batch: o.Batch = None,
+    lr: o.Lr = None,
+    workers: o.Workers = None,
+    set_: o.Set = None,
+    config: o.Config = None,
+    out: o.Out = None,
+    quiet: o.Quiet = False,
+    as_json: o.Json = False,
+) -> None:
+    """Run several methods on the same clients and print one table. `all` stands for every method."""
+    from coterie.api import comparison_cells, fresh_folder
+    from coterie.methods import known
+    from coterie.runs.comparison import Comparison
+    from coterie.runs.run import Run
+    from coterie.runs.sweep import sweep
+
+    given = o.gather(config, set_, data=data, model=model, partition=partition, clients=clients, join=join,
+                     rounds=rounds, epochs=epochs, batch=batch, lr=lr)  # fmt: skip
+    names = list(dict.fromkeys(m for name in methods for m in (known() if name == "all" else [name])))
+    folder = out or fresh_folder(f"compare-{given.get('data', 'digits')}")
+    cells = comparison_cells(names, given.pop("data", "digits"), given.pop("model", None), seeds, folder, **given)
+    stop = Stop()
+    with stop.listening(), bar("compare", sum(c.settings.rounds for c in cells), quiet or as_json) as update:
+        status = sweep(cells, _engine(workers, None, data_dir), lambda s: update(s.done(), ""), stop)
+    for sentence in status.said:
+        typer.echo(f"coterie: {sentence}", err=True)
+    done = [c for c in cells if c.out not in status.failed and c.finished()]
+    if done:
+        table = Comparison([Run(c.out) for c in done])
+        table.table().to_csv(folder / "table.csv")
+        (folder / "table.md").write_text(table.markdown())
+        if as_json:
+            typer.echo(json.dumps({"folder": str(folder), "table": json.loads(table.table().to_json(orient="index"))}))
+        elif not quiet:
+            console.print(
+                frame_table(table.readable(), "accuracy in percent, mean over clients; bytes and time per round")
+            )
+            console.print(f"runs, table.csv and table.md are in {folder}", soft_wrap=True, highlight=False)
+    for path, reason in status.failed.items():
+        typer.echo(f"coterie: {path.name} failed: {reason}", err=True)
+    if stop.asked:
+        typer.echo("stopped; the same command with --out " + str(folder) + " goes on", err=True)
+        raise typer.Exit(130)
+    if status.failed:
+        raise typer.Exit(2 if not done else 1)
+
+
+@app.command()
+def runs(folder: Annotated[Path, Argument(help="where to look")] = Path("runs")) -> None:
+    """List the runs in a folder."""
+    import pandas as pd
+
+    from coterie.errors import CoterieError
+    from coterie.runs.run import Run
+
+    found = [Run(p.parent) for p in sorted(folder.rglob("settings.json"))]
+    if not found:
+        raise CoterieError(f"there are no runs in {folder}")
+    rows: list[dict[str, Any]] = []
+    for r in found:
+        s = r.summary()
+        personal = s.get("personal", {}).get("last")
+        rows.append({
+            "method": r.title, "data": r.settings["data"], "partition": r.settings["federation"]["partition"],
+            "seed": r.settings["seed"], "round": f"{r.last_round}/{r.settings['rounds']}",
+            "personal": "" if personal is None else f"{100 * personal:.1f}",
+        })  # fmt: skip
+    frame = pd.DataFrame(rows, index=[str(r.path) for r in found])
+    frame.index.name = "run"
+    console.print(frame_table(frame))
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, Argument(metavar="RUN", help="the folder of a run")],
+    client: Annotated[int, Option(help="whose model")],
+    out: Annotated[Path | None, Option(help="file to write (default: RUN/client-N.safetensors)")] = None,
+    data_dir: o.DataDir = None,
+) -> None:
+    """Write a client's personal model as safetensors, and say how to load it."""
+    from coterie.runs.models import export as write
+    from coterie.runs.run import Run
+    from coterie.session import rebuild
+
+    target = out or folder / f"client-{client}.safetensors"
+    how = write(Run(folder, rebuild(folder, _engine(1, None, data_dir))), client, target)
+    console.print(f"wrote {target}; load it with\n", soft_wrap=True, highlight=False)
+    console.print(how, soft_wrap=True, highlight=False)
+
+
+def _engine(workers: int | None, state: str | None, data_dir: Path | None) -> Any:
+    from pydantic import ValidationError
+
+    from coterie.config import Engine
+    from coterie.errors import CoterieError
+    from coterie.methods import sentence
+
+    try:
+        return Engine(workers=workers, data_dir=data_dir, **({"state": state} if state else {}))
+    except ValidationError as e:
+        raise CoterieError(sentence("options", e)) from None
+
+
+def _show_table(comparison: Any, title: str) -> None:
+    """All columns where there is room, else the main ones (the files have all)."""
+    console.print(frame_table(comparison.readable(brief=console.width < 130), title))
+
+
+def _show_run(run: Any) -> None:
+    from coterie.runs.comparison import Comparison
+
+    if run.events:
+        _show_table(Comparison([run]), f"after round {run.last_round}; accuracy in percent, mean over clients")
+    console.print(f"the run is in {run.path}", soft_wrap=True, highlight=False)

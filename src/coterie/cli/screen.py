@@ -1,0 +1,78 @@
+"""What a person sees: progress, tables, and how Ctrl-C is taken."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+console = Console()
+errors = Console(stderr=True)
+
+
+class Stop:
+    """Ctrl-C once: finish the round, save and say how to go on; twice: end at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        errors.print("stopping after this round (press again to end at once) ...")
+
+    @contextmanager
+    def listening(self) -> Iterator["Stop"]:
+        old = {n: signal.signal(n, self._hear) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for n, handler in old.items():
+                signal.signal(n, handler)
+
+
+@contextmanager
+def bar(what: str, total: int, quiet: bool) -> Iterator[Any]:
+    """A progress bar as update(done, text); on something that is no terminal, a line every tenth of the way."""
+    if quiet:
+        yield lambda done, text="": None
+        return
+    if not sys.stderr.isatty():
+        reached = [-1]
+
+        def line(done: int, text: str = "") -> None:
+            if (tenth := done * 10 // max(total, 1)) > reached[0] and done:
+                reached[0] = tenth
+                print(f"{what}: {done}/{total} {text}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task(what, total=total, text="")
+        yield lambda done, text="": progress.update(task, completed=done, text=text)
+
+
+def frame_table(frame: "pd.DataFrame", title: str = "") -> Table:
+    table = Table(title=title or None, title_justify="left")
+    table.add_column(str(frame.index.name or ""), no_wrap=True)
+    for name in frame.columns:
+        table.add_column(str(name), justify="right")
+    for label, row in zip(frame.index, frame.values, strict=True):
+        table.add_row(str(label), *map(str, row))
+    return table

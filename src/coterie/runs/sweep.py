@@ -1,0 +1,169 @@
+"""Many runs in one go: cells spread over processes, loaded data shared, finished cells skipped, broken ones named."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coterie.config import Engine, RunSettings
+from coterie.data.dataset import Dataset
+from coterie.data.sources import load
+from coterie.errors import CoterieError
+from coterie.runs.run import Run
+from coterie.session import Objects, execute, prepare
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep and its folder; `objects` stand in for what the settings cannot name."""
+
+    settings: RunSettings
+    out: Path
+    objects: Objects = field(default_factory=Objects)
+
+    def finished(self) -> bool:
+        """Done already, with the same settings; other settings in the same folder are refused."""
+        if not (self.out / "settings.json").exists():
+            return False
+        run = Run(self.out)
+        if run.settings != self.settings.model_dump(mode="json"):
+            raise CoterieError(f"{self.out} holds a run with other settings; choose another folder or remove it")
+        return run.finished
+
+
+@dataclass
+class Status:
+    """What a spectator is told: rounds done per cell, and what went wrong."""
+
+    rounds: dict[Path, int]
+    planned: dict[Path, int]
+    accuracy: dict[Path, float | None] = field(default_factory=dict)
+    failed: dict[Path, str] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+    skipped: int = 0  # rounds that were there before
+
+    def done(self) -> int:
+        return sum(self.rounds.values())
+
+    def total(self) -> int:
+        return sum(self.planned.values())
+
+    def seconds_left(self) -> float | None:
+        fresh = self.done() - self.skipped
+        return (time.monotonic() - self.began) / fresh * (self.total() - self.done()) if fresh > 0 else None
+
+
+def sweep(
+    cells: Sequence[Cell],
+    engine: Engine,
+    tell: Callable[[Status], None] = lambda s: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Status:
+    """Run every cell to its end, a process each (one cell alone uses all workers itself)."""
+    status = Status({c.out: 0 for c in cells}, {c.out: c.settings.rounds for c in cells})
+    waiting = []
+    for cell in cells:
+        if cell.finished():
+            status.rounds[cell.out] = cell.settings.rounds
+            status.skipped += cell.settings.rounds
+        else:
+            waiting.append(cell)
+    tell(status)
+    workers = engine.workers or os.cpu_count() or 1
+    data = _Shelf(engine)
+    side_by_side = min(workers, len(waiting))
+    inner = engine.model_copy(update={"workers": max(1, workers // max(1, side_by_side))})
+    live: dict[Any, tuple[Cell, Any]] = {}
+    fork = multiprocessing.get_context("fork")
+    try:
+        while (waiting and not stopped()) or live:
+            while waiting and len(live) < side_by_side and not stopped():
+                cell = waiting.pop(0)
+                try:
+                    dataset = cell.objects.dataset or data.get(cell.settings)
+                except CoterieError as e:
+                    status.failed[cell.out] = str(e)
+                    tell(status)
+                    continue
+                ours, theirs = fork.Pipe(duplex=False)
+                process = fork.Process(target=_run_cell, args=(cell, inner, dataset, theirs))
+                process.start()
+                theirs.close()
+                live[ours] = (cell, process)
+            for pipe in multiprocessing.connection.wait(list(live), timeout=0.5):
+                _hear(pipe, live, status)
+            tell(status)
+    finally:
+        for _, process in live.values():
+            process.terminate()
+    return status
+
+
+def _hear(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: Status) -> None:
+    cell, process = live[pipe]
+    try:
+        kind, value = pipe.recv()
+    except (EOFError, OSError):
+        process.join()
+        if process.exitcode and cell.out not in status.failed:
+            status.failed[cell.out] = f"its process ended with code {process.exitcode}"
+        pipe.close()
+        del live[pipe]
+        return
+    if kind == "round":
+        status.rounds[cell.out], status.accuracy[cell.out] = value
+    elif kind == "failed":
+        status.failed[cell.out] = value
+    else:
+        status.said.append(f"{cell.out.name}: {value}")
+
+
+def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
+    """In the cell's own process. Ctrl-C reaches it too: it finishes its round, writes a checkpoint and ends."""
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: asked.append(1))
+
+    def send(kind: str, value: Any) -> None:
+        try:
+            pipe.send((kind, value))
+        except (BrokenPipeError, OSError):
+            asked.append(1)  # the parent is gone
+
+    try:
+        objects = cell.objects
+        session = prepare(cell.settings, engine, method=objects.method, dataset=dataset, model=objects.model)
+        execute(
+            session,
+            cell.out,
+            resume=(cell.out / "settings.json").exists(),
+            tell=lambda p: send("round", (p.round, p.accuracy)),
+            say=lambda text: send("said", text),
+            stopped=lambda: bool(asked),
+        )
+    except CoterieError as e:
+        send("failed", str(e))
+    except Exception:
+        send("failed", traceback.format_exc())
+    pipe.close()
+
+
+class _Shelf:
+    """Data sets, loaded once each and inherited by the cells' processes."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.loaded: dict[tuple[str, int | None], Dataset] = {}
+
+    def get(self, settings: RunSettings) -> Dataset:
+        key = (settings.data, settings.subset)
+        if key not in self.loaded:
+            self.loaded[key] = load(settings.data, self.engine.data_dir, settings.subset)
+        return self.loaded[key]
