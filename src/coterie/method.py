@@ -210,6 +210,10 @@ class Method:
         size = T.nbytes(T.drop(self.ctx.w0, self.stays))
         return Payload(size, size)
 
+    def payload_of(self, server: State, client: ClientId, labels: int, round: int) -> Payload:
+        """The same for one client and round when it depends on what the server knows before that round."""
+        return self.payload(labels, round)
+
     # ---- server: sees its own state and uploads ---------------------------------------------------------------------
     def setup(self) -> State:
         return {"w": T.clone(T.drop(self.ctx.w0, self.stays))}
@@ -227,6 +231,10 @@ class Method:
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         return Download(shared=server["w"])
+
+    def deliver(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        """What clients are handed to score and use; default: what they would be sent in this (the next) round."""
+        return self.down(server, ids, round)
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         """Uploads come in the order of ids, from whoever answered (at least one)."""

@@ -229,8 +229,8 @@ class Loop:
         return Evaluation.of(answers, set(plan.newcomers))
 
     def _preview(self, ids: Sequence[ClientId], t: int) -> Download:
-        """What these clients would receive in round t."""
-        sent = self.method.down(self.server, ids, t)
+        """What these clients are handed to score and use before round t."""
+        sent = self.method.deliver(self.server, ids, t)
         attached = self._attach(ids)
         return sent if attached is None else self._relay(sent, attached, ids, t)[0]
 
