@@ -213,7 +213,7 @@ def test_padding_tokens_do_not_change_a_text_s_scores():
     with torch.no_grad():
         net.embedding.weight[0] = 9.0  # whatever the tree holds there
     a = net(torch.tensor([[5, 7, 0, 0, 0, 0]]))
-    assert torch.allclose(a, net(torch.tensor([[0, 0, 0, 5, 0, 7]])))
+    assert torch.allclose(a, net(torch.tensor([[5, 7]])))
     assert torch.isfinite(net(torch.zeros(1, 6, dtype=torch.int64))).all()
 
 
