@@ -45,6 +45,9 @@ def test_p2_weights_do_not_change_when_all_distances_are_scaled() -> None:
 def test_p3_selecting_all_and_averaging_is_the_plain_mean() -> None:
     picked = Se.select(DIST, IDS, Se.select_count(1.0, 6))
     assert picked == list(range(6))
+    mean = mix(torch.full((1, 6), 1 / 6).double(), {k: v[picked] for k, v in MODELS.items()})
+    for k, v in MODELS.items():
+        torch.testing.assert_close(mean[k][0], v.mean(0))
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.34, 0.5, 1.0])

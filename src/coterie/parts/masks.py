@@ -64,11 +64,11 @@ def collaborators(overlaps: Tensor, round: int, beta: float) -> Tensor:
     if beta <= 0:
         raise CoterieError(f"FedCAC's beta must be positive, got {beta}.")
     eye = torch.eye(len(overlaps), dtype=torch.bool, device=overlaps.device)
-    pairs = overlaps[~eye]
+    pairs = overlaps[~eye].double()
     if not len(pairs):
         return eye
     bar = pairs.mean() + round / beta * (pairs.max() - pairs.mean())
-    return (overlaps >= bar - 1e-9) | eye  # equal overlaps must pass whatever the rounding of their mean
+    return (overlaps.double() >= bar - 1e-9) | eye  # equal overlaps must pass whatever the rounding of their mean
 
 
 def channel_mask(channels: int, share: float) -> Tensor:
