@@ -199,7 +199,7 @@ def test_collaborators_thin_out_and_nobody_is_left_after_beta_rounds() -> None:
     assert torch.equal(M.collaborators(o, 90, 100), torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 1]]).bool())
     assert torch.equal(M.collaborators(o, 101, 100), torch.eye(3).bool())
     for n in range(2, 30):  # some of these means round above the value
-        assert M.collaborators(torch.full((n, n), 0.7), 500, 100).all()
+        assert M.collaborators(torch.full((n, n), 0.7, dtype=torch.float64), 500, 100).all()
     assert M.collaborators(torch.ones(1, 1), 1, 100).tolist() == [[True]]
 
 
