@@ -39,71 +39,126 @@ static int64_t plan(const call *c, layout *l) {
     l->patch = pieces((c->k + 1) * c->ic, LANES);         /* vectors of one row of what a window's gradient reaches */
     l->frame = (c->k + 2) * c->ic + LANES;                /* one row of a kernel in its frame of zeros */
     l->image = round_up(l->hp * l->row + 4 * LANES);      /* vectors may reach past the last pixel */
-    l->hits = round_up(c->oc * l->p);
+    l->hits = round_up((c->mode == TRAIN ? l->ocp : c->oc) * l->p);
     l->pixels = l->oh * l->ow * l->ocp;
     const int64_t images = c->keep ? c->n : 1;
     float *at = c->save;
     l->stats = at, at += 4 * l->ocp; /* scale, shift, mean, 1 / std */
     l->x = at, at += images * l->image;
-    l->at = (int32_t *)at, at += images * l->hits; /* y * wp + x of the maximum, -1 where ReLU is silent */
-    l->sel = at, at += c->mode == TRAIN ? images * l->hits : 0; /* the maximum before normalisation */
+    /* y * wp + x of the maximum, -1 where ReLU is silent: [oc, p], or [p, ocp] with batch statistics */
+    l->at = (int32_t *)at, at += images * l->hits;
+    l->sel = at, at += c->mode == TRAIN ? images * l->hits : 0; /* [p, ocp]: the maximum before normalisation */
     l->z = at, at += (c->mode == TRAIN ? c->n : 1) * l->pixels;
     return at - c->save;
 }
 
+/* One padded channels-last image. Vectors of 8 channels overlap what comes after them: blocks of channels go from last
+ * to first and pixels from left to right, so that the right values are written last. */
 static void pack_image(const call *c, const layout *l, const float *x, float *to) {
+    const int64_t ic = c->ic, w = c->w, area = c->h * w;
     if (c->pad) memset(to, 0, sizeof(float) * l->hp * l->row);
-    for (int64_t y = 0; y < c->h; y++) {
-        float *r = to + (y + c->pad) * l->row + c->pad * c->ic;
-        if (c->ic == 1) memcpy(r, x + y * c->w, sizeof(float) * c->w);
+    for (int64_t y = 0; y < c->h; y++, x += w) {
+        float *r = to + (y + c->pad) * l->row + c->pad * ic;
+        if (ic == 1) memcpy(r, x, sizeof(float) * w);
+        else if (w < LANES)
+            for (int64_t i = 0; i < ic; i++)
+                for (int64_t j = 0; j < w; j++) r[j * ic + i] = x[i * area + j];
         else
-            for (int64_t i = 0; i < c->ic; i++)
-                for (int64_t j = 0; j < c->w; j++) r[j * c->ic + i] = x[(i * c->h + y) * c->w + j];
+            for (int64_t b = (ic - 1) / LANES * LANES; b >= 0; b -= LANES)
+                for (int64_t j = 0; j < w; j += LANES) {
+                    const int64_t a = least(j, w - LANES);
+                    vec v[LANES];
+                    for (int64_t i = 0; i < LANES; i++) v[i] = b + i < ic ? load(x + (b + i) * area + a) : splat(0);
+                    transpose8(v);
+                    for (int64_t i = 0; i < LANES; i++) store(r + (a + i) * ic + b, v[i]);
+                }
     }
 }
 
-static void unpack_image(const call *c, const layout *l, const float *from, float *x) {
-    for (int64_t i = 0; i < c->ic; i++)
-        for (int64_t y = 0; y < c->h; y++) {
-            const float *r = from + (y + c->pad) * l->row + c->pad * c->ic + i;
-            for (int64_t j = 0; j < c->w; j++) x[(i * c->h + y) * c->w + j] = r[j * c->ic];
+/* The reverse of channels_first; lanes without a channel become zero. */
+static void channels_last(const float *in, int64_t n, int64_t channels, float *out, int64_t step) {
+    for (int64_t b = 0; b < channels; b += LANES)
+        for (int64_t i = 0; i < n; i += LANES) {
+            const int64_t a = n < LANES ? 0 : least(i, n - LANES), many = least(n, LANES);
+            vec v[LANES];
+            for (int64_t j = 0; j < LANES; j++) {
+                v[j] = splat(0);
+                if (b + j >= channels) continue;
+                if (n < LANES) memcpy(&v[j], in + (b + j) * n, sizeof(float) * n);
+                else v[j] = load(in + (b + j) * n + a);
+            }
+            transpose8(v);
+            for (int64_t j = 0; j < many; j++) store(out + (a + j) * step + b, v[j]);
         }
 }
 
-/* Weight element of channel o, kernel row ky, place t of the run. */
-INLINE float tap(const call *c, int64_t o, int64_t ky, int64_t t) {
-    return c->weight[((o * c->ic + t % c->ic) * c->k + ky) * c->k + t / c->ic];
+/* out[c, i] = in[i, c] for n places and the real channels; `in` can be read in whole vectors. */
+static void channels_first(const float *in, int64_t step, int64_t n, int64_t channels, float *out, int64_t out_step) {
+    if (n < LANES) {
+        for (int64_t c = 0; c < channels; c++)
+            for (int64_t i = 0; i < n; i++) out[c * out_step + i] = in[i * step + c];
+        return;
+    }
+    for (int64_t b = 0; b < channels; b += LANES)
+        for (int64_t i = 0; i < n; i += LANES) {
+            const int64_t a = least(i, n - LANES), real = least(LANES, channels - b);
+            vec v[LANES];
+            for (int64_t j = 0; j < LANES; j++) v[j] = load(in + (a + j) * step + b);
+            transpose8(v);
+            for (int64_t j = 0; j < real; j++) store(out + (b + j) * out_step + a, v[j]);
+        }
+}
+
+static void unpack_image(const call *c, const layout *l, const float *from, float *x) {
+    for (int64_t y = 0; y < c->h; y++)
+        channels_first(from + (y + c->pad) * l->row + c->pad * c->ic, c->ic, c->w, c->ic, x + y * c->w, c->h * c->w);
+}
+
+/* Copies the kernel of output channel o: element (ky, t) of the run goes to to[ky * sk + t * st]. */
+static void pack_kernel(const call *c, int64_t o, float factor, float *to, int64_t sk, int64_t st) {
+    const float *from = c->weight + o * c->ic * c->k * c->k;
+    for (int64_t i = 0; i < c->ic; i++)
+        for (int64_t ky = 0; ky < c->k; ky++)
+            for (int64_t kx = 0; kx < c->k; kx++) to[ky * sk + (kx * c->ic + i) * st] = factor * *from++;
 }
 
 static void pack_forward(const call *c, const layout *l, float *w, float *bias) {
-    for (int64_t o = 0; o < l->ocp; o++) {
+    memset(w, 0, sizeof(float) * c->k * l->run * l->ocp);
+    for (int64_t o = 0; o < l->ocp; o++) bias[o] = o < c->oc && c->bias ? c->bias[o] : 0;
+    for (int64_t o = 0; o < c->oc; o++) {
         const int64_t first = o / 16 * 16, width = least(16, l->ocp - first);
-        bias[o] = o < c->oc && c->bias ? c->bias[o] : 0;
-        for (int64_t i = 0; i < c->k * l->run; i++)
-            w[first * c->k * l->run + i * width + o - first] = o < c->oc ? tap(c, o, i / l->run, i % l->run) : 0;
+        pack_kernel(c, o, 1, w + first * c->k * l->run + o - first, l->run * width, width);
     }
+}
+
+/* Sum over m pixels of deviations or of their squares; eight sums, so that no addition waits for the one before. */
+INLINE vec add_up(const int square, const float *z, int64_t m, int64_t step, vec from) {
+    vec s[8];
+    for (int j = 0; j < 8; j++) s[j] = splat(0);
+    int64_t i = 0;
+    for (; i + 8 <= m; i += 8)
+        for (int j = 0; j < 8; j++, z += step) {
+            const vec d = load(z) - from;
+            s[j] += square ? d * d : d;
+        }
+    for (; i < m; i++, z += step) {
+        const vec d = load(z) - from;
+        s[0] += square ? d * d : d;
+    }
+    return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
 }
 
 /* Mean and sum of squared deviations per channel, image by image (stable for any mean). */
 static void add_moments(const layout *l, const float *z, int64_t before, double *mean, double *m2) {
     const int64_t m = l->oh * l->ow;
+    const double part = (double)m / (before + m);
     for (int64_t c = 0; c < l->ocp; c += LANES) {
-        vec s0 = splat(0), s1 = splat(0);
-        int64_t i = 0;
-        for (; i + 2 <= m; i += 2) s0 += load(z + i * l->ocp + c), s1 += load(z + (i + 1) * l->ocp + c);
-        if (i < m) s0 += load(z + i * l->ocp + c);
-        const vec here = (s0 + s1) / splat((float)m);
-        s0 = s1 = splat(0);
-        for (i = 0; i + 2 <= m; i += 2) {
-            const vec d0 = load(z + i * l->ocp + c) - here, d1 = load(z + (i + 1) * l->ocp + c) - here;
-            s0 += d0 * d0, s1 += d1 * d1;
-        }
-        if (i < m) { const vec d = load(z + i * l->ocp + c) - here; s0 += d * d; }
-        const vec q = s0 + s1;
+        const vec here = add_up(0, z + c, m, l->ocp, splat(0)) / splat((float)m);
+        const vec squares = add_up(1, z + c, m, l->ocp, here);
         for (int j = 0; j < LANES; j++) {
-            const double d = here[j] - mean[c + j], part = (double)m / (before + m);
+            const double d = here[j] - mean[c + j];
             mean[c + j] += d * part;
-            m2[c + j] += q[j] + d * d * before * part;
+            m2[c + j] += squares[j] + d * d * before * part;
         }
     }
 }
@@ -127,49 +182,41 @@ static void set_stats(const call *c, const layout *l, const double *mean, const 
     }
 }
 
-/* out[c, p] = in[p, c] for the real channels. */
-static void channels_first(const float *in, int64_t p, int64_t ocp, int64_t oc, float *out) {
-    for (int64_t c = 0; c < oc; c++)
-        for (int64_t i = 0; i < p; i++) out[c * p + i] = in[i * ocp + c];
-}
-
 /* Normalise, pool, ReLU of one image. Like PyTorch the first of equal maxima wins and NaN spreads. */
 static void pool(const call *c, const layout *l, const float *z, float *y, float *at, float *sel, float *tmp) {
     const int64_t zr = l->ow * l->ocp, size = l->p * l->ocp;
+    float *place_at = c->mode == TRAIN ? at : tmp + size;
     for (int64_t o = 0; o < l->ocp; o += LANES) {
         const vec scale = load(l->stats + o), shift = load(l->stats + l->ocp + o);
+        const int32_t wp = (int32_t)l->wp;
+        const ivec zero = {0}, corner[4] = {zero, zero + 1, zero + wp, zero + (wp + 1)};
         for (int64_t i = 0; i < l->ph; i++)
             for (int64_t j = 0; j < l->pw; j++) {
                 const float *q = z + 2 * i * zr + 2 * j * l->ocp + o;
-                const int32_t first = (int32_t)(2 * i * l->wp + 2 * j), wp = (int32_t)l->wp;
                 const vec z4[4] = {load(q), load(q + l->ocp), load(q + zr), load(q + zr + l->ocp)};
-                const int32_t p4[4] = {first, first + 1, first + wp, first + wp + 1};
-                vec raw = z4[0], top = raw * scale + shift;
-                ivec place = first - (ivec){0};
+                vec raw = z4[0], top = raw * scale + shift, place = (vec)zero;
                 for (int b = 1; b < 4; b++) {
                     const vec v = z4[b] * scale + shift;
                     const ivec more = (v > top) | (v != v);
-                    top = pick(more, v, top), raw = pick(more, z4[b], raw);
-                    place = (more & p4[b]) | (~more & place);
+                    top = pick(more, v, top), raw = pick(more, z4[b], raw), place = pick(more, (vec)corner[b], place);
                 }
                 const ivec silent = top <= splat(0);
                 float *t = tmp + (i * l->pw + j) * l->ocp + o;
                 store(t, pick(silent, splat(0), top));
-                store(t + size, (vec)(place | silent));
-                store(t + 2 * size, raw);
+                store(place_at + (t - tmp), (vec)(((ivec)place + (int32_t)(2 * i * wp + 2 * j)) | silent));
+                if (sel) store(sel + (t - tmp), raw);
             }
     }
-    channels_first(tmp, l->p, l->ocp, c->oc, y);
-    if (c->keep) channels_first(tmp + size, l->p, l->ocp, c->oc, at);
-    if (c->keep && c->mode == TRAIN) channels_first(tmp + 2 * size, l->p, l->ocp, c->oc, sel);
+    channels_first(tmp, l->ocp, l->p, c->oc, y, l->p);
+    if (c->keep && c->mode != TRAIN) channels_first(tmp + size, l->ocp, l->p, c->oc, at, l->p);
 }
 
 /* Sizes in floats of save, of the scratch of forward and of the scratch of backward. */
 void coterie_sizes(call *c, int64_t *out) {
     layout l;
     out[0] = plan(c, &l);
-    out[1] = c->k * l.run * l.ocp + 5 * l.ocp + 3 * l.p * l.ocp;
-    const int64_t dense = l.oh * l.wp * l.ocp + c->k * l.run * l.ocp + c->k * l.vecs * c->oc * LANES;
+    out[1] = c->k * l.run * l.ocp + 5 * l.ocp + 2 * l.p * l.ocp;
+    const int64_t dense = (l.oh * l.wp + l.p) * l.ocp + c->k * l.run * l.ocp + c->k * l.vecs * c->oc * LANES;
     const int64_t sparse = c->oc * (c->k * l.vecs * LANES + (c->k + 2) * l.frame) + 2 * (l.p + c->oc) + 2 * LANES;
     out[2] = l.image + (c->mode == TRAIN ? dense : sparse) + 8 * l.ocp;
 }
@@ -178,7 +225,7 @@ void coterie_forward(call *c) {
     layout l;
     plan(c, &l);
     double *mean = (double *)c->scratch, *m2 = mean + l.ocp;
-    float *bias = (float *)(m2 + l.ocp), *tmp = bias + l.ocp, *w = tmp + 3 * l.p * l.ocp;
+    float *bias = (float *)(m2 + l.ocp), *tmp = bias + l.ocp, *w = tmp + 2 * l.p * l.ocp;
     const int64_t image = c->keep ? l.image : 0, hits = c->keep ? l.hits : 0, pixels = c->mode == TRAIN ? l.pixels : 0;
     pack_forward(c, &l, w, bias);
     for (int64_t o = 0; o < l.ocp; o++) mean[o] = m2[o] = 0;
@@ -193,7 +240,8 @@ void coterie_forward(call *c) {
     if (c->mode != TRAIN) return;
     set_stats(c, &l, mean, m2);
     for (int64_t i = 0; i < c->n; i++)
-        pool(c, &l, l.z + i * pixels, c->y + i * c->oc * l.p, (float *)l.at + i * hits, l.sel + i * hits, tmp);
+        pool(c, &l, l.z + i * pixels, c->y + i * c->oc * l.p, (float *)l.at + i * hits, l.sel + i * hits,
+             tmp);
 }
 
 #include "backward.c"

@@ -7,8 +7,12 @@
  */
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define ASSUME(x) if (!(x)) __builtin_unreachable() /* spares the sums a way round the loop through memory */
 #define LANES 8
 #define TILE 12
 
@@ -18,61 +22,168 @@ typedef float loose_vec __attribute__((vector_size(32), aligned(4), may_alias));
 
 INLINE vec load(const float *p) { return *(const loose_vec *)p; }
 INLINE void store(float *p, vec v) { *(loose_vec *)p = v; }
+/* A load that stays in a register: compilers like to repeat it as an operand of every use, and loads are scarce. */
+INLINE vec hold(const float *p) {
+    vec v = load(p);
+#ifdef __AVX__
+    __asm__("" : "+x"(v));
+#endif
+    return v;
+}
 INLINE vec splat(float s) { return (vec){s, s, s, s, s, s, s, s}; }
-INLINE vec pick(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
+INLINE vec pick(ivec mask, vec yes, vec no) {
+#ifdef __AVX__
+    return _mm256_blendv_ps(no, yes, (vec)mask);
+#else
+    return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask));
+#endif
+}
 INLINE float total(vec v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#endif
+#endif
+#ifndef SHUFFLE
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+
+/* Rows become columns of a block of 8 x 8. */
+INLINE void transpose8(vec *r) {
+    vec a[8], b[8];
+    for (int i = 0; i < 8; i += 2) {
+        a[i] = SHUFFLE(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        a[i + 1] = SHUFFLE(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+    for (int h = 0; h < 8; h += 4)
+        for (int i = 0; i < 2; i++) {
+            b[h + 2 * i] = SHUFFLE(a[h + i], a[h + i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            b[h + 2 * i + 1] = SHUFFLE(a[h + i], a[h + i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    for (int i = 0; i < 4; i++) {
+        r[i] = SHUFFLE(b[i], b[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        r[i + 4] = SHUFFLE(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
 /* Where piece i of n things cut into `parts` nearly equal pieces begins. */
 INLINE int64_t cut(int64_t n, int64_t parts, int64_t i) { return n * i / parts; }
 
-/* T neighbouring pixels times V vectors of output channels; w is [k, run, V]. */
-INLINE void forward_tile(const int T, const int V, const float *x, int64_t step, int64_t row, int64_t k, int64_t run,
+/* T pixels times V vectors of output channels; w is [k, run, V]. x holds the pixels' first taps. */
+INLINE void forward_tile(const int T, const int V, const float *const *x, int64_t row, int64_t k, int64_t run,
                          const float *w, const float *bias, float *z, int64_t zstep) {
+    ASSUME(k > 0 && run > 0);
     vec sum[TILE];
-    for (int i = 0; i < T; i++)
+    const float *p[TILE];
+    for (int i = 0; i < T; i++) {
+        p[i] = x[i];
         for (int v = 0; v < V; v++) sum[i * V + v] = load(bias + v * LANES);
-    for (int64_t ky = 0; ky < k; ky++, x += row)
-        for (int64_t t = 0; t < run; t++, w += V * LANES)
+    }
+    for (int64_t ky = 0; ky < k; ky++) {
+        for (int64_t t = 0; t < run; t++, w += V * LANES) {
+            vec u[2];
+            for (int v = 0; v < V; v++) u[v] = hold(w + v * LANES);
             for (int i = 0; i < T; i++) {
-                const vec s = splat(x[i * step + t]);
-                for (int v = 0; v < V; v++) sum[i * V + v] += s * load(w + v * LANES);
+                const vec s = splat(p[i][t]);
+                for (int v = 0; v < V; v++) sum[i * V + v] += s * u[v];
             }
+        }
+        for (int i = 0; i < T; i++) p[i] += row;
+    }
     for (int i = 0; i < T; i++)
         for (int v = 0; v < V; v++) store(z + i * zstep + v * LANES, sum[i * V + v]);
 }
 
-#define F2(T) case T: forward_tile(T, 2, x, ic, row, k, run, w, bias, z, ocp); break;
-#define F1(T) case T: forward_tile(T, 1, x, ic, row, k, run, w, bias, z, ocp); break;
-#define F1S(T) case T: forward_tile(T, 1, x, 1, row, 5, 5, w, bias, z, ocp); break;
-
-static void forward_pair(int64_t T, const float *x, int64_t ic, int64_t row, int64_t k, int64_t run, const float *w,
-                         const float *bias, float *z, int64_t ocp) {
-    switch (T) { F2(1) F2(2) F2(3) F2(4) F2(5) F2(6) }
+/* The same for T neighbours of an image of one or three channels: one pointer serves all, so tiles can be wider. */
+INLINE void forward_row(const int T, const int ic, const float *x, int64_t row, int64_t k, const float *w,
+                        const float *bias, float *z, int64_t zstep) {
+    ASSUME(k > 0);
+    vec sum[TILE];
+    for (int i = 0; i < T; i++) sum[i] = load(bias);
+    for (int64_t ky = 0; ky < k; ky++, x += row)
+        for (int64_t t = 0; t < k * ic; t++, w += LANES) {
+            const vec s = hold(w);
+            for (int i = 0; i < T; i++) sum[i] += splat(x[i * ic + t]) * s;
+        }
+    for (int i = 0; i < T; i++) store(z + i * zstep, sum[i]);
 }
 
-static void forward_one(int64_t T, const float *x, int64_t ic, int64_t row, int64_t k, int64_t run, const float *w,
+/* The same for a grey image, each value of which serves five pixels while it is in a register. */
+INLINE void forward_grey(const int T, const float *x, int64_t row, const float *w, const float *bias, float *z,
+                         int64_t zstep) {
+    vec sum[TILE];
+    for (int i = 0; i < T; i++) sum[i] = load(bias);
+    _Pragma("GCC unroll 1") for (int ky = 0; ky < 5; ky++, x += row, w += 5 * LANES) {
+        vec tap[5];
+        for (int t = 0; t < 5; t++) tap[t] = load(w + t * LANES);
+        for (int j = 0; j < T + 4; j++) {
+            const vec s = splat(x[j]);
+            for (int t = 0; t < 5; t++)
+                if (j - t >= 0 && j - t < T) sum[j - t] += s * tap[t];
+        }
+    }
+    for (int i = 0; i < T; i++) store(z + i * zstep, sum[i]);
+}
+
+#define PAIR(T) case T: forward_tile(T, 2, x, row, k, run, w, bias, z, ocp); break;
+#define ONE(T) case T: forward_tile(T, 1, x, row, k, run, w, bias, z, ocp); break;
+#define GREY(T) case T: forward_grey(T, x, row, w, bias, z, ocp); break;
+#define RGB(T) case T: forward_row(T, 3, x, row, k, w, bias, z, ocp); break;
+
+static void forward_pair(int64_t T, const float *const *x, int64_t row, int64_t k, int64_t run, const float *w,
+                         const float *bias, float *z, int64_t ocp) {
+    switch (T) { PAIR(1) PAIR(2) PAIR(3) PAIR(4) PAIR(5) PAIR(6) }
+}
+
+static void forward_one(int64_t T, const float *const *x, int64_t row, int64_t k, int64_t run, const float *w,
                         const float *bias, float *z, int64_t ocp) {
-    if (ic == 1 && k == 5) /* grey images: the first layer of LeNet5 */
-        switch (T) { F1S(1) F1S(2) F1S(3) F1S(4) F1S(5) F1S(6) F1S(7) F1S(8) F1S(9) F1S(10) F1S(11) F1S(12) }
-    else
-        switch (T) { F1(1) F1(2) F1(3) F1(4) F1(5) F1(6) F1(7) F1(8) F1(9) F1(10) F1(11) F1(12) }
+    switch (T) { ONE(1) ONE(2) ONE(3) ONE(4) ONE(5) ONE(6) ONE(7) ONE(8) ONE(9) ONE(10) }
+}
+
+static void forward_grey5(int64_t T, const float *x, int64_t row, const float *w, const float *bias, float *z,
+                          int64_t ocp) {
+    switch (T) { GREY(1) GREY(2) GREY(3) GREY(4) GREY(5) GREY(6) GREY(7) GREY(8) GREY(9) GREY(10) }
+}
+
+static void forward_rgb(int64_t T, const float *x, int64_t row, int64_t k, const float *w, const float *bias, float *z,
+                        int64_t ocp) {
+    switch (T) { RGB(1) RGB(2) RGB(3) RGB(4) RGB(5) RGB(6) RGB(7) RGB(8) RGB(9) RGB(10) RGB(11) RGB(12) }
 }
 
 /* z[oh, ow, ocp] of one image; w holds pairs of vectors of channels first, a single one last. */
 static void conv_forward(const float *x, int64_t ic, int64_t row, int64_t k, const float *w, const float *bias,
                          float *z, int64_t oh, int64_t ow, int64_t ocp) {
-    const int64_t run = k * ic;
-    for (int64_t c = 0; c < ocp; c += 2 * LANES) {
+    const int64_t run = k * ic, pixels = oh * ow;
+    for (int64_t c = 0; c < ocp; c += 2 * LANES, w += 2 * LANES * k * run) {
         const int pair = c + LANES < ocp;
-        const int64_t parts = pieces(ow, pair ? TILE / 2 : TILE);
-        for (int64_t y = 0; y < oh; y++)
-            for (int64_t i = 0; i < parts; i++) {
-                const int64_t a = cut(ow, parts, i), T = cut(ow, parts, i + 1) - a;
-                (pair ? forward_pair : forward_one)(T, x + y * row + a * ic, ic, row, k, run, w + c * k * run, bias + c,
-                                                    z + (y * ow + a) * ocp + c, ocp);
+        const int grey = !pair && ic == 1 && k == 5;
+        if (grey || (!pair && ic == 3)) { /* the first layer of LeNet5 */
+            const int64_t parts = pieces(ow, grey ? 10 : TILE);
+            for (int64_t y = 0; y < oh; y++)
+                for (int64_t i = 0; i < parts; i++) {
+                    const int64_t a = cut(ow, parts, i), T = cut(ow, parts, i + 1) - a;
+                    const float *p = x + y * row + a * ic;
+                    float *q = z + (y * ow + a) * ocp + c;
+                    if (grey) forward_grey5(T, p, row, w, bias + c, q, ocp);
+                    else forward_rgb(T, p, row, k, w, bias + c, q, ocp);
+                }
+            continue;
+        }
+        const int64_t parts = pieces(pixels, pair ? 6 : 10); /* as many as there are registers for sums or pointers */
+        const float *at = x;
+        int64_t column = 0;
+        for (int64_t i = 0; i < parts; i++) {
+            const int64_t a = cut(pixels, parts, i), T = cut(pixels, parts, i + 1) - a;
+            const float *first[TILE];
+            for (int64_t j = 0; j < T; j++) {
+                first[j] = at, at += ic;
+                if (++column == ow) column = 0, at += (k - 1) * ic;
             }
+            (pair ? forward_pair : forward_one)(T, first, row, k, run, w, bias + c, z + a * ocp + c, ocp);
+        }
     }
 }
 
@@ -80,13 +191,17 @@ static void conv_forward(const float *x, int64_t ic, int64_t row, int64_t k, con
  * different rows of dx, and the neighbour's turn comes many cycles later, so no load waits for a fresh store. */
 INLINE void input_tile(const int T, const int V, const float *dz, int64_t zrow, int64_t oc, const float *w, float *dx,
                        int64_t row) {
+    ASSUME(oc > 0);
     vec sum[TILE];
     for (int i = 0; i < T * V; i++) sum[i] = splat(0);
-    for (int64_t c = 0; c < oc; c++, w += V * LANES)
-        for (int i = 0; i < T; i++) {
-            const vec s = splat(dz[i * zrow + c]);
-            for (int v = 0; v < V; v++) sum[i * V + v] += s * load(w + v * LANES);
+    for (int64_t c = 0; c < oc; c++, dz++, w += V * LANES) {
+        vec s[TILE];
+        for (int i = 0; i < T; i++) s[i] = splat(dz[i * zrow]);
+        for (int v = 0; v < V; v++) {
+            const vec u = hold(w + v * LANES);
+            for (int i = 0; i < T; i++) sum[i * V + v] += s[i] * u;
         }
+    }
     for (int i = 0; i < T; i++)
         for (int v = 0; v < V; v++) {
             float *p = dx + i * row + v * LANES;
@@ -125,16 +240,20 @@ static void conv_input(const float *dz, int64_t zrow, int64_t ocp, int64_t oh, i
 /* U taps of each of R kernel rows times V vectors of channels, summed over all pixels of an image. */
 INLINE void weight_tile(const int R, const int U, const int V, const float *x, int64_t ic, int64_t row,
                         const float *dz, int64_t zrow, int64_t ocp, int64_t oh, int64_t ow, float *dw, int64_t run) {
+    ASSUME(oh > 0 && ow > 0);
     vec sum[TILE];
     for (int i = 0; i < R * U * V; i++) sum[i] = splat(0);
     for (int64_t y = 0; y < oh; y++) {
         const float *p = x + y * row, *q = dz + y * zrow;
-        for (int64_t i = 0; i < ow; i++, p += ic, q += ocp)
+        for (int64_t i = 0; i < ow; i++, p += ic, q += ocp) {
+            vec g[2];
+            for (int v = 0; v < V; v++) g[v] = hold(q + v * LANES);
             for (int r = 0; r < R; r++)
                 for (int u = 0; u < U; u++) {
                     const vec s = splat(p[r * row + u]);
-                    for (int v = 0; v < V; v++) sum[(r * U + u) * V + v] += s * load(q + v * LANES);
+                    for (int v = 0; v < V; v++) sum[(r * U + u) * V + v] += s * g[v];
                 }
+        }
     }
     for (int r = 0; r < R; r++)
         for (int u = 0; u < U; u++)

@@ -6,6 +6,7 @@ typedef struct { int32_t at; float g; } hit; /* at: an offset in floats */
 /* R kernel rows times V vectors of the run of one output channel, summed over the hits of an image. */
 INLINE void sparse_weight_tile(const int R, const int V, const float *x, int64_t row, const hit *hits, int64_t n,
                                float *dw, int64_t wrow) {
+    ASSUME(n > 0);
     vec sum[TILE];
     for (int i = 0; i < R * V; i++) sum[i] = splat(0);
     for (int64_t i = 0; i < n; i++) {
@@ -49,6 +50,7 @@ static void sparse_weight(const float *x, int64_t row, int64_t k, int64_t vecs, 
 /* Two rows times V vectors of the patch of dx that a window can reach, summed over its channels' hits. */
 INLINE void sparse_input_tile(const int V, const float *w, int64_t wrow, const hit *hits, int64_t n, float *dx,
                               int64_t row) {
+    ASSUME(n > 0);
     vec sum[TILE];
     for (int i = 0; i < 2 * V; i++) sum[i] = splat(0);
     for (int64_t i = 0; i < n; i++) {
