@@ -1,7 +1,6 @@
 """The same things from Python: run, compare, resume, open_run."""
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from torch import nn
 from coterie.config import Engine, settings
 from coterie.data.dataset import Dataset
 from coterie.errors import CoterieError
+from coterie.folders import fresh_folder
 from coterie.method import Method
 from coterie.methods import find
 from coterie.runs.comparison import Comparison
@@ -96,17 +96,6 @@ def resume(path: str | Path, *, workers: int | None = None, data_dir: str | Path
 
 def open_run(path: str | Path) -> Run:
     return Run(path)
-
-
-def fresh_folder(name: str, root: Path = Path("runs")) -> Path:
-    """runs/NAME-DATE-TIME, not there yet."""
-    plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in name.split("/")[-1])
-    base = root / f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, n = base, 1
-    while path.exists():
-        n += 1
-        path = base.with_name(f"{base.name}-{n}")
-    return path
 
 
 def _class(method: str | type[Method]) -> type[Method]:

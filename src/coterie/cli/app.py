@@ -41,10 +41,9 @@ def run(
     as_json: o.Json = False,
 ) -> None:
     """Run one method, or continue an interrupted run."""
-    from coterie.api import fresh_folder
     from coterie.config import settings
     from coterie.errors import CoterieError
-    from coterie.runs.run import Run
+    from coterie.folders import fresh_folder
     from coterie.session import execute, prepare, rebuild
 
     given = o.gather(config, set_, method=method, data=data, model=model, partition=partition, clients=clients,
@@ -70,6 +69,8 @@ def run(
             say=lambda text: typer.echo(f"coterie: {text}", err=True),
             stopped=stop,
         )
+    from coterie.runs.run import Run  # brings pandas, which a run itself does not need
+
     found = Run(folder, session)
     if as_json:
         typer.echo(json.dumps({"run": str(folder), "finished": ended, **found.summary()}))
@@ -102,7 +103,8 @@ def compare(
     as_json: o.Json = False,
 ) -> None:
     """Run several methods on the same clients and print one table. `all` stands for every method."""
-    from coterie.api import comparison_cells, fresh_folder
+    from coterie.api import comparison_cells
+    from coterie.folders import fresh_folder
     from coterie.methods import known
     from coterie.runs.comparison import Comparison
     from coterie.runs.run import Run
@@ -126,9 +128,7 @@ def compare(
         if as_json:
             typer.echo(json.dumps({"folder": str(folder), "table": json.loads(table.table().to_json(orient="index"))}))
         elif not quiet:
-            console.print(
-                frame_table(table.readable(), "accuracy in percent, mean over clients; bytes and time per round")
-            )
+            _show_table(table, "accuracy in percent, mean over clients; bytes and time per round")
             console.print(f"runs, table.csv and table.md are in {folder}", soft_wrap=True, highlight=False)
     for path, reason in status.failed.items():
         typer.echo(f"coterie: {path.name} failed: {reason}", err=True)

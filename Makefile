@@ -1,0 +1,42 @@
+# Every target sets up what it needs in .venv by itself; the second call is fast.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export OMP_NUM_THREADS := 1
+
+.PHONY: help setup demo test test-all lint bench docs clean
+help:
+	@echo "make demo | test | test-all | lint | bench | docs | clean"
+
+setup: $(READY)
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "Python 3.11 or newer is needed (set PYTHON=...)"; exit 1)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev,flower]" -e examples/fedclip
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/coterie compare local fedavg fedrep --data digits --clients 20 --partition "dirichlet(0.1)" --rounds 30 --out runs/demo
+	$(BIN)/coterie report runs/demo -o runs/demo/report.html
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 -m "not long"
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+
+bench: $(READY)
+	$(BIN)/python benchmarks/speed.py
+
+docs: $(READY)
+	$(BIN)/python docs/build.py
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

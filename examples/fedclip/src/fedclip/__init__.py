@@ -1,0 +1,37 @@
+"""FedClip: FedPer whose clients send clipped updates (an example, not a published method).
+
+The head stays private. What a client sends is its update of the body, shortened to a largest length, so that no single
+client can move the shared body far. With a very large length it is FedPer.
+"""
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from coterie import Method, Settings, Upload
+from coterie import tree as T
+
+
+class FedClipSettings(Settings):
+    length: float = Field(1.0, gt=0, description="largest Euclidean length of an update")
+
+
+class FedClip(Method):
+    Settings = FedClipSettings
+    hp: FedClipSettings
+    title, family, personal_part, needs = "FedClip", "S", "the head", ("head",)
+
+    def private(self, name):
+        return name in self.ctx.group("head")
+
+    def begin(self, state, download, data, round):
+        return super().begin(state, download, data, round)[0], {"received": download}
+
+    def end(self, state, params, extras, data, round):
+        state, upload = super().end(state, params, extras, data, round)
+        update = T.sub(upload.tree, extras["received"])
+        factor = min(1.0, self.hp.length / float(T.flatten(update).norm()))
+        return state, Upload(T.scaled(update, factor), note={"clipped": float(factor < 1)})
+
+    def aggregate(self, server, uploads: Sequence[Upload], round):
+        return {"w": T.add(server["w"], T.mean([u.tree for u in uploads], self.weights(uploads)))}

@@ -1,0 +1,195 @@
+"""Runs that are killed, damaged, locked or out of disk: nothing written is lost, resuming gives the same bits."""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coterie import codec
+from coterie.errors import CoterieError
+
+SETTINGS = ["--rounds", "40", "--clients", "8", "--epochs", "2", "--set", "checkpoint_every=3", "--set", "eval_every=4"]
+CFL_SPLITS = ["--set", "eps1=10", "--set", "eps2=0.01", "--set", "first_round=5"]
+
+
+def coterie(*args: str, **more: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", "from coterie.cli import main; main()", *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)  # type: ignore[call-overload, no-any-return]
+
+
+def finish(*args: str) -> None:
+    process = coterie(*args)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+
+
+def same_results(a: Path, b: Path) -> None:
+    assert (a / "events.jsonl").read_bytes() == (b / "events.jsonl").read_bytes()
+    for file in sorted((a / "eval").iterdir()):
+        with np.load(file) as x, np.load(b / "eval" / file.name) as y:
+            assert all(np.array_equal(x[k], y[k]) for k in x.files)
+    last = sorted((a / "checkpoints").iterdir())[-1].name
+    one, two = (codec.load(p / "checkpoints" / last) for p in (a, b))
+    for saved in (one, two):
+        saved.pop("timing")  # wall-clock lines have no fixed length
+    assert codec.equal(one, two)
+    states = (
+        sorted(p.relative_to(a) for p in (a / "clients").rglob("*.safetensors")) if (a / "clients").exists() else []
+    )
+    newest = {int(c): int(v) for c, v in enumerate(one["version"].tolist()) if v >= 0}
+    for path in states:
+        client, version = map(int, path.stem.split("-"))
+        if newest.get(client) == version:
+            assert (a / path).read_bytes() == (b / path).read_bytes()
+
+
+def killed_and_resumed(method: str, tmp_path: Path, kills: int, seed: int, *more: str) -> None:
+    whole, cut = tmp_path / f"{method}-whole", tmp_path / f"{method}-cut"
+    start = time.monotonic()
+    finish("run", method, *SETTINGS, *more, "--out", str(whole), "-q")
+    length = time.monotonic() - start
+    rng = random.Random(seed)
+    first = ["run", method, *SETTINGS, *more, "--out", str(cut), "-q"]
+    done = 0
+    while done < kills:
+        started = (cut / "settings.json").exists()
+        process = coterie(*(["run", "--resume", str(cut), "-q"] if started else first))
+        time.sleep(rng.uniform(0.3, 1.1) * length)
+        if process.poll() is not None:
+            assert process.returncode == 0, process.stderr.read() if process.stderr else ""
+            break  # it came to its end before the knife
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        done += 1
+    finish("run", "--resume", str(cut), "-q")
+    same_results(whole, cut)
+
+
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    killed_and_resumed("fedrep", tmp_path, 2, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("trial", range(7))
+@pytest.mark.parametrize("method", ["fedrep", "ditto", "cfl"])
+def test_twenty_one_kills_at_random_moments(method: str, trial: int, tmp_path: Path) -> None:
+    killed_and_resumed(method, tmp_path, 1, 100 + trial, *(CFL_SPLITS if method == "cfl" else []))
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    finish("run", "fedrep", *SETTINGS, "--out", str(whole), "-q")
+    process = coterie("run", "fedrep", *SETTINGS, "--out", str(cut))
+    while not (cut / "events.jsonl").exists() or (cut / "events.jsonl").read_text().count("\n") < 5:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    if process.returncode == 130:  # else it was quicker than the signal
+        assert f"coterie run --resume {cut}" in error
+    finish("run", "--resume", str(cut), "-q")
+    same_results(whole, cut)
+
+
+@pytest.fixture
+def paused(tmp_path: Path) -> Path:
+    """A run of six rounds that stopped after the fourth, with checkpoints at 3 and 4."""
+    from coterie.config import Engine, settings
+    from coterie.session import execute, prepare
+
+    chosen = settings(method="fedrep", rounds=6, clients=5, epochs=1, checkpoint_every=3, eval_every=2)
+    seen: list[int] = []
+    session = prepare(chosen, Engine(workers=1))
+    execute(session, tmp_path / "run", tell=lambda p: seen.append(p.round), stopped=lambda: len(seen) == 4)
+    execute(session, tmp_path / "whole")
+    return tmp_path / "run"
+
+
+def resumed(folder: Path) -> list[str]:
+    from coterie.config import Engine
+    from coterie.session import execute, rebuild
+
+    said: list[str] = []
+    execute(rebuild(folder, Engine(workers=1)), folder, resume=True, say=said.append)
+    return said
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(paused: Path) -> None:
+    newest = sorted((paused / "checkpoints").iterdir())[-1]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    said = resumed(paused)
+    assert len(said) == 1 and newest.name in said[0] and "before it" in said[0]
+    same_results(paused.parent / "whole", paused)
+
+
+def test_a_damaged_client_state_falls_back_too(paused: Path) -> None:
+    saved = codec.load(sorted((paused / "checkpoints").iterdir())[-1])
+    client = int(np.argmax(saved["version"].numpy()))
+    state = next((paused / "clients").rglob(f"{client}-000004.safetensors"))
+    state.write_bytes(b"\0" * 50)
+    assert "damaged" in resumed(paused)[0]
+    same_results(paused.parent / "whole", paused)
+
+
+def test_without_any_sound_checkpoint_the_run_starts_again(paused: Path) -> None:
+    for file in (paused / "checkpoints").iterdir():
+        file.write_bytes(b"nothing")
+    assert "first round" in resumed(paused)[-1]
+    same_results(paused.parent / "whole", paused)
+
+
+def test_a_checkpoint_of_another_method_is_refused(paused: Path) -> None:
+    file = paused / "settings.json"
+    file.write_text(file.read_text().replace('"method": "fedrep"', '"method": "fedper"'))
+    with pytest.raises(CoterieError, match="checkpoint of FedRep, not of FedPer"):
+        resumed(paused)
+
+
+def test_a_changed_partition_is_refused(paused: Path) -> None:
+    file = paused / "settings.json"
+    file.write_text(file.read_text().replace('"test_share": 0.25', '"test_share": 0.3', 1))
+    with pytest.raises(CoterieError, match="have changed"):
+        resumed(paused)
+
+
+def test_a_run_in_use_is_locked(paused: Path) -> None:
+    script = f"from coterie.engine.record import Folder; from pathlib import Path; f = Folder(Path({str(paused)!r}))"
+    script += "; print('locked', flush=True); import time; time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline().strip() == "locked"
+        with pytest.raises(CoterieError, match="in use"):
+            resumed(paused)
+    finally:
+        other.kill()
+        other.communicate()
+    resumed(paused)
+
+
+def test_a_full_disk_gets_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
+    """A limit on file size stands for the full disk: the checkpoint does not fit, the logs do."""
+    out = tmp_path / "run"
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (18_000, resource.RLIM_INFINITY))
+
+    args = ["--rounds", "4", "--clients", "5", "--epochs", "1", "--set", "checkpoint_every=2", "--set", "watch=false"]
+    process = coterie("run", "fedavg", *args, "--workers", "1", "--out", str(out), "-q", preexec_fn=limit)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2, error
+    assert error.strip().startswith("coterie: writing to") and len(error.strip().splitlines()) == 1
+    assert not list(out.rglob(".*")), "half-written files were left behind"
+    finish("run", "--resume", str(out), "-q")
+
+
+def test_an_existing_run_is_never_overwritten(paused: Path) -> None:
+    process = coterie("run", "fedavg", "--out", str(paused), "-q")
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2 and "already holds a run" in error
