@@ -1,0 +1,75 @@
+"""CGPFL, contextualised generalisation. Tang, Guo, Guo, IJCAI 2022 (arXiv 2106.13044).
+
+pFedMe with G server models, the contexts: a client trains its personal theta against a copy of its context, uploads the
+copy, and the server regroups the copies by k-means and moves each context towards the mean of its members.
+[C]: no public code was found; order of updates, step sizes and server rule are reconstructed from the objective.
+All contexts start equal and are cut apart by k-means once G clients have answered. Stored copies of absent clients
+take part in the regrouping, but only those who answered move a context. CGPFL-Heur, which tunes G, is not here.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+
+from coterie import tree as T
+from coterie.method import ClientId, Download, State, Tree, Upload
+from coterie.methods.pfedme import PFedMe, PFedMeSettings
+from coterie.parts import bank
+from coterie.parts.clustering import warm_kmeans
+from coterie.parts.clusters import first_groups, of_cluster, sizes, towards, vectors
+
+
+class CGPFLSettings(PFedMeSettings):
+    groups: int = Field(4, ge=1, description="number of contexts G")
+    inner_steps: int = Field(5, ge=1, description="steps on theta per batch (S)")
+    beta: float = Field(1.0, ge=0, le=2, description="step of a context towards its members' mean (the paper's alpha)")
+
+
+class CGPFL(PFedMe):
+    Settings = CGPFLSettings
+    hp: CGPFLSettings
+    title = "CGPFL"
+    paper = "Tang et al., IJCAI 2022, arXiv 2106.13044"
+    year = 2022
+    family = "C,R"
+    weighting = "uniform"
+    certainty = "C"
+
+    def setup(self) -> State:
+        w = T.drop(self.ctx.w0, self.stays)
+        contexts = [T.clone(w) for _ in range(self.hp.groups)]
+        empty = {"ids": [], "flat": vectors(self.ctx, [w])[:0]}
+        return {"contexts": contexts, "cluster": {}, "bank": empty, "grouped": False}
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        """Who was never met gets the largest cluster's context."""
+        count = sizes(server["cluster"], self.hp.groups)
+        largest = count.index(max(count))
+        return Download(each={i: server["contexts"][server["cluster"].get(i, largest)] for i in ids})
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        kept = bank.put(
+            server["bank"], {u.sender: T.keep(u.tree, self.ctx.net.trainable.__contains__) for u in uploads}
+        )
+        contexts = list(server["contexts"])
+        if server["grouped"]:
+            labels = warm_kmeans(kept["flat"], vectors(self.ctx, contexts))[0].tolist()
+        elif len(kept["ids"]) >= self.hp.groups:
+            labels = first_groups(self.ctx, kept["flat"], self.hp.groups).tolist()
+            contexts = [contexts[0]] * self.hp.groups  # so far everybody was in the first
+        else:
+            labels = [0] * len(kept["ids"])
+        cluster = dict(zip(kept["ids"], labels, strict=True))
+        moved: list[Tree] = []
+        for g, context in enumerate(contexts):
+            members = of_cluster(uploads, cluster, g)
+            mean = T.mean([u.tree for u in members], self.weights(members)) if members else context
+            moved.append(towards(context, mean, self.hp.beta if members else 0.0))
+        return {"contexts": moved, "cluster": cluster, "bank": kept, "grouped": len(labels) >= self.hp.groups}
+
+    def global_model(self, server: State) -> None:
+        return None
+
+    def facts(self, server: State) -> dict[str, Any]:
+        return {"clusters": sizes(server["cluster"], self.hp.groups)}

@@ -1,0 +1,106 @@
+"""FedGroup. Duan, Liu, Ji, Wu, Liang, Chen, Tan, Ren, IEEE ISPA 2021 (arXiv 2010.06870).
+
+Cold start (round 0): clients pre-train from w_0; the cosines of their updates with the leading singular directions are
+grouped by k-means. From then on FedAvg inside each group; membership is fixed.
+Everybody pre-trains in round 0; min(20 G, N) of them found the groups, the others join by the cosine of their update
+with the groups' directions. Who comes later trains from w_0 in its first round (E epochs, not the 50 steps of the cold
+start), joins in the same way without voting, and has the mean of the groups until then. No FedGrouProx.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import ClientData, ClientId, Download, Extras, Method, Phase, Settings, State, Tree, Upload
+from coterie.parts.clustering import kmeans, svd_features
+from coterie.parts.clusters import of_cluster, sizes, vectors
+from coterie.parts.similarity import cosine
+from coterie.rng import key
+
+
+class FedGroupSettings(Settings):
+    groups: int = Field(3, ge=1, description="number of groups G")
+    pretrain_steps: int = Field(50, ge=1, description="mini-batch steps of the cold start")
+    founders: int = Field(20, ge=1, description="clients per group that found the groups, drawn at random")
+    eta_g: float = Field(0.0, ge=0, description="inter-group step: weight eta_g / norm of every other group's model")
+
+
+class FedGroup(Method):
+    Settings = FedGroupSettings
+    hp: FedGroupSettings
+    title = "FedGroup"
+    paper = "Duan et al., IEEE ISPA 2021, arXiv 2010.06870"
+    year = 2021
+    family = "C"
+    personal_part = "the group's model"
+
+    def setup(self) -> State:
+        w = T.clone(T.drop(self.ctx.w0, self.stays))
+        return {"models": [w], "cluster": {}, "directions": torch.zeros(0)}
+
+    def opening(self) -> bool:
+        return True
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        of, models = server["cluster"], server["models"]
+        common = T.mean(models)
+        return Download(each={i: models[of[i]] if i in of else common for i in ids})
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        start = download if state.get("met") else T.drop(self.ctx.w0, self.stays)
+        return {**start, **state.get("own", {})}, {}
+
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(self.loss, steps=self.hp.pretrain_steps if round == 0 else None)]
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, params, extras, data, round)
+        return {**state, "met": True}, upload
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        if not server["cluster"]:
+            return self._join(self._found(uploads), uploads)
+        models = list(server["models"])
+        for g in range(len(models)):
+            if members := of_cluster(uploads, server["cluster"], g):  # without the new: they trained from w_0
+                models[g] = T.mean([u.tree for u in members], self.weights(members))
+        return self._join({**server, "models": self._across(models)}, uploads)
+
+    def _join(self, server: State, uploads: Sequence[Upload]) -> State:
+        new = [u for u in uploads if u.sender not in server["cluster"]]
+        nearest = cosine(self._updates(new), server["directions"]).argmax(1).tolist() if new else []
+        return {**server, "cluster": {**server["cluster"], **{u.sender: g for u, g in zip(new, nearest, strict=True)}}}
+
+    def _updates(self, uploads: Sequence[Upload]) -> Tensor:
+        """Pre-training updates [n, P]: always from w_0."""
+        return vectors(self.ctx, [u.tree for u in uploads]) - vectors(self.ctx, [T.drop(self.ctx.w0, self.stays)])
+
+    def _found(self, uploads: Sequence[Upload]) -> State:
+        order = torch.randperm(len(uploads), generator=self.ctx.rng("founders"))
+        picked = [uploads[i] for i in sorted(order[: self.hp.founders * self.hp.groups].tolist())]
+        D, count = self._updates(picked), min(self.hp.groups, len(picked))
+        labels = kmeans(svd_features(D, count), count, key(self.ctx.seed, "cold-start"), iterations=20)
+        groups = [(labels == g).nonzero().flatten().tolist() for g in range(int(labels.max()) + 1)]
+        return {
+            "models": [T.mean([picked[r].tree for r in rows]) for rows in groups],
+            "cluster": {picked[r].sender: g for g, rows in enumerate(groups) for r in rows},
+            "directions": torch.stack([D[rows].mean(0) for rows in groups]),
+        }
+
+    def _across(self, models: list[Tree]) -> list[Tree]:
+        """The inter-group step, from one snapshot of all groups."""
+        if self.hp.eta_g == 0:
+            return models
+        pull = [self.hp.eta_g / float(v.norm()) for v in vectors(self.ctx, models)]
+        return [T.mean(models, [1.0 if h == g else p for h, p in enumerate(pull)]) for g in range(len(models))]
+
+    def global_model(self, server: State) -> Tree | None:
+        """The auxiliary model: the mean of the groups."""
+        return super().global_model({"w": T.mean(server["models"])})
+
+    def facts(self, server: State) -> dict[str, Any]:
+        return {"clusters": sizes(server["cluster"], len(server["models"]))}

@@ -1,0 +1,75 @@
+"""FeSEM, multi-centre federated learning. Xie, Long, Shen, Zhou, Wang, Jiang, Zhang, WWW J. 2023 (arXiv 2005.01026).
+
+The server holds G centres. A client's trained model is assigned to the nearest centre (all trainable entries), and each
+centre becomes the mean of its members' models, from which they train next.
+Everybody starts at the run's own start; the first round with at least G answers is cut by k-means. Centres are means of
+the members that answered in the round, as in FlexCFL, not of stale models; who was never seen gets a random centre.
+The authors re-cluster every few rounds on a few layers and skip clusters of one; here every round and on all of them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import ClientId, Download, Method, Settings, State, Upload
+from coterie.parts.clustering import assign
+from coterie.parts.clusters import first_groups, need_participants, of_cluster, sizes, vectors
+
+
+class FeSEMSettings(Settings):
+    groups: int = Field(2, ge=1, description="number of centres G")
+
+
+class FeSEM(Method):
+    Settings = FeSEMSettings
+    hp: FeSEMSettings
+    title = "FeSEM"
+    paper = "Xie et al., World Wide Web J. 2023, arXiv 2005.01026"
+    year = 2020
+    family = "C"
+    personal_part = "the cluster's model"
+    weighting = "uniform"
+
+    def check(self) -> None:
+        need_participants(self.ctx, self.title, self.hp.groups)
+
+    def setup(self) -> State:
+        w = T.drop(self.ctx.w0, self.stays)
+        return {"centres": [T.clone(w) for _ in range(self.hp.groups)], "cluster": {}, "grouped": False}
+
+    def _centre(self, server: State, client: ClientId) -> int:
+        if client in server["cluster"] or not server["grouped"]:
+            return int(server["cluster"].get(client, 0))
+        return int(torch.randint(self.hp.groups, (), generator=self.ctx.rng("centre", client)))
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        return Download(each={i: server["centres"][self._centre(server, i)] for i in ids})
+
+    def expectation(self, server: State, uploads: Sequence[Upload]) -> Tensor:
+        """Nearest centre [answers] of each trained model."""
+        V = vectors(self.ctx, [u.tree for u in uploads])
+        if server["grouped"]:
+            return assign(V, vectors(self.ctx, server["centres"]))
+        if len(uploads) >= self.hp.groups:
+            return first_groups(self.ctx, V, self.hp.groups)
+        return torch.zeros(len(uploads), dtype=torch.int64)
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        labels = self.expectation(server, uploads).tolist()
+        cluster = {**server["cluster"], **{u.sender: g for u, g in zip(uploads, labels, strict=True)}}
+        centres = list(server["centres"])
+        for g in set(labels):
+            members = of_cluster(uploads, cluster, g)
+            centres[g] = T.mean([u.tree for u in members], self.weights(members))
+        grouped = server["grouped"] or len(uploads) >= self.hp.groups
+        return {"centres": centres, "cluster": cluster, "grouped": grouped}
+
+    def global_model(self, server: State) -> None:
+        return None
+
+    def facts(self, server: State) -> dict[str, Any]:
+        return {"clusters": sizes(server["cluster"], self.hp.groups)}

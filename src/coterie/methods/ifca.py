@@ -1,0 +1,89 @@
+"""IFCA, iterative federated clustering. Ghosh, Chung, Yin, Ramchandran, NeurIPS 2020 (arXiv 2006.04088).
+
+The server holds G models with different starts and sends them all; a client picks the one with the lowest loss on its
+training data and trains it. Each model becomes the mean of those who picked it; one that nobody picked stays.
+Model averaging, without the paper's weight sharing. The first model is the run's own start, the others fresh draws.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+
+from coterie import tree as T
+from coterie.method import ClientData, ClientId, Download, Extras, Method, Payload, Settings, State, Tree, Upload
+from coterie.parts.starts import starts
+
+CHUNK = 256  # samples per forward pass when the models are compared
+
+
+class IFCASettings(Settings):
+    groups: int = Field(3, ge=1, description="number of models G")
+
+
+class IFCA(Method):
+    Settings = IFCASettings
+    hp: IFCASettings
+    title = "IFCA"
+    paper = "Ghosh et al., NeurIPS 2020, arXiv 2006.04088"
+    year = 2020
+    family = "C"
+    personal_part = "the best of the clusters' models"
+    weighting = "uniform"
+
+    def check(self) -> None:
+        starts(self.ctx, min(2, self.hp.groups))
+
+    def payload(self, labels: int, round: int = 1) -> Payload:
+        up, down = super().payload(labels, round)
+        return Payload(up + 4, down * self.hp.groups)
+
+    def setup(self) -> State:
+        models = [T.drop(m, self.stays) for m in starts(self.ctx, self.hp.groups)]
+        return {"models": models, "picked": [0] * self.hp.groups}
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        return Download({f"{g}:{k}": v for g, model in enumerate(server["models"]) for k, v in model.items()})
+
+    def pick(self, models: Sequence[Tree], data: ClientData) -> int:
+        """The model with the lowest loss on the training part; ties to the lower number."""
+        return int(torch.tensor([self._train_loss(m, data) for m in models]).argmin())
+
+    @torch.no_grad()
+    def _train_loss(self, model: Tree, data: ClientData) -> float:
+        parts = zip(torch.split(data.train.x, CHUNK), torch.split(data.train.y, CHUNK), strict=True)
+        losses = [F.cross_entropy(self.ctx.forward(model, x), y, reduction="sum").double() for x, y in parts]
+        return float(torch.stack(losses).sum())
+
+    def _best(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, int]:
+        own = state.get("own", {})
+        models = [{**T.strip(f"{g}:", download), **own} for g in range(self.hp.groups)]
+        best = self.pick(models, data) if len(models) > 1 else 0
+        return models[best], best
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        params, best = self._best(state, download, data)
+        return params, {"picked": best}
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, params, extras, data, round)
+        return state, Upload({**upload.tree, "x:picked": torch.tensor(extras["picked"], dtype=torch.int32)})
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        models, picked = list(server["models"]), [int(u.tree["x:picked"]) for u in uploads]
+        for g in set(picked):
+            members = [u for u, p in zip(uploads, picked, strict=True) if p == g]
+            trees = [T.drop(u.tree, lambda name: name == "x:picked") for u in members]
+            models[g] = T.mean(trees, self.weights(members))
+        return {"models": models, "picked": [picked.count(g) for g in range(self.hp.groups)]}
+
+    def global_model(self, server: State) -> None:
+        return None
+
+    def facts(self, server: State) -> dict[str, Any]:
+        return {"picked": server["picked"]}
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return self._best(state, download, data)[0], {}

@@ -1,0 +1,93 @@
+"""Per-FedAvg. Fallah, Mokhtari, Ozdaglar, NeurIPS 2020 (arXiv 2002.07948).
+
+The shared model is a start from which one gradient step on a client's own data does well: clients descend the loss
+after such an inner step, by its first-order approximation (FO) or with the Hessian by differences of gradients (HF).
+b is the run's lr unless set (0.001 in the card's sources). What is scored as `adapted` is a copy after the inner step.
+Batch-norm statistics move in the outer pass only; the inner step and the Hessian leave them alone.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import Batch, ClientData, Extras, Method, Phase, Settings, State, Tree
+from coterie.parts.gradient import grad, still
+
+
+class PerFedAvgSettings(Settings):
+    variant: Literal["fo", "hf"] = Field("fo", description="first-order, or Hessian by differences of gradients")
+    alpha: float = Field(0.01, ge=0, description="rate a of the inner step")
+    beta: float | None = Field(None, gt=0, description="rate b of the outer step; empty: the run's lr")
+    delta: float = Field(1e-3, gt=0, description="half width of the difference of gradients (hf)")
+    adapt_steps: int = Field(1, ge=0, description="inner steps, one batch each, before a copy is scored")
+
+
+class PerFedAvgHFSettings(PerFedAvgSettings):
+    variant: Literal["fo", "hf"] = Field("hf", description="first-order, or Hessian by differences of gradients")
+
+
+def meta_gradient(
+    losses: Sequence[Callable[[Tree], Tensor]],
+    w: Tree,
+    names: Iterable[str],
+    a: float,
+    delta: float,
+    stats: Iterable[str] = (),
+) -> Tree:
+    """Of f(w - a grad f(w)): losses on D, D' (first-order), and D'' if the Hessian is wanted."""
+    names, stats = list(names), list(stats)
+    inner = grad(losses[0], still(w, stats), names)
+    g = grad(losses[1], {**w, **T.add(T.keep(w, names.__contains__), inner, -a)}, names)
+    if len(losses) == 2:
+        return g
+    ahead, behind = (
+        grad(losses[2], {**still(w, stats), **T.add(T.keep(w, names.__contains__), g, sign * delta)}, names)
+        for sign in (1, -1)
+    )
+    return T.add(g, T.sub(ahead, behind), -a / (2 * delta))
+
+
+class PerFedAvg(Method):
+    Settings = PerFedAvgSettings
+    hp: PerFedAvgSettings
+    title = "Per-FedAvg"
+    paper = "Fallah et al., NeurIPS 2020, arXiv 2002.07948"
+    year = 2020
+    family = "F"
+    personal_part = "an adapted copy"
+    weighting = "uniform"
+    certainty = "B"
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        params, extras = super().begin(state, download, data, round)
+        return params, {**extras, "b": self.ctx.lr_at(round) if self.hp.beta is None else self.hp.beta}
+
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(update=self.outer, batches_per_step=2 if self.hp.variant == "fo" else 3)]
+
+    def _names(self, params: Tree) -> list[str]:
+        return [k for k in params if k in self.ctx.net.trainable]
+
+    def outer(self, params: Tree, batches: Sequence[Batch], extras: Extras, rng: torch.Generator) -> Tree:
+        losses = [lambda p, b=b: self.loss(p, b, extras) for b in batches]
+        names, stats = self._names(params), self.ctx.group("bn_stats")
+        slope = meta_gradient(losses, params, names, self.hp.alpha, self.hp.delta, stats)
+        return {**params, **T.add(T.keep(params, names.__contains__), slope, -extras["b"])}
+
+    def inner(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
+        names, stats = self._names(params), self.ctx.group("bn_stats")
+        slope = grad(lambda p: self.loss(p, batch, extras), still(params, stats), names)
+        return {**params, **T.add(T.keep(params, names.__contains__), slope, -self.hp.alpha)}
+
+    def adapt(self) -> list[Phase]:
+        return [Phase(update=self.inner, steps=self.hp.adapt_steps)]
+
+
+class PerFedAvgHF(PerFedAvg):
+    Settings = PerFedAvgHFSettings
+    hp: PerFedAvgHFSettings
+    title = "Per-FedAvg (HF)"

@@ -1,0 +1,26 @@
+"""Gradients for phases with an update rule of their own."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from coterie.tree import Tree
+
+
+def grad(loss: Callable[[Tree], Tensor], params: Tree, names: Iterable[str]) -> Tree:
+    """Gradient of `loss` at `params` by the entries `names`; entries the loss does not touch get zeros.
+
+    In training mode, batch norm among `names` uses batch statistics and moves the running ones in `params` itself;
+    hand over clones of those (`still`) if they are to stand.
+    """
+    leaves = {k: params[k].detach().requires_grad_() for k in names}
+    with torch.enable_grad():
+        value = loss({**params, **leaves})
+    got = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(leaves.items(), got, strict=True)}
+
+
+def still(params: Tree, names: Iterable[str]) -> Tree:
+    """The same tree with these entries (batch-norm statistics) as clones, which a forward pass may move unseen."""
+    return {**params, **{k: params[k].clone() for k in names}}
