@@ -17,7 +17,7 @@ from torch import Tensor
 from coterie import tree as T
 from coterie.method import ClientData, ClientId, Download, Extras, Method, Phase, Settings, State, Tree, Upload
 from coterie.parts.clustering import kmeans, svd_features
-from coterie.parts.clusters import of_cluster, sizes, vectors
+from coterie.parts.clusters import across, of_cluster, sizes, vectors
 from coterie.parts.similarity import cosine
 from coterie.rng import key
 
@@ -68,7 +68,7 @@ class FedGroup(Method):
         for g in range(len(models)):
             if members := of_cluster(uploads, server["cluster"], g):  # without the new: they trained from w_0
                 models[g] = T.mean([u.tree for u in members], self.weights(members))
-        return self._join({**server, "models": self._across(models)}, uploads)
+        return self._join({**server, "models": across(self.ctx, models, self.hp.eta_g)}, uploads)
 
     def _join(self, server: State, uploads: Sequence[Upload]) -> State:
         new = [u for u in uploads if u.sender not in server["cluster"]]
@@ -90,13 +90,6 @@ class FedGroup(Method):
             "cluster": {picked[r].sender: g for g, rows in enumerate(groups) for r in rows},
             "directions": torch.stack([D[rows].mean(0) for rows in groups]),
         }
-
-    def _across(self, models: list[Tree]) -> list[Tree]:
-        """The inter-group step, from one snapshot of all groups."""
-        if self.hp.eta_g == 0:
-            return models
-        pull = [self.hp.eta_g / float(v.norm()) for v in vectors(self.ctx, models)]
-        return [T.mean(models, [1.0 if h == g else p for h, p in enumerate(pull)]) for g in range(len(models))]
 
     def global_model(self, server: State) -> Tree | None:
         """The auxiliary model: the mean of the groups."""

@@ -47,3 +47,11 @@ def of_cluster(uploads: Sequence[Upload], cluster: Mapping[ClientId, int], c: in
 def towards(a: Mapping[str, Tensor], b: Mapping[str, Tensor], step: float) -> Tree:
     """(1 - step) a + step b, exact at 0 and 1."""
     return {k: torch.lerp(v, b[k], step) for k, v in a.items()}
+
+
+def across(ctx: Context, models: Sequence[Tree], eta: float) -> list[Tree]:
+    """Each model mixed with every other one at weight eta / norm of that one, from one snapshot (FedGroup)."""
+    if eta == 0:
+        return list(models)
+    pull = [eta / float(v.norm()) for v in vectors(ctx, models)]
+    return [T.mean(models, [1.0 if h == g else p for h, p in enumerate(pull)]) for g in range(len(models))]
