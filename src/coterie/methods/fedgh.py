@@ -1,0 +1,61 @@
+"""FedGH. Yi, Wang, Liu, Shi, Yu, ACM MM 2023 (arXiv 2303.13137).
+
+Bodies stay at home and may differ; clients send the mean feature of each of their classes, and the server trains one
+head on these pairs and sends it to everybody. A client replaces its head by that one and trains body and head.
+Scored is the client's body with the received head, before local training; `trained` is the authors' number.
+The server trains its own head (in the authors' script the optimiser seems to hold another network). Class means are
+means over samples, not of batch means.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+
+from coterie import tree as T
+from coterie.method import ClientData, Extras, Method, Payload, Settings, State, Tree, Upload
+from coterie.parts.heads import Heads, train_heads
+from coterie.parts.prototypes import collect
+
+
+class FedGHSettings(Settings):
+    server_lr: float = Field(0.01, ge=0, description="rate of the server's training of the head")
+    server_epochs: int = Field(1, ge=0, description="passes of the server over the received pairs")
+    server_batch: int | None = Field(None, ge=0, description="pairs per step; empty: the run's batch; 0: all")
+
+
+class FedGH(Method):
+    Settings = FedGHSettings
+    hp: FedGHSettings
+    title = "FedGH"
+    paper = "Yi et al., ACM MM 2023, arXiv 2303.13137"
+    year = 2023
+    family = "P,S"
+    personal_part = "the body"
+    needs = ("head",)
+
+    def private(self, name: str) -> bool:
+        return name in self.ctx.group("body")
+
+    def payload(self, labels: int, round: int = 1) -> Payload:
+        return Payload(4 * labels * (self.ctx.net.width + 1), T.nbytes(T.drop(self.ctx.w0, self.stays)))
+
+    def part(self, name: str) -> str:
+        return "prototypes" if name.startswith("x:") else "model"
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, _ = super().end(state, params, extras, data, round)
+        (value, mask), _ = collect(lambda x: self.ctx.features(params, x), data.train.x, data.train.y, data.classes)
+        return state, Upload({"x:means": value[mask], "x:labels": mask.nonzero()[:, 0].int()})
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        """SGD of the head on the received pairs, in an order drawn for the round."""
+        weight, bias = self.ctx.net.head_names
+        z = torch.cat([u.tree["x:means"] for u in uploads])
+        y = torch.cat([u.tree["x:labels"] for u in uploads]).long()
+        order = torch.randperm(len(y), generator=self.ctx.rng("server", round))
+        z, y = z[None, order], y[None, order]
+        head = Heads(server["w"][weight][None], server["w"][bias][None] if bias else None)
+        batch = self.ctx.batch if self.hp.server_batch is None else self.hp.server_batch
+        new = train_heads(head, z, y, torch.ones_like(z[..., 0]), self.hp.server_lr, self.hp.server_epochs, batch)
+        return {"w": {weight: new.weight[0]} | ({bias: new.bias[0]} if bias and new.bias is not None else {})}

@@ -1,0 +1,97 @@
+"""FedProto. Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, AAAI 2022 (arXiv 2105.00243).
+
+No weights travel: a client sends the mean feature of each of its classes and receives the mean of everybody's. The
+whole model stays at home and is trained on its loss plus a pull of features towards the received prototypes. So
+clients whose models differ can work together.
+Class means come from one clean pass after training, not from features collected while the model moves.
+The label of each row is sent and counted; the counts as well if rows are weighted by samples (paper; code: uniform).
+The model's head decides by default; the nearest prototype among the client's own classes is the other convention.
+A class that nobody has is a row of NaN in the download, so that no mask need be sent.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie.method import Batch, ClientData, Download, Extras, Method, Payload, Settings, State, Upload, cross_entropy
+from coterie.parts.prototypes import Prototypes, collect, nearest_logits, prototype_loss
+from coterie.tree import Tree
+
+
+class FedProtoSettings(Settings):
+    lam: float = Field(1.0, ge=0, description="strength of the pull of features towards the prototypes")
+    decide: Literal["head", "nearest"] = Field("head", description="predict by the head or by the nearest prototype")
+
+
+class FedProto(Method):
+    Settings = FedProtoSettings
+    hp: FedProtoSettings
+    title = "FedProto"
+    paper = "Tan et al., AAAI 2022, arXiv 2105.00243"
+    year = 2022
+    family = "P,R"
+    personal_part = "the whole model"
+    needs = ("head",)
+    weighting = "uniform"
+
+    def private(self, name: str) -> bool:
+        return True
+
+    def payload(self, labels: int, round: int = 1) -> Payload:
+        d = self.ctx.net.width
+        return Payload(4 * labels * (d + 1 + self._counted()), 4 * self.ctx.classes * d)
+
+    def part(self, name: str) -> str:
+        return "prototypes"
+
+    def _counted(self) -> bool:
+        return (self.ctx.weighting or self.weighting) == "samples"
+
+    def setup(self) -> State:
+        return {"prototypes": torch.full((self.ctx.classes, self.ctx.net.width), torch.nan)}
+
+    def down(self, server: State, ids: Sequence[int], round: int) -> Download:
+        return Download(shared={"x:prototypes": server["prototypes"]})
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        C = download["x:prototypes"]
+        mask = ~C.isnan().any(1)
+        return state["own"], {"prototypes": C.nan_to_num(), "mask": mask, "known": mask & (data.label_counts > 0)}
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        logits, z = self.ctx.net.both(params, batch.x)
+        ce = cross_entropy(logits, batch)
+        if self.hp.lam == 0:
+            return ce
+        n = len(batch.y) if batch.weight is None else batch.weight.sum().clamp(min=1)
+        pull = prototype_loss(z, batch.y, Prototypes(extras["prototypes"], extras["mask"]), "mse", weight=batch.weight)
+        return ce + self.hp.lam * pull / n
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        means, counts = collect(lambda x: self.ctx.features(params, x), data.train.x, data.train.y, data.classes)
+        tree = {"x:means": means.value[means.mask], "x:labels": means.mask.nonzero()[:, 0].int()}
+        if self._counted():
+            tree["x:counts"] = counts[means.mask].int()
+        return {**state, "own": params}, Upload(tree)
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        """C[k] is the mean over the clients that own k; a class nobody sent in this round keeps its prototype."""
+        labels = torch.cat([u.tree["x:labels"] for u in uploads]).long()
+        rows = torch.cat([u.tree["x:means"] for u in uploads]).double()
+        weight = torch.cat([u.tree["x:counts"] for u in uploads]) if self._counted() else torch.ones(len(labels))
+        share = weight.double()
+        total = rows.new_zeros(self.ctx.classes).index_add(0, labels, share)
+        sums = rows.new_zeros(self.ctx.classes, rows.shape[1]).index_add(0, labels, rows * share[:, None])
+        fresh = (sums / total[:, None]).float()
+        return {"prototypes": torch.where((total > 0)[:, None], fresh, server["prototypes"])}
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return self.begin(state, download, data, 0)
+
+    def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
+        if self.hp.decide == "head" or not bool(extras["known"].any()):
+            return self.ctx.forward(params, x)
+        return nearest_logits(self.ctx.features(params, x), Prototypes(extras["prototypes"], extras["known"]))
