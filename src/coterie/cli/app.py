@@ -206,3 +206,15 @@ def _show_run(run: Any) -> None:
     if run.events:
         _show_table(Comparison([run]), f"after round {run.last_round}; accuracy in percent, mean over clients")
     console.print(f"the run is in {run.path}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], Argument(metavar="RUN...", help="folders of runs, or folders that hold runs")],
+    out: Annotated[Path, Option("--out", "-o", help="the file to write")] = Path("report.html"),
+    title: Annotated[str, Option(help="heading of the page")] = "",
+) -> None:
+    """Write one HTML page about one or several runs; it opens offline."""
+    from coterie.report.page import write
+
+    console.print(f"report: {write(folders, out, title)}", soft_wrap=True, highlight=False)

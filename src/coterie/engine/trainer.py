@@ -122,8 +122,8 @@ def clipped(gradients: Sequence[Tensor | None], largest: float) -> list[Tensor |
 
 
 def _trainable(ctx: Context, name: str) -> bool:
-    """Batch-norm statistics are not trained; `mark:name` means `name` of a second model in the tree."""
-    return name.rsplit(":", 1)[-1] not in ctx.net.layout.groups["bn_stats"]
+    """Not batch-norm statistics, other buffers or frozen parameters; `mark:name` is `name` of a second model."""
+    return name.rsplit(":", 1)[-1] not in ctx.net.fixed
 
 
 def _epochs(ctx: Context, phase: Phase, data: ClientData, round: int, share: float) -> Iterator[Iterator[Any]]:

@@ -1,0 +1,170 @@
+"""One self-contained HTML file about one or several runs: opens offline, on a phone too."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader
+
+from coterie import codec
+from coterie.errors import CoterieError
+from coterie.runs.comparison import Comparison
+from coterie.runs.run import Run
+
+VIEWS = {
+    "personal/test/mean": "personal model, mean over clients",
+    "personal/test/worst10": "personal model, worst tenth of the clients",
+    "personal/test/pooled": "personal model, pooled over samples",
+    "global/test/mean": "global model, mean over clients",
+    "participants/before/pooled": "participants before local training (pooled)",
+    "participants/after/pooled": "participants after local training (pooled)",
+}
+
+
+def find_runs(paths: Sequence[Path]) -> list[Run]:
+    """Runs in these folders, themselves or below them."""
+    found = []
+    for path in paths:
+        here = [path] if (path / "settings.json").exists() else sorted(p.parent for p in path.rglob("settings.json"))
+        if not here:
+            raise CoterieError(f"there are no runs in {path}")
+        found += [Run(p) for p in here]
+    return found
+
+
+def write(paths: Sequence[Path], out: Path, title: str = "") -> Path:
+    """The report of all runs found under `paths`."""
+    runs = [r for r in find_runs(paths) if r.events]
+    if not runs:
+        raise CoterieError("none of these runs has finished a round yet")
+    html = render(runs, title)
+    codec.write_atomic(out, html.encode())
+    return out
+
+
+def render(runs: Sequence[Run], title: str = "") -> str:
+    comparison = Comparison(runs)
+    readable = comparison.readable()
+    environment = Environment(loader=PackageLoader("coterie.report"), autoescape=True, trim_blocks=True)
+    return environment.get_template("page.html").render(
+        title=title or _title(runs),
+        columns=["method", *readable.columns],
+        rows=[[i, *row] for i, row in zip(readable.index, readable.values, strict=True)],
+        best=_best(comparison),
+        warnings=_warnings(runs),
+        curves=_script({"views": VIEWS, "lines": _lines(comparison)}),
+        clients=_script(_clients(comparison)),
+        bytes=_bytes(comparison),
+        settings=_settings(runs),
+        seeds=sorted({r.settings["seed"] for r in runs}),
+        partition=runs[0].description["partition"],
+    )
+
+
+def _title(runs: Sequence[Run]) -> str:
+    first = runs[0].settings
+    data = sorted({r.settings["data"] for r in runs})
+    return f"{', '.join(data)}: {first['federation']['partition']}, {len({r.title for r in runs})} methods"
+
+
+def _script(value: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(value).replace("</", "<\\/")
+
+
+def _best(comparison: Comparison) -> dict[str, str]:
+    """The method with the highest mean in each accuracy column, by column."""
+    table = comparison.table()
+    names = ("personal", "worst 10%", "pooled", "selected", "last 10", "best", "global", "trained", "adapted")
+    return {n: str(table[n].astype(float).idxmax()) for n in names if n in table and table[n].notna().any()}
+
+
+def _lines(comparison: Comparison) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """view -> method -> rounds, mean and spread over seeds, cumulative megabytes."""
+    out: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for view in VIEWS:
+        for title in comparison.titles:
+            frames = [r.rounds for r in comparison.runs if r.title == title and view in r.rounds]
+            if not frames:
+                continue
+            found = [f[view].dropna() for f in frames]
+            rounds = sorted(set.intersection(*(set(f.index) for f in found)))
+            if not rounds:
+                continue
+            values = np.array([[float(f[t]) for t in rounds] for f in found])
+            sent = np.mean(
+                [f.filter(like="bytes/").fillna(0).sum(axis=1).cumsum()[rounds].values for f in frames], axis=0
+            )
+            out.setdefault(view, {})[title] = {
+                "x": [int(t) for t in rounds],
+                "y": [round(100 * v, 3) for v in values.mean(0)],
+                "s": [round(100 * v, 3) for v in values.std(0)],
+                "mb": [round(float(v) / 1e6, 4) for v in sent],
+            }
+    return out
+
+
+def _clients(comparison: Comparison) -> dict[str, Any]:
+    """Per-client accuracy of the personal model, mean over seeds where the clients are the same ones."""
+    columns: dict[str, Any] = {}
+    samples: dict[int, int] = {}
+    first = comparison.runs[0].description["partition"]["sha256"]
+    for title in comparison.titles:
+        runs = [r for r in comparison.runs if r.title == title and r.description["partition"]["sha256"] == first]
+        for r in runs[:1]:
+            try:
+                frame = r.clients()
+            except CoterieError:
+                continue
+            samples |= {int(i): int(n) for i, n in frame["samples"].items()}
+            columns[title] = {int(i): round(100 * float(v), 2) for i, v in frame["personal/test"].items()}
+    ids = sorted(samples)
+    rows = [[i, samples[i], *(c.get(i) for c in columns.values())] for i in ids]
+    return {"columns": ["client", "test samples", *columns], "rows": rows}
+
+
+def _bytes(comparison: Comparison) -> list[list[str]]:
+    rows = []
+    for title in comparison.titles:
+        summary = next(r for r in comparison.runs if r.title == title).summary()
+        for link, total in sorted(summary["bytes"].items()):
+            per_round = summary["bytes_per_round"].get(link, 0.0)
+            rows.append([title, link.replace("/", ", "), f"{per_round / 1e6:,.3f}", f"{total / 1e6:,.2f}"])
+    return rows
+
+
+def _warnings(runs: Sequence[Run]) -> list[str]:
+    out = []
+    for r in runs:
+        s = r.summary()
+        name = f"{r.title}, seed {r.settings['seed']}"
+        if not r.finished:
+            out.append(f"{name}: stands at round {r.last_round} of {r.settings['rounds']}.")
+        if s["nonfinite"]:
+            out.append(f"{name}: {s['nonfinite']} uploads were not finite and were left out.")
+        if s["failed"]:
+            out.append(f"{name}: {s['failed']} times a sampled client failed.")
+        if r.description["method"].get("certainty") == "C":
+            out.append(f"{r.title} is reconstructed from its published description only.")
+    if len({r.description["partition"]["sha256"] for r in runs if r.settings["seed"] == runs[0].settings["seed"]}) > 1:
+        out.append("These runs do not share one partition, so their numbers are not comparable.")
+    return list(dict.fromkeys(out))
+
+
+def _settings(runs: Sequence[Run]) -> list[list[str]]:
+    """What all runs share, then what each method sets for itself."""
+    common = {k: v for k, v in runs[0].settings.items() if k not in ("method", "settings", "seed", "federation")}
+    shared = {k: v for k, v in common.items() if all(r.settings.get(k) == v for r in runs)}
+    rows = [["all", k, json.dumps(v)] for k, v in shared.items()]
+    rows += [["all", k, json.dumps(v)] for k, v in runs[0].settings["federation"].items()]
+    rows += [["all", "parameters", f"{runs[0].description['parameters']:,}"]]
+    seen = set()
+    for r in runs:
+        if r.title not in seen:
+            seen.add(r.title)
+            rows += [[r.title, k, json.dumps(v)] for k, v in r.description["method"]["settings"].items()]
+            rows += [[r.title, k, json.dumps(v)] for k, v in common.items() if k not in shared for v in [r.settings[k]]]
+    rows += [["all", k, str(v)] for k, v in runs[0].description["versions"].items()]
+    return rows
