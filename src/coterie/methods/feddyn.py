@@ -1,0 +1,100 @@
+"""FedDyn. Acar, Zhao, Matas, Mattina, Whatmough, Saligrama, ICLR 2021 (arXiv 2111.04263).
+
+Each client keeps a dual vector h_i and minimises its loss + alpha <h_i, w> + alpha/2 ||w - w_t||^2, so that local
+optima agree with the global one. The server sends the mean of the models plus the mean Hbar of all duals; what is
+scored is the mean of the models, as in the authors' code. The quadratic term is in the loss (the authors put it into
+the weight decay), so any optimiser sees the whole objective.
+`scale_alpha` (authors' rule for unequal clients) costs an opening round of sample counts and 4 bytes down per round.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import Batch, ClientData, Download, Extras, Method, Payload, Phase, Settings, State, Upload
+from coterie.tree import Tree
+
+
+class FedDynSettings(Settings):
+    alpha: float = Field(0.01, gt=0, description="strength of the dual and of the pull towards the received model")
+    clip: float | None = Field(10.0, gt=0, description="largest norm of a local gradient; empty: none")
+    scale_alpha: bool = Field(False, description="divide alpha by the client's sample count over the mean count")
+
+
+class FedDyn(Method):
+    Settings = FedDynSettings
+    hp: FedDynSettings
+    title = "FedDyn"
+    paper = "Acar et al., ICLR 2021, arXiv 2111.04263"
+    year = 2021
+    family = "G,R"
+    personal_part = "a dual vector, no model"
+    weighting = "uniform"
+
+    def _zero(self) -> Tree:
+        return {k: torch.zeros_like(v) for k, v in self.ctx.w0.items() if k in self.ctx.net.trainable}
+
+    def payload(self, labels: int, round: int = 1) -> Payload:
+        up, down = super().payload(labels, round)
+        return Payload(up, down + 4 * self.hp.scale_alpha)
+
+    def setup(self) -> State:
+        w = super().setup()["w"]
+        return {"w": w, "avg": T.clone(w), "hbar": self._zero(), "mean_samples": 0.0}
+
+    def opening(self) -> bool:
+        return self.hp.scale_alpha
+
+    def down(self, server: State, ids: Sequence[int], round: int) -> Download:
+        if round == 0:
+            return Download()
+        scale = {"x:mean_samples": torch.tensor([server["mean_samples"]])} if self.hp.scale_alpha else {}
+        return Download(shared={**server["w"], **scale})
+
+    def deliver(self, server: State, ids: Sequence[int], round: int) -> Download:
+        sent = self.down(server, ids, round)
+        return Download(shared={**sent.shared, **T.prefix("avg:", server["avg"])})
+
+    def init_client(self, data: ClientData) -> State:
+        return {**super().init_client(data), "h": self._zero()}
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        params, _ = super().begin(state, T.drop(download, lambda k: ":" in k), data, round)
+        mean = float(download["x:mean_samples"]) if "x:mean_samples" in download else len(data.train)
+        alpha = self.hp.alpha * mean / max(len(data.train), 1)
+        return params, {"anchor": params, "h": state["h"], "alpha": alpha}
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        alpha: float = extras["alpha"]
+        pull = alpha / 2 * T.sqdist(params, extras["anchor"], self.ctx.net.trainable)
+        return self.ctx.ce(params, batch) + alpha * T.dot(extras["h"], params) + pull
+
+    def phases(self, round: int) -> list[Phase]:
+        return [replace(phase, clip=self.hp.clip) for phase in super().phases(round)]
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        if round == 0:
+            return state, Upload({})
+        state, upload = super().end(state, params, extras, data, round)
+        h = {k: v + (params[k] - extras["anchor"][k]) for k, v in state["h"].items()}
+        return {**state, "h": h}, upload
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        if round == 0:
+            return {**server, "mean_samples": sum(u.samples for u in uploads) / len(uploads)}
+        moves = [T.sub(u.tree, server["w"]) for u in uploads]
+        avg = T.add(server["w"], T.mean(moves, self.weights(uploads)))
+        hbar = T.add(server["hbar"], T.mean(moves), len(uploads) / len(self.ctx.clients))
+        w = {k: v + hbar[k] if k in hbar else v.clone() for k, v in avg.items()}
+        return {**server, "w": w, "avg": avg, "hbar": hbar}
+
+    def global_model(self, server: State) -> Tree | None:
+        return server["avg"] if self.ctx.w0.keys() == server["avg"].keys() else None
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        model = T.strip("avg:", download) or T.drop(download, lambda k: ":" in k) or self.ctx.w0
+        return {**model, **state.get("own", {})}, {}
