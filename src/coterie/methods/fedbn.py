@@ -1,0 +1,39 @@
+"""FedBN. Li, Jiang, Zhang, Kamp, Dou, ICLR 2021 (arXiv 2102.07623).
+
+Batch-norm layers (affine and running statistics) stay on the client, everything else is averaged; all are trained.
+A client that has never trained starts from the initial batch norm and is scored with statistics of its own data.
+The mean is by samples, so that without batch norm it would be FedAvg; the authors' clients are of equal size.
+"""
+
+from pydantic import Field
+
+from coterie.method import ClientData, Extras, Method, Settings, State, Tree, Upload
+from coterie.parts.norms import recalibrated
+
+
+class FedBNSettings(Settings):
+    recalibrate: bool = Field(True, description="score who never trained with batch-norm statistics of its own data")
+
+
+class FedBN(Method):
+    Settings = FedBNSettings
+    hp: FedBNSettings
+    title = "FedBN"
+    paper = "Li et al., ICLR 2021, arXiv 2102.07623"
+    year = 2021
+    family = "S"
+    personal_part = "batch norm"
+    needs = ("bn",)
+
+    def private(self, name: str) -> bool:
+        return name in self.ctx.group("bn")
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, params, extras, data, round)
+        return ({**state, "met": True} if state else state), upload
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        params, extras = super().personal(state, download, data)
+        if self.hp.recalibrate and not state.get("met"):
+            params = recalibrated(self.ctx.net, params, data.train.x)
+        return params, extras
