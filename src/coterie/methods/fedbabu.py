@@ -1,0 +1,46 @@
+"""FedBABU. Oh, Kim, Yun, ICLR 2022 (arXiv 2106.06042).
+
+Only the body is trained and averaged; the head keeps its random start, the same for everybody, for the whole
+federation. A client gets its own model by fine-tuning a copy before it is used (the view `adapted`); the copy never
+feeds back. The head never travels: every party knows the start of the run.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from coterie import tree as T
+from coterie.method import Method, Phase, Settings, State, Tree
+
+
+class FedBABUSettings(Settings):
+    finetune_epochs: float = Field(5, ge=0, description="epochs of fine-tuning before scoring")
+    finetune: Literal["all", "head"] = Field("all", description="what fine-tuning changes")
+
+
+class FedBABU(Method):
+    Settings = FedBABUSettings
+    hp: FedBABUSettings
+    title = "FedBABU"
+    paper = "Oh et al., ICLR 2022, arXiv 2106.06042"
+    year = 2022
+    family = "S,F"
+    personal_part = "the whole model, by fine-tuning"
+    needs = ("head",)
+    weighting = "uniform"
+
+    def private(self, name: str) -> bool:
+        return name in self.ctx.group("head")
+
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(self.loss, lambda name: not self.private(name))]
+
+    def global_model(self, server: State) -> Tree | None:
+        whole = {**server["w"], **T.keep(self.ctx.w0, self.private)}
+        return whole if whole.keys() == self.ctx.w0.keys() else None
+
+    def adapt(self) -> list[Phase]:
+        if self.hp.finetune_epochs == 0:
+            return []
+        trains = self.private if self.hp.finetune == "head" else T.everything
+        return [Phase(self.loss, trains, self.hp.finetune_epochs)]
