@@ -1,0 +1,98 @@
+"""pFedSim. Tan, Zhou, Liu, Wang, Yu, arXiv 2305.15706, 2023.
+
+A first share rho of the rounds is FedAvg. After it everybody starts from that model; a client receives a mixture of
+all stored bodies, weighted by -log(1 - s) of the cosines s of the classifiers, and keeps its own head.
+Every similarity is capped at 0.9999 (FL-bench caps a client's own only), so that equal heads weigh equally.
+A client's head comes down once, in its first round of the second phase; s of a pair is renewed when both answer.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import ClientData, ClientId, Download, Extras, Method, Payload, Settings, State, Tree, Upload
+from coterie.parts import bank, pairs
+from coterie.parts.similarity import cosine_rows, neg_log_weights, normalise_rows
+
+
+class PFedSimSettings(Settings):
+    rho: float = Field(0.5, ge=0, le=1, description="share of the rounds that are FedAvg (generalisation phase)")
+    score: Literal["own", "mixed"] = Field("own", description="model that is scored: last trained, or the next mixture")
+
+
+class PFedSim(Method):
+    Settings = PFedSimSettings
+    hp: PFedSimSettings
+    title = "pFedSim"
+    paper = "Tan et al., arXiv 2305.15706, 2023"
+    year = 2023
+    family = "M,S"
+    personal_part = "the head, and a mixture of bodies"
+    needs = ("head",)
+
+    def _first(self) -> int:
+        """Rounds of FedAvg."""
+        return int(self.hp.rho * self.ctx.rounds + 0.5)
+
+    def _head(self, name: str) -> bool:
+        return name in self.ctx.group("head")
+
+    def _bytes(self, round: int, has_head: bool) -> Payload:
+        size = T.nbytes(T.drop(self.ctx.w0, self.stays))
+        head = T.nbytes(T.keep(self.ctx.w0, self._head))
+        return Payload(size, size - head if has_head and round > self._first() else size)
+
+    def payload(self, labels: int, round: int = 1) -> Payload:
+        return self._bytes(round, round != self._first() + 1)
+
+    def payload_of(self, server: State, client: ClientId, labels: int, round: int) -> Payload:
+        return self._bytes(round, client in server.get("met", []))
+
+    def setup(self) -> State:
+        server = super().setup()
+        return server if self._first() else {**server, **pairs.opened(server["w"], self.ctx.clients)}
+
+    def mixing(self, similarity: Tensor, rows: Tensor) -> Tensor:
+        """Weights [rows, clients] from s [clients, clients]."""
+        return normalise_rows(neg_log_weights(similarity)[rows], torch.zeros(()))
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        if "bank" not in server:
+            return Download(shared=server["w"])
+        known, V = bank.known(server["bank"], ids), server["bank"]["flat"]
+        rows = bank.rows(server["bank"], known)
+        mixed = bank.trees(self.mixing(server["similarity"], rows).to(V) @ V, server["w"])
+        each: dict[ClientId, Tree] = {i: dict(server["w"]) for i in ids}  # for whom the server has not met
+        for i, r, tree in zip(known, rows.tolist(), mixed, strict=True):
+            own = {} if i in server["met"] else T.keep(T.unflatten(V[r], server["w"]), self._head)
+            each[i] = {**T.drop(tree, self._head), **own}
+        return Download(each=each)
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        return {**state.get("own", {}), **state.get("w", {}), **download}, {}
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, params, extras, data, round)
+        return ({**state, "w": params} if round > self._first() else state), upload
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        if round <= self._first():
+            server = super().aggregate(server, uploads, round)
+            return {**server, **(pairs.opened(server["w"], self.ctx.clients) if round == self._first() else {})}
+        server, rows = pairs.received(server, {u.sender: u.tree for u in uploads})
+        weight, _ = self.ctx.net.head_names
+        heads = torch.stack([u.tree[weight] for u in uploads])  # as trained, [answers, classes, d]
+        server["similarity"][rows[:, None], rows] = cosine_rows(heads).clamp(min=0)
+        return server
+
+    def global_model(self, server: State) -> Tree | None:
+        return None if server.get("met") or not self._first() else super().global_model(server)
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        if self.hp.score == "own" and "w" in state:
+            return state["w"], {}
+        return {**state.get("own", {}), **state.get("w", {}), **download}, {}
