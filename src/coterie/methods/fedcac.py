@@ -1,0 +1,91 @@
+"""FedCAC. Wu, Liu, Niu, Zhu, Tang, ICCV 2023 (arXiv 2309.11103).
+
+Entries of the model that local training moved most to effect are critical: they are averaged only over clients whose
+critical entries lie in the same places, all others over everybody. The bar for "same places" rises with the rounds,
+until nobody shares critical entries any more. Partial participation: masks and models of absent clients are kept.
+A client merges both models itself (2W down); batch-norm statistics have no mask and follow the global model.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from coterie import tree as T
+from coterie.method import ClientData, ClientId, Download, Extras, Method, Payload, Settings, State, Tree, Upload
+from coterie.parts import bank
+from coterie.parts.masks import collaborators, criticality, overlap, top_share, write_in
+
+
+class FedCACSettings(Settings):
+    tau: float = Field(0.5, ge=0, le=1, description="share of the entries of each tensor that are critical")
+    beta: float = Field(100, gt=0, description="rounds until nobody shares critical entries")
+
+
+class FedCAC(Method):
+    Settings = FedCACSettings
+    hp: FedCACSettings
+    title = "FedCAC"
+    paper = "Wu et al., ICCV 2023, arXiv 2309.11103"
+    year = 2023
+    family = "M,S"
+    personal_part = "the critical entries"
+
+    def _masked(self) -> Tree:
+        """The entries that can be critical, at the start of the run."""
+        return {k: v for k, v in self.ctx.w0.items() if k in self.ctx.net.trainable and not self.stays(k)}
+
+    def _bytes(self, known: bool) -> Payload:
+        size = T.nbytes(T.drop(self.ctx.w0, self.stays))
+        bits = sum((v.numel() + 7) // 8 for v in self._masked().values())
+        return Payload(size + bits, size + T.nbytes(self._masked()) * known)
+
+    def payload(self, labels: int, round: int = 1) -> Payload:
+        return self._bytes(round > 1)
+
+    def payload_of(self, server: State, client: ClientId, labels: int, round: int) -> Payload:
+        return self._bytes(client in server["bank"]["ids"])
+
+    def setup(self) -> State:
+        stored = bank.fill(self._masked(), [])
+        masks = torch.zeros(0, stored["flat"].shape[1], dtype=torch.bool)
+        return {**super().setup(), "bank": stored, "masks": masks, "together": torch.zeros(0, 0, dtype=torch.bool)}
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        known, V = bank.known(server["bank"], ids), server["bank"]["flat"]
+        rows = server["together"][bank.rows(server["bank"], known)].to(V)
+        custom = bank.trees(rows / rows.sum(1, keepdim=True) @ V, self._masked())
+        return Download(server["w"], {i: T.prefix("c:", tree) for i, tree in zip(known, custom, strict=True)})
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        start, _ = self.personal(state, download, data)
+        return start, {"start": start}
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, params, extras, data, round)
+        mask = top_share(criticality(extras["start"], {k: params[k] for k in self._masked()}), self.hp.tau)
+        return {**state, "mask": mask}, Upload({**upload.tree, **T.prefix("mask:", mask)})
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        models = [T.drop(u.tree, lambda k: ":" in k) for u in uploads]
+        own = {u.sender: {k: m[k] for k in self._masked()} for u, m in zip(uploads, models, strict=True)}
+        stored = bank.put(server["bank"], own)
+        masks = server["masks"].new_zeros(len(stored["ids"]), server["masks"].shape[1])
+        masks[: len(server["masks"])] = server["masks"]
+        for row, u in zip(bank.rows(stored, list(own)).tolist(), uploads, strict=True):
+            masks[row] = T.flatten(u.tree, [f"mask:{k}" for k in self._masked()])
+        together = collaborators(overlap(masks), round, self.hp.beta)
+        return {"w": T.mean(models, self.weights(uploads)), "bank": stored, "masks": masks, "together": together}
+
+    def facts(self, server: State) -> dict[str, Any]:
+        n = len(server["together"])
+        return {"collaborators": float(server["together"].sum()) / n - 1} if n else {}
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        """The critical entries of the customised model in the global one."""
+        w = {**T.drop(download, lambda k: ":" in k), **state.get("own", {})}
+        custom = T.strip("c:", download)
+        if "mask" not in state or not custom:
+            return w, {}
+        return {**w, **write_in({k: w[k] for k in custom}, custom, state["mask"])}, {}
