@@ -1,0 +1,266 @@
+"""Keys and certificates of a federation: one authority, one server certificate, one key per node, one control key.
+
+A directory made by `init` belongs on the cloud's host. A device needs two files: `ca.crt` and its own `NAME.key`. The
+public halves in `nodes/` are the list of who may connect: add a file and the node is known, remove it and it is not.
+"""
+
+import contextlib
+import ipaddress
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from coterie.errors import CoterieError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Certs:
+    """Where the files of a federation lie."""
+
+    root: Path
+
+    @property
+    def ca(self) -> Path:
+        return self.root / "ca.crt"
+
+    @property
+    def ca_key(self) -> Path:
+        return self.root / "ca.key"
+
+    @property
+    def server(self) -> Path:
+        return self.root / "server.crt"
+
+    @property
+    def server_key(self) -> Path:
+        return self.root / "server.key"
+
+    @property
+    def control_key(self) -> Path:
+        """What a caller of the SuperLink's control and runtime interfaces must know."""
+        return self.root / "control.key"
+
+    def key(self, name: str) -> Path:
+        return self.root / "nodes" / f"{name}.key"
+
+    def public(self, name: str) -> Path:
+        return self.root / "nodes" / f"{name}.pub"
+
+    def nodes(self) -> dict[str, bytes]:
+        """The registered nodes: name to public key (PEM), by name."""
+        found: dict[str, bytes] = {}
+        for path in sorted((self.root / "nodes").glob("*.pub")):
+            with contextlib.suppress(FileNotFoundError):  # removed while we look
+                found[path.stem] = _public_pem(path)
+        return found
+
+    def check(self) -> None:
+        """A sentence if the directory is not complete."""
+        for path in (self.ca, self.server, self.server_key, self.control_key):
+            if not path.is_file():
+                raise CoterieError(f"certs {self.root} has no {path.name}; make the directory with coterie certs init")
+
+
+def init(root: Path, hosts: Sequence[str], days: int = 825) -> Certs:
+    """Make an authority, a server certificate for `hosts` (and 127.0.0.1, localhost) and a control key."""
+    certs = Certs(root)
+    names = _subjects(hosts)
+    for path in (certs.ca, certs.ca_key, certs.server, certs.server_key, certs.control_key):
+        if path.exists():
+            raise CoterieError(f"{path} exists already; choose another directory or remove it yourself")
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (root / "nodes").mkdir(exist_ok=True, mode=0o700)
+    x509, serialization, ec = _crypto()
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "coterie federation")])
+    authority = (
+        _certificate(name, name, key.public_key(), key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(x509, "key_cert_sign", "crl_sign"), critical=True)
+        .sign(key, _sha256())
+    )
+    _write(certs.ca_key, _pem(key), secret=True)
+    _write(certs.ca, authority.public_bytes(serialization.Encoding.PEM))
+    _issue(certs, names, days)
+    _write(certs.control_key, secrets.token_hex(32).encode(), secret=True)
+    return certs
+
+
+def renew(root: Path, hosts: Sequence[str], days: int = 825) -> Certs:
+    """A new server certificate from the same authority: other hosts, or the old one ran out. Devices need nothing."""
+    certs = Certs(root)
+    names = _subjects(hosts)
+    if not certs.ca_key.is_file():
+        raise CoterieError(f"certs {root} has no ca.key; a new server certificate needs the authority's key")
+    for path in (certs.server, certs.server_key):
+        path.unlink(missing_ok=True)
+    _issue(certs, names, days)
+    return certs
+
+
+def add_node(root: Path, name: str, public: Path | None = None) -> Path:
+    """Register a node: make its key pair (private key returned), or take the `public` half made on the device."""
+    certs = Certs(root)
+    if not NAME.fullmatch(name):
+        raise CoterieError(f'node name "{name}" must be letters, digits, dot, dash or underscore, at most 63')
+    if not certs.ca.is_file():
+        raise CoterieError(f"{root} is not a certificate directory; make one with coterie certs init")
+    if certs.public(name).exists() or certs.key(name).exists():
+        raise CoterieError(f'node "{name}" exists already in {root}')
+    if public is not None:
+        pem = _public_pem(public)
+        taken = [n for n, known in certs.nodes().items() if known == pem]
+        if taken:
+            raise CoterieError(f'public key {public} is already that of node "{taken[0]}"')
+        _write(certs.public(name), public.read_bytes())
+        return certs.public(name)
+    new_key(certs.key(name))
+    certs.key(name).with_suffix(".pub").chmod(0o644)
+    return certs.key(name)
+
+
+def new_key(path: Path) -> Path:
+    """A node's key pair: `path` (OpenSSH, 0600) and the same name with .pub. May be run on the device itself."""
+    _, serialization, ec = _crypto()
+    key = ec.generate_private_key(ec.SECP256R1())
+    encoding = serialization.Encoding
+    private = key.private_bytes(encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+    _write(path, private, secret=True)
+    _write(
+        path.with_suffix(".pub"), key.public_key().public_bytes(encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    )
+    return path
+
+
+def remove_node(root: Path, name: str) -> None:
+    """Take a node off the list; the running SuperLink forgets it at the next round."""
+    certs = Certs(root)
+    if not certs.public(name).exists():
+        raise CoterieError(f'no node "{name}" in {root}; known: {", ".join(certs.nodes()) or "none"}')
+    certs.public(name).unlink()
+    certs.key(name).unlink(missing_ok=True)
+
+
+def load_key(path: Path) -> Any:
+    """A node's private key, as Flower's node authentication takes it (EC, OpenSSH)."""
+    _, serialization, ec = _crypto()
+    try:
+        key = serialization.load_ssh_private_key(path.read_bytes(), None)
+    except OSError as e:
+        raise CoterieError(f"node key {path} cannot be read: {e.strerror}") from e
+    except (ValueError, TypeError) as e:
+        raise CoterieError(f"node key {path} is not an OpenSSH private key without a passphrase") from e
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise CoterieError(f"node key {path} must be an elliptic-curve key")
+    return key
+
+
+def _issue(certs: Certs, names: list[Any], days: int) -> None:
+    x509, serialization, ec = _crypto()
+    ca_key = serialization.load_pem_private_key(certs.ca_key.read_bytes(), None)
+    ca = x509.load_pem_x509_certificate(certs.ca.read_bytes())
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "coterie cloud")])
+    certificate = (
+        _certificate(subject, ca.subject, key.public_key(), ca.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(x509, "digital_signature", "key_agreement"), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .sign(ca_key, _sha256())
+    )
+    _write(certs.server_key, _pem(key), secret=True)
+    _write(certs.server, certificate.public_bytes(serialization.Encoding.PEM))
+
+
+def _certificate(subject: Any, issuer: Any, public: Any, issuer_public: Any, days: int) -> Any:
+    """A builder with what both kinds of certificate have; key identifiers are what strict verifiers ask for."""
+    x509, _, _ = _crypto()
+    start = datetime.now(UTC) - timedelta(hours=1)  # clocks of devices may be behind
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(start + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_public), critical=False)
+    )
+
+
+def _usage(x509: Any, *allowed: str) -> Any:
+    every = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+             "key_cert_sign", "crl_sign", "encipher_only", "decipher_only")  # fmt: skip
+    return x509.KeyUsage(**{name: name in allowed for name in every})
+
+
+def _subjects(hosts: Sequence[str]) -> list[Any]:
+    """Subject alternative names; 127.0.0.1 and localhost are always there."""
+    x509, _, _ = _crypto()
+    names: list[Any] = []
+    for host in dict.fromkeys([*hosts, "127.0.0.1", "localhost"]):
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            if not HOST.fullmatch(host):
+                raise CoterieError(f'host "{host}" is neither an address nor a host name (give no port)') from None
+            names.append(x509.DNSName(host))
+    return names
+
+
+def _public_pem(path: Path) -> bytes:
+    """A public key file (OpenSSH) as PEM, the form in which a SuperLink knows nodes."""
+    _, serialization, ec = _crypto()
+    try:
+        key = serialization.load_ssh_public_key(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError) as e:
+        raise CoterieError(f"public key {path} is not in OpenSSH format") from e
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise CoterieError(f"public key {path} must be an elliptic-curve key (NIST P-256, P-384 or P-521)")
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return bytes(key.public_bytes(serialization.Encoding.PEM, form))
+
+
+def _pem(key: Any) -> bytes:
+    _, serialization, _ = _crypto()
+    form = serialization.PrivateFormat.PKCS8
+    return bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+
+
+def _write(path: Path, content: bytes, secret: bool = False) -> None:
+    """Create, never overwrite; a secret is unreadable to others from its first byte on."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
+    except FileExistsError as e:
+        raise CoterieError(f"{path} exists already and is not overwritten") from e
+    with os.fdopen(handle, "wb") as f:
+        f.write(content)
+
+
+def _sha256() -> Any:
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    return SHA256()
+
+
+def _crypto() -> tuple[Any, Any, Any]:
+    """cryptography comes with the extra `flower`; nothing else here needs it."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as e:
+        raise CoterieError('certificates need the extra "flower": pip install coterie[flower]') from e
+    return x509, serialization, ec

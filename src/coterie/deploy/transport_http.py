@@ -1,0 +1,107 @@
+"""Flower's HTTP clients with our manners: errors as sentences, bytes counted, no retries behind the caller's back.
+
+Flower's own retry helper sends its process SIGINT when a server answers 401; so it is not used.
+"""
+
+import contextlib
+import json
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from coterie.errors import CoterieError
+
+
+class UnreachableError(CoterieError):
+    """The other side does not answer now; trying again later makes sense."""
+
+
+class RefusedError(CoterieError):
+    """The SuperLink does not know this key, node, run or task (any more)."""
+
+
+class Meter:
+    """Counts bodies and headers of requests and responses (TLS records and TCP are not seen from here)."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._lock = threading.Lock()
+
+    def intercept(self, context: Any, call_next: Callable[[Any], Any]) -> Any:
+        response = call_next(context)
+        with self._lock:
+            self.bytes += _size(context.request) + _size(response)
+        return response
+
+
+class Header:
+    """Adds one header to every request."""
+
+    def __init__(self, name: str, value: str):
+        self.name, self.value = name, value
+
+    def intercept(self, context: Any, call_next: Callable[[Any], Any]) -> Any:
+        context.request.headers[self.name] = self.value
+        return call_next(context)
+
+
+def client(kind: Any, address: str, ca: Path, component: str, interceptors: Sequence[Any] = ()) -> Any:
+    """A Flower HTTP client of class `kind` over TLS that trusts `ca` only; its `meter` counts bytes."""
+    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise CoterieError(f'address "{address}" must be HOST:PORT')
+    try:
+        context = ssl.create_default_context(cafile=str(ca))
+    except (OSError, ssl.SSLError) as e:
+        raise CoterieError(f"the authority's certificate {ca} cannot be read: {e}") from e
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    meter = Meter()
+    made = kind(
+        f"https://{address}",
+        interceptors=[RuntimeVersionHttpInterceptor(component_name=component), *interceptors, meter],
+        verify=context,
+        timeout=60.0,
+    )
+    made.meter = meter
+    return made
+
+
+def call(function: Callable[[Any], Any], request: Any) -> Any:
+    """One request; what can go wrong becomes UnreachableError, RefusedError or a plain CoterieError."""
+    import httpx
+
+    try:
+        return function(request)
+    except httpx.HTTPStatusError as e:
+        status, where = e.response.status_code, e.request.url.path
+        reason = _reason(e.response.text) or e.response.reason_phrase
+        if status >= 500:
+            raise UnreachableError(f"the SuperLink is in trouble: {status} {reason}") from e
+        if status in (401, 403, 404) or where.endswith("/activate-node"):
+            raise RefusedError(f"the SuperLink refused {where}: {status} {reason}") from e
+        raise CoterieError(f"the SuperLink refused {where}: {status} {reason}") from e
+    except httpx.TransportError as e:
+        text = str(e)
+        if "CERTIFICATE_VERIFY_FAILED" in text:
+            raise CoterieError(f"the server's certificate is not to be trusted: {text}") from e
+        if "WRONG_VERSION_NUMBER" in text:
+            raise CoterieError("the server does not speak TLS; plain HTTP is not used") from e
+        raise UnreachableError(f"the SuperLink does not answer: {text or type(e).__name__}") from e
+    except SystemExit as e:  # Flower's way to say that versions differ
+        raise CoterieError("the SuperLink runs another version of Flower than this program") from e
+
+
+def _reason(text: str) -> str:
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return str(found.get("message") or found.get("detail") or "")
+    return ""
+
+
+def _size(message: Any) -> int:
+    return len(message.content) + sum(len(k) + len(v) + 4 for k, v in message.headers.raw)
