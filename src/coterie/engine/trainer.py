@@ -36,11 +36,12 @@ def train(
 ) -> tuple[Tree, Extras, Effort]:
     """Local training on a clone of `params`; `share` < 1 is a straggler that does fewer epochs (at least one)."""
     params = T.clone(params)
-    torch.manual_seed(key(ctx.seed, "noise", round, data.client))  # dropout and other noise inside the model
+    # dropout and other noise inside the model; torch.manual_seed would also format a stack trace for absent GPUs
+    torch.default_generator.manual_seed(key(ctx.seed, "noise", round, data.client))
     steps = samples = 0
     total = torch.zeros(())
     with ctx.net.train_mode():
-        for phase in phases:
+        for phase in () if extras.get("idle") else phases:
             if phase.update is not None:
                 params, n, seen = _updates(ctx, phase, params, extras, data, round, share)
             else:

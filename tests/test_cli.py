@@ -1,0 +1,145 @@
+"""The command line as a person uses it: results, and one sentence with exit code 2 for every mistake."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from coterie.cli import main
+
+SMALL = ["--clients", "5", "--rounds", "2", "--epochs", "1", "--workers", "1"]
+
+
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["coterie", *args])
+    with pytest.raises(SystemExit) as stop:
+        main()
+        raise SystemExit(0)
+    out = capsys.readouterr()
+    return int(stop.value.code or 0), out.out, out.err
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    return lambda *args: call(monkeypatch, capsys, *args)
+
+
+MISTAKES = {
+    "unknown method": (["run", "fedrp"], 'did you mean "fedrep"'),
+    "unknown data": (["run", "fedavg", "--data", "digts"], 'did you mean "digits"'),
+    "unknown model": (["run", "fedavg", "--model", "mpl"], 'did you mean "mlp"'),
+    "unknown setting": (["run", "fedprox", "--set", "mv=1"], 'did you mean "mu"'),
+    "setting of another method": (["run", "fedavg", "--set", "head_epochs=1"], "head_epochs"),
+    "impossible setting": (["run", "fedprox", "--set", "mu=-1"], "mu"),
+    "join 0": (["run", "fedavg", "--join", "0"], "join"),
+    "join 2": (["run", "fedavg", "--join", "2"], "join"),
+    "more clients than samples": (["run", "fedavg", "--clients", "5000"], "clients"),
+    "alpha 0": (["run", "fedavg", "--partition", "dirichlet(0)"], "alpha"),
+    "alpha below 0": (["run", "fedavg", "--partition", "dirichlet(-1)"], "alpha"),
+    "unknown partition": (["run", "fedavg", "--partition", "dirichlt(1)"], 'did you mean "dirichlet'),
+    "model does not fit": (["run", "fedavg", "--model", "lenet5"], "1x8x8"),
+    "batch norm missing": (["run", "fedbn"], "batch norm"),
+    "wrong state": (["run", "fedavg", "--state", "cloud"], "state"),
+    "no method": (["run"], "name a method"),
+    "missing config": (["run", "--config", "none.toml"], "none.toml"),
+    "bad assignment": (["run", "fedavg", "--set", "mu"], "key=value"),
+    "resume of nothing": (["run", "--resume", "nowhere"], "no run"),
+    "resume with settings": (["run", "fedavg", "--resume", "nowhere"], "leave out"),
+    "export of nothing": (["export", "nowhere", "--client", "1"], "no run"),
+    "report of nothing": (["report", "nowhere"], "no runs"),
+    "runs of nothing": (["runs", "nowhere"], "no runs"),
+    "show unknown": (["show", "fedravg"], 'did you mean "fedavg"'),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_gets_one_sentence_and_writes_nothing(case: str, cli, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    args, words = MISTAKES[case]
+    code, out, err = cli(*args)
+    assert code == 2
+    assert err.startswith("coterie: ") and words in err and len(err.strip().splitlines()) == 1
+    assert not out and not list(tmp_path.iterdir())
+
+
+def test_a_truncated_data_file_gets_a_sentence(cli, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    whole = tmp_path / "data" / "set.npz"
+    whole.parent.mkdir()
+    np.savez(whole, x_train=np.zeros((50, 4), np.float32), y_train=np.arange(50) % 3)
+    whole.write_bytes(whole.read_bytes()[:200])
+    code, _, err = cli("run", "fedavg", "--data", str(whole), "--out", "out")
+    assert code == 2 and "set.npz" in err and len(err.strip().splitlines()) == 1 and not Path("out").exists()
+
+
+def test_run_writes_a_run_and_json(cli) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = cli(
+        "run", "fedrep", *SMALL, "--out", "r", "--json", "--set", "body_epochs=2", "--set", "momentum=0.5"
+    )
+    found = json.loads(out)
+    assert code == 0 and found["finished"] and 0 <= found["personal"]["last"] <= 1
+    stored = json.loads(Path("r/settings.json").read_text())
+    assert stored["method"]["settings"]["body_epochs"] == 2 and stored["settings"]["momentum"] == 0.5
+    assert stored["partition"]["sha256"]
+
+
+def test_config_file_and_options(cli) -> None:  # type: ignore[no-untyped-def]
+    Path("c.toml").write_text(
+        'method = "fedprox"\nrounds = 3\nlr = 0.2\n[federation]\nclients = 4\n[settings]\nmu = 0.5\n'
+    )
+    code, _, err = cli("run", "--config", "c.toml", "--rounds", "1", "--out", "r", "-q", "--workers", "1")
+    assert code == 0, err
+    stored = json.loads(Path("r/settings.json").read_text())["settings"]
+    assert (stored["method"], stored["rounds"], stored["lr"]) == ("fedprox", 1, 0.2)
+    assert stored["federation"]["clients"] == 4 and stored["settings"] == {"mu": 0.5}
+
+
+def test_compare_always_has_local_only(cli) -> None:  # type: ignore[no-untyped-def]
+    more = ["--set", "mu=0.3", "--seeds", "2"]
+    code, out, err = cli("compare", "fedavg", "fedprox", *SMALL, "--out", "c", "--json", *more)
+    assert code == 0, err
+    table = json.loads(out)["table"]
+    assert list(table) == ["Local-Only", "FedAvg", "FedProx"] and table["FedAvg"]["seeds"] == 2
+    assert table["Local-Only"]["MB up"] == 0 and table["FedAvg"]["MB up"] == table["FedProx"]["MB up"] > 0
+    assert json.loads(Path("c/fedprox-s1/settings.json").read_text())["settings"]["settings"] == {"mu": 0.3}
+    assert Path("c/table.csv").exists() and "FedProx" in Path("c/table.md").read_text()
+    code, _, _ = cli("compare", "fedavg", "fedprox", *SMALL, "--out", "c", "-q", *more)
+    assert code == 0, "finished cells are skipped"
+    code, _, err = cli("compare", "fedavg", *SMALL, "--out", "c", "-q", "--lr", "0.3")
+    assert code == 2 and "other settings" in err
+    code, out, _ = cli("report", "c", "-o", "page.html")
+    page = Path("page.html").read_text()
+    assert code == 0 and "FedProx" in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_export_gives_a_model_that_scores_as_recorded(cli) -> None:  # type: ignore[no-untyped-def]
+    import torch
+
+    import coterie
+
+    cli("run", "fedper", *SMALL, "--out", "r", "-q")
+    code, out, _ = cli("export", "r", "--client", "3")
+    assert code == 0 and "load_state_dict" in out
+    run = coterie.open_run("r")
+    model, test = run.personal(3), run.session().federation.test(3)
+    with torch.no_grad():
+        accuracy = (model(test.x).argmax(1) == test.y).float().mean()
+    assert float(accuracy) == pytest.approx(float(run.clients().loc[3, "personal/test"]))
+    model.load_state_dict(load_file("r/client-3.safetensors"), strict=False)
+
+
+@pytest.mark.parametrize("what", ["methods", "data", "models"])
+def test_lists(what: str, cli) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = cli("list", what)
+    assert code == 0 and {"methods": "fedrep", "data": "tinyimagenet", "models": "lenet5"}[what] in out
+
+
+def test_show_names_idea_paper_and_settings(cli) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = cli("show", "fedrep")
+    assert code == 0 and "Collins" in out and "head_epochs" in out and "head stays on the client" in out
+
+
+def test_data_show_draws_who_has_what(cli) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = cli("data", "show", "--clients", "6", "--out", "p.png")
+    assert code == 0 and Path("p.png").stat().st_size > 5000 and "median" in out
