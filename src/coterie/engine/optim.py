@@ -27,7 +27,7 @@ def stepper(rule: Optimiser, leaves: list[Tensor], decays: list[bool], lr: float
     """
     groups = [
         _group(rule, [i for i, d in enumerate(decays) if d is flag], leaves, lr, rule.weight_decay if flag else 0.0)
-        for flag in ((True, False) if rule.weight_decay and not all(decays) else (decays[0] if decays else True,))
+        for flag in dict.fromkeys(decays)
     ]
 
     def step(gradients: Sequence[Tensor | None]) -> None:
