@@ -1,0 +1,101 @@
+"""FedCP. Zhang, Hua, Wang, Song, Xue, Ma, Guan, KDD 2023 (arXiv 2307.01217).
+
+A small policy network splits every feature vector into a personal and a global share; the client's own head reads the
+first, the frozen received head the second, and their logits are added. The body is held near the received one by a
+MMD between their features. Uploaded are body, policy and the mean of both heads.
+The policy sees the client through its own head at the start of the round; that head starts as the common random one,
+which stands in for the authors' random vector of the first round. Scoring uses the Gumbel softmax without noise.
+"""
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import Batch, ClientData, Extras, Method, Payload, Phase, Settings, State, Upload, cross_entropy
+from coterie.parts import extra
+from coterie.parts.distill import mmd
+from coterie.tree import Tree
+
+
+class FedCPSettings(Settings):
+    lam: float = Field(5.0, ge=0, description="strength of the MMD between own and received features")
+    tau: float = Field(1.0, gt=0, description="temperature of the Gumbel softmax")
+
+
+class FedCP(Method):
+    Settings = FedCPSettings
+    hp: FedCPSettings
+    title = "FedCP"
+    paper = "Zhang et al., KDD 2023, arXiv 2307.01217"
+    year = 2023
+    family = "S"
+    personal_part = "a second head"
+    needs = ("head",)
+
+    def private(self, name: str) -> bool:
+        return name.startswith("p:")
+
+    def payload(self, labels: int, round: int = 1) -> Payload:
+        size = super().payload(labels, round).up + T.nbytes(self._policy())
+        return Payload(size, size)
+
+    def _head(self, name: str) -> bool:
+        return name in self.ctx.group("head")
+
+    def part(self, name: str) -> str:
+        return "policy" if name.startswith("q:") else "model"
+
+    def _policy(self) -> Tree:
+        d = self.ctx.net.width
+        return {**extra.linear("q:1", d, 2 * d, self.ctx.rng("policy")), **extra.layer_norm("q:2", 2 * d)}
+
+    def setup(self) -> State:
+        return {"w": {**super().setup()["w"], **self._policy()}}
+
+    def global_model(self, server: State) -> None:
+        return None
+
+    def init_client(self, data: ClientData) -> State:
+        own = super().init_client(data).get("own", {})
+        return {"own": {**own, **T.clone(T.prefix("p:", T.keep(self.ctx.w0, self._head)))}}
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        params = {**download, **state["own"]}
+        return params, {"context": F.normalize(params["p:" + self.ctx.net.head_names[0]].sum(0), dim=0)}
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        params, extras = self.personal(state, download, data)
+        return params, {**extras, "received": params}
+
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(self.loss, lambda k: not self._head(k))]  # the received head is frozen
+
+    def shares(self, params: Tree, z: Tensor, extras: Extras, noise: bool) -> Tensor:
+        """Personal and global share of every feature [2, batch, d]; they sum to 1."""
+        q = extra.run_layer_norm(params, "q:2", extra.run_linear(params, "q:1", z * extras["context"])).relu()
+        pair = q.reshape(len(z), 2, -1)
+        soft = F.gumbel_softmax(pair, self.hp.tau, dim=1) if noise else (pair / self.hp.tau).softmax(1)
+        return soft.transpose(0, 1)
+
+    def _logits(self, params: Tree, z: Tensor, extras: Extras, noise: bool) -> Tensor:
+        r, s = self.shares(params, z, extras, noise)
+        return self.ctx.logits(T.strip("p:", params), r * z) + self.ctx.logits(params, s * z)
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        z = self.ctx.features(params, batch.x)
+        ce = cross_entropy(self._logits(params, z, extras, noise=True), batch)
+        if self.hp.lam == 0:
+            return ce
+        with torch.no_grad():
+            frozen = self.ctx.features(extras["received"], batch.x)
+        return ce + self.hp.lam * mmd(z, frozen, weight=batch.weight)
+
+    def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
+        return self._logits(params, self.ctx.features(params, x), extras, noise=False)
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, params, extras, data, round)
+        own = T.strip("p:", params)
+        return state, Upload({k: (v + own[k]) / 2 if self._head(k) else v for k, v in upload.tree.items()})

@@ -1,0 +1,85 @@
+"""FedRoD. Chen, Chao, ICLR 2022 (arXiv 2107.00778).
+
+Two heads on one body: the generic head and the body are trained with a balanced softmax and averaged; a personal head
+learns the client's own empirical risk on top of the generic logits, and nothing flows back from it.
+With `hyper` the personal head is made from the client's label shares by a small network that is averaged too, so that
+a newcomer has one at once; its hidden width is our choice.
+The personal head starts as a copy of the generic one. Absent classes count as 1e-12 samples.
+"""
+
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import Batch, ClientData, Extras, Method, Payload, Settings, State, Tree, cross_entropy
+from coterie.parts import extra
+from coterie.parts.distill import balanced_logits
+
+
+class FedRoDSettings(Settings):
+    gamma: float = Field(1.0, ge=0, description="strength of the correction by label counts")
+    hyper: bool = Field(False, description="make personal heads from label shares by a shared network")
+    hyper_width: int = Field(16, ge=1, description="hidden units of that network")
+
+
+class FedRoD(Method):
+    Settings = FedRoDSettings
+    hp: FedRoDSettings
+    title = "FedRoD"
+    paper = "Chen and Chao, ICLR 2022, arXiv 2107.00778"
+    year = 2022
+    family = "S"
+    personal_part = "a second head"
+    certainty = "B"
+    needs = ("head",)
+
+    def private(self, name: str) -> bool:
+        return name.startswith("p:")
+
+    def payload(self, labels: int, round: int = 1) -> Payload:
+        size = super().payload(labels, round).up + T.nbytes(self._hyper_net())
+        return Payload(size, size)
+
+    def part(self, name: str) -> str:
+        return "hyper-network" if name.startswith("h:") else "model"
+
+    def _second_head(self) -> Tree:
+        return T.prefix("p:", T.keep(self.ctx.w0, lambda k: k in self.ctx.group("head")))
+
+    def _hyper_net(self) -> Tree:
+        """Label shares [classes] to a flat head [H]; the last layer's bias is the first head."""
+        if not self.hp.hyper:
+            return {}
+        head, rng = T.flatten(self._second_head()), self.ctx.rng("hyper")
+        net = extra.linear("h:1", self.ctx.classes, self.hp.hyper_width, rng)
+        return {**net, **extra.linear("h:2", self.hp.hyper_width, len(head), rng), "h:2.bias": head}
+
+    def setup(self) -> State:
+        return {"w": {**super().setup()["w"], **self._hyper_net()}}
+
+    def init_client(self, data: ClientData) -> State:
+        own = {} if self.hp.hyper else T.clone(self._second_head())
+        return {"own": {**super().init_client(data).get("own", {}), **own}}
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        return {**download, **state["own"]}, {"counts": data.label_counts.float()}
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        g, z = self.ctx.net.both(params, batch.x)
+        generic = cross_entropy(balanced_logits(g, extras["counts"], self.hp.gamma), batch)
+        return generic + cross_entropy(g.detach() + self._second(params, z.detach(), extras), batch)
+
+    def _second(self, params: Tree, z: Tensor, extras: Extras) -> Tensor:
+        """Logits of the personal head."""
+        if not self.hp.hyper:
+            return self.ctx.logits(T.strip("p:", params), z)
+        shares = extras["counts"] / extras["counts"].sum().clamp(min=1)
+        flat = extra.run_linear(params, "h:2", extra.run_linear(params, "h:1", shares).relu())
+        return self.ctx.logits(T.strip("p:", T.unflatten(flat, self._second_head())), z)
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return self.begin(state, download, data, 0)
+
+    def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
+        g, z = self.ctx.net.both(params, x)
+        return g + self._second(params, z, extras)
