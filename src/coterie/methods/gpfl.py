@@ -1,0 +1,90 @@
+"""GPFL. Zhang, Hua, Wang, Song, Xue, Ma, Cao, Guan, ICCV 2023 (arXiv 2308.10279).
+
+A shared valve turns features into a personal and a global version, conditioned on the client's mean class embedding
+and on the mean of all. The personal version feeds the client's own head; the global one is matched with the shared
+class embeddings, by cosine and by distance to those received. Body, embeddings and valve are averaged.
+Conditions are made from the embeddings just received (the authors' code uses those of a round ago, zeros at first).
+Weight decay acts on embeddings and valve only, as on the card: the run's own weight decay is not used.
+"""
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import Batch, ClientData, Extras, Method, Payload, Phase, Settings, State, Tree, cross_entropy
+from coterie.parts import extra
+
+CLASSES = "x:classes"
+
+
+class GPFLSettings(Settings):
+    lam: float = Field(0.01, ge=0, description="strength of the pull of global features towards received embeddings")
+    mu: float = Field(0.1, ge=0, description="weight decay of embeddings and valve")
+
+
+class GPFL(Method):
+    Settings = GPFLSettings
+    hp: GPFLSettings
+    title = "GPFL"
+    paper = "Zhang et al., ICCV 2023, arXiv 2308.10279"
+    year = 2023
+    family = "S,P"
+    personal_part = "the head"
+    needs = ("head",)
+
+    def private(self, name: str) -> bool:
+        return name in self.ctx.group("head")
+
+    def payload(self, labels: int, round: int = 1) -> Payload:
+        size = super().payload(labels, round).up + T.nbytes(self._extras())
+        return Payload(size, size)
+
+    def part(self, name: str) -> str:
+        return "embeddings and valve" if name.startswith("x:") else "model"
+
+    def _extras(self) -> Tree:
+        d, rng = self.ctx.net.width, self.ctx.rng("valve")
+        tree = {CLASSES: torch.randn(self.ctx.classes, d, generator=rng)}
+        for branch in ("x:gamma", "x:beta"):
+            tree |= {**extra.linear(branch, d, d, rng), **extra.layer_norm(branch + ".norm", d)}
+        return tree
+
+    def setup(self) -> State:
+        return {"w": {**super().setup()["w"], **self._extras()}}
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        C, counts = download[CLASSES], data.label_counts.to(download[CLASSES])
+        own = counts @ C / counts.sum().clamp(min=1)
+        return {**download, **state["own"]}, {"classes": C, "common": C.mean(0), "own": own}
+
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(self.loss, decays=lambda k: k.startswith("x:"), weight_decay=self.hp.mu)]
+
+    def valve(self, params: Tree, z: Tensor, condition: Tensor) -> Tensor:
+        """relu((gamma(c) + 1) z + beta(c)) of features z [batch, d] and a condition c [d]."""
+        gamma, beta = (
+            extra.run_layer_norm(params, branch + ".norm", extra.run_linear(params, branch, condition).relu())
+            for branch in ("x:gamma", "x:beta")
+        )
+        return ((gamma + 1) * z + beta).relu()
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        z = self.ctx.features(params, batch.x)
+        own = cross_entropy(self.ctx.logits(params, self.valve(params, z, extras["own"])), batch)
+        common = self.valve(params, z, extras["common"])
+        cosine = F.normalize(common, dim=1) @ F.normalize(params[CLASSES], dim=1).T
+        total = own + cross_entropy(cosine, batch)
+        if self.hp.lam == 0:
+            return total
+        gap = common - extras["classes"][batch.y]
+        gap = gap if batch.weight is None else gap * batch.weight[:, None]
+        norm: Tensor = torch.linalg.vector_norm(gap)  # of the whole batch, unsquared
+        return total + self.hp.lam * norm
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return self.begin(state, download, data, 0)
+
+    def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
+        return self.ctx.logits(params, self.valve(params, self.ctx.features(params, x), extras["own"]))
