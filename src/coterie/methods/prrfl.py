@@ -1,0 +1,107 @@
+"""PRR-FL, personalised retrogress-resilient federated learning. Chen, Zhu, Yang, Yuan, MICCAI 2021 (arXiv 2110.00394).
+
+Only a deputy of the personal model travels. The server averages the low-frequency amplitudes of the deputies' weights
+and leaves each its own phases and high frequencies, so that everybody gets a deputy of its own back. At home, deputy
+and personal model teach each other: who teaches is decided per epoch by their macro-F1 on the training data.
+Both models keep their batch norm at home. Layers are told by type; what is no conv or linear weight is a plain mean.
+Means are over whoever answered (the authors divide by their 4 clients); others keep the deputy they had. The window
+of low frequencies is half-open as the authors', so the inverse is complex and its real part is taken. "At the start"
+is the first epoch of each local training: the deputy has just been changed.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import Batch, ClientData, Download, Extras, Method, Phase, Settings, State, Upload, cross_entropy
+from coterie.parts import bank
+from coterie.parts.deputy import LISTENS, lessons, macro_f1, stage
+from coterie.parts.fourier import Treatment, fourier_aggregate, prrfl_window
+from coterie.tree import Tree
+
+
+class PRRFLSettings(Settings):
+    r_first: float = Field(0.7, ge=0, le=1, description="relative size of the window of low frequencies at the start")
+    r_last: float = Field(0.95, ge=0, le=1, description="and in the last round")
+    alpha1: float = Field(0.7, ge=0, le=1, description="recover while the deputy's F1 is below this share")
+    alpha2: float = Field(0.9, ge=0, le=1, description="exchange while it is below this share")
+
+
+class PRRFL(Method):
+    Settings = PRRFLSettings
+    hp: PRRFLSettings
+    title = "PRR-FL"
+    paper = "Chen et al., MICCAI 2021, arXiv 2110.00394"
+    year = 2021
+    family = "S,R"
+    personal_part = "the whole model; the deputy's batch norm"
+    weighting = "uniform"
+
+    def private(self, name: str) -> bool:
+        return name in self.ctx.group("bn")
+
+    def setup(self) -> State:
+        return {"bank": bank.fill(self._like(), self.ctx.clients)}
+
+    def _like(self) -> Tree:
+        return T.drop(self.ctx.w0, self.stays)
+
+    def down(self, server: State, ids: Sequence[int], round: int) -> Download:
+        known = bank.known(server["bank"], ids)
+        flat = server["bank"]["flat"][bank.rows(server["bank"], known)]
+        return Download(each=dict(zip(known, bank.trees(flat, self._like()), strict=True)))
+
+    def init_client(self, data: ClientData) -> State:
+        return {"own": T.clone(T.keep(self.ctx.w0, self.stays)), "w": T.clone(self.ctx.w0)}
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        deputy = {**self.ctx.w0, **download, **state["own"]}  # one unknown to the server starts where all did
+        left = math.ceil(self.ctx.epochs) - 1
+        extras = {"stage": "recover" if left else "exchange", "left": left}
+        return {**T.prefix("v:", deputy), **T.prefix("w:", state["w"])}, extras
+
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(self.loss, every_epoch=self.next_stage)]
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        """Both models' losses at once; a teacher is detached, so neither moves the other."""
+        v = self.ctx.forward(T.strip("v:", params), batch.x)
+        w = self.ctx.forward(T.strip("w:", params), batch.x)
+        return cross_entropy(w, batch) + cross_entropy(v, batch) + lessons(w, v, extras["stage"], batch.weight)
+
+    def next_stage(self, params: Tree, extras: Extras, data: ClientData) -> tuple[Tree, Extras]:
+        """Who teaches in the next epoch, by both models' macro-F1 on the training data."""
+        if extras["left"] <= 0:
+            return params, extras
+        # detached, so that batch norm stands still
+        trees = [{k: v.detach() for k, v in T.strip(mark, params).items()} for mark in ("v:", "w:")]
+        v, w = (macro_f1(partial(self.ctx.forward, tree), data.train.x, data.train.y) for tree in trees)
+        now = stage(v, w, self.hp.alpha1, self.hp.alpha2)
+        return params, {**extras, "stage": now, "left": extras["left"] - 1}
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        v, w = T.strip("v:", params), T.strip("w:", params)
+        note = {name: float(extras["stage"] == name) for name in LISTENS}
+        return {"own": T.keep(v, self.stays), "w": w}, Upload(T.drop(v, self.stays), note)
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        r = prrfl_window(round, self.ctx.rounds, self.hp.r_first, self.hp.r_last)
+        stacked, shares = T.stack([u.tree for u in uploads]), self.weights(uploads)
+        share = None if shares is None else torch.tensor(shares)
+        new = fourier_aggregate(stacked, self._treatment, r / 2, "halfopen", "prrfl", share) if r > 0 else stacked
+        return {"bank": bank.put(server["bank"], {u.sender: T.row(new, i) for i, u in enumerate(uploads)})}
+
+    def _treatment(self, name: str) -> Treatment:
+        layered = name in self.ctx.group("conv") | self.ctx.group("fc")
+        return "fourier" if layered and self.ctx.w0[name].ndim > 1 else "mean"
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return state["w"], {}
+
+    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
+        return state["w"], {}
