@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from heads import batch_of, bound, gradients, opened, play, round_of, same, scalars, value
 
 from coterie.engine.optim import Optimiser
 from coterie.method import Upload
@@ -14,6 +13,7 @@ from coterie.methods.fednh import COUNTS, FedNH
 from coterie.methods.fedproto import FedProto
 from coterie.methods.local import Local
 from coterie.parts.sphere import move_rows, spread_rows
+from heads import batch_of, bound, gradients, opened, play, round_of, same, scalars, value
 
 D, K = 16, 10  # of the battery's model
 
