@@ -94,7 +94,8 @@ def main() -> None:
         base = base or found["seconds"]
         print(
             f"{n:,} clients x {args.samples}: {found['seconds'] * 1000:.1f} ms per round "
-            f"({found['seconds'] / base:.2f} times the first), {found['mb']:.0f} MB beyond the data, {found['first_round']:.1f} s to the first round",
+            f"({found['seconds'] / base:.2f} times the first), {found['mb']:.0f} MB beyond the data, "
+            f"{found['first_round']:.1f} s to the first round",
             flush=True,
         )
 
