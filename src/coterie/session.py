@@ -72,6 +72,7 @@ class Session:
                 "certainty": self.method.certainty,
             },
             "partition": self.federation.identity,
+            "data_dir": str(self.engine.data_dir.resolve()) if self.engine.data_dir else None,
             "normalisation": {"mean": self.federation.dataset.mean, "std": self.federation.dataset.std},
             "parameters": sum(self.method.ctx.w0[k].numel() for k in self.method.ctx.net.trainable),
             "versions": {
@@ -169,6 +170,7 @@ def make_loop(session: Session, folder: Folder, runtime: Any) -> Loop:
             checkpoint_every=s.checkpoint_every,
             watch=s.watch,
             final_trained=s.final_trained,
+            log_updates=s.log_updates,
             dropout=s.dropout,
             stragglers=s.stragglers,
             newcomers=session.newcomers,
@@ -210,6 +212,9 @@ def execute(
 def rebuild(path: Path, engine: Engine | None = None) -> Session:
     """The session of a run's folder, if its settings name everything it used; refuses data that changed since."""
     found = stored(path)
+    engine = engine or Engine()
+    if engine.data_dir is None and found["data_dir"]:
+        engine = engine.model_copy(update={"data_dir": Path(found["data_dir"])})
     session = prepare(RunSettings(**found["settings"]), engine)
     here, then = session.federation.identity, found["partition"]
     if here != then:

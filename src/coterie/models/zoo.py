@@ -102,9 +102,29 @@ class Flat(Dense):
         return super().forward(x.flatten(1))
 
 
-def mlp(shape: Shape, classes: int, *, hidden: Widths = (64,)) -> nn.Module:
+class NormFlat(Flat):
+    """The same with batch norm (bn1, bn2, ...) before each ReLU."""
+
+    def __init__(self, size: int, hidden: list[int], classes: int):
+        super().__init__(size, hidden, classes)
+        for i, width in enumerate(hidden, 1):
+            self.add_module(f"bn{i}", nn.BatchNorm1d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for name in self._fcs:
+            x = torch.relu(getattr(self, name.replace("fc", "bn"))(getattr(self, name)(x)))
+        return self.classifier(x)  # type: ignore[no-any-return]
+
+
+def mlp(shape: Shape, classes: int, *, hidden: Widths = (64,), batch_norm: bool = False) -> nn.Module:
     """Fully connected net; `hidden` lists the widths of its hidden layers."""
-    return Flat(prod(shape), list(hidden), classes)
+    return (NormFlat if batch_norm else Flat)(prod(shape), list(hidden), classes)
+
+
+def mlp_bn(shape: Shape, classes: int, *, hidden: Widths = (64, 32)) -> nn.Module:
+    """Fully connected net with batch norm: small, and has all that any method asks of a model."""
+    return mlp(shape, classes, hidden=hidden, batch_norm=True)
 
 
 def logistic(shape: Shape, classes: int) -> nn.Module:
@@ -163,6 +183,7 @@ ZOO: dict[str, Callable[..., nn.Module]] = {
     "lenet5-nobn": lenet5_nobn,
     "logistic": logistic,
     "mlp": mlp,
+    "mlp-bn": mlp_bn,
     "scfpfl-cnn": scfpfl_cnn,
     "signal": signal,
     "text": text_net,
