@@ -62,6 +62,8 @@ def mean(trees: Sequence[Mapping[str, Tensor]], weights: Sequence[float] | Tenso
     """Weighted mean in the order given (weights are normalised here); one tree in, the same values out."""
     share = normalised(weights, len(trees))
     names = list(trees[0])
+    if not names:
+        return {}  # a method that shares nothing
     total = torch._foreach_mul([trees[0][k] for k in names], share[0])
     for tree, part in zip(trees[1:], share[1:], strict=True):
         torch._foreach_add_(total, [tree[k] for k in names], alpha=part)
