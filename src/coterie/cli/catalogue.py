@@ -35,6 +35,7 @@ def list_(
 
 def _methods(model: str | None, data: str | None, data_dir: Path | None) -> None:
     from coterie.cli.traffic import traffic
+    from coterie.errors import CoterieError
     from coterie.methods import find, known
 
     sizes = traffic(model, data or "digits", data_dir)
@@ -42,7 +43,11 @@ def _methods(model: str | None, data: str | None, data_dir: Path | None) -> None
     for name in ("name", "method", "family", "year", "personal", "KB up", "KB down", "needs"):
         table.add_column(name, no_wrap=name in ("name", "year"))
     for name in known():
-        m = find(name)
+        try:
+            m = find(name)
+        except CoterieError as e:  # somebody's broken package must not hide the others
+            table.add_row(name, str(e))
+            continue
         up, down = sizes.of(name)
         mark = " [C]" if m.certainty == "C" else ""
         table.add_row(name, m.title + mark, m.family, str(m.year or ""), m.personal_part, up, down, " ".join(m.needs))

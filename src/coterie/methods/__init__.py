@@ -26,7 +26,10 @@ def find(name: str) -> type[Method]:
     plain = name.lower().replace("_", "-")
     for key in (plain, plain.replace("-", "")):
         if key in _points():
-            method = _points()[key].load()
+            try:
+                method = _points()[key].load()
+            except (ImportError, AttributeError) as e:
+                raise CoterieError(f'the method "{key}" is registered but cannot be loaded: {e}') from e
             if not (isinstance(method, type) and issubclass(method, Method)):
                 raise CoterieError(f'the entry point "{key}" of group {GROUP} is not a Method')
             return method
