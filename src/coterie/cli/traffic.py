@@ -20,7 +20,7 @@ class Traffic:
     def _session(self) -> Session:
         from coterie.config import Engine
 
-        chosen = settings(method="fedavg", data=self.data, model=self._model, public=100, partition="iid", clients=2)
+        chosen = settings(method="fedavg", data=self.data, model=self._model, public=100, partition="iid", clients=20)
         return prepare(chosen, Engine(data_dir=self._dir))
 
     @property
@@ -29,12 +29,12 @@ class Traffic:
         return f"{self._model or 'the default model'} ({n:,} parameters)"
 
     def of(self, name: str) -> tuple[str, str]:
-        """KB up and down for a client that has all classes; a dash where the method does not fit the model."""
+        """KB up and down in a late round for a client with all classes; a dash where the method does not fit."""
         method: Method = find(name)()
         method.ctx = self._session.method.ctx
         try:
             method.check()
-            p = method.payload(method.ctx.classes, 1)
+            p = method.payload(method.ctx.classes, method.ctx.rounds)
         except (CoterieError, KeyError):
             return "-", "-"
         return f"{p.up / 1024:.1f}", f"{p.down / 1024:.1f}"
