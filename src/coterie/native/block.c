@@ -49,7 +49,7 @@ static int64_t plan(const call *c, layout *l) {
     l->at = (int32_t *)at, at += images * l->hits;
     l->sel = at, at += c->mode == TRAIN ? images * l->hits : 0; /* [p, ocp]: the maximum before normalisation */
     l->z = at, at += (c->mode == TRAIN ? c->n : 1) * l->pixels;
-    return at - c->save;
+    return round_up(at - c->save);
 }
 
 /* One padded channels-last image. Vectors of 8 channels overlap what comes after them: blocks of channels go from last
@@ -125,7 +125,9 @@ static void pack_kernel(const call *c, int64_t o, float factor, float *to, int64
 static void pack_forward(const call *c, const layout *l, float *w, float *bias) {
     memset(w, 0, sizeof(float) * c->k * l->run * l->ocp);
     for (int64_t o = 0; o < l->ocp; o++) bias[o] = o < c->oc && c->bias ? c->bias[o] : 0;
-    for (int64_t o = 0; o < c->oc; o++) {
+    for (int64_t o = 0; narrow(c->oc, c->pad, l->ow) && o < c->oc; o++)
+        for (int64_t i = 0; i < c->k * l->run; i++) w[i * c->oc + o] = c->weight[o * c->k * l->run + i];
+    for (int64_t o = 0; !narrow(c->oc, c->pad, l->ow) && o < c->oc; o++) {
         const int64_t first = o / 16 * 16, width = least(16, l->ocp - first);
         pack_kernel(c, o, 1, w + first * c->k * l->run + o - first, l->run * width, width);
     }
@@ -232,8 +234,11 @@ void coterie_forward(call *c) {
     if (c->mode != TRAIN) set_stats(c, &l, mean, m2);
     for (int64_t i = 0; i < c->n; i++) {
         float *x = l.x + i * image, *z = l.z + i * pixels;
-        pack_image(c, &l, c->x + i * c->ic * c->h * c->w, x);
-        conv_forward(x, c->ic, l.row, c->k, w, bias, z, l.oh, l.ow, l.ocp);
+        const float *from = c->x + i * c->ic * c->h * c->w;
+        const int direct = narrow(c->oc, c->pad, l.ow);
+        if (c->keep || !direct) pack_image(c, &l, from, x);
+        if (direct) conv_narrow(from, c->ic, c->h, c->w, c->k, w, c->oc, bias, z, l.oh, l.ow);
+        else conv_forward(x, c->ic, l.row, c->k, w, bias, z, l.oh, l.ow, l.ocp);
         if (c->mode == TRAIN) add_moments(&l, z, i * l.oh * l.ow, mean, m2);
         else pool(c, &l, z, c->y + i * c->oc * l.p, (float *)l.at + i * hits, 0, tmp);
     }

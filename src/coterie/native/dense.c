@@ -97,42 +97,8 @@ INLINE void forward_tile(const int T, const int V, const float *const *x, int64_
         for (int v = 0; v < V; v++) store(z + i * zstep + v * LANES, sum[i * V + v]);
 }
 
-/* The same for T neighbours of an image of one or three channels: one pointer serves all, so tiles can be wider. */
-INLINE void forward_row(const int T, const int ic, const float *x, int64_t row, int64_t k, const float *w,
-                        const float *bias, float *z, int64_t zstep) {
-    ASSUME(k > 0);
-    vec sum[TILE];
-    for (int i = 0; i < T; i++) sum[i] = load(bias);
-    for (int64_t ky = 0; ky < k; ky++, x += row)
-        for (int64_t t = 0; t < k * ic; t++, w += LANES) {
-            const vec s = hold(w);
-            for (int i = 0; i < T; i++) sum[i] += splat(x[i * ic + t]) * s;
-        }
-    for (int i = 0; i < T; i++) store(z + i * zstep, sum[i]);
-}
-
-/* The same for a grey image, each value of which serves five pixels while it is in a register. */
-INLINE void forward_grey(const int T, const float *x, int64_t row, const float *w, const float *bias, float *z,
-                         int64_t zstep) {
-    vec sum[TILE];
-    for (int i = 0; i < T; i++) sum[i] = load(bias);
-    _Pragma("GCC unroll 1") for (int ky = 0; ky < 5; ky++, x += row, w += 5 * LANES) {
-        vec tap[5];
-        for (int t = 0; t < 5; t++) tap[t] = load(w + t * LANES);
-        for (int j = 0; j < T + 4; j++) {
-            const vec s = splat(x[j]);
-            for (int t = 0; t < 5; t++)
-                if (j - t >= 0 && j - t < T) sum[j - t] += s * tap[t];
-        }
-    }
-    for (int i = 0; i < T; i++) store(z + i * zstep, sum[i]);
-}
-
 #define PAIR(T) case T: forward_tile(T, 2, x, row, k, run, w, bias, z, ocp); break;
 #define ONE(T) case T: forward_tile(T, 1, x, row, k, run, w, bias, z, ocp); break;
-#define GREY(T) case T: forward_grey(T, x, row, w, bias, z, ocp); break;
-#define RGB(T) case T: forward_row(T, 3, x, row, k, w, bias, z, ocp); break;
-
 static void forward_pair(int64_t T, const float *const *x, int64_t row, int64_t k, int64_t run, const float *w,
                          const float *bias, float *z, int64_t ocp) {
     switch (T) { PAIR(1) PAIR(2) PAIR(3) PAIR(4) PAIR(5) PAIR(6) }
@@ -143,35 +109,12 @@ static void forward_one(int64_t T, const float *const *x, int64_t row, int64_t k
     switch (T) { ONE(1) ONE(2) ONE(3) ONE(4) ONE(5) ONE(6) ONE(7) ONE(8) ONE(9) ONE(10) }
 }
 
-static void forward_grey5(int64_t T, const float *x, int64_t row, const float *w, const float *bias, float *z,
-                          int64_t ocp) {
-    switch (T) { GREY(1) GREY(2) GREY(3) GREY(4) GREY(5) GREY(6) GREY(7) GREY(8) GREY(9) GREY(10) }
-}
-
-static void forward_rgb(int64_t T, const float *x, int64_t row, int64_t k, const float *w, const float *bias, float *z,
-                        int64_t ocp) {
-    switch (T) { RGB(1) RGB(2) RGB(3) RGB(4) RGB(5) RGB(6) RGB(7) RGB(8) RGB(9) RGB(10) RGB(11) RGB(12) }
-}
-
 /* z[oh, ow, ocp] of one image; w holds pairs of vectors of channels first, a single one last. */
 static void conv_forward(const float *x, int64_t ic, int64_t row, int64_t k, const float *w, const float *bias,
                          float *z, int64_t oh, int64_t ow, int64_t ocp) {
     const int64_t run = k * ic, pixels = oh * ow;
     for (int64_t c = 0; c < ocp; c += 2 * LANES, w += 2 * LANES * k * run) {
         const int pair = c + LANES < ocp;
-        const int grey = !pair && ic == 1 && k == 5;
-        if (grey || (!pair && ic == 3)) { /* the first layer of LeNet5 */
-            const int64_t parts = pieces(ow, grey ? 10 : TILE);
-            for (int64_t y = 0; y < oh; y++)
-                for (int64_t i = 0; i < parts; i++) {
-                    const int64_t a = cut(ow, parts, i), T = cut(ow, parts, i + 1) - a;
-                    const float *p = x + y * row + a * ic;
-                    float *q = z + (y * ow + a) * ocp + c;
-                    if (grey) forward_grey5(T, p, row, w, bias + c, q, ocp);
-                    else forward_rgb(T, p, row, k, w, bias + c, q, ocp);
-                }
-            continue;
-        }
         const int64_t parts = pieces(pixels, pair ? 6 : 10); /* as many as there are registers for sums or pointers */
         const float *at = x;
         int64_t column = 0;
@@ -184,6 +127,47 @@ static void conv_forward(const float *x, int64_t ic, int64_t row, int64_t k, con
             }
             (pair ? forward_pair : forward_one)(T, first, row, k, run, w, bias + c, z + a * ocp + c, ocp);
         }
+    }
+}
+
+/* Up to six output channels would waste lanes: here lanes are neighbouring pixels of an unpadded channels-first image.
+ * Two vectors of them, each times C channels; w is [ic, k, k, C]. */
+INLINE void narrow_tile(const int C, const float *const *x, int64_t ic, int64_t h, int64_t w, int64_t k,
+                        const float *weight, const float *bias, float *const *z) {
+    ASSUME(ic > 0 && k > 0);
+    vec a[LANES], b[LANES];
+    const float *p = x[0], *q = x[1];
+    for (int c = 0; c < LANES; c++) a[c] = b[c] = splat(c < C ? bias[c] : 0);
+    for (int64_t i = 0; i < ic; i++, p += (h - k) * w, q += (h - k) * w)
+        for (int64_t ky = 0; ky < k; ky++, p += w, q += w)
+            for (int64_t kx = 0; kx < k; kx++, weight += C) {
+                const vec s = hold(p + kx), t = hold(q + kx);
+                for (int c = 0; c < C; c++) {
+                    const vec u = splat(weight[c]);
+                    a[c] += u * s, b[c] += u * t;
+                }
+            }
+    transpose8(a), transpose8(b);
+    for (int i = 0; i < LANES; i++) store(z[0] + i * LANES, a[i]);
+    for (int i = 0; i < LANES; i++) store(z[1] + i * LANES, b[i]);
+}
+
+#define NARROW(C) case C: narrow_tile(C, from, ic, h, w, k, weight, bias, to); break;
+
+INLINE int narrow(int64_t oc, int64_t pad, int64_t ow) { return oc <= TILE / 2 && pad == 0 && ow >= LANES; }
+
+/* The same as conv_forward where narrow() holds. The last vector of a row overlaps the one before. */
+static void conv_narrow(const float *x, int64_t ic, int64_t h, int64_t w, int64_t k, const float *weight, int64_t oc,
+                        const float *bias, float *z, int64_t oh, int64_t ow) {
+    const int64_t vecs = pieces(ow, LANES), all = oh * vecs;
+    for (int64_t i = 0; i < all; i += 2) {
+        const float *from[2];
+        float *to[2];
+        for (int j = 0; j < 2; j++) {
+            const int64_t at = least(i + j, all - 1), y = at / vecs, first = least(at % vecs * LANES, ow - LANES);
+            from[j] = x + y * w + first, to[j] = z + (y * ow + first) * LANES;
+        }
+        switch (oc) { NARROW(1) NARROW(2) NARROW(3) NARROW(4) NARROW(5) NARROW(6) }
     }
 }
 

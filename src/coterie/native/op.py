@@ -61,32 +61,36 @@ def eligible(
     """Plain float32 tensors in main memory of a shape the kernels know, outside vmap, grad transforms and compilers."""
     if peek_interpreter_stack() is not None or torch.compiler.is_compiling():
         return False
-    for t in (x, weight, bias, gamma, beta, running_mean, running_var):
-        if t is not None and not (
-            (type(t) is Tensor or type(t) is nn.Parameter)
-            and t.dtype is torch.float32
-            and t.device.type == "cpu"
-            and t.layout is torch.strided
-        ):
-            return False
-    if x.ndim != 4 or weight.ndim != 4:
+    if not (_plain_tensor(x) and _plain_tensor(weight) and _known_shape(x.shape, weight.shape, padding)):
         return False
-    n, ic, h, w = x.shape
-    oc, wic, k, k2 = weight.shape
-    side = 2 * padding - k + 1
+    channels = weight.shape[0]
+    for t in (bias, gamma, beta, running_mean, running_var):
+        if t is not None and not (_plain_tensor(t) and t.numel() == channels):
+            return False
+    if (running_mean is None) != (running_var is None):
+        return False
+    return training or running_mean is not None or (gamma is None and beta is None)
+
+
+def _plain_tensor(t: Tensor) -> bool:
+    kind = type(t)
+    return (kind is Tensor or kind is nn.Parameter) and t.dtype is torch.float32 and t.is_cpu and not t.is_sparse
+
+
+@lru_cache(maxsize=1024)
+def _known_shape(x: torch.Size, weight: torch.Size, padding: int) -> bool:
+    if len(x) != 4 or len(weight) != 4:
+        return False
+    (n, ic, h, w), (oc, wic, k, k2) = x, weight
     return (
-        n > 0
-        and oc > 0
-        and ic == wic > 0
+        min(n, ic, oc) > 0
+        and ic == wic
         and k == k2
         and k in KERNELS
         and 0 <= padding <= MOST_PADDING
-        and min(h, w) + side >= 2
+        and min(h, w) + 2 * padding - k + 1 >= 2
         and ic * (h + 4) * (w + 4) < MOST_FLOATS
         and oc * (ic + 1) * (k + 2) ** 2 < MOST_FLOATS
-        and all(t is None or t.shape == (oc,) for t in (bias, gamma, beta, running_mean, running_var))
-        and (running_mean is None) == (running_var is None)
-        and (training or running_mean is not None or (gamma is None and beta is None))
     )
 
 
@@ -131,6 +135,10 @@ def _pointer(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
+def _dense(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
 def _kernel(lib: ctypes.CDLL) -> Kernel:
     @lru_cache(maxsize=256)
     def sizes(*dims: int) -> tuple[int, int, int]:
@@ -139,7 +147,7 @@ def _kernel(lib: ctypes.CDLL) -> Kernel:
         return out[0], out[1], out[2]
 
     def forward(keep: bool, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Any]:
-        """The result, and what backward needs: tensors whose memory the call points to, dims, call arguments."""
+        """The result, and what backward needs."""
         bias, gamma, beta, mean, var, training, momentum, eps, padding = rest
         n, ic, h, w = x.shape
         oc, k = weight.shape[0], weight.shape[2]
@@ -147,27 +155,31 @@ def _kernel(lib: ctypes.CDLL) -> Kernel:
         mode = PLAIN if gamma is None and beta is None and mean is None else TRAIN if training else EVAL
         dims = (n, ic, h, w, oc, k, padding, mode, int(keep))
         save_size, scratch_size, _ = sizes(*dims)
-        x = x.contiguous()
-        fixed = [weight.contiguous(), *(None if t is None else t.contiguous() for t in (bias, gamma, beta))]
+        x, weight = x.contiguous(), weight.contiguous()
+        bias, gamma, beta = _dense(bias), _dense(gamma), _dense(beta)
+        moved_mean, moved_var = _dense(mean), _dense(var)
         y = torch.empty((n, oc, oh // 2, ow // 2))
-        save, scratch = torch.empty(save_size), torch.empty(scratch_size)
-        moves = [] if mode == PLAIN or mean is None else [mean, var]
-        stats = [t if t.is_contiguous() else t.contiguous() for t in moves] or [None, None]
+        save = torch.empty(save_size + scratch_size)
         lib.coterie_forward(
             Call(
                 *dims,
                 eps,
                 momentum,
                 x.data_ptr(),
-                *map(_pointer, fixed),
-                *map(_pointer, stats),
+                weight.data_ptr(),
+                _pointer(bias),
+                _pointer(gamma),
+                _pointer(beta),
+                _pointer(moved_mean),
+                _pointer(moved_var),
                 y.data_ptr(),
                 save.data_ptr(),
-                scratch.data_ptr(),
+                save.data_ptr() + 4 * save_size,
             )
         )
-        if mode == TRAIN:
-            for t, moved in zip(moves, stats, strict=False):
+        if mode == TRAIN and mean is not None:
+            pairs: Any = ((mean, moved_mean), (var, moved_var))
+            for t, moved in pairs:
                 if moved is not t:
                     t.copy_(moved)
                 elif not t.is_inference():
@@ -189,7 +201,7 @@ def _kernel(lib: ctypes.CDLL) -> Kernel:
                 return (*_differentiable(inputs, ctx.rest, ctx.needs_input_grad, dy), *[None] * 6)
             dims, eps, momentum, save = ctx.made
             dy = dy.contiguous()
-            fixed = [None if t is None else t.contiguous() for t in inputs[1:]]
+            fixed = [_dense(t) for t in inputs[1:]]
             needed = zip(inputs, ctx.needs_input_grad, strict=False)
             grads = [torch.empty(t.shape) if t is not None and need else None for t, need in needed]
             scratch = torch.empty(sizes(*dims)[2])
