@@ -5,7 +5,7 @@ hooks see the client's own data, its own state and what was sent to it. State is
 and dictionaries (codec.py), so that it can be checkpointed and deployed; hooks never keep anything on `self`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -23,6 +23,7 @@ ClientId = int
 EdgeId = int
 State = dict[str, Any]  # of a server, a client or an edge; see codec.py for what it may hold
 Extras = dict[str, Any]  # what the losses of one client need beside parameters and batch
+ANNOUNCE = "announce:"  # mark of the entries a device may send ahead of the rest of its upload (see Method.calls)
 
 
 class Batch(NamedTuple):
@@ -129,6 +130,7 @@ class Context:
     weighting: Literal["samples", "uniform"] | None = None  # None: as the method's card says
     bn_stats: Literal["shared", "local"] = "shared"
     lr_decay: float = 1.0
+    public: int = 0  # unlabelled items that every party has
 
     def lr_at(self, round: int) -> float:
         """The local rate of a round; decay acts from round 2 on."""
@@ -271,6 +273,10 @@ class Method:
         got = edge.download
         return Download({**got.shared, **got.edge.get(edge.id, {})}, {i: got.each[i] for i in ids if i in got.each})
 
+    def calls(self, edge: Edge, announced: Sequence[Upload], round: int) -> Collection[ClientId] | None:
+        """Who is to send the rest, judged by the entries marked ANNOUNCE alone; None: everybody sends all at once."""
+        return None
+
     def merge(self, edge: Edge, uploads: Sequence[Upload], round: int) -> tuple[State, Upload]:
         """What an edge makes of its clients' uploads; default: their mean, weighted as the run says."""
         return edge.state, Upload(T.mean([u.tree for u in uploads], self.weights(uploads)))
@@ -281,7 +287,7 @@ class Method:
         return {"own": T.clone(own)} if own else {}
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        """Where local training starts. The runtime clones the tree before it trains."""
+        """Where local training starts. The runtime clones the tree before it trains; extras["idle"] means not to."""
         return {**download, **state.get("own", {})}, {}
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
@@ -312,6 +318,6 @@ class Method:
 
 
 __all__ = [
-    "Batch", "ClientData", "ClientId", "Context", "Download", "Edge", "EdgeId", "Extras", "Method", "Payload", "Phase",
-    "Settings", "Split", "State", "Tree", "Upload", "cross_entropy", "replace",
+    "ANNOUNCE", "Batch", "ClientData", "ClientId", "Context", "Download", "Edge", "EdgeId", "Extras", "Method",
+    "Payload", "Phase", "Settings", "Split", "State", "Tree", "Upload", "cross_entropy", "replace",
 ]  # fmt: skip

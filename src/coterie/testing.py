@@ -200,9 +200,9 @@ def payload_is_what_is_declared(bench: Bench, tmp: Path) -> None:
         if t == 0:
             continue
         declared = [session.method.payload_of(before, i, int(counts[i]), t) for i in event["participants"]]
-        book = event["bytes"].get("device-edge") or event["bytes"].get("device-cloud") or {}
+        books = [event["bytes"].get(link, {}) for link in ("device-edge", "device-cloud")]
         for direction in ("up", "down"):
-            counted = sum(book.get(direction, {}).values())
+            counted = sum(sum(book.get(direction, {}).values()) for book in books)
             promised = sum(getattr(p, direction) for p in declared)
             assert counted == promised, f"round {t}, {direction}: {counted} bytes sent, {promised} declared"
     loop.folder.close()

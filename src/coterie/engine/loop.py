@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from coterie.engine.protocol import Evaluation, Watch
 from coterie.engine.record import Folder
 from coterie.engine.store import Store
 from coterie.engine.workers import Runtime
-from coterie.method import ClientId, Download, Edge, EdgeId, Method, State, Upload
+from coterie.method import ANNOUNCE, ClientId, Download, Edge, EdgeId, Method, State, Upload
 from coterie.rng import torch_rng
 
 CLIENTS_PER_REQUEST = 256  # bounds memory when every client is scored
@@ -34,6 +34,7 @@ class Schedule:
     dropout: float = 0.0  # share of the sampled clients that fail
     stragglers: float = 0.0  # share that does fewer epochs
     newcomers: tuple[ClientId, ...] = ()  # never sampled, scored only
+    log_updates: bool = False  # how far the participants' own models moved, together and at most
 
 
 @dataclass
@@ -118,7 +119,9 @@ class Loop:
 
     # ---- one round's steps -----------------------------------------------------------------------------------
     def _attach(self, ids: Sequence[ClientId]) -> dict[EdgeId, Edge] | None:
-        """The edges that serve these clients, with their state; None when clients talk to the cloud."""
+        """The edges that serve these clients, with their state; None when all clients talk to the cloud.
+
+        A client that no edge serves (a newcomer, or one not assigned yet) talks to the cloud beside them."""
         layout = self.method.edges(self.server)
         if layout is None:
             return None
@@ -133,24 +136,21 @@ class Loop:
         """What reaches the clients, counted on every link it crosses."""
         sent = self.method.down(self.server, ids, t)
         attached = self._attach(ids)
-        if attached is None:
-            for i in ids:
-                self.ledger.count("device-cloud", "down", sent.to(i))
-            return sent, None
-        for e, edge in attached.items():
+        for e, edge in (attached or {}).items():
             self.ledger.count("edge-cloud", "down", {**sent.shared, **sent.edge.get(e, {})})
             for i in edge.clients:
                 self.ledger.count("edge-cloud", "down", sent.each.get(i, {}))
-        handed, attached = self._relay(sent, attached, ids, t)
+        handed, attached = (sent, None) if attached is None else self._relay(sent, attached, ids, t)
+        served = _served(attached)
         for i in ids:
-            self.ledger.count("device-edge", "down", handed.to(i))
+            self.ledger.count("device-edge" if i in served else "device-cloud", "down", handed.to(i))
         return handed, attached
 
     def _relay(
         self, sent: Download, attached: dict[EdgeId, Edge], ids: Sequence[ClientId], t: int
     ) -> tuple[Download, dict[EdgeId, Edge]]:
-        each: dict[ClientId, T.Tree] = {}
-        wanted = set(ids)
+        wanted, served = set(ids), _served(attached)
+        each: dict[ClientId, T.Tree] = {i: sent.to(i) for i in ids if i not in served}
         for e, edge in attached.items():
             attached[e] = edge = Edge(e, edge.clients, edge.state, sent)
             here = [i for i in edge.clients if i in wanted]
@@ -167,6 +167,7 @@ class Loop:
         }
         jobs = [self._job(i, downloads) | {"share": share[i]} for i in ids]
         head = {"op": "train", "round": t, "shared": downloads.shared, "watch": self.schedule.watch}
+        head["moves"] = self.schedule.log_updates
         return self._scatter(head, jobs)
 
     def _job(self, client: ClientId, downloads: Download) -> dict[str, Any]:
@@ -196,22 +197,30 @@ class Loop:
         return uploads, broken
 
     def _aggregate(self, uploads: list[Upload], attached: dict[EdgeId, Edge] | None, t: int) -> None:
-        if attached is None:
-            for u in uploads:
-                self.ledger.count("device-cloud", "up", u.tree)
-            self.server = self.method.aggregate(self.server, uploads, t)
-            return
+        served = _served(attached)
+        direct = [u for u in uploads if u.sender not in served]
+        for u in direct:
+            self.ledger.count("device-cloud", "up", u.tree)
         merged: list[Upload] = []
-        for e, edge in attached.items():
+        for e, edge in (attached or {}).items():
             here = [u for u in uploads if u.sender in set(edge.clients)]
             if not here:
                 continue
+            here = self._called(edge, here, t)
             for u in here:
                 self.ledger.count("device-edge", "up", u.tree)
             self.edges[e], up = self.method.merge(edge, here, t)
             self.ledger.count("edge-cloud", "up", up.tree)
             merged.append(Upload(up.tree, up.note, e, sum(u.samples for u in here)))
-        self.server = self.method.aggregate(self.server, merged, t)
+        self.server = self.method.aggregate(self.server, [*merged, *direct], t)
+
+    def _called(self, edge: Edge, uploads: list[Upload], t: int) -> list[Upload]:
+        """What crosses the link when devices announce themselves first: of those not called, the announcement only."""
+        first = [replace(u, tree=T.keep(u.tree, lambda k: k.startswith(ANNOUNCE))) for u in uploads]
+        wanted = self.method.calls(edge, first, t)
+        if wanted is None:
+            return uploads
+        return [u if u.sender in wanted else f for u, f in zip(uploads, first, strict=True)]
 
     # ---- evaluation ------------------------------------------------------------------------------------------
     def evaluate(self, t: int) -> Evaluation:
@@ -239,6 +248,10 @@ class Loop:
         return self._preview([client], self.done + 1).to(client)
 
 
+def _served(attached: dict[EdgeId, Edge] | None) -> set[ClientId]:
+    return {i for edge in (attached or {}).values() for i in edge.clients}
+
+
 def _unlucky(seed: int, what: str, t: int, client: ClientId, share: float) -> bool:
     return share > 0 and float(torch.rand((), generator=torch_rng(seed, what, t, client))) < share
 
@@ -250,9 +263,14 @@ def _mean(values: list[float]) -> float | None:
 def _notes(answers: list[Value]) -> dict[str, float]:
     """The clients' own numbers, averaged over those who gave them."""
     names = sorted({k for a in answers for k in a["note"]})
-    return {
+    out = {
         k: sum(a["note"][k] for a in answers if k in a["note"]) / sum(k in a["note"] for a in answers) for k in names
     }
+    if moves := [a["move"] for a in answers if "move" in a]:
+        D = torch.stack(moves)  # [participants, P]
+        each = D.norm(dim=1)
+        out |= {"aun": float(D.mean(0).norm()), "mean_update": float(each.mean()), "largest_update": float(each.max())}
+    return out
 
 
 __all__ = ["Loop", "Progress", "Schedule"]
