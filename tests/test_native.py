@@ -242,7 +242,7 @@ def test_under_function_transforms_pytorch_does_the_work(monkeypatch: pytest.Mon
         native.conv_block(x, w, b)
 
 
-@pytest.mark.parametrize("why", ["dtype", "kernel", "padding", "off", "pool"])
+@pytest.mark.parametrize("why", ["dtype", "kernel", "padding", "off", "large", "pool"])
 def test_what_the_kernels_do_not_know_pytorch_does(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_kernel", lambda *_: pytest.fail("native code"))
     x, w, pad = torch.randn(2, 3, 9, 9), torch.randn(4, 3, 3, 3), 0
@@ -250,6 +250,8 @@ def test_what_the_kernels_do_not_know_pytorch_does(why: str, monkeypatch: pytest
         x, w = x.double(), w.double()
     if why == "kernel":
         w = torch.randn(4, 3, 2, 2)
+    if why == "large":
+        x, w = torch.randn(1, 256, 4, 4), torch.randn(256, 256, 3, 3)
     if why == "padding":
         pad = 3
     if why == "off":
