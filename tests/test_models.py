@@ -1,6 +1,7 @@
 """The models by name: parameter counts of the papers' tables, options, users' own models, sentences for mistakes."""
 
 import sys
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
+from coterie import native
 from coterie.errors import CoterieError
 from coterie.models import registry
 from coterie.models.blocks import Conv, ConvBlock
@@ -140,7 +142,12 @@ def test_every_model_has_a_head_and_gives_one_score_per_class(name):
 @pytest.mark.parametrize(
     ("dims", "batch_norm", "pool"), [(2, True, True), (2, False, True), (1, True, True), (2, True, False)]
 )
-def test_a_block_is_conv_norm_relu_pool_in_values_and_gradients(dims, batch_norm, pool):
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_block_is_conv_norm_relu_pool_in_values_and_gradients(dims, batch_norm, pool, fast, request):
+    """To the bit in PyTorch's own operations, to rounding in native code."""
+    native.enable(fast)
+    request.addfinalizer(lambda: native.enable(None))
+    same = partial(torch.allclose, rtol=1e-4, atol=1e-5) if fast else torch.equal
     torch.manual_seed(0)
     block = ConvBlock(2, Conv(3, 3, pool=pool, batch_norm=batch_norm), dims)
     x = torch.randn(4, 2, *[9] * dims, requires_grad=True)
@@ -148,11 +155,11 @@ def test_a_block_is_conv_norm_relu_pool_in_values_and_gradients(dims, batch_norm
     if pool:
         plain = F.max_pool2d(plain, 2) if dims == 2 else F.max_pool1d(plain, 2)
     out = block(x)
-    assert torch.equal(out, plain)
+    assert same(out, plain)
     mark = torch.randn_like(out)
     of = [x, *block.parameters()]
     for a, b in zip(torch.autograd.grad(out, of, mark), torch.autograd.grad(plain, of, mark), strict=True):
-        assert torch.equal(a, b)
+        assert same(a, b)
 
 
 def small_vgg(monkeypatch) -> None:

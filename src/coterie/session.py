@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from coterie import native
 from coterie.config import Engine, RunSettings
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
@@ -79,6 +80,8 @@ class Session:
                 "coterie": version("coterie"),
                 "torch": torch.__version__,
                 "python": platform.python_version(),
+                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+                "convolutions": native.status(),
             },
         }
 
@@ -115,6 +118,7 @@ def prepare(
         weighting=settings.weighting,
         bn_stats=settings.bn_stats,
         lr_decay=settings.lr_decay,
+        public=settings.federation.public,
     )
     _check_needs(bound, federation)
     bound.check()
