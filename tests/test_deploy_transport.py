@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -291,9 +292,9 @@ def test_a_dead_node_is_missed_at_the_deadline(federation: Federation) -> None:
     with federation.link("alice", "bob") as link:
         federation.devices["bob"].kill()
         began = time.monotonic()
-        replies, errors = link.send({"alice": {}, "bob": {}}, "train", 1, 4)
-        assert list(replies) == ["alice"] and errors == {"bob": "bob did not answer within 4 s"}
-        assert time.monotonic() - began < 7
+        replies, errors = link.send({"alice": {}, "bob": {}}, "train", 1, 6)
+        assert list(replies) == ["alice"] and errors == {"bob": "bob did not answer within 6 s"}
+        assert time.monotonic() - began < 12
         federation.join("bob", pause=3.0)
 
 
@@ -356,6 +357,18 @@ def test_a_killed_superlink_is_followed_by_another_within_the_round(federation: 
             assert replies[name]["calls"] == before[name]["calls"] + 1
 
 
+@pytest.mark.long
+def test_a_superlink_that_lost_its_memory_gets_its_nodes_back(federation: Federation) -> None:
+    with federation.link("alice", "bob") as link:
+        before, _ = link.send({"alice": {}, "bob": {}}, "train", 1, 30)
+        federation.superlink.kill()
+        for path in (federation.root / "superlink").glob("superlink.db*"):
+            path.unlink()
+        federation.superlink = federation.superlink.start()
+        replies, errors = link.send({"alice": {}, "bob": {}}, "train", 2, 90)
+        assert errors == {} and [r["pid"] for r in replies.values()] == [r["pid"] for r in before.values()]
+
+
 def test_a_newcomer_joins_a_running_federation_and_a_removed_node_leaves(federation: Federation) -> None:
     with federation.link("alice") as link:
         federation.join("dora")
@@ -367,6 +380,54 @@ def test_a_newcomer_joins_a_running_federation_and_a_removed_node_leaves(federat
         certs.remove_node(federation.certs.root, "dora")
         assert "dora" not in link.nodes()
         federation.devices["dora"].stop()
+
+
+@pytest.mark.long
+def test_a_stock_supernode_answers_too(federation: Federation) -> None:
+    certs.add_node(federation.certs.root, "stock")
+    command = Path(sys.executable).parent / "flower-supernode"
+    argv = [
+        str(command), "--superlink", federation.address, "--root-certificates", str(federation.certs.ca),
+        "--auth-supernode-private-key", str(federation.certs.key("stock")), "--port", str(processes.free_port()),
+        "--host", "127.0.0.1", "--node-config", """handler="answering:make" options='{"name":"stock"}'""",
+    ]  # fmt: skip
+    env = processes.flower_env(federation.root / "flwr")
+    with federation.link() as link:  # registers it
+        federation.devices["stock"] = processes.Child("stock", argv, federation.root / "stock.log", env).start()
+        until = time.monotonic() + 60
+        while "stock" not in link.nodes():
+            assert time.monotonic() < until, federation.devices["stock"].tail()
+            time.sleep(0.2)
+        value = {"w": torch.randn(300_000), "x": 1}
+        replies, errors = link.send({"stock": value}, "train", 1, 120)
+        assert errors == {} and codec.equal(replies["stock"]["got"], value)
+    federation.devices.pop("stock").stop()
+
+
+def peak(pid: int) -> int:
+    """Largest resident size of a process so far, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+
+@pytest.mark.long
+def test_a_model_of_500_mb_goes_both_ways_within_four_times_its_size(federation: Federation) -> None:
+    size = 500_000_000
+    processes_ = {
+        "superlink": federation.superlink.pid,
+        "device": federation.devices["alice"].pid,
+        "cloud": os.getpid(),
+    }
+    with federation.link("alice") as link:
+        for pid in processes_.values():
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # forget earlier peaks
+        before = {name: peak(pid) for name, pid in processes_.items()}
+        tree = {str(i): torch.full((size // 40,), float(i)) for i in range(10)}
+        replies, errors = link.send({"alice": {}}, "train", 1, 600, shared=tree)
+        assert errors == {} and codec.equal(replies["alice"]["got"], tree)
+        grown = {name: (peak(pid) - before[name]) / size for name, pid in processes_.items()}
+        assert max(grown.values()) < 4, grown
+        assert link.wires["alice"].total_up < 1.001 * size
 
 
 def test_a_port_in_use_is_a_sentence(federation: Federation, tmp_path: Path) -> None:
@@ -393,7 +454,6 @@ def test_stopping_stops_what_a_process_started(tmp_path: Path) -> None:
 
 def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     import subprocess
-    import sys
 
     script = (
         "import os, subprocess, sys, time; from coterie.deploy.processes import bound; "

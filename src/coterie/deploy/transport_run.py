@@ -7,6 +7,7 @@ run on the same SuperLink, with the same nodes.
 """
 
 import contextlib
+import hashlib
 import io
 import logging
 import threading
@@ -38,9 +39,10 @@ log = logging.getLogger("coterie.cloud")
 
 def bundle() -> bytes:
     """The app bundle of a run: always the same bytes."""
-    buffer = io.BytesIO()
+    buffer, digest = io.BytesIO(), hashlib.sha256(PYPROJECT.encode()).hexdigest()
     with zipfile.ZipFile(buffer, "w") as z:
         z.writestr(zipfile.ZipInfo("pyproject.toml"), PYPROJECT)
+        z.writestr(zipfile.ZipInfo(".info/CONTENT"), f"pyproject.toml,{digest},{8 * len(PYPROJECT)}")
     return buffer.getvalue()
 
 

@@ -59,6 +59,7 @@ class Guard:
 
 def main() -> None:
     die_with_parent()
+    from flwr.supercore import sql_mixin
     from flwr.superlink import extensions
     from flwr.superlink.cli import flower_superlink
     from starlette.middleware import Middleware
@@ -66,6 +67,11 @@ def main() -> None:
     key = Path(os.environ["COTERIE_CONTROL_KEY"]).read_text().strip()
     if len(key) < 32:
         sys.exit("the control key is empty or too short")
+    # Payload chunks are rows of 5 MB: large pages make writing and deleting them many times faster, and while a large
+    # model is deleted others must wait longer than Flower's 5 s.
+    database: Any = sql_mixin
+    ours = {"page_size": "65536", **dict(database.SQLITE_PRAGMAS), "busy_timeout": "120000"}
+    database.SQLITE_PRAGMAS = tuple(ours.items())
     # The hook Flower keeps for its own add-ons; what it returns runs before everything else.
     extensions.get_middleware = lambda: (Middleware(Guard, key=key),)
     flower_superlink()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from coterie import codec
 from coterie.codec import Value
+from coterie.deploy.transport_http import UnreachableError
 from coterie.errors import CoterieError
 
 STYPE = "coterie"  # marks our arrays; version of the format
@@ -216,7 +217,7 @@ def push(
         wanted = set(missing)
         for key, found in objects.items():
             if key in wanted and not put(session, key, found.deflate()):
-                raise CoterieError("the SuperLink did not take it: the run has ended or the transfer was too slow")
+                raise UnreachableError("the SuperLink did not take it: the run has ended or the transfer was too slow")
     return ids
 
 
