@@ -42,6 +42,7 @@ class RunSettings(BaseModel):
     watch: bool = Field(True, description="score participants before and after local training in every round")
     final_trained: bool = Field(True, description="after the last round score all clients after local training too")
     checkpoint_every: int = Field(10, ge=1)
+    log_updates: bool = Field(False, description="log the norm of the participants' mean update (aun) and the largest")
 
     @model_validator(mode="before")
     @classmethod

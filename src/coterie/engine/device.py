@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from coterie import tree as T
 from coterie.codec import Value
 from coterie.data.federation import Federation
 from coterie.engine.evaluate import Score, score
@@ -52,8 +53,9 @@ class Device:
         method, round = self.method, request["round"]
         data, test, state, download = self._open(request, item)
         answer: dict[str, Any] = {"client": item["client"], "samples": len(data.train)}
+        own, more = method.personal(state, download, data) if request["watch"] or request.get("moves") else ({}, {})
         if request["watch"]:
-            answer["before"] = _plain(score(method, *method.personal(state, download, data), test))
+            answer["before"] = _plain(score(method, own, more, test))
         params, extras = method.begin(state, download, data, round)
         phases = method.phases(round)
         params, extras, effort = train(method.ctx, self.rule, phases, params, extras, data, round, item["share"])
@@ -61,6 +63,10 @@ class Device:
             state, upload = method.end(state, params, extras, data, round)
         if request["watch"] and phases:
             answer["after"] = _plain(score(method, *method.trained(state, params, extras), test))
+        if request.get("moves"):
+            names = [k for k in own if k in method.ctx.net.trainable]
+            new = method.trained(state, params, extras)[0]
+            answer["move"] = T.flatten(new, names) - T.flatten(own, names)
         answer |= {"state": state, "tree": upload.tree, "note": dict(upload.note)}
         return answer | {"steps": effort.steps, "loss": effort.loss}
 

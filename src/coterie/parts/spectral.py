@@ -1,6 +1,6 @@
 """Spectral embedding of clients by their predictions, and its ISODATA refinement (SC-FPFL 3.1)."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,43 @@ def eigengap(values: Tensor, smallest: int = 1, largest: int | None = None) -> i
     """Number of clusters: how many rising eigenvalues [n] lie before the widest gap; ties to the smaller number."""
     gaps = values.diff()[smallest - 1 : largest]
     return smallest + int(gaps.argmax()) if len(gaps) else max(1, min(smallest, len(values)))
+
+
+def cluster_count(similarity: Tensor, power: float = 3.0) -> int:
+    """Number of clusters by the eigengap of the similarity, scaled to a diagonal of 1 and raised to a power.
+
+    Without the power the gap behind the first eigenvalue, which is always 0, wins: all clients are somewhat alike. A
+    cluster has two members on average, at least.
+    """
+    s = similarity.double() / similarity.double().max().clamp(min=1e-300)
+    values = torch.linalg.eigvalsh(laplacian(s.fill_diagonal_(1.0) ** power))
+    return eigengap(values, largest=max(1, len(s) // 2))
+
+
+def prediction_clusters(
+    outputs: Tensor,
+    k0: int | Literal["eigengap"],
+    seed: int,
+    embed_dim: int | Literal["k0", "eigengap"] = "k0",
+    predict: Literal["softmax", "logits"] = "softmax",
+    self_similarity: bool = True,
+    gap_power: float = 3.0,
+    n_min: int | None = None,
+    **refine: Any,
+) -> Tensor:
+    """Labels [n] of clients by their outputs [n, items, classes]: SC-FPFL's opening; `refine` goes to isodata.
+
+    Rows are sorted by degree first, so that the seeded start does not depend on the clients' numbers.
+    """
+    s = prediction_similarity(outputs, predict, self_similarity)
+    order = s.sum(1).argsort(stable=True)
+    found = cluster_count(s, gap_power)
+    k = min(found if k0 == "eigengap" else k0, len(s))
+    dims = {"k0": k, "eigengap": found}.get(embed_dim, embed_dim) if isinstance(embed_dim, str) else embed_dim
+    rows, _ = spectral_embedding(s[order][:, order], min(int(dims), len(s)))
+    labels = torch.empty(len(s), dtype=torch.int64)
+    labels[order] = isodata(rows, k, seed, n_min, **refine).labels
+    return canonical(labels.numpy())
 
 
 def spectral_embedding(similarity: Tensor, dims: int) -> tuple[Tensor, Tensor]:

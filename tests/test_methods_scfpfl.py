@@ -1,0 +1,268 @@
+"""SC-FPFL: the numbered properties of its card that are about the method; those of its parts are with the parts."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import played
+from coterie import tree as T
+from coterie.errors import CoterieError
+from coterie.method import Batch, Upload
+from coterie.methods import build
+from coterie.parts.clustering import canonical
+from coterie.parts.distill import kl
+from coterie.parts.spectral import cluster_count, prediction_clusters
+from coterie.testing import check
+from played import near, play, same, session, state, watch
+
+SMALL = {"join": 1.0, "rounds": 2}
+QUICK = {"warmup_epochs": 1}
+
+
+def blocks(sizes: tuple[int, ...], seed: int = 0, noise: float = 0.3) -> torch.Tensor:
+    """Predictions [clients, items, classes] of clients that agree within their block."""
+    rng = torch.Generator().manual_seed(seed)
+    centres = 3 * torch.randn(len(sizes), 60, 5, generator=rng)
+    rows = torch.cat([centres[b].expand(n, -1, -1) for b, n in enumerate(sizes)])
+    return (rows + noise * torch.randn(rows.shape, generator=rng)).softmax(-1)
+
+
+# ---- clusters ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sizes", [(8,), (4, 4), (3, 5, 4), (3, 2, 3, 2), (2, 2, 2, 2, 2)])
+@pytest.mark.parametrize("k0", ["eigengap", "true"])
+def test_p3_p4_blocks_are_recovered_with_and_without_their_number(sizes, k0) -> None:
+    labels = prediction_clusters(blocks(sizes), len(sizes) if k0 == "true" else "eigengap", seed=1)
+    assert labels.tolist() == [b for b, n in enumerate(sizes) for _ in range(n)]
+
+
+def test_p5_clusters_are_equivariant_under_client_permutation() -> None:
+    P = blocks((3, 5, 4), noise=2.0)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(3))
+    whole, mixed = (prediction_clusters(p, 3, seed=1) for p in (P, P[order]))
+    assert canonical(whole[order].numpy()).tolist() == mixed.tolist()
+
+
+def test_eigengap_of_alike_clients_is_one_cluster_where_the_plain_gap_also_is_one_for_two() -> None:
+    def similarity(across: float) -> torch.Tensor:
+        s = torch.full((10, 10), across)
+        s[:5, :5] = s[5:, 5:] = 0.85
+        return s.fill_diagonal_(1.0)
+
+    assert [cluster_count(similarity(a)) for a in (0.85, 0.4)] == [1, 2]
+    assert [cluster_count(similarity(a), power=1) for a in (0.85, 0.4)] == [1, 1]
+
+
+def test_clusters_are_edges_that_are_disjoint_and_cover_all_clients() -> None:
+    loop = play("sc-fpfl", **SMALL, own={"k0": 2, **QUICK})
+    edges = loop.method.edges(loop.server)
+    members = [i for group in edges.values() for i in group]
+    assert sorted(members) == list(loop.method.ctx.clients) and all(edges.values())
+    assert loop.events[-1]["facts"]["clusters"] == {str(i): k for k, group in edges.items() for i in group}
+
+
+def test_who_missed_the_clustering_joins_the_largest_cluster() -> None:
+    method = session("sc-fpfl", own={"k0": 2}, clients=6).method
+    w = T.drop(method.ctx.w0, method.stays)
+    ups = [Upload({**w, "x:predictions": p}, {}, i, 10) for i, p in zip((0, 1, 2, 4, 5), blocks((2, 3)), strict=True)]
+    server = method.aggregate(method.setup(), ups, 0)
+    assert server["cluster"] == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
+
+
+def test_bytes_are_those_of_the_card() -> None:
+    loop = play("sc-fpfl", **SMALL, public=30, own={"k0": 2, **QUICK})
+    P, N, K = T.nbytes(loop.method.ctx.w0), 5, len(loop.server["hat"])
+    opening, first = (e["bytes"] for e in loop.events[:2])
+    assert opening["device-cloud"]["up"] == {"model": N * P, "predictions": N * 4 * 10 * 30}
+    assert opening["device-cloud"]["down"] == {"model": N * P, "ask": N}
+    assert first["device-edge"] == {"up": {"model": N * P}, "down": {"model": N * P}}
+    assert first["edge-cloud"] == {"up": {"model": K * P}, "down": {"model": K * P}}
+    assert "device-cloud" not in first
+
+
+# ---- edges and cloud -----------------------------------------------------------------------------------------------
+def test_p6_edge_mean_of_equal_models_is_that_model_and_weights_are_samples() -> None:
+    loop, seen = watch(session("sc-fpfl-cluster-only", **SMALL, own={"k0": 2, **QUICK}))
+    method, edges = loop.method, loop.method.edges(loop.server)
+    samples = {i: len(session("sc-fpfl-cluster-only", **SMALL).federation.data(i).train) for i in range(5)}
+    for u in seen[-1]:
+        members = edges[u.sender]
+        expected = T.mean([state(loop, i)["f"] for i in members], [float(samples[i]) for i in members])
+        assert near(u.tree, expected, 1e-6)
+        equal = [Upload(expected, {}, i, n) for i, n in samples.items()]
+        assert near(T.mean([e.tree for e in equal], method.weights(equal)), expected, 1e-6)
+
+
+def test_p7_equal_edges_and_one_edge_are_left_as_they_are() -> None:
+    method = session("sc-fpfl").method
+    w = method.ctx.w0
+    assert same(method.mix({0: w}, {0: 5}, 1)[0], w)
+    assert all(near(m, w, 1e-6) for m in method.mix({0: w, 1: w, 2: w}, {0: 5, 1: 1, 2: 1}, 1).values())
+
+
+def test_fourier_step_gives_weights_common_amplitudes_and_averages_the_rest() -> None:
+    method = session("sc-fpfl", own={"g": 0.5}).method
+    theta = {k: played.jittered(method.ctx.w0, k) for k in (0, 1)}
+    hat = method.mix(theta, {0: 1, 1: 3}, 1)
+    assert not near(hat[0], hat[1])
+    for name in method.ctx.w0:
+        if method.ctx.w0[name].ndim == 1:
+            assert torch.allclose(hat[0][name], (theta[0][name] + theta[1][name]) / 2, atol=1e-6)
+        else:
+            a, b, own = (torch.fft.fft2(t[name].double()) for t in (hat[0], hat[1], theta[0]))
+            assert torch.allclose(a.abs(), b.abs(), atol=1e-4)
+            assert torch.allclose(torch.cos(a.angle() - own.angle()), torch.ones(()).double(), atol=1e-4)
+
+
+def test_every_fourier_setting_reaches_the_step() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
+
+    def mixed(round: int = 1, **own: object) -> T.Tree:
+        m = session("sc-fpfl", net, own=own, rounds=4).method
+        theta = {k: played.jittered(m.ctx.w0, k) for k in (0, 1)}
+        return m.mix(theta, {0: 1, 1: 3}, round)[0]
+
+    plain = mixed()
+    for own in (
+        {"g": 0.1}, {"g_schedule": "linear"}, {"fourier_linear": "keep"}, {"fourier_bias": "keep"},
+        {"fourier_mask": "halfopen"}, {"fourier_layout": "prrfl"}, {"fourier_weight": "samples"},
+    ):  # fmt: skip
+        assert not same(mixed(**own), plain), own
+    assert same(mixed(4, g_schedule="linear"), mixed(1, g=0.475))
+    assert bool((mixed(fourier_bias="fourier")["2.running_var"] > 0).all())
+
+
+def test_an_edge_that_nobody_answered_keeps_its_model() -> None:
+    loop = play("sc-fpfl", **SMALL, own={"k0": 2, **QUICK})
+    method, server = loop.method, loop.server
+    new = played.jittered(server["theta"][0], 1)
+    after = method.aggregate(server, [Upload(new, {}, 0, 10)], 3)
+    assert same(after["theta"][1], server["theta"][1]) and same(after["theta"][0], new)
+    assert not same(after["hat"][1], server["hat"][1])  # the other edge's amplitudes moved
+
+
+# ---- agent ---------------------------------------------------------------------------------------------------------
+def test_p12_kl_and_its_gradient_vanish_when_agent_and_own_model_agree() -> None:
+    s = session("sc-fpfl", played.plain())
+    method, data = s.method, s.federation.data(0)
+    params, extras = method.begin({"f": method.ctx.w0}, method.ctx.w0, data, 1)
+    batch = Batch(data.train.x[:8], data.train.y[:8])
+    leaves = [params[k].requires_grad_() for k in method.ctx.w0]
+    pairs = [torch.autograd.grad(f(params, batch, extras), leaves) for f in (method.relearn, method.loss)]
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(*pairs, strict=True))
+    other, _ = method.begin({"f": played.jittered(method.ctx.w0, 1)}, method.ctx.w0, data, 1)
+    more = method.relearn(other, batch, extras) - method.loss(other, batch, extras)
+    teacher = method.ctx.forward(T.strip("own:", other), batch.x)
+    assert more > 0 and torch.isclose(more, kl(teacher, method.ctx.forward(other, batch.x)))
+
+
+@pytest.mark.parametrize(("lambda1", "kept"), [(1e9, True), (0.0, False)])
+def test_p13_a_rejected_agent_leaves_the_own_model_bit_for_bit(lambda1, kept) -> None:
+    before, after = (play("sc-fpfl", join=1.0, rounds=r, own={"lambda1": lambda1, **QUICK}) for r in (1, 2))
+    for i in range(5):
+        assert same(state(before, i)["f"], state(after, i)["f"]) == kept
+    assert after.events[-1]["notes"]["rejected"] == float(kept)
+
+
+def test_a_rejected_agent_may_leave_local_training_instead() -> None:
+    own = {"lambda1": 1e9, **QUICK}
+    kept, trained = (play("sc-fpfl", **SMALL, own={**own, "agent_fail": a}) for a in ("keep", "train"))
+    each = play("sc-fpfl", **SMALL, own={**own, "local_train_each_round": True})
+    assert not same(state(kept, 0)["f"], state(trained, 0)["f"])
+    # without the agent's success both are plain local training of the own model
+    assert same(state(trained, 0)["f"], state(each, 0)["f"])
+
+
+@pytest.mark.parametrize("name", ["sc-fpfl", "sc-fpfl-no-kl", "sc-fpfl-no-agent", "sc-fpfl-cluster-only"])
+def test_p14_one_cluster_without_kl_and_with_every_agent_is_fedavg(name) -> None:
+    own = {"k0": 1, "warmup_epochs": 0}
+    own |= {"lambda1": 0.0} if name in ("sc-fpfl", "sc-fpfl-no-kl") else {}
+    own |= {"kl_weight": 0.0} if name == "sc-fpfl" else {}
+    ours, fedavg = play(name, **SMALL, own=own), play("fedavg", **SMALL)
+    assert near(ours.server["hat"][0], fedavg.server["w"], 1e-5)
+
+
+def test_variants_take_one_step_away() -> None:
+    full = play("sc-fpfl", **SMALL, own={"k0": 2, "kl_weight": 0.0, "lambda1": 0.0, **QUICK})
+    twins = {
+        "sc-fpfl-no-agent": {"k0": 2}, "sc-fpfl-no-kl": {"k0": 2, "lambda1": 0.0},
+    }  # fmt: skip
+    for name, own in twins.items():
+        assert same(state(play(name, **SMALL, own={**own, **QUICK}), 1)["f"], state(full, 1)["f"]), name
+    alone = play("sc-fpfl-fourier-only", **SMALL, public=0, own=QUICK)
+    assert alone.method.edges(alone.server) == {i: [i] for i in range(5)}
+    only = play("sc-fpfl-cluster-only", **SMALL, val_share=0.0, own={"k0": 2, **QUICK})
+    assert all(same(only.server["hat"][k], only.server["theta"][k]) for k in only.server["hat"])
+
+
+# ---- when clusters are made ----------------------------------------------------------------------------------------
+def test_clusters_at_a_round_ask_everybody_once() -> None:
+    loop = play("sc-fpfl", rounds=4, join=0.4, own={"cluster_when": "round:2", "k0": 2, **QUICK})
+    asked = ["predictions" in e["bytes"].get("device-cloud", {}).get("up", {}) for e in loop.events]
+    assert asked == [False, False, True, False, False]
+    assert [len(e["participants"]) for e in loop.events] == [5, 2, 5, 2, 2]
+    assert [bool(e["facts"]["clusters"]) for e in loop.events] == [False, False, True, True, True]
+    assert loop.method.edges(loop.server) is not None
+
+
+def test_stationary_clients_are_clustered_in_the_round_after_the_trigger() -> None:
+    own = {"cluster_when": "stationary", "eps1": 1e9, "eps2": 0.0, "min_round": 1, "k0": 2, **QUICK}
+    loop = play("sc-fpfl", rounds=4, join=1.0, own=own, log_updates=True)
+    assert [bool(e["facts"]["clusters"]) for e in loop.events] == [False, False, False, True, True]
+    for e in loop.events[:3]:  # what the cloud sees is what was measured
+        assert math.isclose(e["facts"]["mean_update"], e["notes"]["aun"], rel_tol=1e-4)
+        assert math.isclose(e["facts"]["largest_update"], e["notes"]["largest_update"], rel_tol=1e-4)
+    never = play("sc-fpfl", rounds=4, join=1.0, own={**own, "eps1": 0.0})
+    assert never.server["cluster"] == {} and never.method.edges(never.server) is None
+
+
+@pytest.mark.parametrize("when", ["round:2", "stationary"])
+@pytest.mark.parametrize("name", ["payload_is_what_is_declared", "same_bits_after_a_resume", "a_newcomer_gets_a_model"])
+def test_battery_for_later_clusters(when, name) -> None:
+    check("sc-fpfl", name, cluster_when=when, eps1=1e9, eps2=0.0, min_round=0, warmup_epochs=1)
+
+
+# ---- metrics -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["sc-fpfl", "fedavg"])
+def test_p15_aun_is_the_norm_of_the_mean_update_and_at_most_the_mean_norm(name) -> None:
+    loop = play(name, **SMALL, log_updates=True)
+    for e in loop.events:
+        notes = e["notes"]
+        assert 0 < notes["aun"] <= notes["mean_update"] * (1 + 1e-6) <= notes["largest_update"] * (1 + 2e-6)
+    if name == "sc-fpfl":
+        before = play(name, join=1.0, rounds=1)
+        names = sorted(loop.method.ctx.net.trainable)
+        D = [T.flatten(state(loop, i)["f"], names) - T.flatten(state(before, i)["f"], names) for i in range(5)]
+        assert math.isclose(loop.events[-1]["notes"]["aun"], float(torch.stack(D).mean(0).norm()), rel_tol=1e-5)
+
+
+def test_p15_aun_of_updates_that_cancel_is_zero() -> None:
+    from coterie.engine.loop import _notes
+
+    move = torch.tensor([3.0, 4.0])
+    notes = _notes([{"note": {}, "move": move}, {"note": {}, "move": -move}])
+    assert notes == {"aun": 0.0, "mean_update": 5.0, "largest_update": 5.0}
+
+
+# ---- what cannot work ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("sc-fpfl", {"public": 0}, "SC-FPFL needs a public set"),
+        ("sc-fpfl", {"val_share": 0.0}, "SC-FPFL needs a validation part"),
+        ("sc-fpfl-fourier-only", {"val_share": 0.0}, "needs a validation part"),
+        ("sc-fpfl-cluster-only", {"public": 0}, "needs a public set"),
+        ("sc-fpfl", {"own": {"k0": 6}}, "k0 = 6 is more than the 5 clients"),
+        ("sc-fpfl", {"own": {"cluster_when": "round:9"}}, "after the last of 3 rounds"),
+    ],
+)
+def test_what_cannot_work_gets_a_sentence(name, changes, words) -> None:
+    with pytest.raises(CoterieError, match=words):
+        session(name, **changes)
+
+
+@pytest.mark.parametrize("bad", [{"cluster_when": "later"}, {"k0": 0}, {"k0": "many"}, {"g": 0.6}, {"lambda1": -1}])
+def test_settings_out_of_range_are_refused(bad) -> None:
+    with pytest.raises(CoterieError, match=next(iter(bad))):
+        build("sc-fpfl", bad)
