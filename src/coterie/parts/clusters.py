@@ -39,6 +39,12 @@ def sizes(cluster: Mapping[ClientId, int], count: int) -> list[int]:
     return [of.count(c) for c in range(count)]
 
 
+def largest(cluster: Mapping[ClientId, int]) -> int:
+    """The cluster with most members; ties to the lower number."""
+    count = sizes(cluster, max(cluster.values()) + 1)
+    return count.index(max(count))
+
+
 def of_cluster(uploads: Sequence[Upload], cluster: Mapping[ClientId, int], c: int) -> list[Upload]:
     """The uploads of one cluster's members, in order."""
     return [u for u in uploads if cluster.get(u.sender) == c]
