@@ -142,8 +142,9 @@ def test_flhc_separates_planted_groups_by_updates(tmp_path):
 
 def test_flhc_clusters_updates_not_weights():
     method = bind(FLHC, {"warmup": 0, "groups": 2, "metric": "cosine", "linkage": "complete"})
-    big = {k: v + 50 for k, v in method.ctx.w0.items()}  # weights that all point the same way
-    steps = torch.tensor([[1.0] * W, [-1.0] * W, [1.1] * W, [-0.9] * W])
+    big = {k: v + 50 for k, v in method.ctx.w0.items()}  # beside these weights, long steps differ most from short ones
+    u, v = torch.linalg.qr(torch.randn(W, 2, generator=torch.Generator().manual_seed(0))).Q.T
+    steps = torch.stack([u, v, 10 * u, 10 * v])
     trees = [T.add(big, T.unflatten(s, big)) for s in steps]
     server = method.aggregate({**method.setup(), "w": big}, uploads(trees, [8, 2, 5, 1]), 1)
     assert server["cluster"] == {8: 0, 2: 1, 5: 0, 1: 1}
