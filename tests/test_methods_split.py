@@ -70,6 +70,16 @@ def test_feddyn_penalty_has_the_gradient_of_the_card() -> None:
         assert torch.allclose(a - b, torch.full_like(a, 0.5 * 0.25 + 0.5 * 0.125), atol=1e-5), k
 
 
+def test_feddyn_weighs_participants_equally_and_divides_the_dual_by_all_clients() -> None:
+    method = bound("feddyn")
+    server = method.setup()
+    models = [jittered(server["w"], i) for i in (1, 2)]
+    after = method.aggregate(server, [upload(method, 0, models[0], 90), upload(method, 1, models[1], 10)], 1)
+    assert near(after["avg"], T.mean(models))
+    moved = T.sub(T.mean(models), server["w"])
+    assert near(after["hbar"], {k: moved[k] * 2 / 5 for k in after["hbar"]})
+
+
 @pytest.mark.parametrize("alpha", [0, -0.1])
 def test_feddyn_rejects_an_alpha_that_is_not_positive(alpha: float) -> None:
     with pytest.raises(CoterieError, match="alpha"):

@@ -1,10 +1,9 @@
 """FedAP, variant f-FedAP. Lu, Wang, Chen, Qin, Xu, Dimitriadis, Qin, IEEE Trans. Big Data 2022 (arXiv 2112.00734).
 
 Clients whose batch-norm layers see inputs with similar means and deviations share more: client i receives a mixture of
-everybody's last model in which j weighs 1/distance and i itself mu, and keeps its own batch norm.
+everybody's last model (absent or not) in which j weighs 1/distance and i itself mu, and keeps its own batch norm.
 The common model on which the inputs are measured comes from `warm` rounds of FedBN (f-FedAP), not from public data.
 The round after them is an exchange: everybody gets the common model and sends its statistics once; nobody trains.
-Partial participation: the mixture is over the stored last models of all clients.
 """
 
 from collections.abc import Sequence
@@ -64,9 +63,9 @@ class FedAP(FedBN):
         S = torch.stack([stats[i].double() if i in stats else empty for i in ids])  # [clients, 2, channels]
         parts = torch.split(S, list(self._compared().values()), 2)
         # the direct form gives exactly 0 for equal statistics, which the matrix form does not
-        d = sum(torch.cdist(p.flatten(1), p.flatten(1), compute_mode="donot_use_mm_for_euclid_dist") for p in parts)
+        mode = "donot_use_mm_for_euclid_dist"
+        d = torch.stack([torch.cdist(p.flatten(1), p.flatten(1), compute_mode=mode) for p in parts]).sum(0)
         have = torch.tensor([i in stats for i in ids]).double()
-        assert isinstance(d, Tensor)
         return with_self(inverse_distances(d, 1e-14) * have[:, None] * have[None], self.hp.mu)
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:

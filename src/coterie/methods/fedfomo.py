@@ -17,8 +17,6 @@ from coterie import tree as T
 from coterie.method import Batch, ClientData, ClientId, Download, Extras, Method, Payload, Settings, State, Tree, Upload
 from coterie.parts import bank, pairs
 
-LARGEST = 1e6  # bound of an affinity: a diverged candidate must not spoil the upload
-
 
 class FedFomoSettings(Settings):
     models: int = Field(5, ge=0, description="M: at most so many models of others are sent")
@@ -86,7 +84,8 @@ class FedFomo(Method):
         with torch.no_grad():
             losses = torch.stack([self.ctx.ce(tree, Batch(*data.val)) for tree in [old, *candidates]])
         far = torch.stack([T.sqdist(tree, old, self.ctx.net.trainable).sqrt() for tree in candidates])
-        return ((losses[0] - losses[1:]) / (far + 1e-5)).nan_to_num(-LARGEST).clamp(-LARGEST, LARGEST)
+        # bounded, so that a diverged candidate does not spoil the upload
+        return ((losses[0] - losses[1:]) / (far + 1e-5)).nan_to_num(-1e6).clamp(-1e6, 1e6)
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         new = {"x:affinity": extras["affinity"]} if len(extras["affinity"]) else {}
