@@ -63,19 +63,19 @@ class GPFL(Method):
         return [Phase(self.loss, decays=lambda k: k.startswith("x:"), weight_decay=self.hp.mu)]
 
     def valve(self, params: Tree, z: Tensor, condition: Tensor) -> Tensor:
-        """relu((gamma(c) + 1) z + beta(c)) of features z [batch, d] and a condition c [d]."""
+        """relu((gamma(c) + 1) z + beta(c)) of features z [batch, d] and conditions c [..., d]: [..., batch, d]."""
         gamma, beta = (
             extra.run_layer_norm(params, branch + ".norm", extra.run_linear(params, branch, condition).relu())
             for branch in ("x:gamma", "x:beta")
         )
+        gamma, beta = gamma.unsqueeze(-2), beta.unsqueeze(-2)
         return ((gamma + 1) * z + beta).relu()
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        z = self.ctx.features(params, batch.x)
-        own = cross_entropy(self.ctx.logits(params, self.valve(params, z, extras["own"])), batch)
-        common = self.valve(params, z, extras["common"])
+        both = torch.stack([extras["own"], extras["common"]])
+        own, common = self.valve(params, self.ctx.features(params, batch.x), both)
         cosine = F.normalize(common, dim=1) @ F.normalize(params[CLASSES], dim=1).T
-        total = own + cross_entropy(cosine, batch)
+        total = cross_entropy(self.ctx.logits(params, own), batch) + cross_entropy(cosine, batch)
         if self.hp.lam == 0:
             return total
         gap = common - extras["classes"][batch.y]

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from sklearn.metrics import f1_score
 from torch import Tensor
 
 from coterie.parts.distill import kl
@@ -34,5 +33,9 @@ def lessons(personal: Tensor, deputy: Tensor, now: Stage, weight: Tensor | None 
 
 @torch.no_grad()
 def macro_f1(forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, chunk: int = 512) -> float:
-    guess = torch.cat([forward(part).argmax(1) for part in torch.split(x, chunk)])
-    return float(f1_score(y.numpy(), guess.numpy(), average="macro", zero_division=0))
+    """Mean F1 over the classes that occur or are guessed, as scikit-learn's (whose call costs more than the pass)."""
+    logits = torch.cat([forward(part) for part in torch.split(x, chunk)])
+    guess, classes = logits.argmax(1), logits.shape[1]
+    hits = torch.bincount(y[guess == y], minlength=classes)
+    both = torch.bincount(torch.cat([y, guess]), minlength=classes)
+    return float((2 * hits[both > 0] / both[both > 0]).mean())
