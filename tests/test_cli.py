@@ -113,6 +113,17 @@ def test_compare_always_has_local_only(cli) -> None:  # type: ignore[no-untyped-
     assert code == 0 and "FedProx" in page and "http" not in page.replace("http-equiv", "")
 
 
+def test_compare_gives_a_marked_setting_to_one_method(cli) -> None:  # type: ignore[no-untyped-def]
+    sets = ["--set", "mu=0.3", "--set", "fedap.mu=0.6", "--set", "fedprox.lr=0.2"]
+    code, _, err = cli("compare", "fedap", "fedprox", *SMALL, "--model", "mlp-bn", "--out", "c", "-q", *sets)
+    assert code == 0, err
+    found = {m: json.loads(Path(f"c/{m}-s0/settings.json").read_text())["settings"] for m in ("fedap", "fedprox")}
+    assert found["fedap"]["settings"]["mu"] == 0.6 and found["fedprox"]["settings"]["mu"] == 0.3
+    assert found["fedap"]["lr"] != 0.2 and found["fedprox"]["lr"] == 0.2
+    code, _, err = cli("compare", "fedap", *SMALL, "--set", "fedprx.mu=1", "-q")
+    assert code == 2 and "fedprx" in err
+
+
 def test_export_gives_a_model_that_scores_as_recorded(cli) -> None:  # type: ignore[no-untyped-def]
     import torch
 

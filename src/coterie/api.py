@@ -9,7 +9,7 @@ from torch import nn
 
 from coterie.config import Engine, settings
 from coterie.data.dataset import Dataset
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, unknown
 from coterie.folders import fresh_folder
 from coterie.method import Method
 from coterie.methods import find
@@ -72,15 +72,21 @@ def comparison_cells(
     folder: Path,
     **more: Any,
 ) -> list[Cell]:
-    """The runs of a comparison. A setting that only some of the methods have goes to those."""
+    """The runs of a comparison. A setting that only some of the methods have goes to those; `method.setting` to one."""
     named = [(m, _named(m, data, model)) for m in methods]
     if not any(n["method"] == "local" for _, (n, _) in named):
         named.insert(0, ("local", _named("local", data, model)))
     everybody = {k for m, _ in named for k in _class(m).Settings.model_fields}
+    marked = {k: v for k, v in more.items() if "." in k}
+    for k in marked:
+        if k.partition(".")[0] not in [n["method"] for _, (n, _) in named]:
+            raise unknown("method in the setting", k.partition(".")[0], [n["method"] for _, (n, _) in named])
     cells = []
     for m, (names, objects) in named:
         own = _class(m).Settings.model_fields
-        mine = _own(m, {k: v for k, v in more.items() if k not in everybody or k in own})
+        shared = {k: v for k, v in more.items() if k not in marked and (k not in everybody or k in own)}
+        mark = f"{names['method']}."
+        mine = _own(m, shared | {k.removeprefix(mark): v for k, v in marked.items() if k.startswith(mark)})
         for seed in range(seeds) if isinstance(seeds, int) else seeds:
             cells.append(Cell(settings(**names, **mine, seed=seed), folder / f"{names['method']}-s{seed}", objects))
     return cells
