@@ -51,6 +51,8 @@ def test_fedap_identical_statistics_give_equal_weights_to_the_others() -> None:
     method, server = fedap(mu=0.5)
     X = method.mixing({**server, "stats": dict.fromkeys(CLIENTS, server["stats"][0])})
     assert torch.allclose(X[0, 1:], torch.full((4,), 0.125).double())
+    rows = {i: server["stats"][min(i, 1)] * 1000 for i in CLIENTS}  # four alike, far from the first
+    assert torch.allclose(method.mixing({**server, "stats": rows})[1, 2:], torch.full((3,), 0.5 / 3).double())
 
 
 def test_fedap_who_sent_no_statistics_mixes_with_nobody() -> None:
@@ -214,6 +216,19 @@ def test_fedfomo_baseline_is_the_model_before_the_last_training_so_own_training_
     raw = method.affinities([half, better], start, data).clamp(min=0)
     mixed, _ = method.begin({"w": better, "old": start}, {"models": T.flatten(half)[None]}, data, 3)
     assert near(mixed, T.mean([half, better], raw)) and bool((raw > 0).all())
+
+
+def test_fedfomo_harmful_candidate_weighs_nothing_beside_a_helpful_one() -> None:
+    method, data, start, better = fomo_client()
+    worse = {k: 2 * start[k] - v for k, v in better.items()}  # as far to the other side
+    begun, extras = method.begin({"w": better, "old": start}, {"models": T.flatten(worse)[None]}, data, 3)
+    assert float(extras["affinity"][0]) < 0 and same(begun, better)
+
+
+def test_fedfomo_remembers_where_its_last_training_started() -> None:
+    loop = play("fedfomo", join=1.0, rounds=1)
+    assert same(state(loop, 0)["old"], loop.method.ctx.w0)
+    assert not torch.equal(state(loop, 0)["w"]["fc1.weight"], loop.method.ctx.w0["fc1.weight"])
 
 
 def test_fedfomo_affinity_is_loss_gained_per_distance() -> None:
