@@ -187,6 +187,7 @@ class Method:
     personal_part: ClassVar[str] = "nothing"
     needs: ClassVar[tuple[str, ...]] = ()  # of: bn, val, head, public, full
     weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
+    trial: ClassVar[Mapping[str, Any]] = {}  # own settings for the battery's small task, if the defaults do not fit it
     certainty: ClassVar[str] = "A"  # C: reconstructed from the published description only
 
     ctx: Context  # bound by the runtime before any hook is called

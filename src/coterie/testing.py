@@ -258,6 +258,7 @@ def state_survives_the_codec(bench: Bench, tmp: Path) -> None:
 
 
 def learns_a_small_task(bench: Bench, tmp: Path) -> None:
+    bench = Bench(bench.method, {**bench.method.trial, **bench.own})
     session = bench.session(rounds=12, join=1.0, epochs=2, eval_every=12, partition="dirichlet(0.3)")
     loop = open_loop(session, tmp)
     loop.server = loop.method.setup()
