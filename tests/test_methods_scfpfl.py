@@ -13,7 +13,7 @@ from coterie.method import Batch, Upload
 from coterie.methods import build
 from coterie.parts.clustering import canonical
 from coterie.parts.distill import kl
-from coterie.parts.spectral import cluster_count, prediction_clusters
+from coterie.parts.spectral import cluster_count, prediction_clusters, prediction_similarity
 from coterie.testing import check
 from played import near, play, same, session, state, watch
 
@@ -52,6 +52,13 @@ def test_eigengap_of_alike_clients_is_one_cluster_where_the_plain_gap_also_is_on
 
     assert [cluster_count(similarity(a)) for a in (0.85, 0.4)] == [1, 2]
     assert [cluster_count(similarity(a), power=1) for a in (0.85, 0.4)] == [1, 1]
+
+
+def test_a_client_like_nobody_is_no_cluster_when_the_number_is_unknown() -> None:
+    P = torch.cat([blocks((4, 4)), blocks((1,), seed=9)])
+    labels = prediction_clusters(P, "eigengap", seed=1)
+    assert labels[:8].tolist() == [0] * 4 + [1] * 4 and int(labels.max()) == 1
+    assert cluster_count(prediction_similarity(P)) == 3
 
 
 def test_clusters_are_edges_that_are_disjoint_and_cover_all_clients() -> None:

@@ -77,12 +77,21 @@ def prediction_clusters(
     s = prediction_similarity(outputs, predict, self_similarity)
     order = s.sum(1).argsort(stable=True)
     found = cluster_count(s, gap_power)
-    k = min(found if k0 == "eigengap" else k0, len(s))
-    dims = {"k0": k, "eigengap": found}.get(embed_dim, embed_dim) if isinstance(embed_dim, str) else embed_dim
-    rows, _ = spectral_embedding(s[order][:, order], min(int(dims), len(s)))
-    labels = torch.empty(len(s), dtype=torch.int64)
-    labels[order] = isodata(rows, k, seed, n_min, **refine).labels
-    return canonical(labels.numpy())
+
+    def cut(k: int) -> Tensor:
+        dims = {"k0": k, "eigengap": found}[embed_dim] if isinstance(embed_dim, str) else embed_dim
+        rows, _ = spectral_embedding(s[order][:, order], min(dims, len(s)))
+        labels = torch.empty(len(s), dtype=torch.int64)
+        labels[order] = isodata(rows, k, seed, n_min, **refine).labels
+        return canonical(labels.numpy())
+
+    if k0 != "eigengap":
+        return cut(min(k0, len(s)))
+    k, labels = found, cut(found)
+    while k > 1 and int(torch.bincount(labels).min()) == 1:
+        k -= 1  # a client like nobody, such as one that has not learned yet, is counted but is no cluster
+        labels = cut(k)
+    return labels
 
 
 def spectral_embedding(similarity: Tensor, dims: int) -> tuple[Tensor, Tensor]:
