@@ -75,8 +75,15 @@ def loads(blob: bytes) -> Value:
 
 
 def _unshared(tensors: list[Tensor]) -> list[Tensor]:
-    """safetensors refuses tensors that share storage: views are copied."""
-    return [t.clone() if t._base is not None or t.untyped_storage().nbytes() != t.nbytes else t for t in tensors]
+    """safetensors refuses tensors that share storage: views and repeated tensors are copied."""
+    out: list[Tensor] = []
+    seen: set[int] = set()
+    for t in tensors:
+        at = t.untyped_storage().data_ptr()
+        shared = t._base is not None or t.untyped_storage().nbytes() != t.nbytes or at in seen
+        seen.add(at)
+        out.append(t.clone() if shared else t)
+    return out
 
 
 def write_atomic(path: Path, blob: bytes, durable: bool = True) -> None:
@@ -116,6 +123,11 @@ def equal(a: Value, b: Value) -> bool:
     sa, ta = split(a)
     sb, tb = split(b)
     return bool(sa == sb) and all(
-        x.dtype == y.dtype and x.shape == y.shape and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))
+        x.dtype == y.dtype and x.shape == y.shape and torch.equal(_bits(x), _bits(y))
         for x, y in zip(ta, tb, strict=True)
     )
+
+
+def _bits(t: Tensor) -> Tensor:
+    """The bytes of a tensor: NaN equals NaN, and nothing else does."""
+    return t.detach().reshape(-1).contiguous().view(torch.uint8)
