@@ -1,0 +1,130 @@
+"""Ablations and controls of FedCPMD."""
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.errors import CoterieError, unknown
+from coterie.method import ClientData, ClientId, Download, EdgeId, Extras, Method, Settings, State, Tree
+from coterie.methods.fedcpmd import FedCPMD
+from coterie.methods.fedcpmd_settings import FedCPMDSettings
+from coterie.parts.layer_choice import accuracy
+from coterie.parts.variants import with_defaults
+
+
+class FedCPMDAuto(FedCPMD):
+    """Of the four distances, the one whose votes agree most with the others'."""
+
+    Settings = with_defaults(FedCPMDSettings, distance="auto")
+    title = "FedCPMD (auto)"
+
+
+class FedCPMDClassifier(FedCPMD):
+    """Control: the classifier is the only candidate, so there is one cluster and no switch."""
+
+    Settings = with_defaults(FedCPMDSettings, candidates="classifier")
+    title = "FedCPMD (classifier)"
+
+
+class FedCPMDRandom(FedCPMD):
+    """Control: the same cluster sizes, dealt out at random among those who voted."""
+
+    title = "FedCPMD (random)"
+
+    def switch(self, server: State) -> State:
+        server = super().switch(server)
+        # by size, so that the draw does not depend on how clients are numbered
+        order = sorted(server["samples"], key=lambda i: (server["samples"][i], i))
+        deck = sorted(server["layer"][i] for i in order)
+        dealt = [deck[int(p)] for p in torch.randperm(len(deck), generator=self.ctx.rng("deal"))]
+        return {**server, "layer": {**server["layer"], **dict(zip(order, dealt, strict=True))}}
+
+
+class FedCPMDOracle(FedCPMD):
+    """Each client takes the layer that helps it most on its validation part.
+
+    After local training it puts one trained layer at a time into the model it started from, and keeps the layer with
+    the smallest mean error over its participations. Without training (a probe) all are alike: the deepest.
+    """
+
+    title = "FedCPMD (oracle)"
+    needs = ("head", "val")
+
+    def scores(self, params: Tree, extras: Extras, data: ClientData) -> Tensor:
+        errors = []
+        for m in range(len(self.layers)):
+            tried = {**extras["start"], **{k: params[k] for k in self.own(m)}}
+            errors.append(1 - accuracy(self.ctx.net, tried, data.val.x, data.val.y))
+        return torch.tensor(errors, dtype=torch.float64).expand(1, len(self.ruler.distances), -1)
+
+    def leads(self, ballot: dict[str, Tensor]) -> Tensor:
+        return super().leads({**ballot, "votes": torch.ones_like(ballot["votes"])})  # only the errors decide
+
+
+class FedCPMDOnlyCluster(FedCPMD):
+    """Ablation: the same votes and clusters, nothing private; whole models are averaged inside each cluster."""
+
+    Settings = with_defaults(FedCPMDSettings, phase1_personal="none", similarity_payload="none")
+    title = "FedCPMD Only_cluster"
+    personal_part = "the cluster's model"
+
+    def own(self, layer: int) -> list[str]:
+        return []
+
+    def rows(
+        self, phi: dict[ClientId, Tensor], members: list[ClientId], fresh: list[ClientId], mean: Tensor
+    ) -> tuple[dict[ClientId, Tensor], dict[str, float]]:
+        return {}, {}  # everybody gets the mean of equation (5)
+
+
+class FedCPMDOnlyDecoupling(FedCPMD):
+    """Ablation: the same votes and personal layers, no clusters; each layer is averaged over who shares it (A19)."""
+
+    Settings = with_defaults(FedCPMDSettings, similarity_payload="none")
+    title = "FedCPMD Only_decoupling"
+
+    def edges(self, server: State) -> dict[EdgeId, list[ClientId]] | None:
+        return None
+
+    def pools(self, server: State) -> list[list[ClientId]]:
+        return [sorted(server["layer"])]
+
+    def begun(self, server: State, layer: int) -> bool:
+        return False  # what is sent is what the cloud has
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        sent, layer = super().down(server, ids, round), server["layer"]
+        if layer is None:
+            return sent
+        body = {m: T.drop(server["w"], self.own(m).__contains__) for m in set(layer.values())}
+        return Download(each={i: {**(body[layer[i]] if i in layer else {}), **sent.each.get(i, {})} for i in ids})
+
+
+class FedCPMDFullSettings(Settings):
+    layer: str = Field("", description="the layer everybody keeps from round 1; empty: the last linear one")
+
+
+class FedCPMDFull(Method):
+    """X-full of the paper's motivation: everybody keeps the same layer, all others are averaged; no phases."""
+
+    Settings = FedCPMDFullSettings
+    hp: FedCPMDFullSettings
+    title = "FedCPMD X-full"
+    paper = FedCPMD.paper
+    year = 2025
+    family = "S"
+    personal_part = "one layer, the same for all"
+
+    def check(self) -> None:
+        layers = self.ctx.net.layout.layers
+        if self.hp.layer not in ("", *layers):
+            raise unknown("layer", self.hp.layer, layers)
+        if not self.hp.layer and not self.ctx.net.layout.of_kind("fc"):
+            raise CoterieError("the model has no linear layer, so FedCPMD X-full needs a layer to be named")
+
+    def private(self, name: str) -> bool:
+        layer = self.hp.layer or self.ctx.net.layout.of_kind("fc")[-1]
+        return name in self.ctx.group(f"layer:{layer}")
