@@ -1,5 +1,6 @@
 """The round: sample, send, train, aggregate, evaluate, record. Knows no method by name and no runtime's inside."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from coterie import tree as T
 from coterie.codec import Value
 from coterie.engine import checkpoint
 from coterie.engine.ledger import Ledger
+from coterie.engine.official import Official
 from coterie.engine.protocol import Evaluation, Watch
 from coterie.engine.record import Folder
 from coterie.engine.store import Store
@@ -34,6 +36,7 @@ class Schedule:
     dropout: float = 0.0  # share of the sampled clients that fail
     stragglers: float = 0.0  # share that does fewer epochs
     newcomers: tuple[ClientId, ...] = ()  # never sampled, scored only
+    official: bool = False  # score on the official test part too
     log_updates: bool = False  # how far the participants' own models moved, together and at most
 
 
@@ -93,7 +96,7 @@ class Loop:
         failed = {i for i in ids if t > 0 and _unlucky(plan.seed, "dropout", t, i, plan.dropout)}
         downloads, attached = self._send_down(ids, t)
         answers = self._train([i for i in ids if i not in failed], downloads, t)
-        uploads, broken = self._receive(answers, t)
+        uploads, broken = self._receive(answers, attached, t)
         if uploads:
             self._aggregate(uploads, attached, t)
         watch = Watch.of(answers) if plan.watch else None
@@ -106,7 +109,7 @@ class Loop:
             failed=sorted(failed),
             nonfinite=broken,
             steps=sum(a["steps"] for a in answers),
-            loss=_mean([a["loss"] for a in answers if a["steps"]]),
+            loss=_mean([a["loss"] for a in answers if a["steps"] and math.isfinite(a["loss"])]),
             bytes=self.ledger.close_round(),
             notes=_notes(answers),
             facts=method.facts(self.server),
@@ -185,12 +188,15 @@ class Loop:
         by_client = {a["client"]: a for reply in replies for a in reply}
         return [by_client[j["client"]] for j in jobs]
 
-    def _receive(self, answers: list[Value], t: int) -> tuple[list[Upload], list[ClientId]]:
-        """Keep what is finite, put client states away, and leave the rest out."""
-        uploads, broken = [], []
+    def _receive(
+        self, answers: list[Value], attached: dict[EdgeId, Edge] | None, t: int
+    ) -> tuple[list[Upload], list[ClientId]]:
+        """Keep what is finite, put client states away, and leave the rest out (it has crossed its link even so)."""
+        uploads, broken, served = [], [], _served(attached)
         for a in answers:
             if not T.finite(a["tree"]):
                 broken.append(a["client"])
+                self.ledger.count("device-edge" if a["client"] in served else "device-cloud", "up", a["tree"])
                 continue
             self.store.put(a["client"], a["state"], t)
             uploads.append(Upload(a["tree"], a["note"], a["client"], a["samples"]))
@@ -229,12 +235,20 @@ class Loop:
         everybody = sorted({*method.ctx.clients, *plan.newcomers})
         whole = method.global_model(self.server)
         answers: list[Value] = []
+        outside = Official(self.runtime, method, whole, plan.newcomers) if plan.official else None
         for a in range(0, len(everybody), CLIENTS_PER_REQUEST):
             ids = everybody[a : a + CLIENTS_PER_REQUEST]
             downloads = self._preview(ids, t + 1)
             head = {"op": "score", "round": t + 1, "shared": downloads.shared, "global": whole}
             head["trained"] = plan.final_trained and t == plan.rounds
-            answers += self._scatter(head, [self._job(i, downloads) for i in ids])
+            if outside is not None:
+                head["official"] = {"global": outside.known}
+            got = self._scatter(head, [self._job(i, downloads) for i in ids])
+            if outside is not None:
+                outside.take(got)
+            answers += got
+        if outside is not None:
+            outside.finish(answers)
         return Evaluation.of(answers, set(plan.newcomers))
 
     def _preview(self, ids: Sequence[ClientId], t: int) -> Download:
