@@ -41,6 +41,7 @@ class RunSettings(BaseModel):
     eval_every: int = Field(10, ge=1, description="rounds between evaluations of all clients")
     watch: bool = Field(True, description="score participants before and after local training in every round")
     final_trained: bool = Field(True, description="after the last round score all clients after local training too")
+    official: bool = Field(False, description="score every personal model on the whole official test part too")
     checkpoint_every: int = Field(10, ge=1)
     log_updates: bool = Field(False, description="log the norm of the participants' mean update (aun) and the largest")
 

@@ -17,7 +17,7 @@ from coterie.config import Engine, RunSettings
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
 from coterie.data.sources import load
-from coterie.engine import checkpoint
+from coterie.engine import checkpoint, official
 from coterie.engine.device import Device
 from coterie.engine.loop import Loop, Progress, Schedule
 from coterie.engine.optim import Optimiser
@@ -121,6 +121,8 @@ def prepare(
         public=settings.federation.public,
     )
     _check_needs(bound, federation)
+    if settings.official:
+        official.check(federation)
     bound.check()
     return Session(settings, engine, federation, bound)
 
@@ -175,6 +177,7 @@ def make_loop(session: Session, folder: Folder, runtime: Any) -> Loop:
             watch=s.watch,
             final_trained=s.final_trained,
             log_updates=s.log_updates,
+            official=s.official,
             dropout=s.dropout,
             stragglers=s.stragglers,
             newcomers=session.newcomers,

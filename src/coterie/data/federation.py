@@ -50,6 +50,7 @@ class Federation:
         self._cache: dict[tuple[int, str], Split] = {}
         self._cached = 0
         self._public_ready: Tensor | None = None
+        self._official_ready: Split | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,7 +85,10 @@ class Federation:
         """The official test part; None if it was merged into the pool or does not exist."""
         if self._official is None or len(self._official) == 0:
             return None
-        return Split(self.dataset.ready(self._official, self.settings.normalize), self.dataset.y[self._official])
+        if self._official_ready is None:
+            x = self.dataset.ready(self._official, self.settings.normalize)
+            self._official_ready = Split(x, self.dataset.y[self._official])
+        return self._official_ready
 
     def indices(self, client: int, part: Part) -> Tensor:
         """Sample numbers in the data set, ascending."""
@@ -142,7 +146,7 @@ class Federation:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": {}, "_cached": 0, "_public_ready": None}
+        return {**self.__dict__, "_cache": {}, "_cached": 0, "_public_ready": None, "_official_ready": None}
 
 
 def federate(dataset: Dataset, settings: PartitionSettings, seed: int) -> Federation:

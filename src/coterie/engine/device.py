@@ -12,6 +12,7 @@ import torch
 from coterie import tree as T
 from coterie.codec import Value
 from coterie.data.federation import Federation
+from coterie.engine import official
 from coterie.engine.evaluate import Score, score
 from coterie.engine.optim import Optimiser
 from coterie.engine.trainer import train
@@ -30,7 +31,7 @@ class Device:
 
     def handle(self, request: Value) -> Value:
         """One batch of jobs for one operation, answered in order."""
-        job: Callable[..., Value] = {"train": self._train, "score": self._score}[request["op"]]
+        job: Callable[..., Value] = {"train": self._train, "score": self._score, "whole": self._whole}[request["op"]]
         answers = []
         for item in request["jobs"]:
             try:
@@ -90,6 +91,8 @@ class Device:
                     answer[f"global/{part}"] = answer[f"personal/{part}"]
             else:
                 put("global", whole, {}, shared=True)
+        if request.get("official"):
+            answer |= self._official(request, params, extras, len(data.train))
         if phases := method.adapt():
             adapted, more, _ = train(method.ctx, self.rule, phases, params, extras, data, round)
             put("adapted", adapted, more)
@@ -100,6 +103,21 @@ class Device:
                 state, _ = method.end(state, after, more, data, round)
             put("trained", *method.trained(state, after, more))
         return answer
+
+    def _official(self, request: Value, params: Tree, extras: Extras, samples: int) -> dict[str, Any]:
+        """The personal model on the official test part, and the model itself where there is none for all."""
+        known, same = request["official"]["global"], not extras and _same(request["global"] or {}, params)
+        if known is not None and same and type(self.method).predict_global is _PREDICT_GLOBAL:
+            return {"personal/official": known}
+        answer: dict[str, Any] = {"personal/official": official.plain(self.method, self.federation, params, extras)}
+        names = self.method.ctx.w0
+        if known is None and not extras and not names.keys() - params.keys():
+            answer |= {"model": {k: params[k] for k in names}, "samples": samples}
+        return answer
+
+    def _whole(self, request: Value, item: Value) -> Value:
+        """One model for all on the official test part."""
+        return official.plain(self.method, self.federation, request["model"], {}, shared=True)
 
 
 _PREDICT_GLOBAL = Method.predict_global
