@@ -5,17 +5,21 @@ samples. Nothing of it is sent in a federation, so nothing is counted; a method 
 entries missing) gets none.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from coterie.codec import Value
 from coterie.data.federation import Federation
 from coterie.engine.evaluate import score
-from coterie.engine.workers import Runtime
 from coterie.errors import CoterieError
 from coterie.method import ClientId, Extras, Method
 from coterie.tree import Tree
+
+if TYPE_CHECKING:
+    from coterie.engine.workers import Runtime
 
 VIEW = "official"
 
