@@ -141,7 +141,10 @@ def _net(settings: RunSettings, federation: Federation, model: nn.Module | Facto
         vocab=data.vocab,
         **settings.model_options,
     )
-    return Net(module, example)
+    net = Net(module, example)
+    if net.layout.of_kind("conv"):
+        native.available()  # compiled or loaded here once, before any worker is forked
+    return net
 
 
 _NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {

@@ -9,12 +9,14 @@ from typer import Argument, Option
 
 from coterie.cli import options as o
 from coterie.cli.catalogue import catalogue
+from coterie.cli.paper import paper_app
 from coterie.cli.screen import Stop, bar, console, frame_table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=(
     "Personalised federated learning: many clients train together, and each ends up with a model of its own."
 ))  # fmt: skip
 app.add_typer(catalogue)
+app.add_typer(paper_app)
 
 
 @app.command()
@@ -48,7 +50,7 @@ def run(
 
     given = o.gather(config, set_, method=method, data=data, model=model, partition=partition, clients=clients,
                      join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip
-    engine = _engine(workers, state, data_dir)
+    engine = engine_from(workers, state, data_dir)
     if resume is not None:
         if given:
             raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(sorted(given))}")
@@ -117,7 +119,7 @@ def compare(
     cells = comparison_cells(names, given.pop("data", "digits"), given.pop("model", None), seeds, folder, **given)
     stop = Stop()
     with stop.listening(), bar("compare", sum(c.settings.rounds for c in cells), quiet or as_json) as update:
-        status = sweep(cells, _engine(workers, None, data_dir), lambda s: update(s.done(), ""), stop)
+        status = sweep(cells, engine_from(workers, None, data_dir), lambda s: update(s.done(), ""), stop)
     for sentence in status.said:
         typer.echo(f"coterie: {sentence}", err=True)
     done = [c for c in cells if c.out not in status.failed and c.finished()]
@@ -177,12 +179,12 @@ def export(
     from coterie.session import rebuild
 
     target = out or folder / f"client-{client}.safetensors"
-    how = write(Run(folder, rebuild(folder, _engine(1, None, data_dir))), client, target)
+    how = write(Run(folder, rebuild(folder, engine_from(1, None, data_dir))), client, target)
     console.print(f"wrote {target}; load it with\n", soft_wrap=True, highlight=False)
     console.print(how, soft_wrap=True, highlight=False)
 
 
-def _engine(workers: int | None, state: str | None, data_dir: Path | None) -> Any:
+def engine_from(workers: int | None, state: str | None, data_dir: Path | None) -> Any:
     from pydantic import ValidationError
 
     from coterie.config import Engine

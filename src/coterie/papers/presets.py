@@ -1,0 +1,155 @@
+"""The five papers' protocols and printed tables, read from this package's files."""
+
+import csv
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from coterie.config import RunSettings, settings
+from coterie.errors import CoterieError, unknown
+from coterie.runs.sweep import Cell
+
+PAPERS = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A value of a paper's table, in percent."""
+
+    value: float
+    std: float | None
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table or figure: methods by columns, each cell a run (or one statistic of it)."""
+
+    paper: str
+    name: str
+    what: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    settings: Mapping[str, Any]
+    statistic: str
+    misprints: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """How a reader's run differs from the paper; empty: not at all."""
+
+    rounds: int | None = None
+    subset: int | None = None
+    changes: Mapping[str, Any] | None = None  # any further settings
+    stand_in: Mapping[str, str] | None = None  # data set of the paper -> data set used instead
+
+    def words(self) -> list[str]:
+        out = [f"{self.rounds} rounds"] if self.rounds else []
+        out += [f"{self.subset:,} samples of each data set"] if self.subset else []
+        out += [f"{a} instead of {b}" for b, a in (self.stand_in or {}).items()]
+        return out + [f"{k} = {v}" for k, v in (self.changes or {}).items()]
+
+
+@cache
+def _preset(paper: str) -> dict[str, Any]:
+    if paper not in PAPERS:
+        raise unknown("paper", paper, PAPERS)
+    return tomllib.loads((files("coterie.papers") / "presets" / f"{paper}.toml").read_text())
+
+
+@cache
+def printed() -> dict[tuple[str, str, str, str], Printed]:
+    """(paper, item, row, column) -> value."""
+    with (files("coterie.papers") / "printed.csv").open() as f:
+        return {
+            (r["paper"], r["item"], r["row"], r["column"]): Printed(float(r["value"]), float(r["std"] or "nan"))
+            for r in csv.DictReader(f)
+        }
+
+
+def title(paper: str) -> str:
+    return f"{_preset(paper)['title']}: {_preset(paper)['citation']}"
+
+
+def items(paper: str) -> list[Item]:
+    preset = _preset(paper)
+    return [_item(paper, name, body) for name, body in preset["items"].items()]
+
+
+def item(paper: str, name: str) -> Item:
+    found = {i.name: i for i in items(paper)}
+    if name not in found:
+        raise unknown(f"item of {paper}", name, found)
+    return found[name]
+
+
+def _item(paper: str, name: str, body: dict[str, Any]) -> Item:
+    columns = tuple(body.get("columns") or _preset(paper)["columns"])
+    more = {"settings": body.get("settings", {}), "misprints": body.get("misprints", {})}
+    return Item(paper, name, body["what"], tuple(body["rows"]), columns, statistic=body.get("statistic", ""), **more)
+
+
+def is_ours(it: Item, row: str) -> bool:
+    """A control that the paper does not have."""
+    return bool(_preset(it.paper)["methods"][row].get("ours", False))
+
+
+def statistic(it: Item, column: str) -> str:
+    return str(_preset(it.paper)["columns"][column].get("statistic", it.statistic))
+
+
+def choose(it: Item, data: Sequence[str], methods: Sequence[str]) -> Item:
+    """The same item with only some data sets and methods; names that match nothing are refused."""
+    preset = _preset(it.paper)
+    known = {c: str(preset["columns"][c].get("data", "")) for c in it.columns}
+    for d in data:
+        if d not in known.values() and d not in known:
+            raise unknown(f"data set of {it.paper} {it.name}", d, {*known.values()})
+    columns = tuple(c for c in it.columns if not data or known[c] in data or c in data)
+    by_name = {r: str(preset["methods"][r]["method"]) for r in it.rows}
+    for m in methods:
+        if m not in by_name and m not in by_name.values():
+            raise unknown(f"method of {it.paper} {it.name}", m, {*by_name, *by_name.values()})
+    rows = tuple(r for r in it.rows if not methods or r in methods or by_name[r] in methods)
+    return Item(it.paper, it.name, it.what, rows, columns, it.settings, it.statistic, it.misprints)
+
+
+def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSettings:
+    """The settings of one run: protocol, then item, column and method, then what the reader changes."""
+    preset = _preset(it.paper)
+    given = {**preset["protocol"], **it.settings, **preset["columns"][column], **preset["methods"][row]}
+    for word in ("statistic", "ours"):
+        given.pop(word, None)
+    given["data"] = (shrink.stand_in or {}).get(given["data"], given["data"])
+    given["seed"] = int(given.get("seed", 0)) + seed
+    planned = int(given["rounds"])
+    if shrink.rounds:
+        given["rounds"] = shrink.rounds
+        if isinstance(given.get("preparation"), int):  # phases keep their share of a shorter run
+            given["preparation"] = max(1, round(given["preparation"] * shrink.rounds / planned))
+        given["eval_every"] = max(1, min(int(given.get("eval_every", 10)), shrink.rounds // 2))
+    if shrink.subset:
+        given["subset"] = min(shrink.subset, given.get("subset", shrink.subset))
+    try:
+        return settings(**{**given, **(shrink.changes or {})})
+    except CoterieError as e:
+        raise CoterieError(f"{it.paper} {it.name}, {row}: {e}") from e
+
+
+def cells(it: Item, seeds: int, shrink: Shrink, out: Path) -> dict[tuple[str, str, int], Cell]:
+    """(row, column, seed) -> run; columns that read other statistics of the same run share it."""
+    found = {}
+    for row in it.rows:
+        for column in it.columns:
+            for seed in range(seeds):
+                s = cell(it, row, column, seed, shrink)
+                text = json.dumps(s.model_dump(mode="json"), sort_keys=True)
+                key = hashlib.sha256(text.encode()).hexdigest()[:8]
+                found[row, column, seed] = Cell(s, out / f"{s.method}-{Path(s.data).stem}-s{s.seed}-{key}")
+    return found

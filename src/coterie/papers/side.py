@@ -1,0 +1,77 @@
+"""Printed and measured side by side, with what a reader should know about the difference."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.stats import spearmanr
+
+from coterie.papers.presets import Item, is_ours, printed, statistic
+from coterie.runs import paper_metrics
+from coterie.runs.run import Run
+
+STATISTICS: dict[str, Callable[[Run], float]] = {
+    "participants_before_last10": lambda r: float(r.summary()["participants_before_last10"]),
+    "clients_mean_best": lambda r: float(r.summary()["personal"]["best"]),
+    "ac": lambda r: float(r.summary()["personal"]["last"]),
+    "gm": lambda r: paper_metrics.official(r).get("GM", math.nan),
+    "pm_v": lambda r: paper_metrics.official(r)["PM(V)"],
+    "pm_l": lambda r: paper_metrics.official(r)["PM(L)"],
+    "global_final": lambda r: paper_metrics.global_final(r.curve("global", "official", "pooled")),
+    "global_best": lambda r: paper_metrics.global_best(r.curve("global", "official", "pooled"))[0],
+}
+
+
+def frame(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.DataFrame:
+    """One row per method and column: printed, measured (mean and std over seeds, percent), difference, remark."""
+    rows: list[dict[str, Any]] = []
+    for row in it.rows:
+        for column in it.columns:
+            found = [r for (a, b, _), r in runs.items() if (a, b) == (row, column)]
+            if not found:
+                continue
+            values = 100 * np.array([STATISTICS[statistic(it, column)](r) for r in found])
+            paper = printed().get((it.paper, it.name, row, column))
+            measured = float(values.mean())
+            rows.append({
+                "method": row, "column": column, "printed": paper.value if paper else math.nan, "measured": measured,
+                "std": float(values.std(ddof=1)) if len(values) > 1 else math.nan,
+                "difference": measured - paper.value if paper else math.nan, "seeds": len(values),
+                "remark": "ours, not in the paper" if is_ours(it, row) else it.misprints.get(f"{row}/{column}", ""),
+            })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def verdicts(it: Item, table: pd.DataFrame) -> list[str]:
+    """Per column: rank correlation over the paper's methods, and whether the paper's winner wins here."""
+    out = []
+    for column in dict.fromkeys(table["column"]):
+        both = table[(table["column"] == column) & table["printed"].notna()]
+        if len(both) < 3:
+            continue
+        rho = float(spearmanr(both["printed"], both["measured"]).statistic)
+        theirs, ours = (str(both.loc[both[k].idxmax(), "method"]) for k in ("printed", "measured"))
+        won = f"{theirs} wins in the paper and here" if theirs == ours else f"{theirs} wins in the paper, {ours} here"
+        out.append(f"{column}: rank correlation {rho:.2f} over {len(both)} methods; {won}")
+    return out
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """As text, for a screen or Markdown."""
+    out = table[["method", "column"]].copy()
+    out["printed"] = ["" if math.isnan(v) else f"{v:.2f}" for v in table["printed"]]
+    out["measured"] = [
+        f"{v:.2f}" + ("" if math.isnan(s) else f" ± {s:.2f}")
+        for v, s in zip(table["measured"], table["std"], strict=True)
+    ]
+    out["difference"] = ["" if math.isnan(v) else f"{v:+.2f}" for v in table["difference"]]
+    out["remark"] = table["remark"]
+    return out.set_index("method")
+
+
+def markdown(table: pd.DataFrame) -> str:
+    text = readable(table).reset_index()
+    lines = ["| " + " | ".join(text.columns) + " |", "|" + "---|" * len(text.columns)]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in text.values]) + "\n"
