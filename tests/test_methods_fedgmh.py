@@ -1,0 +1,304 @@
+"""FedGMH: the properties of its specification, by number, and its settings."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coterie import tree as T
+from coterie.codec import equal
+from coterie.config import settings
+from coterie.data.dataset import Dataset
+from coterie.data.federation import federate
+from coterie.errors import CoterieError
+from coterie.method import Upload
+from coterie.methods import build
+from coterie.methods.fedgmh import FedGMH
+from coterie.methods.fedgmh_variants import FedGMHa, FedGMHo, FedGMHoa
+from coterie.methods.local import Local
+from coterie.models.registry import build as build_model
+from coterie.parts.heads import critical_mask
+from coterie.parts.label_heads import mean_features
+from coterie.parts.masks import criticality
+from toy import Toy, begin, bind, clients, events, open_toy, play
+
+D, S = 6, 3  # of the toy's model
+L = D * S + S
+W, B = "2.weight", "2.bias"
+
+
+def head(tree):
+    return {k: tree[k] for k in (W, B)}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
+
+
+def stack(seed=0, heads=S):
+    rng = torch.Generator().manual_seed(seed)
+    return {W: torch.randn(heads, S, D, generator=rng), B: torch.randn(heads, S, generator=rng)}
+
+
+def one_label(label=1):
+    return Toy([(torch.randn(8, 4, generator=torch.Generator().manual_seed(5)), torch.full((8,), label))], S)
+
+
+def started(method, data, server):
+    """The head with which a client begins, once the server knows its labels."""
+    state, up = method.end(method.init_client(data), {}, {}, data, 0)
+    server = method.aggregate(server, [Upload(up.tree, sender=data.client)], 0) if method.opening() else server
+    params, _ = method.begin(state, method.down(server, [data.client], 1).to(data.client), data, 1)
+    return head(params)
+
+
+def sent(z, y, sender=0, counts=None):
+    tree = {"x:means": z, "x:labels": torch.as_tensor(y, dtype=torch.int32)}
+    return Upload(
+        tree | ({} if counts is None else {"x:counts": torch.tensor(counts, dtype=torch.int32)}), sender=sender
+    )
+
+
+# ---- the client ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_1_beta_one_replaces_the_whole_head_by_g_and_beta_zero_leaves_it(tmp_path: Path, beta: float) -> None:
+    loop = play(FedGMH, tmp_path, {"beta": beta}, rounds=2)
+    for i in range(5):
+        state, data = loop.store.get(i), clients().data(i)
+        params, _ = loop.method.begin(state, loop.method.down(loop.server, [i], 3).to(i), data, 3)
+        q = data.label_counts / len(data.train)
+        g = {k: torch.einsum("s,s...->...", q, v) for k, v in loop.server["heads"].items()}
+        assert not torch.allclose(state["own"][W], g[W], atol=1e-3)
+        expected = g if beta else state["own"]
+        assert all(torch.allclose(params[k], expected[k], atol=0 if not beta else 1e-6) for k in (W, B))
+        assert same(T.drop(params, (W, B).__contains__), T.drop(state["own"], (W, B).__contains__))
+
+
+def test_2_shares_sum_to_one_and_equal_heads_mix_to_that_head() -> None:
+    method = bind(FedGMH, {"first_psi": "ones"})
+    server = method.setup()
+    other = {k: v[:1].expand_as(v).clone() for k, v in stack().items()}
+    for i in range(5):
+        got = started(method, clients().data(i), {**server, "heads": other})
+        assert all(torch.allclose(got[k], other[k][0], atol=1e-6) for k in got)
+
+
+def test_3_a_client_with_one_label_gets_its_head_exactly() -> None:
+    method = bind(FedGMH, {"first_psi": "ones"}, data=one_label())
+    heads = stack()
+    assert same(started(method, one_label().data(0), {**method.setup(), "heads": heads}), T.row(heads, 1))
+
+
+@pytest.mark.parametrize("scope", ["head", "tensor"])
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.77])
+def test_4_the_mask_has_floor_beta_l_ones_and_they_are_the_most_critical(tmp_path: Path, beta, scope) -> None:
+    loop = play(FedGMH, tmp_path, {"beta": beta, "mask_scope": scope}, rounds=1)
+    for i in range(5):
+        state = loop.store.get(i)
+        p = criticality(head(loop.method.ctx.w0), head(state["own"]))  # round 1 is the first: the head began as h^0
+        groups = [(W,), (B,)] if scope == "tensor" else [(W, B)]
+        for names in groups:
+            mask, score = (torch.cat([t[k].flatten() for k in names]) for t in (state["mask"], p))
+            assert mask.dtype == torch.bool and int(mask.sum()) == int(beta * len(mask) + 1e-9)
+            if mask.any():
+                assert score[mask].min() >= score[~mask].max()
+
+
+def test_5_criticality_ignores_a_common_flip_of_signs_and_is_zero_where_nothing_moved() -> None:
+    before, after = T.row(stack(0), 0), T.row(stack(1), 0)
+    flipped = criticality({k: -v for k, v in before.items()}, {k: -v for k, v in after.items()})
+    assert same(criticality(before, after), flipped)
+    still = {**after, W: torch.where(torch.arange(D) == 2, before[W], after[W])}
+    assert (criticality(before, still)[W][:, 2] == 0).all() and not critical_mask(before, still, 0.5)[W][:, 2].any()
+
+
+def test_6_no_model_is_sent_and_only_participants_change(tmp_path: Path) -> None:
+    loop = begin(open_toy(FedGMH, tmp_path, rounds=3, join=0.4))
+    loop._round(0)
+    for t in (1, 2, 3):
+        before = {i: loop.store.get(i) for i in range(5)}
+        loop._round(t)
+        event = events(loop)[-1]
+        assert set(event["bytes"]["device-cloud"]["up"]) == {"prototypes"}
+        assert set(event["bytes"]["device-cloud"]["down"]) == {"heads"}
+        for i in range(5):
+            moved = not torch.equal(before[i]["own"]["0.weight"], loop.store.get(i)["own"]["0.weight"])
+            assert moved == (i in event["participants"])
+            if not moved:
+                assert equal(before[i], loop.store.get(i))
+    loop.folder.close()
+
+
+def test_10_mean_features_are_class_means_whatever_the_batches() -> None:
+    data, method = clients().data(3), bind(FedGMH)
+    z = method.ctx.features(method.ctx.w0, data.train.x)
+    up = mean_features(method.ctx, method.ctx.w0, data, method.hp)
+    for row, label in zip(up["x:means"], up["x:labels"].tolist(), strict=True):
+        assert torch.allclose(row, z[data.train.y == label].mean(0), atol=1e-6)
+    small = bind(FedGMH, batch=1)
+    assert same(mean_features(small.ctx, small.ctx.w0, data, small.hp), up)
+
+
+@pytest.mark.parametrize("cls", [FedGMHa, FedGMHoa])
+def test_11_averaging_is_the_identity_where_own_and_received_head_agree(cls) -> None:
+    method = bind(cls, data=one_label())
+    assert same(started(method, one_label().data(0), method.setup()), head(method.ctx.w0))
+    heads = stack(heads=1 if cls is FedGMHoa else S)
+    got = started(method, one_label().data(0), {**method.setup(), "heads": heads})
+    row = T.row(heads, 0 if cls is FedGMHoa else 1)
+    assert all(torch.equal(got[k], (method.ctx.w0[k] + row[k]) / 2) for k in got)
+
+
+@pytest.mark.parametrize("cls", [FedGMH, FedGMHo])
+def test_14_the_first_participation_is_plain_local_training(tmp_path: Path, cls) -> None:
+    ours, local = (play(c, tmp_path, rounds=4, join=0.4) for c in (cls, Local))
+    seen: set[int] = set()
+    first = [i for e in events(ours) if e["round"] > 0 for i in e["participants"] if i not in seen and not seen.add(i)]
+    once = [i for i in first if sum(i in e["participants"] for e in events(ours) if e["round"] > 0) == 1]
+    assert any(i not in events(ours)[-4]["participants"] for i in once)  # also one whose first round is a later one
+    for i in once:
+        assert same(ours.store.get(i)["own"], local.store.get(i)["own"])
+    again = next(i for i in first if i not in once)
+    assert not same(ours.store.get(again)["own"], local.store.get(again)["own"])
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+def test_7_a_step_raises_the_label_and_lowers_the_loss_and_gradient_rows_cancel() -> None:
+    method = bind(FedGMH, {"eta_h": 0.01})
+    server, f = {**method.setup(), "heads": stack()}, torch.rand(1, D)
+    new = method.aggregate(server, [sent(f, [2])], 1)["heads"]
+    old = server["heads"]
+    before, after = ((F.linear(f, h[W][2], h[B][2])) for h in (old, new))
+    assert after[0, 2] > before[0, 2]
+    assert F.cross_entropy(after, torch.tensor([2])) < F.cross_entropy(before, torch.tensor([2]))
+    for k in (W, B):
+        assert torch.allclose((new[k][2] - old[k][2]).sum(0), torch.zeros(()), atol=1e-6)
+    w = old[W][2].clone().requires_grad_()
+    F.cross_entropy(F.linear(f, w, old[B][2]), torch.tensor([2])).backward()
+    assert torch.allclose(new[W][2], old[W][2] - 0.01 * w.grad, atol=1e-6)
+
+
+def test_8_heads_of_labels_nobody_sent_keep_their_bits() -> None:
+    method = bind(FedGMH, {"head_weight_decay": 0.1})
+    server = {**method.setup(), "heads": stack()}
+    new = method.aggregate(server, [sent(torch.rand(2, D), [0, 2])], 1)["heads"]
+    for k in (W, B):
+        assert torch.equal(new[k][1], server["heads"][k][1]) and not torch.equal(new[k][0], server["heads"][k][0])
+
+
+def test_9_the_same_vector_twice_is_the_same_step() -> None:
+    method = bind(FedGMH)
+    server, f = {**method.setup(), "heads": stack()}, torch.rand(1, D)
+    once = method.aggregate(server, [sent(f, [1])], 1)["heads"]
+    twice = method.aggregate(server, [sent(f, [1], 0), sent(f, [1], 1)], 1)["heads"]
+    assert all(torch.allclose(once[k], twice[k], atol=1e-6) for k in once)
+
+
+def test_15_three_hundred_steps_at_rate_one_saturate_and_do_not_diverge() -> None:
+    method = bind(FedGMH)
+    rng = torch.Generator().manual_seed(0)
+    for norm in (0.8, 8.0, 30.0):
+        f = F.normalize(torch.rand(S, D, generator=rng), dim=1) * norm
+        server, norms = {**method.setup(), "heads": stack()}, {}
+        for t in range(1, 301):
+            server = method.aggregate(server, [sent(f, range(S))], t)
+            norms[t] = T.flatten(server["heads"]).norm()
+        heads = server["heads"]
+        p = (torch.einsum("sd,srd->sr", f, heads[W]) + heads[B]).softmax(1).diagonal()
+        assert T.finite(heads) and (p > 0.99).all() and norms[300] < 1.2 * norms[100]
+
+
+def test_one_head_learns_from_all_pairs_in_one_step() -> None:
+    """A19: GMH-o's step is plain SGD on the mean cross-entropy of every received pair."""
+    method = bind(FedGMHo)
+    server, f, y = method.setup(), torch.rand(4, D), torch.tensor([0, 2, 2, 1])
+    w = server["heads"][W][0].clone().requires_grad_()
+    F.cross_entropy(F.linear(f, w, server["heads"][B][0]), y).backward()
+    new = method.aggregate(server, [sent(f[:2], y[:2]), sent(f[2:], y[2:], 1)], 1)["heads"]
+    assert torch.allclose(new[W][0], server["heads"][W][0] - w.grad, atol=1e-6)
+
+
+def test_feature_weight_samples_weighs_vectors_by_their_counts() -> None:
+    method = bind(FedGMH, {"feature_weight": "samples"})
+    server, f = {**method.setup(), "heads": stack()}, torch.rand(2, D)
+    weighed = method.aggregate(server, [sent(f[:1], [1], 0, [3]), sent(f[1:], [1], 1, [1])], 1)["heads"]
+    repeated = bind(FedGMH).aggregate(server, [sent(f[[0, 0, 0, 1]], [1, 1, 1, 1])], 1)["heads"]
+    assert all(torch.allclose(weighed[k], repeated[k], atol=1e-6) for k in repeated)
+
+
+# ---- bytes, data and settings ----------------------------------------------------------------------------------------
+def test_12_bytes_are_those_of_the_table_and_labels_are_sent_once_before(tmp_path: Path) -> None:
+    loop = play(FedGMH, tmp_path, rounds=1)
+    labels = sum(len(y.unique()) for _, y in clients().parts)
+    opening, round1 = (e["bytes"]["device-cloud"] for e in events(loop))
+    assert opening == {"up": {"prototypes": 4 * labels}, "down": {}}
+    assert round1 == {"down": {"heads": 4 * L * labels}, "up": {"prototypes": labels * (4 * D + 4)}}
+    images = Toy([(torch.rand(4, 1, 28, 28), torch.tensor([0, 1, 2, 9]))], 10)
+    paper = bind(FedGMH, data=images, model=build_model("fedgmh-cnn", (1, 28, 28), 10))
+    assert paper.payload(1).down / 1024 == pytest.approx(20.0391, abs=1e-4)
+    assert paper.payload(5) == (5 * (4 * 512 + 4), 5 * 4 * 5130)
+
+
+def test_download_all_and_counts_change_bytes_as_declared(tmp_path: Path) -> None:
+    own, everything = (play(FedGMH, tmp_path, {"download": how}, rounds=3) for how in ("own", "all"))
+    for i in range(5):
+        a, b = own.store.get(i)["own"], everything.store.get(i)["own"]
+        assert all(torch.allclose(a[k], b[k], atol=1e-5) for k in a)
+    assert everything.ledger.totals["device-cloud"]["down"] == {"heads": 3 * 5 * S * 4 * L}
+    assert bind(FedGMH, {"feature_weight": "samples"}).payload(2).up == 2 * (4 * D + 8)
+    assert bind(FedGMHo).payload(2).down == 4 * L
+
+
+def test_13_exdir_gives_at_most_c_labels_and_every_sample_once() -> None:
+    y = torch.arange(2000) % 10
+    data = Dataset("labels", torch.zeros(2000, 1), y, tuple("0123456789"), torch.zeros(2000, dtype=torch.bool))
+    fed = federate(data, settings(method="local", partition="exdir(2, 0.5)", clients=20).federation, 0)
+    assert ((fed.label_counts("all") > 0).sum(1) <= 2).all()
+    dealt = np.sort(np.concatenate([fed.indices(i, p) for i in fed.clients for p in ("train", "val", "test")]))
+    assert (dealt == np.arange(2000)).all()
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.5])
+@pytest.mark.parametrize("cls", [FedGMH, FedGMHo])
+def test_beta_outside_zero_to_one_is_refused_in_one_sentence(cls, beta: float) -> None:
+    with pytest.raises(CoterieError, match=rf"beta = {beta} is not possible") as e:
+        build(cls, {"beta": beta})
+    assert "\n" not in str(e.value)
+
+
+def test_decay_counts_rounds_or_participations(tmp_path: Path) -> None:
+    """With one whole batch per epoch the first step is lr times the gradient, so its length shows the rate."""
+    steps = {}
+    for how in ("round", "participation"):
+        loop = open_toy(FedGMH, tmp_path, {"decay_on": how}, batch=100, lr=0.1, lr_decay=0.5)
+        data = clients().data(0)
+        state = loop.method.init_client(data)
+        job = {"client": 0, "state": state, "each": {}, "share": 1.0}
+        request = {"op": "train", "round": 4, "shared": {}, "watch": False, "jobs": [job]}
+        new = loop.runtime.run([request])[0][0]["state"]
+        steps[how] = (new["own"]["0.weight"] - state["own"]["0.weight"]).norm()
+        assert new["joined"] == 1
+        loop.folder.close()
+    assert float(steps["participation"]) == pytest.approx(8 * float(steps["round"]), rel=1e-4)
+
+
+def test_independent_starts_differ_between_clients_and_a_shared_one_does_not() -> None:
+    apart, common = bind(FedGMH, {"init": "independent"}), bind(FedGMH)
+    a, b = (apart.init_client(clients().data(i))["own"] for i in (0, 1))
+    assert not torch.equal(a[W], b[W]) and equal(a, apart.init_client(clients().data(0))["own"])
+    assert same(common.init_client(clients().data(0))["own"], common.ctx.w0)
+
+
+def test_a_client_whose_labels_changed_uses_the_heads_it_has_and_tells_the_server_the_new_ones() -> None:
+    method = bind(FedGMH, {"first_psi": "ones"})
+    server = {**method.setup(), "heads": stack()}
+    state, up = method.end(method.init_client(one_label(1).data(0)), {}, {}, one_label(1).data(0), 0)
+    server = method.aggregate(server, [Upload(up.tree, sender=0)], 0)
+    now = one_label(2).data(0)
+    params, extras = method.begin(state, method.down(server, [0], 1).to(0), now, 1)
+    assert same(head(params), head(method.ctx.w0))  # nothing received fits
+    _, up = method.end(state, params, extras, now, 1)
+    server = method.aggregate(server, [Upload(up.tree, sender=0)], 1)
+    assert server["labels"][0].tolist() == [2]
