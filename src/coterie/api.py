@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from coterie.config import Engine, settings
+from coterie.config import Engine, RunSettings, settings
 from coterie.data.dataset import Dataset
 from coterie.errors import CoterieError, unknown
 from coterie.folders import fresh_folder
@@ -35,7 +35,7 @@ def run(
     """One run; `more` are settings of the run, of the federation or of the method. Returns what it wrote, readable."""
     named, objects = _named(method, data, model)
     engine = Engine(workers=workers, state=state, data_dir=Path(data_dir) if data_dir else None)
-    chosen = settings(**named, **_own(method, more))
+    chosen = _settings(method, named, more)
     session = prepare(chosen, engine, method=objects.method, dataset=objects.dataset, model=objects.model)
     folder = Path(out) if out else fresh_folder(f"{named['method']}-{named['data']}")
     execute(session, folder)
@@ -86,9 +86,10 @@ def comparison_cells(
         own = _class(m).Settings.model_fields
         shared = {k: v for k, v in more.items() if k not in marked and (k not in everybody or k in own)}
         mark = f"{names['method']}."
-        mine = _own(m, shared | {k.removeprefix(mark): v for k, v in marked.items() if k.startswith(mark)})
+        mine = shared | {k.removeprefix(mark): v for k, v in marked.items() if k.startswith(mark)}
         for seed in range(seeds) if isinstance(seeds, int) else seeds:
-            cells.append(Cell(settings(**names, **mine, seed=seed), folder / f"{names['method']}-s{seed}", objects))
+            chosen = _settings(m, names, {**mine, "seed": seed})
+            cells.append(Cell(chosen, folder / f"{names['method']}-s{seed}", objects))
     return cells
 
 
@@ -108,13 +109,15 @@ def _class(method: str | type[Method]) -> type[Method]:
     return find(method) if isinstance(method, str) else method
 
 
-def _own(method: str | type[Method], more: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a class that has no registered name are sorted out here."""
+def _settings(method: str | type[Method], named: dict[str, Any], more: dict[str, Any]) -> RunSettings:
+    """Checked settings; those of a class, which need not have a registered name, are sorted out here."""
     if isinstance(method, str):
-        return more
+        return settings(**named, **more)
     fields = method.Settings.model_fields
     own = {**more.get("settings", {}), **{k: v for k, v in more.items() if k in fields}}
-    return {**{k: v for k, v in more.items() if k not in fields}, "settings": own}
+    rest = {k: v for k, v in more.items() if k not in fields and k != "settings"}
+    chosen = settings(**{**named, "method": "fedavg"}, **rest)
+    return chosen.model_copy(update={"method": named["method"], "settings": own})
 
 
 def _named(
