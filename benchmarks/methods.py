@@ -1,0 +1,88 @@
+"""Time per round of every method relative to FedAvg, in one table from one run.
+
+    python benchmarks/methods.py [NAME ...] [--data fmnist --data-dir DIR --model lenet5 --rounds 8]
+
+Each method runs a whole short run (so that all its phases are there); after every round of it FedAvg does one on the
+same clients, and the ratio is that of the medians. Evaluation is off; a round 0 is reported apart.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from coterie.config import Engine, settings
+from coterie.data.sources import load
+from coterie.engine.loop import Loop
+from coterie.engine.record import Folder
+from coterie.engine.workers import start
+from coterie.errors import CoterieError
+from coterie.methods import find, known
+from coterie.session import make_loop, prepare
+
+
+def ready(method: str, args: argparse.Namespace, out: Path) -> Loop:
+    given = {"data": args.data, "model": args.model, "rounds": args.rounds, "clients": args.clients, "join": args.join}
+    given |= {"epochs": args.epochs, "batch": args.batch, "lr": 0.01, "partition": "dirichlet(0.1)", "short": "fill"}
+    chosen = settings(method=method, **given, public=200, eval_every=10**6, watch=False, test_share=0.5, val_share=0.1)
+    session = prepare(chosen, Engine(workers=args.workers), dataset=args.dataset)
+    folder = Folder(out)
+    loop = make_loop(session, folder, start(session.device(), args.workers))
+    loop.server = session.method.setup()
+    folder.open_logs()
+    return loop
+
+
+def timed(loop: Loop, t: int) -> float:
+    begin = time.perf_counter()
+    ids = loop.method.sample(loop.server, t, torch.Generator().manual_seed(t))
+    loop.method.sample = lambda *_: ids  # type: ignore[method-assign]  # the same participants on both sides
+    loop._round(t)
+    del loop.method.sample
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--data", default="digits")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--model", default="mlp-bn")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=50)
+    parser.add_argument("--join", type=float, default=0.2)
+    parser.add_argument("--epochs", type=float, default=5)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--workers", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.dataset = load(args.data, args.data_dir)
+    print("| method | FedAvg's time per round | round 0, in rounds of FedAvg |\n|---|---|---|")
+    for name in args.names or known():
+        with tempfile.TemporaryDirectory() as tmp:
+            try:
+                loop, base = ready(name, args, Path(tmp) / "m"), ready("fedavg", args, Path(tmp) / "f")
+            except CoterieError as e:
+                print(f"| {find(name).title} | {e} | |", flush=True)
+                continue
+            loop.schedule = loop.schedule.__class__(**{**vars(loop.schedule), "rounds": 10**6})  # no last evaluation
+            base.schedule = base.schedule.__class__(**{**vars(base.schedule), "rounds": 10**6})
+            opening = timed(loop, 0) if loop.method.opening() else 0.0
+            own, other = [], []
+            for t in range(1, args.rounds + 1):
+                own.append(timed(loop, t))
+                other.append(timed(base, t))
+            for x in (loop, base):
+                x.runtime.close()
+                x.folder.close()
+        middle = statistics.median(other[1:])
+        first = f"{opening / middle:.1f}" if opening else ""
+        print(f"| {find(name).title} | {statistics.median(own[1:]) / middle:.2f} | {first} |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
