@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from coterie import codec
 from coterie import tree as T
 from coterie.engine.ledger import Ledger, weigh
+from coterie.engine.record import Folder
 from coterie.engine.store import Store
 from coterie.engine.workers import Arena
 from coterie.errors import CoterieError
@@ -297,3 +299,13 @@ def test_events_are_json_and_equal_for_equal_settings(tmp_path):
     assert lines == (b.folder.path / "events.jsonl").read_bytes()
     assert [json.loads(line)["round"] for line in lines.splitlines()] == [1, 2, 3]
     assert same(models(a), models(b))
+
+
+def test_events_are_json_that_any_language_reads(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.open_logs()
+    folder.event(round=1, loss=float("nan"), deep={"a": [1.5, float("inf")]}, t=torch.tensor([1, 2]))
+    folder.close()
+    text = (tmp_path / "events.jsonl").read_text()
+    assert json.loads(text) == {"round": 1, "loss": None, "deep": {"a": [1.5, None]}, "t": [1, 2]}
+    assert "NaN" not in text and "Infinity" not in text

@@ -11,6 +11,7 @@ clients/          private state of the clients, one file each
 import fcntl
 import io
 import json
+import math
 import os
 from pathlib import Path
 from typing import IO, Any
@@ -103,13 +104,16 @@ def _log(path: Path, length: int) -> IO[bytes]:
 
 
 def _append(f: IO[bytes], fields: dict[str, Any]) -> None:
-    f.write(json.dumps(fields, default=_json).encode() + b"\n")
+    f.write(json.dumps(_finite(fields), allow_nan=False).encode() + b"\n")
     f.flush()
 
 
-def _json(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} in an event")
+def _finite(value: Any) -> Any:
+    """Plain JSON: arrays as lists, and null for what is no number (other languages cannot read NaN)."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
