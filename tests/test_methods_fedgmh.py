@@ -106,6 +106,18 @@ def test_4_the_mask_has_floor_beta_l_ones_and_they_are_the_most_critical(tmp_pat
                 assert score[mask].min() >= score[~mask].max()
 
 
+def test_4_what_counts_is_the_change_since_the_write_in() -> None:
+    method, data = bind(FedGMH), one_label().data(0)
+    mask = critical_mask(head(method.ctx.w0), head(method.ctx.w0), 0.5)
+    state = {"own": method.ctx.w0, "joined": 1, "labels": torch.tensor([1]), "mask": mask}
+    params, extras = method.begin(state, T.prefix("h:", {k: v[:1] for k, v in stack().items()}), data, 2)
+    assert not same(head(params), head(state["own"]))
+    trained = {**params, W: params[W] + 0.1}
+    mask = method.end(state, trained, extras, data, 2)[0]["mask"]
+    assert same(mask, critical_mask(head(params), head(trained), 0.5))
+    assert not same(mask, critical_mask(head(state["own"]), head(trained), 0.5))
+
+
 def test_5_criticality_ignores_a_common_flip_of_signs_and_is_zero_where_nothing_moved() -> None:
     before, after = T.row(stack(0), 0), T.row(stack(1), 0)
     flipped = criticality({k: -v for k, v in before.items()}, {k: -v for k, v in after.items()})

@@ -127,6 +127,15 @@ def test_5_scaling_the_prototypes_of_a_group_leaves_rho() -> None:
     assert torch.allclose(G.inter_weights(protos, hp), G.inter_weights(scaled, hp), atol=1e-6)
 
 
+def test_12_mixtures_are_sums_by_rho_and_prototypes_over_the_groups_that_hold_the_class() -> None:
+    body, protos = bodies(3), sets(3, mask=[[True, True, False], [True, False, True], [True, True, True]])
+    server = bind(FedPC).mixed({}, body, protos)
+    rho = server["rho"].float()
+    assert near(server["body"], {k: torch.einsum("jq,q...->j...", rho, v) for k, v in body.items()})
+    two = (rho[:, [0, 2]] @ protos.value[[0, 2], 1]) / rho[:, [0, 2]].sum(1, keepdim=True)  # class 1: groups 0 and 2
+    assert torch.allclose(server["value"][:, 1], two, atol=1e-6) and server["mask"].all()
+
+
 def test_12_mixing_uses_the_snapshot_so_that_order_does_not_matter() -> None:
     method, order = bind(FedPC), torch.tensor([2, 0, 3, 1])
     protos, body = sets(4), bodies(4)

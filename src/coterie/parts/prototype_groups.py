@@ -1,7 +1,7 @@
 """The server's side of groups with a body and prototypes each (FedPC): who belongs where, and what groups exchange."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -23,7 +23,9 @@ class GroupSettings(Settings):
 
     J: int | None = Field(None, ge=1, description="number of groups; empty: chosen by silhouette")
     J_max: int = Field(10, ge=2, description="largest number of groups to choose from")
-    pca: float | int | Literal["none"] = Field(0.95, description="share of variance, or number of components")
+    pca: Annotated[float, Field(gt=0)] | Annotated[int, Field(ge=1)] | Literal["none"] = Field(
+        0.95, description="share of variance, or number of components"
+    )
     missing: Missing = Field("zero", description="absent classes in the clustering")
     grouping: Literal["prototypes", "random"] = Field("prototypes", description="random: same sizes, as a control")
     sim_map: GroupMap = Field("clip", description="cosines of groups to weights")
