@@ -258,6 +258,8 @@ def test_equation_12_by_hand_with_fallbacks() -> None:
     assert level(m, edge, 5) == pytest.approx(2.0)  # last known layer: only b is like it
     mean = (10 * 1 + 20 * 2 + 30 * 3) / 60
     assert level(m, edge, 8) == pytest.approx(mean, abs=1e-5)  # unknown layer: equation (5)
+    zero, _ = cluster(m, [a, torch.zeros(1, 2), b])
+    assert level(m, zero, 1) == pytest.approx(2.0)  # took part and is like nobody, not even itself: its own body
     lonely, _ = cluster(m, [a], known={6: -a})
     assert level(m, lonely, 6) == pytest.approx(1.0)  # like nobody: the mean
 
@@ -440,6 +442,10 @@ def test_oracle_takes_the_layer_that_helps_most_on_validation_data() -> None:
     share = [float((data.val.y == c).float().mean()) for c in ((common + 1) % 10, common)]
     assert s.flatten().tolist() == pytest.approx([1 - share[0], 1 - share[0], 1 - share[1]])
     assert m.leads(choice.cast(None, s)).tolist() == [2]
+    rounds = torch.tensor([[[0.4, 0.5, 0.9]], [[0.4, 0.5, 0.9]], [[0.9, 0.1, 0.9]]])  # fc1 wins twice, fc2 on average
+    assert m.leads(choice.cast(None, rounds)).tolist() == [1] and bound().leads(choice.cast(None, rounds)).tolist() == [
+        0
+    ]
 
 
 def test_only_decoupling_averages_each_layer_over_those_who_share_it() -> None:
