@@ -11,6 +11,7 @@ from coterie import tree as T
 from coterie.errors import CoterieError
 from coterie.method import Batch, Upload
 from coterie.methods import build
+from coterie.parts.agent import accuracy
 from coterie.parts.clustering import canonical
 from coterie.parts.distill import kl
 from coterie.parts.spectral import cluster_count, prediction_clusters, prediction_similarity
@@ -38,10 +39,11 @@ def test_p3_p4_blocks_are_recovered_with_and_without_their_number(sizes, k0) -> 
 
 
 def test_p5_clusters_are_equivariant_under_client_permutation() -> None:
-    P = blocks((3, 5, 4), noise=2.0)
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(3))
-    whole, mixed = (prediction_clusters(p, 3, seed=1) for p in (P, P[order]))
-    assert canonical(whole[order].numpy()).tolist() == mixed.tolist()
+    rng = torch.Generator().manual_seed(3)
+    for P in (blocks((3, 5, 4)), *(torch.randn(12, 20, 5, generator=rng).softmax(-1) for _ in range(8))):
+        order = torch.randperm(12, generator=rng)  # where nothing is separated, the seeded start decides
+        whole, mixed = (prediction_clusters(p, 3, seed=1) for p in (P, P[order]))
+        assert canonical(whole[order].numpy()).tolist() == mixed.tolist()
 
 
 def test_eigengap_of_alike_clients_is_one_cluster_where_the_plain_gap_also_is_one_for_two() -> None:
@@ -101,6 +103,16 @@ def test_p6_edge_mean_of_equal_models_is_that_model_and_weights_are_samples() ->
         assert near(T.mean([e.tree for e in equal], method.weights(equal)), expected, 1e-6)
 
 
+def test_p6_the_first_mean_of_a_cluster_is_by_samples_too() -> None:
+    method = session("sc-fpfl-cluster-only", own={"k0": 2}, clients=4).method
+    trees = [played.jittered(method.ctx.w0, i) for i in range(4)]
+    P = blocks((2, 2))
+    ups = [Upload({**t, "x:predictions": P[i]}, {}, i, 10 * (i + 1)) for i, t in enumerate(trees)]
+    server = method.aggregate(method.setup(), ups, 0)
+    assert near(server["hat"][1], T.mean(trees[2:], [3.0, 4.0]))
+    assert server["samples"] == {0: 30, 1: 70}
+
+
 def test_p7_equal_edges_and_one_edge_are_left_as_they_are() -> None:
     method = session("sc-fpfl").method
     w = method.ctx.w0
@@ -137,7 +149,9 @@ def test_every_fourier_setting_reaches_the_step() -> None:
     ):  # fmt: skip
         assert not same(mixed(**own), plain), own
     assert same(mixed(4, g_schedule="linear"), mixed(1, g=0.475))
-    assert bool((mixed(fourier_bias="fourier")["2.running_var"] > 0).all())
+    through = mixed(fourier_bias="fourier")
+    assert bool((through["2.running_var"] > 0).all())
+    assert not torch.equal(through["4.bias"], plain["4.bias"])
 
 
 def test_an_edge_that_nobody_answered_keeps_its_model() -> None:
@@ -179,6 +193,18 @@ def test_a_rejected_agent_may_leave_local_training_instead() -> None:
     assert not same(state(kept, 0)["f"], state(trained, 0)["f"])
     # without the agent's success both are plain local training of the own model
     assert same(state(trained, 0)["f"], state(each, 0)["f"])
+
+
+@pytest.mark.parametrize("own", [{"agent_fail": "train"}, {"local_train_each_round": True}])
+def test_the_agent_is_judged_against_the_own_model_before_it_trains_instead(own) -> None:
+    s = session("sc-fpfl", own=own)
+    data, w = s.federation.data(0), s.method.ctx.w0
+    others = [play("sc-fpfl", **SMALL), play("local", **SMALL)]
+    own_before, own_after = others[0].store.get(0)["f"], others[1].store.get(0)["own"]
+    _, note = s.method.accept(w, own_after, {"own": own_before, "edge": w}, data)
+    rival = own_before if "agent_fail" in own else own_after
+    assert note["val_own"] == accuracy(s.method.ctx, rival, data.val)
+    assert accuracy(s.method.ctx, own_before, data.val) != accuracy(s.method.ctx, own_after, data.val)
 
 
 @pytest.mark.parametrize("name", ["sc-fpfl", "sc-fpfl-no-kl", "sc-fpfl-no-agent", "sc-fpfl-cluster-only"])
