@@ -28,6 +28,7 @@ class FedCPMD(LayerTier):
     title = "FedCPMD"
     paper = "Du et al., Chinese Journal of Computers 2025, 10.11897/SP.J.1016.2025.00407"
     year = 2025
+    certainty = "P"
     family = "S,C"
     personal_part = "one layer of each client's own choice"
     needs: ClassVar[tuple[str, ...]] = ("head",)
