@@ -44,9 +44,9 @@ def overview() -> str:
     lines += [f"Bytes are what one participant declares for one ordinary round of `{MODEL}` on 28x28 grey pictures"]
     lines += [f"with 10 classes ({size:,} parameters). A dash: the default settings do not fit that model."]
     lines += [
-        "Certainty: A, checked against the authors' code; B, against other people's code; C, reconstructed from the"
+        "Certainty: A, checked against the authors' code; B, against other people's code; P, written from the paper"
     ]
-    lines += ["published description only, so its numbers are marked in tables.", ""]
+    lines += ["itself; C, reconstructed from descriptions with open points, so its numbers are marked in tables.", ""]
     lines += ["| name | method | family | year | personal | bytes up | bytes down | needs | certainty |"]
     lines += ["|---|---|---|---|---|---:|---:|---|---|"]
     for name, m in found.items():

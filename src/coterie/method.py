@@ -188,7 +188,9 @@ class Method:
     needs: ClassVar[tuple[str, ...]] = ()  # of: bn, val, head, public, full
     weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
     trial: ClassVar[Mapping[str, Any]] = {}  # own settings for the battery's small task, if the defaults do not fit it
-    certainty: ClassVar[str] = "A"  # C: reconstructed from the published description only
+    # A: checked against the authors' code, B: against others' code, P: written from the paper itself,
+    # C: reconstructed from published descriptions only, with open points; marked in tables
+    certainty: ClassVar[str] = "A"
 
     ctx: Context  # bound by the runtime before any hook is called
     hp: Any  # the settings; a method annotates it with its own class

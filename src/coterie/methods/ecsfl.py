@@ -27,6 +27,7 @@ class ECSFL(Method):
     Settings = ECSFLSettings
     hp: ECSFLSettings
     title = "ECS-FL"
+    certainty = "P"
     paper = "Wu and Liu, Modeling and Simulation 2025, 10.12677/mos.2025.144366"
     year = 2025
     family = "G"

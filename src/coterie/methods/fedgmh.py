@@ -35,6 +35,7 @@ class FedGMH(Method):
     Settings = FedGMHSettings
     hp: FedGMHSettings
     title, year, family = "FedGMH", 2026, "P,S"
+    certainty = "P"
     paper = "Sun, Ni, Telecommunications Science 2026, 10.11959/j.issn.1000-0801.2026005"
     personal_part, needs = "the whole model", ("head",)
 

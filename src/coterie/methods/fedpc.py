@@ -22,6 +22,7 @@ class FedPC(Method):
     Settings = FedPCSettings
     hp: FedPCSettings
     title, year, family, weighting = "FedPC", 2025, "C,P,S", "uniform"
+    certainty = "P"
     paper = "Liu et al., Journal on Communications 2025, 10.11959/j.issn.1000-436x.2025235"
     personal_part, needs = "the head; the body of its group", ("head",)
     trial = TRIAL

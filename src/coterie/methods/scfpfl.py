@@ -34,7 +34,7 @@ class SCFPFL(EdgesByCluster):
     family = "C,R"
     personal_part = "the whole model, taken over from an agent"
     needs: ClassVar[tuple[str, ...]] = ("public", "val")
-    certainty = "C"
+    certainty = "P"
 
     def payload_of(self, server: State, client: int, labels: int, round: int) -> Payload:
         (up, down), asked = self.payload(labels, round), self.asks(server, round)
