@@ -32,8 +32,7 @@ class FedAP(FedBN):
     hp: FedAPSettings
     title = "FedAP"
     paper = "Lu et al., IEEE Trans. Big Data 2022, arXiv 2112.00734"
-    year = 2022
-    family = "M,S"
+    year, family = 2022, "M,S"
     personal_part = "batch norm and a mixture of the others"
 
     def _exchange(self) -> int:

@@ -29,8 +29,7 @@ class FedCP(Method):
     hp: FedCPSettings
     title = "FedCP"
     paper = "Zhang et al., KDD 2023, arXiv 2307.01217"
-    year = 2023
-    family = "S"
+    year, family = 2023, "S"
     personal_part = "a second head"
     needs = ("head",)
 

@@ -19,7 +19,7 @@ from coterie.method import ClientData, ClientId, Edge, Extras, State, Tree, Uplo
 from coterie.methods.fedcpmd_settings import FedCPMDSettings
 from coterie.parts import cluster_mix as mix
 from coterie.parts import layer_choice as choice
-from coterie.parts.layer_tier import COUNT, IDS, PHI, VOTE, LayerTier, marked
+from coterie.parts.layer_tier import COUNT, IDS, PHI, VOTE, LayerTier, heard, marked
 
 
 class FedCPMD(LayerTier):
@@ -73,41 +73,27 @@ class FedCPMD(LayerTier):
         state = mix.renewed({**edge.state, "phi": phi}, start, bodies, mean, rows, self.hp.unsampled_body)
         return state, Upload({IDS: torch.tensor(list(fresh), dtype=torch.int32)}, note)
 
-    def rows(
-        self, phi: dict[ClientId, Tensor], members: list[ClientId], fresh: list[ClientId], mean: Tensor
-    ) -> tuple[dict[ClientId, Tensor], dict[str, float]]:
+    def rows(self, phi: mix.Layers, members: list[ClientId], fresh: list[ClientId], mean: Tensor) -> mix.Rows:
         """Weights of equation (12) for every member whose personal layer is known; mean and spread of Phi."""
-        if not phi:  # nothing to compare by: all alike
-            return {i: torch.full_like(mean, 1 / len(mean)) for i in members}, {}
-        known, now = torch.stack(list(phi.values())), torch.stack([phi[j] for j in fresh])
-        Phi = mix.similarity(known, now, self.hp.phi_of == "rows", self.hp.phi_map)
-        rows = mix.weights_of(Phi, list(phi), fresh, mean).float()
-        return dict(zip(phi, rows, strict=True)), mix.spread(Phi, list(phi), fresh)
+        return mix.rows(phi, members, fresh, mean, self.hp.phi_of == "rows", self.hp.phi_map)
 
     # ---- cloud -------------------------------------------------------------------------------------------------------
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         voted = [u for u in uploads if VOTE in u.tree]
-        server = {
-            **server,
-            "w": mix.layerwise(server["w"], uploads, self.weights),
-            "votes": {**server["votes"], **{u.sender: u.tree[VOTE].tolist() for u in voted}},
-            "samples": {**server["samples"], **{u.sender: int(u.tree[COUNT]) for u in voted}},
-        }
+        votes = {**server["votes"], **{u.sender: u.tree[VOTE].tolist() for u in voted}}
+        samples = {**server["samples"], **{u.sender: int(u.tree[COUNT]) for u in voted}}
+        w = mix.layerwise(server["w"], uploads, self.weights)
+        server = {**server, "w": w, "votes": votes, "samples": samples}
         if server["layer"] is None:
             return self.switch(server) if round >= self.prep else server
         late = {u.sender: int(u.tree[VOTE][server["distance"]]) for u in voted}
-        heard = [
-            i for u in uploads if VOTE not in u.tree for i in (u.tree[IDS].tolist() if IDS in u.tree else [u.sender])
-        ]
         phi = {u.sender: dict(u.note) for u in uploads if IDS in u.tree and u.note}
-        met = sorted({*server["met"], *heard})
+        met = sorted({*server["met"], *heard(uploads)})
         return {**server, "layer": {**server["layer"], **late}, "met": met, "phi": {**server["phi"], **phi}}
 
     def switch(self, server: State) -> State:
         """Layers become personal: the votes of one distance decide, and `unseen` for who never voted."""
         d = choice.most_agreed(torch.tensor(list(server["votes"].values()))) if self.hp.distance == "auto" else 0
         layer = {i: server["votes"][i][d] for i in sorted(server["votes"])}
-        unseen = [i for i in self.ctx.clients if i not in layer] if self.hp.unseen != "probe" else []
-        draw = torch.randint(len(self.layers), (len(unseen),), generator=self.ctx.rng("unseen")).tolist()
-        late = draw if self.hp.unseen == "random" else [len(self.layers) - 1] * len(unseen)
-        return {**server, "distance": d, "layer": {**layer, **dict(zip(unseen, late, strict=True))}}
+        layer |= choice.unseen(self.hp.unseen, self.ctx.clients, layer, len(self.layers), self.ctx.rng("unseen"))
+        return {**server, "distance": d, "layer": layer}

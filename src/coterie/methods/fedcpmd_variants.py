@@ -11,6 +11,7 @@ from coterie.errors import CoterieError, unknown
 from coterie.method import ClientData, ClientId, Download, EdgeId, Extras, Method, Settings, State, Tree
 from coterie.methods.fedcpmd import FedCPMD
 from coterie.methods.fedcpmd_settings import FedCPMDSettings
+from coterie.parts import cluster_mix as mix
 from coterie.parts.layer_choice import accuracy
 from coterie.parts.variants import with_defaults
 
@@ -74,9 +75,7 @@ class FedCPMDOnlyCluster(FedCPMD):
     def own(self, layer: int) -> list[str]:
         return []
 
-    def rows(
-        self, phi: dict[ClientId, Tensor], members: list[ClientId], fresh: list[ClientId], mean: Tensor
-    ) -> tuple[dict[ClientId, Tensor], dict[str, float]]:
+    def rows(self, phi: mix.Layers, members: list[ClientId], fresh: list[ClientId], mean: Tensor) -> mix.Rows:
         return {}, {}  # everybody gets the mean of equation (5)
 
 

@@ -29,8 +29,7 @@ class FedFomo(Method):
     hp: FedFomoSettings
     title = "FedFomo"
     paper = "Zhang et al., ICLR 2021, arXiv 2012.08565"
-    year = 2021
-    family = "M"
+    year, family = 2021, "M"
     personal_part = "the whole model, mixed on the client"
     needs = ("val",)
 

@@ -78,3 +78,19 @@ def bodies_of(state: State, start: Tree, ids: Sequence[ClientId]) -> dict[Client
         mixed = mix(weights, state["bodies"])
         out |= {i: {k: v[r] for k, v in mixed.items()} for r, i in enumerate(known)}
     return out
+
+
+Layers = dict[ClientId, Tensor]  # last known personal layer of each member, flat
+Rows = tuple[dict[ClientId, Tensor], dict[str, float]]  # weights per member, and what the log says of Phi
+
+
+def rows(
+    phi: Layers, members: Sequence[ClientId], fresh: Sequence[ClientId], mean: Tensor, by_rows: bool, how: SimilarityMap
+) -> Rows:
+    """Equation (12): for every member with a known personal layer its weights over the participants `fresh`."""
+    if not phi:  # nothing to compare by: all alike
+        return {i: torch.full_like(mean, 1 / len(mean)) for i in members}, {}
+    known, now = torch.stack(list(phi.values())), torch.stack([phi[j] for j in fresh])
+    Phi = similarity(known, now, by_rows, how)
+    weights = weights_of(Phi, list(phi), list(fresh), mean).float()
+    return dict(zip(phi, weights, strict=True)), spread(Phi, list(phi), list(fresh))

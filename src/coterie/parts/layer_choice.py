@@ -115,3 +115,12 @@ def accuracy(net: Net, params: Tree, x: Tensor, y: Tensor) -> float:
         for a, b in zip(torch.split(x, CHUNK), torch.split(y, CHUNK), strict=True)
     ]
     return float(torch.stack(hits).sum()) / len(y)
+
+
+def unseen(
+    how: str, clients: Sequence[int], seen: Mapping[int, int], layers: int, rng: torch.Generator
+) -> dict[int, int]:
+    """Layers of clients that never voted: none yet (probe), the last one (classifier) or drawn (random)."""
+    missing = [i for i in clients if i not in seen] if how != "probe" else []
+    drawn = torch.randint(layers, (len(missing),), generator=rng).tolist()
+    return dict(zip(missing, drawn if how == "random" else [layers - 1] * len(missing), strict=True))

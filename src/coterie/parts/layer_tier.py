@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import ClientData, ClientId, Download, Edge, EdgeId, Extras, Method, Payload, State, Tree
+from coterie.method import ClientData, ClientId, Download, Edge, EdgeId, Extras, Method, Payload, State, Tree, Upload
 from coterie.parts import cluster_mix as mix
 from coterie.parts import layer_choice as choice
 from coterie.parts.similarity import sketch
@@ -169,3 +169,9 @@ def _byte(value: int) -> Tensor:
 
 def marked(name: str) -> bool:
     return ":" in name
+
+
+def heard(uploads: Sequence[Upload]) -> list[ClientId]:
+    """Who trained in phase 2: those an edge names, and those that wrote to the cloud themselves."""
+    trained = [u for u in uploads if VOTE not in u.tree]
+    return [i for u in trained for i in (u.tree[IDS].tolist() if IDS in u.tree else [u.sender])]
