@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/coterie compare local fedavg fedrep --data digits --clients 20 --partition "dirichlet(0.1)" --rounds 30 --out runs/demo
+	$(BIN)/coterie compare local fedavg fedrep ditto apfl --data digits --clients 20 --partition "dirichlet(0.1)" --rounds 30 --set eval_every=3 --out runs/demo
 	$(BIN)/coterie report runs/demo -o runs/demo/report.html
 
 test: $(READY)

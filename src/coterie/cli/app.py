@@ -199,7 +199,8 @@ def engine_from(workers: int | None, state: str | None, data_dir: Path | None) -
 
 def _show_table(comparison: Any, title: str) -> None:
     """All columns where there is room, else the main ones (the files have all)."""
-    console.print(frame_table(comparison.readable(brief=console.width < 130), title))
+    shown = comparison.readable(brief=console.width < 130)
+    console.print(frame_table(shown.drop(columns="selected", errors="ignore") if console.width < 90 else shown, title))
 
 
 def _show_run(run: Any) -> None:

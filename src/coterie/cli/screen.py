@@ -1,5 +1,6 @@
 """What a person sees: progress, tables, and how Ctrl-C is taken."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 console = Console()
+if not console.is_terminal and "COLUMNS" not in os.environ:
+    console = Console(width=120)  # a file or a pipe has no width of its own
 errors = Console(stderr=True)
 
 
