@@ -13,6 +13,7 @@ from typing import Any
 
 from coterie.config import RunSettings, settings
 from coterie.errors import CoterieError, unknown
+from coterie.methods import find
 from coterie.runs.sweep import Cell
 
 PAPERS = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")
@@ -124,6 +125,9 @@ def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSetti
     """The settings of one run: protocol, then item, column and method, then what the reader changes."""
     preset = _preset(it.paper)
     given = {**preset["protocol"], **it.settings, **preset["columns"][column], **preset["methods"][row]}
+    fields = find(given["method"]).Settings.model_fields
+    told = {k: v for k, v in given.pop("own", {}).items() if k in fields}  # what the scenario tells methods that ask
+    given = {**told, **given}
     for word in ("statistic", "ours"):
         given.pop(word, None)
     given["data"] = (shrink.stand_in or {}).get(given["data"], given["data"])
