@@ -87,7 +87,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     finish("run", "fedrep", *SETTINGS, "--out", str(whole), "-q")
     process = coterie("run", "fedrep", *SETTINGS, "--out", str(cut))
+    until = time.monotonic() + 120
     while not (cut / "events.jsonl").exists() or (cut / "events.jsonl").read_text().count("\n") < 5:
+        assert process.poll() is None and time.monotonic() < until, "the run never got to its fifth round"
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
