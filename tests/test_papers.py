@@ -93,3 +93,9 @@ def test_printed_values_are_complete() -> None:
         rows = list(csv.DictReader(f))
     assert len(rows) == len(presets.printed()) == 1248
     assert presets.printed()["fedgmh", "table2", "FedGMH", "MNIST_ExDir(2,0.5)"].std == 0.15
+
+
+def test_commas_inside_parentheses_do_not_divide() -> None:
+    from coterie.cli.paper import _commas
+
+    assert _commas("mnist, MNIST_ExDir(2,0.5),x") == ["mnist", "MNIST_ExDir(2,0.5)", "x"] and _commas(None) == []

@@ -1,5 +1,6 @@
 """Runs that are killed, damaged, locked or out of disk: nothing written is lost, resuming gives the same bits."""
 
+import json
 import os
 import random
 import resource
@@ -51,23 +52,29 @@ def same_results(a: Path, b: Path) -> None:
 
 
 def killed_and_resumed(method: str, tmp_path: Path, kills: int, seed: int, *more: str) -> None:
+    """The knife falls at a random moment of the rounds, evaluations and checkpoints included."""
     whole, cut = tmp_path / f"{method}-whole", tmp_path / f"{method}-cut"
-    start = time.monotonic()
     finish("run", method, *SETTINGS, *more, "--out", str(whole), "-q")
-    length = time.monotonic() - start
+    lines = (whole / "timing.jsonl").read_text().splitlines()
+    length = sum(json.loads(line)["seconds"] for line in lines)
     rng = random.Random(seed)
-    first = ["run", method, *SETTINGS, *more, "--out", str(cut), "-q"]
-    done = 0
-    while done < kills:
-        started = (cut / "settings.json").exists()
-        process = coterie(*(["run", "--resume", str(cut), "-q"] if started else first))
-        time.sleep(rng.uniform(0.3, 1.1) * length)
-        if process.poll() is not None:
-            assert process.returncode == 0, process.stderr.read() if process.stderr else ""
-            break  # it came to its end before the knife
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-        done += 1
+    command, done = ["run", method, *SETTINGS, *more, "--out", str(cut), "-q"], 0
+    for _ in range(kills):
+        before = (cut / "events.jsonl").stat().st_mtime_ns if (cut / "events.jsonl").exists() else 0
+        process = coterie(*command)
+        until = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < until:  # its rounds begin when the log is opened
+            if (cut / "events.jsonl").exists() and (cut / "events.jsonl").stat().st_mtime_ns > before:
+                break
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.9) * length / kills)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            done += 1
+        _, error = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), error
+        command = ["run", "--resume", str(cut), "-q"]
+    assert done > 0, "the run was quicker than every knife"
     finish("run", "--resume", str(cut), "-q")
     same_results(whole, cut)
 

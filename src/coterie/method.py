@@ -15,9 +15,11 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from coterie import tree as T
+from coterie.models.layers import Names
 from coterie.models.net import Net
 from coterie.rng import torch_rng
-from coterie.tree import Names, Tree, everything
+from coterie.tree import Names as Predicate
+from coterie.tree import Tree, everything
 
 ClientId = int
 EdgeId = int
@@ -65,7 +67,7 @@ class Phase:
     """One stretch of local training; None means the run's own setting."""
 
     loss: Loss | None = None  # pure: (params, batch, extras) -> scalar or (scalar, aux); aux collect in extras["aux"]
-    trains: Names = everything  # masks the update, not the gradient; batch norm of a frozen layer stands still
+    trains: Predicate = everything  # masks the update, not the gradient; batch norm of a frozen layer stands still
     epochs: float | None = None
     steps: int | None = None  # instead of epochs
     lr: float | None = None
@@ -75,7 +77,7 @@ class Phase:
     update: Update | None = None  # (params, batch, extras, rng) -> params, instead of loss and optimiser
     every_epoch: Callable[[Tree, Extras, ClientData], tuple[Tree, Extras]] | None = None
     clip: float | None = None  # largest gradient norm
-    decays: Names = everything  # which entries weight decay acts on
+    decays: Predicate = everything  # which entries weight decay acts on
     weight_decay: float | None = None
     momentum: float | None = None
 
@@ -136,7 +138,7 @@ class Context:
         """The local rate of a round; decay acts from round 2 on."""
         return float(self.lr * self.lr_decay ** max(0, round - 1))
 
-    def group(self, name: str) -> frozenset[str]:
+    def group(self, name: str) -> Names:
         return self.net.layout.group(name)
 
     def rng(self, purpose: str, *keys: int | str) -> torch.Generator:

@@ -1,5 +1,6 @@
 """`coterie paper`: rerun a table or figure of one of the five papers and show it beside the printed values."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -76,7 +77,8 @@ def paper(
 
 
 def _commas(text: str | None) -> list[str]:
-    return [t.strip() for t in text.split(",") if t.strip()] if text else []
+    """Parts between commas, except those in parentheses: `mnist,MNIST_ExDir(2,5)` are two."""
+    return [t.strip() for t in re.split(r",(?![^(]*\))", text) if t.strip()] if text else []
 
 
 def _left(status: object) -> str:

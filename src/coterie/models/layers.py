@@ -1,7 +1,9 @@
 """Names the layers and groups of any nn.Module by type, never by substring."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from coterie.errors import CoterieError, unknown
+
+
+class Names(frozenset[str]):
+    """A set of names that is always walked in the same order: sums over it must not depend on Python's hash seed."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(super().__iter__()))
+
+    def __sub__(self, other: AbstractSet[Any]) -> "Names":
+        return Names(super().__sub__(other))
+
+    def __and__(self, other: AbstractSet[Any]) -> "Names":
+        return Names(super().__and__(other))
+
+    def __or__(self, other: AbstractSet[Any]) -> "Names":
+        return Names(super().__or__(other))
 
 
 @dataclass(frozen=True)
@@ -21,12 +39,12 @@ class Layout:
     layers: tuple[str, ...]
     kinds: Mapping[str, str]  # layer -> conv | fc | bn | other
     head: str | None  # the last linear layer, if its output is the model's and no other layer shares its weights
-    groups: Mapping[str, frozenset[str]] = field(repr=False)
+    groups: Mapping[str, Names] = field(repr=False)
 
     def of_kind(self, kind: str) -> tuple[str, ...]:
         return tuple(name for name in self.layers if self.kinds[name] == kind)
 
-    def group(self, name: str) -> frozenset[str]:
+    def group(self, name: str) -> Names:
         if name not in self.groups:
             raise unknown("layer group", name, self.groups)
         return self.groups[name]
@@ -55,13 +73,13 @@ def layout(module: nn.Module, example: Tensor) -> Layout:
     kinds = {path: _kind(leaves[path]) for path in layers}
     linear = [path for path in order if kinds[path] == "fc"]
     head = linear[-1] if linear and outputs[linear[-1]] and _alone(module, leaves[linear[-1]]) else None
-    groups: dict[str, frozenset[str]] = {f"layer:{path}": frozenset(own[path]) for path in layers}
+    groups: dict[str, Names] = {f"layer:{path}": Names(own[path]) for path in layers}
     for kind in ("conv", "fc", "bn"):
-        groups[kind] = frozenset(n for path in layers if kinds[path] == kind for n in own[path])
+        groups[kind] = Names(n for path in layers if kinds[path] == kind for n in own[path])
     parameters = {k for k, _ in module.named_parameters()}
-    groups["all"] = frozenset(names)
-    groups["bn_stats"] = frozenset(n for n in groups["bn"] if n not in parameters)
-    groups["head"] = frozenset(own[head]) if head is not None else frozenset()
+    groups["all"] = Names(names)
+    groups["bn_stats"] = Names(n for n in groups["bn"] if n not in parameters)
+    groups["head"] = Names(own[head]) if head is not None else Names()
     groups["body"] = groups["all"] - groups["head"]
     return Layout(layers, kinds, head, groups)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from coterie.errors import CoterieError
-from coterie.models.layers import Layout, is_batch_norm, layout
+from coterie.models.layers import Layout, Names, is_batch_norm, layout
 from coterie.tree import Tree
 
 
@@ -48,8 +48,8 @@ class Net:
                 self._norms.append((sub, canonical[id(weight)] if weight is not None else self._neighbour(path)))
         self.has_batch_norm = any(is_batch_norm(norm) for norm, _ in self._norms)
         self.names = list(dict.fromkeys(full for _, _, full in self._slots))
-        self.fixed = frozenset(fixed)  # buffers, and parameters that came with requires_grad=False
-        self.trainable = frozenset(self.names) - self.fixed
+        self.fixed = Names(fixed)  # buffers, and parameters that came with requires_grad=False
+        self.trainable = Names(self.names) - self.fixed
         self._head = None if self.layout.head is None else module.get_submodule(self.layout.head)
 
     def _neighbour(self, path: str) -> str | None:

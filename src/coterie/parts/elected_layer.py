@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from coterie.method import Batch, Context, Upload, cross_entropy
-from coterie.models.layers import Layout
+from coterie.models.layers import Layout, Names
 from coterie.parts.gaussian import best_layer, fit, layer_scores, w2, winner
 from coterie.tree import Tree
 
@@ -50,9 +50,9 @@ def round_winner(uploads: Sequence[Upload], votes: Sequence[int]) -> list[int]:
     return [v + (layer == best) for layer, v in enumerate(votes)]
 
 
-def around(layout: Layout, layer: str) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+def around(layout: Layout, layer: str) -> tuple[Names, Names, Names]:
     """Names of entries before, in and after the layer, in order of execution."""
     at = layout.layers.index(layer)
     sides = (layout.layers[:at], (layer,), layout.layers[at + 1 :])
-    before, own, after = (frozenset(n for name in side for n in layout.group(f"layer:{name}")) for side in sides)
+    before, own, after = (Names(n for name in side for n in layout.group(f"layer:{name}")) for side in sides)
     return before, own, after

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coterie import tree as T
 from coterie.method import ClientData, ClientId, Download, Edge, EdgeId, Extras, Method, Payload, State, Tree, Upload
+from coterie.models.layers import Names
 from coterie.parts import cluster_mix as mix
 from coterie.parts import layer_choice as choice
 from coterie.parts.similarity import sketch
@@ -45,7 +46,7 @@ class LayerTier(Method):
 
     # ---- cloud, down -------------------------------------------------------------------------------------------------
     def setup(self) -> State:
-        first = self.ctx.group("head") if self.hp.phase1_personal == "classifier" else frozenset()
+        first = self.ctx.group("head") if self.hp.phase1_personal == "classifier" else Names()
         w = T.clone(T.drop(self.ctx.w0, lambda k: self.stays(k) or k in first))
         return {"w": w, "votes": {}, "samples": {}, "layer": None, "distance": 0, "met": [], "phi": {}}
 
