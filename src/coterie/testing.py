@@ -35,14 +35,16 @@ from coterie.session import Session, make_loop, prepare
 
 
 class SmallNet(nn.Module):
-    """Two hidden layers with batch norm: has everything a method may ask a model for."""
+    """Two hidden layers with batch norm: has everything a method may ask a model for.
+
+    The head is registered before what it follows, so that a method which trusts the order of names is found out."""
 
     def __init__(self, features: int = 64, classes: int = 10, norm: bool = True):
         super().__init__()
+        self.classifier = nn.Linear(16, classes)
         self.fc1 = nn.Linear(features, 24)
         self.bn1: nn.Module = nn.BatchNorm1d(24) if norm else nn.Identity()
         self.fc2 = nn.Linear(24, 16)
-        self.classifier = nn.Linear(16, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.bn1(self.fc1(x.flatten(1))))

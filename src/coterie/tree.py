@@ -94,20 +94,19 @@ def sqdist(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str
 
 
 def flatten(tree: Mapping[str, Tensor], names: Iterable[str] | None = None) -> Tensor:
-    """One vector [P] of the floating entries, in the order of `names` (default: the tree's own)."""
-    picked = list(names) if names is not None else [k for k, v in tree.items() if v.is_floating_point()]
+    """One vector [P] of the floating entries, in the order of `names` (default: sorted, whatever the tree's order)."""
+    picked = list(names) if names is not None else sorted(k for k, v in tree.items() if v.is_floating_point())
     return torch.cat([tree[k].reshape(-1) for k in picked]) if picked else torch.zeros(0)
 
 
 def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> Tree:
-    """Inverse of flatten for the floating entries of `like`."""
-    out: Tree = {}
+    """Inverse of flatten for the floating entries of `like`, in the order of `like`."""
+    found: Tree = {}
     at = 0
-    for k, v in like.items():
-        if v.is_floating_point():
-            out[k] = vector[at : at + v.numel()].reshape(v.shape)
-            at += v.numel()
-    return out
+    for k in sorted(k for k, v in like.items() if v.is_floating_point()):
+        found[k] = vector[at : at + like[k].numel()].reshape(like[k].shape)
+        at += like[k].numel()
+    return {k: found[k] for k in like if k in found}
 
 
 def stack(trees: Sequence[Mapping[str, Tensor]]) -> Tree:
