@@ -19,14 +19,18 @@ class Names(frozenset[str]):
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(super().__iter__()))
 
-    def __sub__(self, other: AbstractSet[Any]) -> "Names":
-        return Names(super().__sub__(other))
+    def __sub__(self, other: AbstractSet[Any]) -> Any:
+        return _named(super().__sub__(other))
 
-    def __and__(self, other: AbstractSet[Any]) -> "Names":
-        return Names(super().__and__(other))
+    def __and__(self, other: AbstractSet[Any]) -> Any:
+        return _named(super().__and__(other))
 
-    def __or__(self, other: AbstractSet[Any]) -> "Names":
-        return Names(super().__or__(other))
+    def __or__(self, other: AbstractSet[Any]) -> Any:
+        return _named(super().__or__(other))
+
+
+def _named(found: Any) -> Any:
+    return found if found is NotImplemented else Names(found)  # then Python asks the other side (a view of keys)
 
 
 @dataclass(frozen=True)

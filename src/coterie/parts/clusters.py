@@ -16,7 +16,7 @@ from coterie.tree import Tree
 
 def vectors(ctx: Context, trees: Sequence[Mapping[str, Tensor]]) -> Tensor:
     """Flattened trainable entries [n, P]; batch-norm statistics say nothing about distance."""
-    names = [k for k in trees[0] if k in ctx.net.trainable]
+    names = sorted(k for k in trees[0] if k in ctx.net.trainable)
     return torch.stack([T.flatten(t, names) for t in trees])
 
 
