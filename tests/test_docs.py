@@ -14,7 +14,9 @@ import pytest
 import typer
 
 from coterie.cli.app import app
+from coterie.cli.paper import _commas
 from coterie.methods import known
+from coterie.papers import presets
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -58,6 +60,11 @@ def test_a_command_of_the_docs_parses(line) -> None:
         assert found is not None, f"there is no command {name}"
         command, context = found, click.Context(found, parent=context)
     parsed = command.make_context(command.name, list(words))
+    if command.name == "paper":  # the item knows its rows and columns
+        item = presets.item(parsed.params["name"], parsed.params["item"])
+        rows = parsed.params["methods"]
+        presets.choose(item, _commas(parsed.params["data"]), [] if rows == "all" else _commas(rows))
+        return
     given = parsed.params.get("methods") or [parsed.params.get("method")]
     for method in given:
         assert method in (None, "all", "fedclip") or method in known()
