@@ -5,16 +5,19 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from coterie.config import RunSettings, settings
 from coterie.errors import CoterieError, unknown
 from coterie.methods import find
 from coterie.runs.sweep import Cell
+from coterie.session import stored
 
 PAPERS = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")
 
@@ -39,6 +42,11 @@ class Item:
     settings: Mapping[str, Any]
     statistic: str
     misprints: Mapping[str, str]
+    printed_as: str = ""  # the item whose printed values these are, when a figure shows a table's runs
+    axis: str = ""  # the setting that columns or rows vary
+    axis_label: str = ""
+    figures: tuple[str, ...] = ()
+    reads_only: bool = False  # compares finished runs, starts none
 
 
 @dataclass(frozen=True)
@@ -92,8 +100,11 @@ def item(paper: str, name: str) -> Item:
 
 def _item(paper: str, name: str, body: dict[str, Any]) -> Item:
     columns = tuple(body.get("columns") or _preset(paper)["columns"])
-    more = {"settings": body.get("settings", {}), "misprints": body.get("misprints", {})}
-    return Item(paper, name, body["what"], tuple(body["rows"]), columns, statistic=body.get("statistic", ""), **more)
+    return Item(
+        paper, name, body["what"], tuple(body["rows"]), columns, body.get("settings", {}), body.get("statistic", ""),
+        body.get("misprints", {}), body.get("printed", name), body.get("axis", ""), body.get("axis_label", ""),
+        tuple(body.get("figures", ())), body.get("reads_only", False),
+    )  # fmt: skip
 
 
 def is_ours(it: Item, row: str) -> bool:
@@ -118,7 +129,7 @@ def choose(it: Item, data: Sequence[str], methods: Sequence[str]) -> Item:
         if m not in by_name and m not in by_name.values():
             raise unknown(f"method of {it.paper} {it.name}", m, {*by_name, *by_name.values()})
     rows = tuple(r for r in it.rows if not methods or r in methods or by_name[r] in methods)
-    return Item(it.paper, it.name, it.what, rows, columns, it.settings, it.statistic, it.misprints)
+    return replace(it, rows=rows, columns=columns)
 
 
 def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSettings:
@@ -155,5 +166,17 @@ def cells(it: Item, seeds: int, shrink: Shrink, out: Path) -> dict[tuple[str, st
                 s = cell(it, row, column, seed, shrink)
                 text = json.dumps(s.model_dump(mode="json"), sort_keys=True)
                 key = hashlib.sha256(text.encode()).hexdigest()[:8]
-                found[row, column, seed] = Cell(s, out / f"{s.method}-{Path(s.data).stem}-s{s.seed}-{key}")
+                name = f"{s.method}-{Path(s.data).stem}-s{s.seed}"
+                found[row, column, seed] = Cell(s, _earlier(s, out, name) or out / f"{name}-{key}")
     return found
+
+
+def _earlier(wanted: RunSettings, out: Path, name: str) -> Path | None:
+    """A run of the same settings that is there already, also from a version that had fewer settings to write."""
+    for path in sorted(out.glob(f"{name}-????????/settings.json")):
+        try:
+            if RunSettings(**stored(path.parent)["settings"]) == wanted:
+                return path.parent
+        except (CoterieError, ValidationError, KeyError, TypeError):
+            continue  # damaged or of another version: not the same run
+    return None

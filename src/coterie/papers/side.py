@@ -21,7 +21,16 @@ STATISTICS: dict[str, Callable[[Run], float]] = {
     "pm_l": lambda r: paper_metrics.official(r)["PM(L)"],
     "global_final": lambda r: paper_metrics.global_final(r.curve("global", "official", "pooled")),
     "global_best": lambda r: paper_metrics.global_best(r.curve("global", "official", "pooled"))[0],
+    "rounds_to_70": lambda r: _rounds(r, 0.70),
+    "rounds_to_75": lambda r: _rounds(r, 0.75),
+    **{f"client_{i}": (lambda i: lambda r: float(r.clients()["personal/test"][i]))(i) for i in range(10)},
 }
+COUNTS = ("rounds_to_70", "rounds_to_75")  # in rounds, not percent, and the fewer the better
+
+
+def _rounds(run: Run, target: float) -> float:
+    reached = paper_metrics.rounds_to_target(run.curve(), target)
+    return math.nan if reached is None else float(reached)
 
 
 def frame(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.DataFrame:
@@ -32,8 +41,9 @@ def frame(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.DataFrame:
             found = [r for (a, b, _), r in runs.items() if (a, b) == (row, column)]
             if not found:
                 continue
-            values = 100 * np.array([STATISTICS[statistic(it, column)](r) for r in found])
-            paper = printed().get((it.paper, it.name, row, column))
+            name = statistic(it, column)
+            values = (1 if name in COUNTS else 100) * np.array([STATISTICS[name](r) for r in found])
+            paper = printed().get((it.paper, it.printed_as, row, column))
             measured = float(values.mean())
             rows.append({
                 "method": row, "column": column, "printed": paper.value if paper else math.nan, "measured": measured,
@@ -48,11 +58,14 @@ def verdicts(it: Item, table: pd.DataFrame) -> list[str]:
     """Per column: rank correlation over the paper's methods, and whether the paper's winner wins here."""
     out = []
     for column in dict.fromkeys(table["column"]):
-        both = table[(table["column"] == column) & table["printed"].notna()]
+        both = table[(table["column"] == column) & table["printed"].notna() & table["measured"].notna()]
         if len(both) < 3:
             continue
         rho = float(spearmanr(both["printed"], both["measured"]).statistic)
-        theirs, ours = (str(both.loc[both[k].idxmax(), "method"]) for k in ("printed", "measured"))
+        fewer = statistic(it, column) in COUNTS
+        theirs, ours = (
+            str(both.loc[both[k].idxmin() if fewer else both[k].idxmax(), "method"]) for k in ("printed", "measured")
+        )
         won = f"{theirs} wins in the paper and here" if theirs == ours else f"{theirs} wins in the paper, {ours} here"
         out.append(f"{column}: rank correlation {rho:.2f} over {len(both)} methods; {won}")
     return out
@@ -63,7 +76,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     out = table[["method", "column"]].copy()
     out["printed"] = ["" if math.isnan(v) else f"{v:.2f}" for v in table["printed"]]
     out["measured"] = [
-        f"{v:.2f}" + ("" if math.isnan(s) else f" ± {s:.2f}")
+        "not reached" if math.isnan(v) else f"{v:.2f}" + ("" if math.isnan(s) else f" ± {s:.2f}")
         for v, s in zip(table["measured"], table["std"], strict=True)
     ]
     out["difference"] = ["" if math.isnan(v) else f"{v:+.2f}" for v in table["difference"]]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from coterie.config import Engine, RunSettings
 from coterie.data.dataset import Dataset
 from coterie.data.sources import load
@@ -32,7 +34,14 @@ class Cell:
         if not (self.out / "settings.json").exists():
             return False
         run = Run(self.out)
-        if run.settings != self.settings.model_dump(mode="json"):
+        try:
+            same = RunSettings(**run.settings) == self.settings  # settings newer than the run have their defaults
+        except (CoterieError, ValidationError, TypeError) as e:
+            made = run.description.get("versions", {}).get("coterie", "unknown")
+            raise CoterieError(
+                f"{self.out} was written by another version of Coterie ({made}); choose another folder or remove it"
+            ) from e
+        if not same:
             raise CoterieError(f"{self.out} holds a run with other settings; choose another folder or remove it")
         return run.finished
 
