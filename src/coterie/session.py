@@ -99,7 +99,17 @@ def prepare(
     engine = engine or Engine()
     bound = build_method(method or settings.method, settings.settings)
     dataset = dataset or load(settings.data, engine.data_dir, settings.subset)
-    federation = federate(dataset, settings.federation, settings.seed)
+    return bind(settings, engine, bound, federate(dataset, settings.federation, settings.seed), model)
+
+
+def bind(
+    settings: RunSettings,
+    engine: Engine,
+    bound: Method,
+    federation: Federation,
+    model: nn.Module | Factory | None = None,
+) -> Session:
+    """A method with its model and context on data that are dealt out already."""
     n = len(federation.clients)
     if settings.newcomers >= n:
         raise CoterieError(f"newcomers = {settings.newcomers} leaves none of the {n} clients to train")

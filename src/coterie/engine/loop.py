@@ -13,9 +13,10 @@ from coterie.codec import Value
 from coterie.engine import checkpoint
 from coterie.engine.ledger import Ledger
 from coterie.engine.official import Official
-from coterie.engine.protocol import Evaluation, Watch
+from coterie.engine.protocol import Evaluation, Watch, notes
 from coterie.engine.record import Folder
 from coterie.engine.store import Store
+from coterie.engine.tier import AtCloud, Tier
 from coterie.engine.workers import Runtime
 from coterie.method import ANNOUNCE, ClientId, Download, Edge, EdgeId, Method, State, Upload
 from coterie.rng import torch_rng
@@ -64,6 +65,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.method.part)
+        self.tier: Tier = AtCloud(self.method)
 
     # ---- the run ---------------------------------------------------------------------------------------------
     def run(
@@ -95,26 +97,30 @@ class Loop:
         ids = sorted(set(method.sample(self.server, t, torch_rng(plan.seed, "sample", t))))
         failed = {i for i in ids if t > 0 and _unlucky(plan.seed, "dropout", t, i, plan.dropout)}
         downloads, attached = self._send_down(ids, t)
-        answers = self._train([i for i in ids if i not in failed], downloads, t)
+        self.tier.attach(attached or {})
+        answers, missing = _present(self._train([i for i in ids if i not in failed], downloads, t))
         uploads, broken = self._receive(answers, attached, t)
         if uploads:
             self._aggregate(uploads, attached, t)
         watch = Watch.of(answers) if plan.watch else None
         result = self.evaluate(t) if t > 0 and (t == plan.rounds or t % plan.eval_every == 0) else None
+        if result is not None and not result.clients:
+            result = None  # nobody answered
         if result is not None:
             self.folder.evaluation(t, result.arrays())
         self.folder.event(
             round=t,
             participants=ids,
-            failed=sorted(failed),
+            failed=sorted({*failed, *missing}),
             nonfinite=broken,
             steps=sum(a["steps"] for a in answers),
             loss=_mean([a["loss"] for a in answers if a["steps"] and math.isfinite(a["loss"])]),
             bytes=self.ledger.close_round(),
-            notes=_notes(answers),
+            notes=notes(answers),
             facts=method.facts(self.server),
             watch=watch.summary() if watch else {},
             eval=result.summary() if result else {},
+            **({"reasons": missing} if missing else {}),  # only where clients can fail by themselves
         )
         if result is not None:
             return result.headline()
@@ -194,7 +200,7 @@ class Loop:
         """Keep what is finite, put client states away, and leave the rest out (it has crossed its link even so)."""
         uploads, broken, served = [], [], _served(attached)
         for a in answers:
-            if not T.finite(a["tree"]):
+            if not a.get("checked") and not T.finite(a["tree"]):
                 broken.append(a["client"])
                 self.ledger.count("device-edge" if a["client"] in served else "device-cloud", "up", a["tree"])
                 continue
@@ -215,7 +221,7 @@ class Loop:
             here = self._called(edge, here, t)
             for u in here:
                 self.ledger.count("device-edge", "up", u.tree)
-            self.edges[e], up = self.method.merge(edge, here, t)
+            self.edges[e], up = self.tier.merge(edge, here, t)
             self.ledger.count("edge-cloud", "up", up.tree)
             merged.append(Upload(up.tree, up.note, e, sum(u.samples for u in here)))
         self.server = self.method.aggregate(self.server, [*merged, *direct], t)
@@ -243,7 +249,7 @@ class Loop:
             head["trained"] = plan.final_trained and t == plan.rounds
             if outside is not None:
                 head["official"] = {"global": outside.known}
-            got = self._scatter(head, [self._job(i, downloads) for i in ids])
+            got, _ = _present(self._scatter(head, [self._job(i, downloads) for i in ids]))
             if outside is not None:
                 outside.take(got)
             answers += got
@@ -262,6 +268,11 @@ class Loop:
         return self._preview([client], self.done + 1).to(client)
 
 
+def _present(answers: Sequence[Value]) -> tuple[list[Value], dict[ClientId, str]]:
+    """Who answered, and why the others did not (in a simulation everybody does)."""
+    return [a for a in answers if "missing" not in a], {a["client"]: a["missing"] for a in answers if "missing" in a}
+
+
 def _served(attached: dict[EdgeId, Edge] | None) -> set[ClientId]:
     return {i for edge in (attached or {}).values() for i in edge.clients}
 
@@ -272,19 +283,6 @@ def _unlucky(seed: int, what: str, t: int, client: ClientId, share: float) -> bo
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _notes(answers: list[Value]) -> dict[str, float]:
-    """The clients' own numbers, averaged over those who gave them."""
-    names = sorted({k for a in answers for k in a["note"]})
-    out = {
-        k: sum(a["note"][k] for a in answers if k in a["note"]) / sum(k in a["note"] for a in answers) for k in names
-    }
-    if moves := [a["move"] for a in answers if "move" in a]:
-        D = torch.stack(moves)  # [participants, P]
-        each = D.norm(dim=1)
-        out |= {"aun": float(D.mean(0).norm()), "mean_update": float(each.mean()), "largest_update": float(each.max())}
-    return out
 
 
 __all__ = ["Loop", "Progress", "Schedule"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from coterie.codec import Value
 from coterie.method import ClientId
@@ -45,7 +46,7 @@ class Evaluation:
     @staticmethod
     def of(answers: Sequence[Value], newcomers: set[ClientId]) -> "Evaluation":
         keys = sorted({k for a in answers for k in a if "/" in k})
-        classes = next(len(v["hits"]) for v in answers[0].values() if isinstance(v, dict))
+        classes = next((len(v["hits"]) for a in answers for v in a.values() if isinstance(v, dict)), 0)
         hits = {k: np.zeros((len(answers), classes), np.int64) for k in keys}
         total = {k: np.zeros((len(answers), classes), np.int64) for k in keys}
         loss = {k: np.zeros(len(answers)) for k in keys}
@@ -106,3 +107,16 @@ class Watch:
 
     def headline(self) -> float | None:
         return float(self.summary()["before"]["mean"]) if "before" in self.when else None
+
+
+def notes(answers: list[Value]) -> dict[str, float]:
+    """The clients' own numbers, averaged over those who gave them."""
+    names = sorted({k for a in answers for k in a["note"]})
+    out = {
+        k: sum(a["note"][k] for a in answers if k in a["note"]) / sum(k in a["note"] for a in answers) for k in names
+    }
+    if moves := [a["move"] for a in answers if "move" in a]:
+        D = torch.stack(moves)  # [participants, P]
+        each = D.norm(dim=1)
+        out |= {"aun": float(D.mean(0).norm()), "mean_update": float(each.mean()), "largest_update": float(each.max())}
+    return out
