@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+RAY := $(VENV)/.ready-ray
 export OMP_NUM_THREADS := 1
 
 .PHONY: help setup demo test test-all lint bench docs clean
@@ -17,6 +18,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev,flower]" -e examples/fedclip
 	@touch $@
 
+$(RAY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[ray]"
+	@touch $@
+
 demo: $(READY)
 	$(BIN)/coterie compare local fedavg fedrep ditto apfl --data digits --clients 20 --partition "dirichlet(0.1)" --rounds 30 --set eval_every=3 --out runs/demo
 	$(BIN)/coterie report runs/demo -o runs/demo/report.html
@@ -24,7 +29,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "not long"
 
-test-all: $(READY)
+test-all: $(READY) $(RAY)
 	$(BIN)/python -m pytest -n 2
 
 lint: $(READY)

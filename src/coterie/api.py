@@ -19,6 +19,7 @@ from coterie.runs.sweep import Cell, sweep
 from coterie.session import Factory, Objects, execute, prepare, rebuild
 
 State = Literal["memory", "disk"]
+Where = Literal["local", "ray"]
 
 
 def run(
@@ -29,12 +30,15 @@ def run(
     out: str | Path | None = None,
     workers: int | None = None,
     state: State = "memory",
+    runtime: Where = "local",
+    address: str | None = None,
     data_dir: str | Path | None = None,
     **more: Any,
 ) -> Run:
     """One run; `more` are settings of the run, of the federation or of the method. Returns what it wrote, readable."""
     named, objects = _named(method, data, model)
-    engine = Engine(workers=workers, state=state, data_dir=Path(data_dir) if data_dir else None)
+    place = Path(data_dir) if data_dir else None
+    engine = Engine(workers=workers, state=state, runtime=runtime, address=address, data_dir=place)
     chosen = _settings(method, named, more)
     session = prepare(chosen, engine, method=objects.method, dataset=objects.dataset, model=objects.model)
     folder = Path(out) if out else fresh_folder(f"{named['method']}-{named['data']}")
@@ -93,10 +97,18 @@ def comparison_cells(
     return cells
 
 
-def resume(path: str | Path, *, workers: int | None = None, data_dir: str | Path | None = None) -> Run:
+def resume(
+    path: str | Path,
+    *,
+    workers: int | None = None,
+    runtime: Where = "local",
+    address: str | None = None,
+    data_dir: str | Path | None = None,
+) -> Run:
     """Continue a run that was interrupted, to the same bits as one that was not."""
     folder = Path(path)
-    session = rebuild(folder, Engine(workers=workers, data_dir=Path(data_dir) if data_dir else None))
+    place = Path(data_dir) if data_dir else None
+    session = rebuild(folder, Engine(workers=workers, runtime=runtime, address=address, data_dir=place))
     execute(session, folder, resume=True)
     return Run(folder, session)
 

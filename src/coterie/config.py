@@ -60,6 +60,8 @@ class Engine(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     workers: int | None = Field(None, ge=1, description="processes; empty: the cores")
+    runtime: Literal["local", "ray"] = Field("local", description="processes of this machine, or of a Ray cluster")
+    address: str | None = Field(None, description="of the Ray cluster; empty: one is started on this machine")
     state: Literal["memory", "disk"] = Field("memory", description="where client state is kept between rounds")
     data_dir: Path | None = None
 

@@ -22,8 +22,8 @@ from coterie.engine.device import Device
 from coterie.engine.loop import Loop, Progress, Schedule
 from coterie.engine.optim import Optimiser
 from coterie.engine.record import Folder
-from coterie.engine.store import Store
-from coterie.engine.workers import start
+from coterie.engine.store import StateLostError, Store
+from coterie.engine.workers import Runtime, start
 from coterie.errors import CoterieError
 from coterie.method import Context, Method
 from coterie.methods import build as build_method
@@ -198,6 +198,18 @@ def make_loop(session: Session, folder: Folder, runtime: Any) -> Loop:
     )
 
 
+def open_runtime(session: Session) -> Runtime:
+    """The processes a run's clients are computed in; the choice changes no result."""
+    e = session.engine
+    if e.runtime == "ray":
+        from coterie.engine.ray_runtime import RayRuntime
+
+        return RayRuntime(session.device(), e.workers, e.address)
+    if e.address is not None:
+        raise CoterieError(f"address = {e.address} is of a Ray cluster and needs runtime = ray")
+    return start(session.device(), e.workers or os.cpu_count() or 1)
+
+
 def execute(
     session: Session,
     out: Path,
@@ -214,13 +226,18 @@ def execute(
     try:
         if not resume:
             folder.write_settings(session.described())
-        runtime = start(session.device(), session.engine.workers or os.cpu_count() or 1)
+        runtime = open_runtime(session)
         try:
-            loop = make_loop(session, folder, runtime)
-            if resume:
-                for complaint in checkpoint.resume(loop):
-                    say(complaint)
-            return loop.run(tell, stopped)
+            while True:
+                loop = make_loop(session, folder, runtime)
+                if resume:
+                    for complaint in checkpoint.resume(loop):
+                        say(complaint)
+                try:
+                    return loop.run(tell, stopped)
+                except StateLostError as e:  # only a cluster's; what is repeated comes out the same
+                    say(f"{e}; going on from the newest checkpoint")
+                    resume = True
         finally:
             runtime.close()
     except OSError as e:

@@ -35,6 +35,8 @@ def run(
     seed: o.Seed = None,
     workers: o.Workers = None,
     state: o.StateAt = None,
+    runtime: o.RuntimeAt = None,
+    address: o.Address = None,
     set_: o.Set = None,
     config: o.Config = None,
     out: o.Out = None,
@@ -50,7 +52,7 @@ def run(
 
     given = o.gather(config, set_, method=method, data=data, model=model, partition=partition, clients=clients,
                      join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip
-    engine = engine_from(workers, state, data_dir)
+    engine = engine_from(workers, state, data_dir, runtime=runtime, address=address)
     if resume is not None:
         if given:
             raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(sorted(given))}")
@@ -184,7 +186,7 @@ def export(
     console.print(how, soft_wrap=True, highlight=False)
 
 
-def engine_from(workers: int | None, state: str | None, data_dir: Path | None) -> Any:
+def engine_from(workers: int | None, state: str | None, data_dir: Path | None, **more: str | None) -> Any:
     from pydantic import ValidationError
 
     from coterie.config import Engine
@@ -192,7 +194,8 @@ def engine_from(workers: int | None, state: str | None, data_dir: Path | None) -
     from coterie.methods import sentence
 
     try:
-        return Engine(workers=workers, data_dir=data_dir, **({"state": state} if state else {}))
+        given = {k: v for k, v in {"state": state, **more}.items() if v is not None}
+        return Engine(workers=workers, data_dir=data_dir, **given)
     except ValidationError as e:
         raise CoterieError(sentence("options", e)) from None
 

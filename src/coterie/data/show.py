@@ -1,7 +1,7 @@
 """Who has what: a table and a picture of labels by client."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
@@ -9,6 +9,9 @@ from rich.table import Table
 from coterie.data.federation import Federation
 from coterie.data.partition import Ints
 from coterie.errors import CoterieError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _ROWS = 30  # clients a table lists
 _BUBBLES = 60  # clients, and classes, up to which bubbles stay readable
@@ -38,14 +41,20 @@ def table(fed: Federation) -> Table:
 
 
 def draw(fed: Federation, path: Path) -> Path:
-    """Bubbles of labels by client, or a heat map when there are too many for bubbles; PNG, SVG or PDF by the suffix."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """The picture of labels by client as PNG, SVG or PDF by the suffix."""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise CoterieError(f'a picture is written as .png, .svg or .pdf, not "{path.suffix}"')
     if not path.absolute().parent.is_dir():
         raise CoterieError(f"the folder {path.absolute().parent} for the picture does not exist")
+    picture(fed).savefig(path, dpi=150)
+    return path
+
+
+def picture(fed: Federation) -> "Figure":
+    """Bubbles of labels by client, or a heat map when there are too many for bubbles."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     counts = fed.label_counts("all")
     few = max(counts.shape) <= _BUBBLES
     n, k = counts.shape
@@ -69,8 +78,7 @@ def draw(fed: Federation, path: Path) -> Path:
         axes.set_yticks(range(k), [c[:24] for c in fed.dataset.classes], fontsize=8 if k <= 30 else 6)
     axes.set_ylabel("label")
     axes.set_title(_title(fed), fontsize=11)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def _bubbles(axes: Any, fed: Federation, counts: Ints) -> None:

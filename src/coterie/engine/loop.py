@@ -180,7 +180,7 @@ class Loop:
         return self._scatter(head, jobs)
 
     def _job(self, client: ClientId, downloads: Download) -> dict[str, Any]:
-        return {"client": client, "state": self.store.get(client), "each": dict(downloads.each.get(client, {}))}
+        return {"client": client, "state": self.store.handle(client), "each": dict(downloads.each.get(client, {}))}
 
     def _scatter(self, head: dict[str, Any], jobs: list[dict[str, Any]]) -> list[Value]:
         """Spread jobs over the workers, longest first to the least busy, and return answers in the order of jobs."""

@@ -1,6 +1,7 @@
 """Client state, kept apart from the server: in memory or on disk, versioned by round so that checkpoints are exact."""
 
 import zlib
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,17 @@ import numpy as np
 from coterie import codec
 from coterie.errors import CoterieError
 from coterie.method import ClientId, State
+
+
+class StateLostError(RuntimeError):
+    """States that a cluster kept are gone with one of its machines; the newest checkpoint has what is needed."""
+
+
+class Remote(ABC):
+    """A client's state that lies somewhere in a cluster: jobs carry it as it is, and only files need it here."""
+
+    @abstractmethod
+    def fetch(self) -> State: ...
 
 
 class Store:
@@ -21,7 +33,7 @@ class Store:
         self.folder, self.disk = folder / "clients", disk
         self.version = np.full(clients, -1, dtype=np.int64)
         self.checksum = np.zeros(clients, dtype=np.int64)
-        self._held: dict[ClientId, State] = {}
+        self._held: dict[ClientId, State | Remote] = {}
         self._dirty: dict[ClientId, int] = {}
         self._superseded: list[tuple[int, Path]] = []  # (round of the newer version, file)
 
@@ -29,6 +41,11 @@ class Store:
         return self.folder / f"{client // 1000:04d}" / f"{client}-{version:06d}.safetensors"
 
     def get(self, client: ClientId) -> State | None:
+        state = self.handle(client)
+        return state.fetch() if isinstance(state, Remote) else state
+
+    def handle(self, client: ClientId) -> State | Remote | None:
+        """The state, or where in a cluster it lies."""
         if client in self._held:
             return self._held[client]
         if self.version[client] < 0:
@@ -38,7 +55,7 @@ class Store:
             self._held[client] = state
         return state
 
-    def put(self, client: ClientId, state: State, round: int) -> None:
+    def put(self, client: ClientId, state: State | Remote, round: int) -> None:
         if not state and self.version[client] < 0 and client not in self._held:
             return  # a method without client state
         if self.disk:
@@ -81,8 +98,8 @@ class Store:
             for client in np.flatnonzero((older >= 0) & (older != newest)):
                 self._superseded.append((int(newest[client]), self.path(int(client), int(older[client]))))
 
-    def _write(self, client: ClientId, state: State, round: int) -> None:
-        blob = codec.dumps(state)
+    def _write(self, client: ClientId, state: State | Remote, round: int) -> None:
+        blob = codec.dumps(state.fetch() if isinstance(state, Remote) else state)
         old = int(self.version[client])
         codec.write_atomic(self.path(client, round), blob, durable=False)
         if 0 <= old != round:

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from coterie.codec import Value, join, split
 from coterie.engine.device import Device, clone_value
+from coterie.engine.flat import fill, lay_out, view
 from coterie.errors import CoterieError
 
 ARENA = 16 << 30  # address space of one arena; only pages that were written cost memory
-ALIGN = 64
 
 
 class Runtime(Protocol):
@@ -55,31 +54,16 @@ class Arena:
     def write(self, value: Value) -> bytes:
         """Lay the tensors down and return the small message that finds them again."""
         skeleton, tensors = split(value)
-        places: list[tuple[str, list[int], int]] = []
-        at = 0
-        for t in tensors:
-            size = t.numel() * t.element_size()
-            if at + size > ARENA:
-                raise CoterieError("one message is larger than 16 GiB; use fewer clients per round or more workers")
-            if size:
-                target = torch.frombuffer(self.map, dtype=t.dtype, count=t.numel(), offset=at)
-                target.copy_(t.detach().reshape(-1))
-            places.append((str(t.dtype).removeprefix("torch."), list(t.shape), at))
-            at += -(-size // ALIGN) * ALIGN
+        places, size = lay_out(tensors)
+        if size > ARENA:
+            raise CoterieError("one message is larger than 16 GiB; use fewer clients per round or more workers")
+        fill(self.map, tensors, places)
         return json.dumps([skeleton, places]).encode()
 
     def read(self, message: bytes) -> Value:
         """The value, as views into the arena: valid until the next write."""
         skeleton, places = json.loads(message)
-        return join(skeleton, [self._view(getattr(torch, d), shape, at) for d, shape, at in places])
-
-    def _view(self, dtype: torch.dtype, shape: list[int], at: int) -> Tensor:
-        n = 1
-        for s in shape:
-            n *= s
-        if n == 0:
-            return torch.zeros(shape, dtype=dtype)
-        return torch.frombuffer(self.map, dtype=dtype, count=n, offset=at).reshape(shape)
+        return join(skeleton, [view(self.map, place) for place in places])
 
 
 class Pool:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,11 @@ from scipy.stats import spearmanr
 from coterie.papers.presets import Item, is_ours, printed, statistic
 from coterie.runs import paper_metrics
 from coterie.runs.run import Run
+
+
+def _client(client: int, run: Run) -> float:
+    return float(run.clients()["personal/test"][client])
+
 
 STATISTICS: dict[str, Callable[[Run], float]] = {
     "participants_before_last10": lambda r: float(r.summary()["participants_before_last10"]),
@@ -23,7 +29,7 @@ STATISTICS: dict[str, Callable[[Run], float]] = {
     "global_best": lambda r: paper_metrics.global_best(r.curve("global", "official", "pooled"))[0],
     "rounds_to_70": lambda r: _rounds(r, 0.70),
     "rounds_to_75": lambda r: _rounds(r, 0.75),
-    **{f"client_{i}": (lambda i: lambda r: float(r.clients()["personal/test"][i]))(i) for i in range(10)},
+    **{f"client_{i}": partial(_client, i) for i in range(10)},
 }
 COUNTS = ("rounds_to_70", "rounds_to_75")  # in rounds, not percent, and the fewer the better
 

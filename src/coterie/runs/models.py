@@ -48,6 +48,20 @@ def personal_tree(run: Run, client: int) -> tuple[Session, Tree, Extras]:
     return session, clone(params), extras
 
 
+def personal_trees(run: Run) -> tuple[Session, dict[int, Tree]]:
+    """Parameters of every client's personal model at the newest checkpoint; newcomers are left out."""
+    session = run.session()
+    loop = _frozen(session, run.path)
+    out = {}
+    with torch.no_grad():
+        for client in session.method.ctx.clients:
+            data, state = session.federation.data(client), loop.store.get(client)
+            if state is None:
+                state = session.method.init_client(data)
+            out[int(client)] = clone(session.method.personal(state, loop.download(client), data)[0])
+    return session, out
+
+
 def personal_module(run: Run, client: int) -> nn.Module:
     session, params, extras = personal_tree(run, client)
     if extras or type(session.method).predict is not Method.predict:

@@ -17,10 +17,16 @@ from coterie.session import Session, rebuild, stored
 class Run:
     """Reads what is there; never writes. `session` is given for a run made here with objects of its own."""
 
-    def __init__(self, path: str | Path, session: Session | None = None):
+    group = ""  # runs of one group have the same clients and can be compared
+
+    def __init__(self, path: str | Path, session: Session | None = None, title: str = ""):
         self.path = Path(path)
         self.description = stored(self.path)
-        self._session = session
+        if missing := {"settings", "method", "partition", "versions"} - set(self.description):
+            raise CoterieError(
+                f"{self.path} was written by another version of Coterie ({', '.join(sorted(missing))} is missing)"
+            )
+        self._session, self._title = session, title
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.title}, round {self.last_round} of {self.settings['rounds']})"
@@ -32,7 +38,8 @@ class Run:
 
     @property
     def title(self) -> str:
-        return str(self.description["method"]["title"])
+        """What a table calls it: the method, or a name given to tell it from other runs of the same method."""
+        return self._title or str(self.description["method"]["title"])
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:

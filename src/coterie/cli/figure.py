@@ -1,0 +1,47 @@
+"""`coterie figure`: one picture of one or several runs, as PNG and SVG."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from coterie.cli import options as o
+from coterie.cli.screen import console
+
+figure_app = typer.Typer()
+
+
+@figure_app.command("figure")
+def figure(
+    kind: Annotated[str, Argument(help="rounds, loss, bytes, cost, aun, bars, axis, clients, layers, sizes, ...")],
+    folders: Annotated[list[Path], Argument(metavar="RUN...", help="folders of runs, or folders that hold runs")],
+    out: Annotated[Path | None, Option("--out", "-o", help="the file to write, .png and .svg (default: KIND)")] = None,
+    view: Annotated[str, Option(help="which accuracy, e.g. personal/test/mean or participants/before/pooled")] = "",
+    axis: Annotated[str, Option(help="for the kind axis: the setting to draw against, e.g. join")] = "",
+    methods: Annotated[str | None, Option(help="only these methods, by commas")] = None,
+    data_dir: o.DataDir = None,
+) -> None:
+    """Draw accuracy, bytes, clusters, clients, ... of runs."""
+    from coterie.cli.app import engine_from
+    from coterie.cli.paper import _commas
+    from coterie.errors import unknown
+    from coterie.report import figures
+    from coterie.runs.found import find_runs
+    from coterie.session import rebuild
+
+    if kind not in figures.KINDS:
+        raise unknown("kind of figure", kind, figures.KINDS)
+    runs = find_runs(folders)
+    names = {n for r in runs for n in (r.title, str(r.settings["method"]))}
+    wanted = _commas(methods)
+    for m in wanted:
+        if m not in names:
+            raise unknown("method among these runs", m, names)
+    runs = [r for r in runs if not wanted or r.title in wanted or r.settings["method"] in wanted]
+    if data_dir is not None and kind in ("labels", "similarity"):
+        for r in runs:
+            r._session = rebuild(r.path, engine_from(1, None, data_dir))
+    drawn = figures.draw(kind, runs, view=view, axis=axis)
+    for file in figures.save(drawn, out or Path(kind)):
+        console.print(f"figure: {file}", soft_wrap=True, highlight=False)

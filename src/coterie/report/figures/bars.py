@@ -1,0 +1,174 @@
+"""One number per run: bars of ablations, lines over a setting; and what each client gains."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from coterie.errors import CoterieError
+from coterie.report.figures import style
+from coterie.runs.found import setting
+from coterie.runs.run import Run
+
+Value = Callable[[Run], float]
+
+
+def headline(run: Run) -> float:
+    """Participants before training over the last ten rounds if they were scored, else the last personal accuracy."""
+    summary = run.summary()
+    if "personal" in summary:
+        return float(summary["personal"]["last"])
+    return float(summary["participants_before_last10"])
+
+
+def heights(runs: Sequence[Run], value: Value = headline) -> pd.DataFrame:
+    """Mean over seeds in percent, titles by groups, and the standard deviation as `± GROUP`."""
+    rows: dict[str, dict[str, float]] = {}
+    for title in dict.fromkeys(r.title for r in runs):
+        for group in dict.fromkeys(r.group for r in runs):
+            found = [100 * value(r) for r in runs if (r.title, r.group) == (title, group)]
+            if found:
+                spread = float(np.std(found, ddof=1)) if len(found) > 1 else np.nan
+                rows.setdefault(title, {}).update({group: float(np.mean(found)), f"± {group}": spread})
+    return pd.DataFrame(rows).T
+
+
+def bars(runs: Sequence[Run], value: Value = headline, label: str = "accuracy (%)") -> Figure:
+    """One group of bars per data set, one bar per method."""
+    frame = heights(runs, value)
+    groups = [c for c in frame.columns if not c.startswith("± ")]
+    figure, (axes,) = style.panels(1, width=max(style.WIDE, 0.2 * len(groups) * len(frame) + 2))
+    width = 0.82 / len(frame)
+    for i, title in enumerate(frame.index):
+        at = np.arange(len(groups)) + (i - (len(frame) - 1) / 2) * width
+        y = frame.loc[title, groups].astype(float).to_numpy()
+        spread = frame.loc[title, [f"± {g}" for g in groups]].astype(float).to_numpy()
+        drawn = axes.bar(at, y, width * 0.92, yerr=np.nan_to_num(spread) if np.isfinite(spread).any() else None,
+                         color=style.COLOURS[i % 8], hatch=style.HATCHES[i % 8], edgecolor="white", linewidth=0.4,
+                         label=title, error_kw={"linewidth": 0.8})  # fmt: skip
+        if len(groups) * len(frame) <= 24:
+            axes.bar_label(drawn, fmt="%.1f", fontsize=7, padding=1)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylabel(label)
+    low = float(np.nanmin(frame[groups].to_numpy(dtype=float)))
+    if low > 30:  # bars that all reach far up are cut, and said to be
+        axes.set_ylim(bottom=5 * np.floor((low - 8) / 5))
+        axes.set_ylabel(f"{label}, axis begins at {axes.get_ylim()[0]:g}")
+    axes.grid(axis="x", visible=False)
+    style.legend(figure, axes)
+    return figure
+
+
+def position(run: Run, axis: str) -> float:
+    """The value of a setting as a number; of a partition the last number in its name: rotate(4) is 4."""
+    value: Any = setting(run, axis)
+    if isinstance(value, str):
+        numbers = re.findall(r"\d+(?:\.\d+)?", value)
+        if not numbers:
+            raise CoterieError(f'the setting "{axis}" of {run.title} is "{value}", which has no place on an axis')
+        value = numbers[-1]
+    return float(value)
+
+
+def over_axis(runs: Sequence[Run], axis: str, value: Value = headline) -> dict[str, dict[str, pd.DataFrame]]:
+    """panel -> line -> mean and std in percent by the setting's value. A panel is a data set, a line is a method."""
+    out: dict[str, dict[str, pd.DataFrame]] = {}
+    for panel in dict.fromkeys(str(r.settings["data"]) for r in runs):
+        mine = [r for r in runs if r.settings["data"] == panel]
+        for name in dict.fromkeys(_method(r, axis) for r in mine):
+            found = [(position(r, axis), 100 * value(r)) for r in mine if _method(r, axis) == name]
+            frame = pd.DataFrame(found, columns=["at", "value"]).groupby("at")["value"].agg(["mean", "std"])
+            out.setdefault(panel, {})[name] = frame
+    return out
+
+
+def _method(run: Run, axis: str) -> str:
+    """Rows that only name the setting's value are one line: the method's."""
+    own = str(run.description["method"]["title"])
+    return own if axis in run.description["method"]["settings"] or re.search(r"[_=]\d", run.title) else run.title
+
+
+def against(
+    runs: Sequence[Run], axis: str, value: Value = headline, label: str = "accuracy (%)", axis_label: str = ""
+) -> Figure:
+    """Accuracy against a setting."""
+    data = over_axis(runs, axis, value)
+    figure, all_axes = style.panels(len(data), width=4.6)
+    order = list(dict.fromkeys(n for lines in data.values() for n in lines))
+    for axes, (panel, lines) in zip(all_axes, data.items(), strict=True):
+        for name, frame in lines.items():
+            axes.errorbar(frame.index, frame["mean"], yerr=frame["std"] if frame["std"].notna().any() else None,
+                          label=name, capsize=2, **style.line(order.index(name)))  # fmt: skip
+        ticks = sorted({float(x) for frame in lines.values() for x in frame.index})
+        if min(ticks) > 0 and max(ticks) / min(ticks) > 20:
+            axes.set_xscale("log")
+            axes.minorticks_off()
+        axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        axes.set_xlabel(axis_label or axis)
+        axes.set_ylabel(label)
+        axes.set_title(panel)
+    style.legend(figure, all_axes[0])
+    return figure
+
+
+def gains(runs: Sequence[Run], view: str = "personal/test") -> pd.DataFrame:
+    """Each client's accuracy in percent, one column per title; Local-Only first if it is there."""
+    columns = {}
+    for title in dict.fromkeys(r.title for r in runs):
+        found = [r.clients()[view] for r in runs if r.title == title and view in r.clients()]
+        if found:
+            columns[title] = 100 * pd.concat(found, axis=1).mean(axis=1)
+    if not columns:
+        raise CoterieError(f"none of these runs has scored {view} for every client")
+    return pd.DataFrame(columns)
+
+
+def local_title(runs: Sequence[Run]) -> str | None:
+    return next((r.title for r in runs if r.settings["method"] == "local"), None)
+
+
+def counts(gained: pd.Series) -> tuple[int, int]:
+    """How many clients gain and how many lose."""
+    return int((gained > 0).sum()), int((gained < 0).sum())
+
+
+def clients(runs: Sequence[Run], view: str = "personal/test") -> Figure:
+    """Left: every client's accuracy, sorted. Right: what each gains or loses against Local-Only, sorted."""
+    groups = list(dict.fromkeys(r.group for r in runs))
+    order = list(dict.fromkeys(r.title for r in runs))
+    figure, all_axes = style.panels(2 * len(groups), width=4.8, height=max(3.8, 0.2 * len(order) + 0.8))
+    for k, group in enumerate(groups):
+        mine = [r for r in runs if r.group == group]
+        frame, base = gains(mine, view), local_title(mine)
+        left, right = all_axes[2 * k : 2 * k + 2]
+        _sorted(left, frame, order, "accuracy (%)", {})
+        left.set_title(f"{group}: accuracy")
+        if base is None or base not in frame or len(frame.columns) == 1:
+            right.set_visible(False)
+            left.legend(frameon=False, fontsize=8, loc="lower right")
+            continue
+        gained = frame.drop(columns=base).sub(frame[base], axis=0)
+        words = {n: f"{n}: {up} gain, {down} lose" for n in gained for up, down in [counts(gained[n])]}
+        _sorted(right, gained, order, f"gain over {base} (points)", words)
+        right.axhline(0, color="black", linewidth=0.8)
+        right.set_title(f"{group}: against {base}")
+        shown = left.get_lines()[list(frame.columns).index(base)]
+        handles, names = right.get_legend_handles_labels()
+        right.legend([shown, *handles], [base, *names], frameon=False, fontsize=8, loc="upper left",
+                     bbox_to_anchor=(1.01, 1.0))  # fmt: skip
+    return figure
+
+
+def _sorted(axes: Any, frame: pd.DataFrame, order: list[str], label: str, words: dict[str, str]) -> None:
+    for name in frame.columns:
+        y = np.sort(frame[name].dropna().to_numpy())
+        i = order.index(name)
+        every = max(1, len(y) // 8)
+        axes.plot(np.arange(1, len(y) + 1), y, markevery=((i * every) // len(order), every),
+                  label=words.get(str(name), str(name)), **style.line(i))  # fmt: skip
+    axes.margins(x=0.01)
+    axes.set_xlabel("clients, from worst to best")
+    axes.set_ylabel(label)

@@ -1,0 +1,138 @@
+"""Lines over rounds: accuracy, loss, bytes, norms of updates; and accuracy over bytes."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from coterie.errors import CoterieError
+from coterie.report.figures import style
+from coterie.runs.run import Run
+
+WINDOW = 10  # rounds averaged where single rounds are too noisy to read: few clients take part in each
+VIEWS = {
+    "participants/before/pooled": "accuracy of participants before training (%)",
+    "participants/after/pooled": "accuracy of participants after training (%)",
+    "personal/test/mean": "accuracy of personal models, mean over clients (%)",
+    "personal/official/mean": "accuracy of personal models on the official test part (%)",
+    "global/official/pooled": "accuracy of the global model on the official test part (%)",
+    "global/test/mean": "accuracy of the global model, mean over clients (%)",
+}
+
+
+def best_view(runs: Sequence[Run]) -> str:
+    """What all of these runs have, in the order a reader would choose."""
+    order = ("personal/test/mean", "participants/before/pooled")
+    for view in (*order, *VIEWS):
+        if all(view in r.rounds for r in runs):
+            return view
+    raise CoterieError("these runs have no accuracy in common to draw")
+
+
+def over_rounds(runs: Sequence[Run], column: str, scale: float = 1.0) -> pd.DataFrame:
+    """One column per title, mean over seeds; participants' curves as running means of ten rounds."""
+    out = {}
+    for title in dict.fromkeys(r.title for r in runs):
+        found = [r.rounds[column].dropna() for r in runs if r.title == title and column in r.rounds]
+        if found:
+            mean = pd.concat(found, axis=1).mean(axis=1) * scale
+            out[title] = mean.rolling(WINDOW).mean().dropna() if _noisy(column, len(mean)) else mean
+    if not out:
+        raise CoterieError(f"none of these runs has {column}")
+    return pd.DataFrame(out).sort_index()
+
+
+def _noisy(column: str, rounds: int) -> bool:
+    return column.startswith("participants/") and rounds >= 3 * WINDOW
+
+
+def megabytes(runs: Sequence[Run]) -> pd.DataFrame:
+    """Cumulative MB of all links and directions by round, one column per title, mean over seeds."""
+    out = {}
+    for title in dict.fromkeys(r.title for r in runs):
+        found = [r.rounds.filter(like="bytes/").fillna(0).sum(axis=1).cumsum() / 1e6 for r in runs if r.title == title]
+        out[title] = pd.concat(found, axis=1).mean(axis=1)
+    return pd.DataFrame(out).sort_index()
+
+
+def rounds(runs: Sequence[Run], view: str = "") -> Figure:
+    """Accuracy against round."""
+    view = view or best_view(runs)
+    label = VIEWS.get(view, view)
+    smooth = any(_noisy(view, len(r.rounds)) for r in runs)
+    return _lines(runs, lambda g: over_rounds(g, view, 100), label + (", mean of ten rounds" if smooth else ""))
+
+
+def loss(runs: Sequence[Run]) -> Figure:
+    """Training loss of the participants against round."""
+    return _lines(runs, lambda g: over_rounds(g, "loss"), "training loss of the participants")
+
+
+def aun(runs: Sequence[Run]) -> Figure:
+    """Norm of the mean update (AUN) against round; needs runs made with log_updates."""
+    if not any("note/aun" in r.rounds for r in runs):
+        raise CoterieError("these runs did not log their updates; run them with --set log_updates=true")
+    return _lines(runs, lambda g: over_rounds(g, "note/aun"), "norm of the mean update, AUN")
+
+
+def sent(runs: Sequence[Run]) -> Figure:
+    """Cumulative bytes against round."""
+    return _lines(runs, megabytes, "sent so far, all links, up and down (MB)", zero=True)
+
+
+def cost(runs: Sequence[Run], view: str = "") -> Figure:
+    """Accuracy against bytes."""
+    view = view or best_view(runs)
+    groups = list(dict.fromkeys(r.group for r in runs))
+    figure, all_axes = style.panels(len(groups))
+    for axes, group in zip(all_axes, groups, strict=True):
+        mine = [r for r in runs if r.group == group]
+        accuracy, spent = over_rounds(mine, view, 100), megabytes(mine)
+        order = list(accuracy.columns)
+        shown = [t for t in order if spent[t].max() > 0]
+        for title in shown:
+            y = accuracy[title].dropna()
+            axes.plot(spent[title].reindex(y.index), y, label=title, markevery=_every(len(y)),
+                      **style.line(order.index(title)))  # fmt: skip
+        silent = [t for t in order if t not in shown]
+        for title in silent:  # sends nothing, so it is a height, not a line
+            axes.axhline(accuracy[title].dropna().iloc[-1], color="#7a7a7a", linewidth=1, linestyle=":")
+            axes.annotate(f"{title}: sends nothing", (0.99, accuracy[title].dropna().iloc[-1]), fontsize=7,
+                          xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#555555")  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_xlabel("sent so far, all links, up and down (MB, logarithmic)")
+        axes.set_ylabel(_broken(VIEWS.get(view, view)))
+        axes.set_title(group)
+    style.legend(figure, max(all_axes, key=lambda a: len(a.get_legend_handles_labels()[1])))
+    return figure
+
+
+def _lines(runs: Sequence[Run], data: object, label: str, zero: bool = False) -> Figure:
+    groups = list(dict.fromkeys(r.group for r in runs))
+    order = list(dict.fromkeys(r.title for r in runs))
+    figure, all_axes = style.panels(len(groups), height=max(style.TALL, 0.24 * len(order)))
+    for axes, group in zip(all_axes, groups, strict=True):
+        frame = data([r for r in runs if r.group == group])  # type: ignore[operator]  # a function of runs
+        for title in frame.columns:
+            y = frame[title].dropna()
+            i = order.index(title)
+            every = _every(len(y))
+            start = (i * every) // max(len(order), 1)  # markers of close lines do not cover each other
+            axes.plot(y.index, y, label=title, markevery=(start, every), **style.line(i))
+        if zero:
+            axes.set_ylim(bottom=0)
+        axes.margins(x=0.01)
+        axes.set_xlabel("round")
+        axes.set_ylabel(_broken(label))
+        axes.set_title(group)
+        style.name_lines(axes, {t: float(frame[t].dropna().iloc[-1]) for t in frame.columns}, order)
+    return figure
+
+
+def _every(points: int) -> int:
+    return max(1, points // 9)
+
+
+def _broken(label: str) -> str:
+    """Long labels in two lines."""
+    return label.replace(", ", ",\n", 1) if len(label) > 45 else label

@@ -1,0 +1,97 @@
+"""One look for all figures: Okabe and Ito's colours, markers and dashes that also tell lines apart in grey print."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from sklearn.isotonic import isotonic_regression
+
+from coterie.errors import CoterieError
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7a7a7a")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h", "d", "8", "H", "1")
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
+FONTS: Any = {
+    "font.size": 9, "axes.labelsize": 9, "axes.titlesize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8,
+    "legend.fontsize": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.alpha": 0.3, "grid.linewidth": 0.5, "svg.fonttype": "none", "svg.hashsalt": "coterie",
+    "hatch.linewidth": 0.5,
+}  # fmt: skip
+WIDE, TALL = 6.3, 3.7  # inches; the text width of an A4 page
+
+
+def panels(count: int, width: float = WIDE, height: float = TALL, columns: int = 2) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` axes, at most `columns` beside each other."""
+    across = min(columns, count)
+    down = -(-count // across)
+    with mpl.rc_context(FONTS):
+        figure = Figure(figsize=(width * across, height * down), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = [figure.add_subplot(down, across, i + 1) for i in range(count)]
+    return figure, axes
+
+
+def line(index: int) -> dict[str, Any]:
+    """How the index-th line is drawn."""
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linewidth": 1.4,
+        "markersize": 6 if MARKERS[index % len(MARKERS)] in "*PX1" else 4.2,
+        "markeredgewidth": 0.5,
+        "markeredgecolor": "white" if MARKERS[index % len(MARKERS)] != "1" else None,
+    }
+
+
+def name_lines(axes: Axes, ends: Mapping[str, float], order: Sequence[str]) -> None:
+    """Names right of the axes, each at the height where its line ends, pushed apart where they would touch."""
+    low, high = axes.get_ylim()
+    heights = [(max(low, min(high, y)) - low) / (high - low) for y in ends.values()]
+    placed = spread(heights, 0.058 if len(ends) < 16 else 0.9 / len(ends))
+    for (name, y), at in zip(ends.items(), placed, strict=True):
+        colour = COLOURS[list(order).index(name) % len(COLOURS)]
+        axes.annotate(
+            name, xy=(1.0, (y - low) / (high - low)), xytext=(1.05, at), xycoords="axes fraction", va="center",
+            fontsize=8, color=colour, annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "relpos": (0, 0.5)},
+        )  # fmt: skip
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Heights moved as little as possible (least squares) so that neighbours are `gap` apart, within 0..1."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    steps = np.arange(len(heights)) * gap
+    room = max(0.0, 1.0 - gap * (len(heights) - 1))
+    at = np.clip(isotonic_regression(np.array([heights[i] for i in order]) - steps), 0.0, room) + steps
+    back = [0.0] * len(heights)
+    for k, i in enumerate(order):
+        back[i] = float(at[k])
+    return back
+
+
+def legend(figure: Figure, axes: Axes) -> None:
+    """Outside, below everything, in as many columns as fit."""
+    handles, names = axes.get_legend_handles_labels()
+    if names:
+        room = figure.get_figwidth() * 72 / (5 * max(map(len, names)) + 38)
+        columns = max(1, min(len(names), int(room), 5))
+        figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    """PNG and SVG beside each other, whichever of the two the name asks for."""
+    if path.suffix.lower() not in ("", ".png", ".svg"):
+        raise CoterieError(f'a figure is written as .png and .svg, not "{path.suffix}"')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = [path.with_suffix(".png"), path.with_suffix(".svg")]
+    with mpl.rc_context(FONTS):
+        for file in files:
+            figure.savefig(file, dpi=200, metadata={"Date": None} if file.suffix == ".svg" else None)
+    return files
