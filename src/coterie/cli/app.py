@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from coterie.cli import options as o
 from coterie.cli.catalogue import catalogue
+from coterie.cli.federation import federation_app
 from coterie.cli.paper import paper_app
 from coterie.cli.screen import Stop, bar, console, frame_table
 
@@ -17,6 +18,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 ))  # fmt: skip
 app.add_typer(catalogue)
 app.add_typer(paper_app)
+app.add_typer(federation_app)
 
 
 @app.command()

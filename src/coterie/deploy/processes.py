@@ -43,6 +43,15 @@ def flower_env(home: Path) -> dict[str, str]:
     }
 
 
+def use_flower(home: Path) -> None:
+    """Make this process's environment the one for Flower, before Flower is imported."""
+    try:
+        os.environ.update(flower_env(home))
+    except OSError as e:
+        raise CoterieError(f"{home} cannot be used: {e.strerror}") from e
+    need_flower()
+
+
 @dataclass
 class Child:
     """A process we started, with the log it writes; `restart` starts the same again."""

@@ -1,0 +1,243 @@
+"""The commands of a real federation: certs, serve, join, edge, up."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from coterie.cli import options as o
+from coterie.cli.screen import Stop, console
+
+federation_app = typer.Typer()
+certs_app = typer.Typer(no_args_is_help=True, help="Keys and certificates of a federation.")
+federation_app.add_typer(certs_app, name="certs")
+
+CertsDir = Annotated[Path, Option("--certs", help="the directory that `coterie certs init` made")]
+Ca = Annotated[Path, Option(help="the authority's certificate (ca.crt) of whom this host connects to")]
+Key = Annotated[Path, Option(help="this node's private key")]
+Deadline = Annotated[float, Option(min=0.1, help="seconds a round waits for answers")]
+MethodName = Annotated[str | None, Argument(help="a method; `coterie list methods` names them")]
+
+
+def _log() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+@certs_app.command("init")
+def certs_init(
+    root: Annotated[Path, Argument(metavar="DIR", help="a new directory")],
+    host: Annotated[
+        list[str] | None, Option(help="name or address by which nodes reach this host; may be repeated")
+    ] = None,
+    days: Annotated[int, Option(min=1, help="how long the certificates hold")] = 825,
+) -> None:
+    """Make an authority, a server certificate and a control key."""
+    from coterie.deploy import certs
+
+    made = certs.init(root, host or [], days)
+    console.print(f"made {made.root}; give devices {made.ca}, and each its own key", soft_wrap=True, highlight=False)
+
+
+@certs_app.command("add-node")
+def certs_add(
+    root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")],
+    names: Annotated[list[str], Argument(metavar="NAME...", help="names of nodes")],
+    public: Annotated[Path | None, Option(help="the public half of a key made on the device itself")] = None,
+) -> None:
+    """Register nodes; without --public their keys are made here."""
+    from coterie.deploy import certs
+    from coterie.errors import CoterieError
+
+    if public is not None and len(names) != 1:
+        raise CoterieError("--public is the key of one node; give one name")
+    for name in names:
+        console.print(str(certs.add_node(root, name, public)), soft_wrap=True, highlight=False)
+
+
+@certs_app.command("remove-node")
+def certs_remove(
+    root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")],
+    name: Annotated[str, Argument(help="the node")],
+) -> None:
+    """Take a node off the list; a running cloud refuses it from the next round on."""
+    from coterie.deploy import certs
+
+    certs.remove_node(root, name)
+
+
+@certs_app.command("renew")
+def certs_renew(
+    root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")],
+    host: Annotated[
+        list[str] | None, Option(help="name or address by which nodes reach this host; may be repeated")
+    ] = None,
+    days: Annotated[int, Option(min=1, help="how long the certificate holds")] = 825,
+) -> None:
+    """A new server certificate from the same authority; devices need nothing new."""
+    from coterie.deploy import certs
+
+    certs.renew(root, host or [], days)
+
+
+@certs_app.command("new-key")
+def certs_key(
+    path: Annotated[Path, Argument(metavar="FILE", help="the private key to make, for example node.key")],
+) -> None:
+    """Make a node's key on the device; its .pub half is registered at the cloud with add-node --public."""
+    from coterie.deploy import certs
+
+    console.print(f"made {certs.new_key(path)}; register {path.with_suffix('.pub')} at the cloud", soft_wrap=True)
+
+
+@federation_app.command()
+def serve(
+    method: MethodName = None,
+    certs: CertsDir = Path("certs"),
+    host: Annotated[str, Option(help="address to listen on")] = "0.0.0.0",
+    port: Annotated[int, Option(min=1, max=65535, help="the one port that devices and edges connect to")] = 9092,
+    min_clients: Annotated[int, Option(min=1, help="clients to wait for before a round starts")] = 2,
+    deadline: Deadline = 600.0,
+    shape: Annotated[str | None, Option(help="of one item of the devices' own data, for example 1,28,28")] = None,
+    classes: Annotated[int, Option(help="labels of the devices' own data")] = 0,
+    data: o.Data = None,
+    data_dir: o.DataDir = None,
+    model: o.Model = None,
+    partition: o.Partition = None,
+    clients: Annotated[int | None, Option(help="places in the federation; who comes later is a newcomer")] = None,
+    join: o.Join = None,
+    rounds: o.Rounds = None,
+    epochs: o.Epochs = None,
+    batch: o.Batch = None,
+    lr: o.Lr = None,
+    seed: o.Seed = None,
+    set_: o.Set = None,
+    config: o.Config = None,
+    out: o.Out = None,
+    resume: Annotated[Path | None, Option(help="continue the federation in this folder")] = None,
+) -> None:
+    """Be the cloud: wait for devices, run the rounds, keep a checkpoint of each."""
+    from coterie.config import settings
+    from coterie.deploy import serve as s
+    from coterie.deploy.processes import die_with_parent, use_flower
+    from coterie.errors import CoterieError
+    from coterie.folders import fresh_folder
+
+    die_with_parent()
+    _log()
+    given = o.gather(config, set_, method=method, data=data, model=model, partition=partition, clients=clients,
+                     join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip
+    if resume is not None:
+        if given:
+            raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(sorted(given))}")
+        chosen, cloud = s.reopen(resume)
+        folder, again = resume, True
+    else:
+        if "method" not in given:
+            raise CoterieError(
+                "name a method, for example `coterie serve fedrep`; `coterie list methods` shows them all"
+            )
+        chosen = settings(**given)
+        items = _shape(shape, classes)
+        cloud = s.Cloud(
+            str(certs), host, port, min_clients, deadline, items, classes, str(data_dir) if data_dir else None
+        )
+        folder = out or fresh_folder(f"{chosen.method}-federation")
+        again = (folder / "cloud.json").exists()
+        if again:
+            then, kept = s.reopen(folder)
+            if then != chosen:
+                raise CoterieError(f"{folder} holds a federation with other settings; choose another folder")
+            cloud = replace(cloud, run=kept.run)
+    use_flower(folder / "flwr")
+    session = s.open_session(chosen, cloud)
+    stop = Stop()
+    with stop.listening():
+        ended = s.serve(session, cloud, folder, resume=again, tell=_told, stopped=stop)
+    typer.echo(f"the run is in {folder}")
+    if not ended:
+        typer.echo(f"stopped; continue with: coterie serve --resume {folder}", err=True)
+        raise typer.Exit(130)
+
+
+def _told(p: Any) -> None:
+    accuracy = "" if p.accuracy is None else f", accuracy {100 * p.accuracy:.1f}"
+    logging.getLogger("coterie.cloud").info("round %s of %s, %.1f s%s", p.round, p.rounds, p.seconds, accuracy)
+
+
+def _shape(text: str | None, classes: int) -> tuple[int, ...]:
+    from coterie.errors import CoterieError
+
+    if text is None:
+        return ()
+    try:
+        found = tuple(int(n) for n in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1 or classes < 2:
+        raise CoterieError(f'shape "{text}" must be whole numbers such as 1,28,28, and classes at least 2')
+    return found
+
+
+@federation_app.command()
+def join(
+    cloud: Annotated[str, Option(help="HOST:PORT of the cloud, or of the edge this device belongs to")],
+    ca: Ca,
+    key: Key,
+    data: Annotated[str, Option(help="this device's data: a file, a folder, module:function, or a name with --client")],
+    state: Annotated[Path, Option(help="the directory for this device's private state and model")],
+    client: Annotated[int | None, Option(min=0, help="take this client's share of named data, for trying")] = None,
+    data_dir: o.DataDir = None,
+) -> None:
+    """Be a device: train on this host's data whenever the cloud asks, until stopped."""
+    from coterie.deploy.device_app import Member
+    from coterie.deploy.device_app import join as answer
+    from coterie.deploy.processes import die_with_parent, use_flower
+
+    use_flower(state / "flwr")
+    die_with_parent()
+    _log()
+    answer(cloud, ca, key, Member(data, state, client, data_dir))
+
+
+@federation_app.command()
+def up(
+    method: Annotated[str, Argument(help="a method; `coterie list methods` names them")],
+    devices: Annotated[int, Option(min=1, help="device processes, one client each")] = 4,
+    edges: Annotated[int, Option(min=0, help="edge processes; 0: devices connect to the cloud")] = 0,
+    deadline: Deadline = 600.0,
+    data: o.Data = None,
+    data_dir: o.DataDir = None,
+    model: o.Model = None,
+    partition: o.Partition = None,
+    join: o.Join = None,
+    rounds: o.Rounds = None,
+    epochs: o.Epochs = None,
+    batch: o.Batch = None,
+    lr: o.Lr = None,
+    seed: o.Seed = None,
+    set_: o.Set = None,
+    config: o.Config = None,
+    out: o.Out = None,
+    quiet: o.Quiet = False,
+) -> None:
+    """Try a whole federation on this machine: cloud, edges and devices in processes of their own."""
+    from coterie.deploy.local import Local
+    from coterie.deploy.watch import watch
+    from coterie.folders import fresh_folder
+
+    given = o.gather(config, set_, data=data, model=model, partition=partition, join=join, rounds=rounds,
+                     epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip
+    folder = out or fresh_folder(f"{method}-up")
+    stop = Stop()
+    local = Local(folder, method, devices, edges, given, deadline=deadline, data_dir=data_dir)
+    with stop.listening(), local:
+        ended = watch(local, console, quiet, stop)
+    if ended:
+        typer.echo(f"the run is in {local.out}; each device's model is in {folder / 'devices'}")
+    else:
+        typer.echo(f"stopped; continue with the same command and --out {folder}", err=True)
+        raise typer.Exit(130)

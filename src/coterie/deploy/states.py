@@ -1,0 +1,68 @@
+"""A client's private state on its own disk: the version the cloud counts on, the one before, and the newest.
+
+The cloud says which round's state a job starts from (that of the last round in which it took this client's upload), so
+a round that is repeated after a crash, or whose answer came too late, starts from where it started the first time.
+"""
+
+import fcntl
+import logging
+from pathlib import Path
+from typing import IO
+
+from coterie import codec
+from coterie.errors import CoterieError
+from coterie.method import State
+
+log = logging.getLogger("coterie.device")
+
+
+class States:
+    """Files `state-ROUND.safetensors`, each whole or not there at all."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def path(self, round: int) -> Path:
+        return self.folder / f"state-{round:06d}.safetensors"
+
+    def rounds(self) -> list[int]:
+        return sorted(int(p.name[6:-12]) for p in self.folder.glob("state-[0-9]*.safetensors"))
+
+    def read(self, base: int) -> State | None:
+        """The state after round `base`; None for a client that has none yet (base -1)."""
+        if base < 0:
+            return None
+        if self.path(base).exists():
+            found: State = codec.load(self.path(base))
+            return found
+        if not self.rounds():
+            log.warning(
+                "there is no state of round %s in %s (another or an empty disk?); starting anew", base, self.folder
+            )
+            return None
+        raise CoterieError(f"the state of round {base} is not here; there are those of rounds {self.rounds()}")
+
+    def write(self, round: int, state: State, base: int) -> None:
+        """Put away the state after `round`, which began at `base`; what nobody can ask for any more goes first."""
+        older = [r for r in self.rounds() if r < base]
+        for r in set(self.rounds()) - {base, *older[-1:]}:
+            self.path(r).unlink(missing_ok=True)
+        try:
+            codec.save(self.path(round), state)
+        except OSError as e:
+            raise CoterieError(f"the state of round {round} could not be written: {e.strerror or e}") from e
+
+
+def lock(folder: Path) -> IO[str]:
+    """One process per folder of states."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        held = (folder / "lock").open("w")
+    except OSError as e:
+        raise CoterieError(f"state {folder} cannot be used: {e.strerror}") from e
+    try:
+        fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        held.close()
+        raise CoterieError(f"state {folder} is in use by another process") from e
+    return held
