@@ -39,6 +39,7 @@ class RunSettings(BaseModel):
     stragglers: float = Field(0.0, ge=0, le=1, description="share of the sampled clients that do fewer epochs")
     newcomers: int = Field(0, ge=0, description="so many last clients never train and are only scored")
     eval_every: int = Field(10, ge=1, description="rounds between evaluations of all clients")
+    eval_clients: int | None = Field(None, ge=1, description="score only so many clients, always the same; empty: all")
     watch: bool = Field(True, description="score participants before and after local training in every round")
     final_trained: bool = Field(True, description="after the last round score all clients after local training too")
     official: bool = Field(False, description="score every personal model on the whole official test part too")

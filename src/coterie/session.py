@@ -186,6 +186,7 @@ def make_loop(session: Session, folder: Folder, runtime: Any) -> Loop:
             rounds=s.rounds,
             seed=s.seed,
             eval_every=s.eval_every,
+            eval_clients=s.eval_clients,
             checkpoint_every=s.checkpoint_every,
             watch=s.watch,
             final_trained=s.final_trained,

@@ -31,6 +31,7 @@ class Schedule:
     rounds: int
     seed: int
     eval_every: int = 10
+    eval_clients: int | None = None  # so many of the clients, and of the newcomers, are scored; None: all
     checkpoint_every: int = 10
     watch: bool = True  # score participants before and after local training
     final_trained: bool = True  # after the last round, every client also after local training
@@ -236,9 +237,9 @@ class Loop:
 
     # ---- evaluation ------------------------------------------------------------------------------------------
     def evaluate(self, t: int) -> Evaluation:
-        """Every client, newcomers included, after the aggregation of round t; nothing is counted or kept."""
+        """The clients, newcomers included, after the aggregation of round t; nothing is counted or kept."""
         method, plan = self.method, self.schedule
-        everybody = sorted({*method.ctx.clients, *plan.newcomers})
+        everybody = sorted({*self._scored(method.ctx.clients), *self._scored(plan.newcomers)})
         whole = method.global_model(self.server)
         answers: list[Value] = []
         outside = Official(self.runtime, method, whole, plan.newcomers) if plan.official else None
@@ -256,6 +257,14 @@ class Loop:
         if outside is not None:
             outside.finish(answers)
         return Evaluation.of(answers, set(plan.newcomers))
+
+    def _scored(self, ids: Sequence[ClientId]) -> Sequence[ClientId]:
+        """All, or as many as the run asks for: the same ones every time, so that curves compare like with like."""
+        n = self.schedule.eval_clients
+        if n is None or n >= len(ids):
+            return ids
+        order = torch.randperm(len(ids), generator=torch_rng(self.schedule.seed, "scored"))
+        return [ids[int(i)] for i in order[:n]]
 
     def _preview(self, ids: Sequence[ClientId], t: int) -> Download:
         """What these clients are handed to score and use before round t."""
