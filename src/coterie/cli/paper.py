@@ -1,8 +1,10 @@
 """`coterie paper`: rerun a table or figure of one of the five papers and show it beside the printed values."""
 
+import math
+import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -17,7 +19,7 @@ paper_app = typer.Typer()
 @paper_app.command("paper")
 def paper(
     name: Annotated[str, Argument(help="fedcpmd, fedpc, fedgmh, ecs-fl, sc-fpfl; or `list`")],
-    item: Annotated[str | None, Argument(help="a table or figure; `coterie paper list` names them")] = None,
+    item: Annotated[str | None, Argument(help="a table or figure; `coterie paper list PAPER` names them")] = None,
     data: Annotated[str | None, Option(help="only these data sets, by commas")] = None,
     methods: Annotated[str, Option(help="only these methods, by commas, or all")] = "all",
     seeds: Annotated[int, Option(min=1)] = 1,
@@ -28,45 +30,44 @@ def paper(
     data_dir: o.DataDir = None,
     workers: o.Workers = None,
     out: o.Out = None,
+    calibrate: Annotated[bool, Option("--calibrate", help="with `list`: time this machine again")] = False,
     quiet: o.Quiet = False,
 ) -> None:
     """Rerun a paper's table or figure; printed and measured values side by side."""
     from coterie.cli.app import engine_from
     from coterie.config import parse_assignment
     from coterie.errors import CoterieError
-    from coterie.papers import presets, side
+    from coterie.papers import output, presets
     from coterie.runs.run import Run
-    from coterie.runs.sweep import sweep
+    from coterie.runs.sweep import Status, sweep
 
     if name == "list":
-        _list()
+        _list(item, data_dir, workers, calibrate)
         return
     if item is None:
         found = ", ".join(i.name for i in presets.items(name))
         raise CoterieError(f"name a table or figure of {name}: {found}")
-    stand_in = dict(pair.split("=", 1) for pair in instead.split(",")) if instead else None
-    shrink = presets.Shrink(rounds, subset, dict(parse_assignment(a) for a in set_ or []), stand_in)
+    shrink = presets.Shrink(rounds, subset, dict(parse_assignment(a) for a in set_ or []), _pairs(instead))
     chosen = presets.choose(presets.item(name, item), _commas(data), [] if methods == "all" else _commas(methods))
-    folder = out or Path("runs") / f"{name}-{item}"
+    folder = out or Path("runs") / name
     cells = presets.cells(chosen, seeds, shrink, folder)
     distinct = list({c.out: c for c in cells.values()}.values())
-    stop = Stop()
-    with stop.listening(), bar(f"{name} {item}", sum(c.settings.rounds for c in distinct), quiet) as update:
-        status = sweep(distinct, engine_from(workers, None, data_dir), lambda s: update(s.done(), _left(s)), stop)
+    stop, status = Stop(), Status({}, {})
+    if not chosen.reads_only:
+        with stop.listening(), bar(f"{name} {item}", sum(c.settings.rounds for c in distinct), quiet) as update:
+            status = sweep(distinct, engine_from(workers, None, data_dir), lambda s: update(s.done(), _left(s)), stop)
     done = {k: Run(c.out) for k, c in cells.items() if c.out not in status.failed and c.finished()}
     if done:
-        table = side.frame(chosen, done)
-        verdicts = side.verdicts(chosen, table)
         note = "as in the paper" if not shrink.words() else "differs from the paper: " + ", ".join(shrink.words())
-        table.to_csv(folder / "side.csv", index=False)
-        text = "\n".join([f"# {presets.title(name)}", "", f"{item}: {chosen.what}; {seeds} seeds; {note}.", ""])
-        text += "\n" + side.markdown(table) + "\n" + "\n".join(f"- {v}" for v in verdicts) + "\n"
-        (folder / "side.md").write_text(text)
+        text, verdicts, missing = output.write(chosen, done, folder / item, note)
         if not quiet:
-            console.print(frame_table(side.readable(table), f"{name} {item}: {chosen.what}; {note}"))
-            for v in verdicts:
+            console.print(frame_table(text, f"{name} {item}: {chosen.what}; {note}"))
+            for v in [*verdicts, *missing]:
                 console.print(v, highlight=False)
-            console.print(f"runs, side.csv and side.md are in {folder}", soft_wrap=True, highlight=False)
+            console.print(f"side.csv, side.md, report.html and figures are in {folder / item}", soft_wrap=True,
+                          highlight=False)  # fmt: skip
+    elif chosen.reads_only:
+        raise CoterieError(f"{folder} has no finished run to compare; run {name} table7, 8 or 9 there first")
     for path, reason in status.failed.items():
         typer.echo(f"coterie: {path.name} failed: {reason}", err=True)
     if stop.asked:
@@ -74,6 +75,18 @@ def paper(
         raise typer.Exit(130)
     if status.failed:
         raise typer.Exit(1 if done else 2)
+
+
+def _pairs(instead: str | None) -> dict[str, str] | None:
+    from coterie.errors import CoterieError
+
+    found = {}
+    for pair in instead.split(",") if instead else ():
+        old, equals, new = pair.partition("=")
+        if not (equals and old.strip() and new.strip()):
+            raise CoterieError(f'--instead takes pairs such as emnist=mnist, not "{pair}"')
+        found[old.strip()] = new.strip()
+    return found or None
 
 
 def _commas(text: str | None) -> list[str]:
@@ -86,13 +99,50 @@ def _left(status: object) -> str:
     return "" if seconds is None else f"about {seconds / 60:.0f} min left"
 
 
-def _list() -> None:
-    from coterie.papers import presets
+def _list(only: str | None, data_dir: Path | None, workers: int | None, calibrate: bool) -> None:
+    """Every item, what it needs and about how long it takes here."""
+    from coterie.data.sources import known
+    from coterie.papers import estimate, presets
 
-    for name in presets.PAPERS:
+    if only is not None and only not in presets.PAPERS:
+        presets.items(only)  # says what is known
+    found = {k.name for k in known(data_dir) if k.available}
+    clock = estimate.Calibration(fresh=calibrate)
+    n, sizes = workers or os.cpu_count() or 1, dict[str, tuple[int, int]]()
+    for name in [only] if only else presets.PAPERS:
         table = Table(title=f"{name} ({presets.title(name)})", title_justify="left")
-        for column in ("item", "what", "methods", "columns"):
+        for column in ("item", "what", "rows x columns", "needs", "about"):
             table.add_column(column)
-        for i in presets.items(name):
-            table.add_row(i.name, i.what, str(len(i.rows)), ", ".join(i.columns))
+        for i in sorted(presets.items(name), key=_order):
+            needs = presets.needs(i)
+            sizes |= {d: estimate.size(d, data_dir) for d in needs.data if d not in sizes}
+            here, gone = ([d for d in needs.data if (d in found) == there] for there in (True, False))
+            words = [", ".join(here)] if here else []
+            words += [f"not here: {', '.join(gone)}"] if gone else []
+            time = estimate.estimate(i, clock, sizes, found, n)
+            shape = f"{len(i.rows)} x {len(i.columns)}"
+            table.add_row(i.name, i.what, shape, "; ".join([*words, *needs.more]), _about(time))
         console.print(table)
+        if told := presets.not_experiments(name):
+            console.print(told, highlight=False)
+    console.print(
+        f"Times are estimates for one seed and {n} workers, from steps timed on this machine ({clock.path}; "
+        "--calibrate times them again): for the data found here, and in brackets for all. Items of a paper share runs.",
+        highlight=False,
+    )
+
+
+def _order(item: Any) -> tuple[bool, bool, int]:
+    """Tables, figures, then the rest, each by number."""
+    number = re.search(r"\d+", item.name)
+    return not number, item.name.startswith("fig"), int(number.group()) if number else 0
+
+
+def _about(time: Any) -> str:
+    from coterie.papers.estimate import words
+
+    if not time.all:
+        return "seconds"
+    if not time.here:
+        return f"no data here ({words(time.all)})"
+    return words(time.here) if math.isclose(time.here, time.all) else f"{words(time.here)} ({words(time.all)})"

@@ -107,6 +107,33 @@ def _item(paper: str, name: str, body: dict[str, Any]) -> Item:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Needs:
+    """Data sets by name, and what else the runs of an item use."""
+
+    data: tuple[str, ...]
+    more: tuple[str, ...]
+
+
+def needs(it: Item) -> Needs:
+    every = [cell(it, r, c, 0, Shrink()) for r in it.rows for c in it.columns]
+    more = []
+    if public := max(s.federation.public for s in every):
+        more.append(f"public set of {public:,}")
+    if len(held := {s.federation.val_share > 0 for s in every}) > 1:
+        more.append("validation part for some methods")
+    elif held == {True}:
+        more.append("validation part")
+    if any(s.official or s.federation.test_from == "official" for s in every):
+        more.append("official test part")
+    return Needs(tuple(dict.fromkeys(s.data for s in every)), tuple(more))
+
+
+def not_experiments(paper: str) -> str:
+    """A sentence on tables and figures of the paper that hold no measured result."""
+    return str(_preset(paper).get("not_experiments", ""))
+
+
 def is_ours(it: Item, row: str) -> bool:
     """A control that the paper does not have."""
     return bool(_preset(it.paper)["methods"][row].get("ours", False))

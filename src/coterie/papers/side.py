@@ -91,6 +91,10 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def markdown(table: pd.DataFrame) -> str:
-    text = readable(table).reset_index()
+    return to_markdown(readable(table))
+
+
+def to_markdown(readable: pd.DataFrame) -> str:
+    text = readable.reset_index()
     lines = ["| " + " | ".join(text.columns) + " |", "|" + "---|" * len(text.columns)]
     return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in text.values]) + "\n"

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader
 from coterie import codec
 from coterie.errors import CoterieError
 from coterie.runs.comparison import Comparison
+from coterie.runs.found import find_items, find_runs
 from coterie.runs.run import Run
 
 VIEWS = {
@@ -18,55 +19,59 @@ VIEWS = {
     "personal/test/worst10": "personal model, worst tenth of the clients",
     "personal/test/pooled": "personal model, pooled over samples",
     "global/test/mean": "global model, mean over clients",
+    "global/official/pooled": "global model, official test part",
     "participants/before/pooled": "participants before local training (pooled)",
     "participants/after/pooled": "participants after local training (pooled)",
 }
 
 
-def find_runs(paths: Sequence[Path]) -> list[Run]:
-    """Runs in these folders, themselves or below them."""
-    found = []
-    for path in paths:
-        here = [path] if (path / "settings.json").exists() else sorted(p.parent for p in path.rglob("settings.json"))
-        if not here:
-            raise CoterieError(f"there are no runs in {path}")
-        found += [Run(p) for p in here]
-    return found
-
-
 def write(paths: Sequence[Path], out: Path, title: str = "") -> Path:
-    """The report of all runs found under `paths`."""
+    """The report of all runs found under `paths`, and of the papers' items written there."""
     runs = [r for r in find_runs(paths) if r.events]
     if not runs:
         raise CoterieError("none of these runs has finished a round yet")
-    html = render(runs, title)
+    html = render(runs, title, find_items(paths))
     codec.write_atomic(out, html.encode())
     return out
 
 
-def render(runs: Sequence[Run], title: str = "") -> str:
-    comparison = Comparison(runs)
-    readable = comparison.readable()
+def render(runs: Sequence[Run], title: str = "", items: Sequence[dict[str, Any]] = ()) -> str:
+    """One part per group of runs that have the same clients; `items` are printed and measured tables."""
+    groups = {g: Comparison([r for r in runs if r.group == g]) for g in dict.fromkeys(r.group for r in runs)}
     environment = Environment(loader=PackageLoader("coterie.report"), autoescape=True, trim_blocks=True)
     return environment.get_template("page.html").render(
-        title=title or _title(runs),
-        columns=["method", *readable.columns],
-        rows=[[i, *row] for i, row in zip(readable.index, readable.values, strict=True)],
-        best=_best(comparison),
+        title=title or _title(runs, items),
+        items=items,
+        groups=[_part(name, comparison) for name, comparison in groups.items()],
         warnings=_warnings(runs),
-        curves=_script({"views": VIEWS, "lines": _lines(comparison)}),
-        clients=_script(_clients(comparison)),
-        bytes=_bytes(comparison),
+        curves=_script({"views": VIEWS, "groups": {g: _lines(c) for g, c in groups.items()}}),
+        clients=_script({g: _clients(c) for g, c in groups.items()}),
         settings=_settings(runs),
         seeds=sorted({r.settings["seed"] for r in runs}),
-        partition=runs[0].description["partition"],
     )
 
 
-def _title(runs: Sequence[Run]) -> str:
+def _part(name: str, comparison: Comparison) -> dict[str, Any]:
+    readable = comparison.readable()
+    partition = comparison.runs[0].description["partition"]
+    return {
+        "name": name or f"{partition['data']}, {partition['partition']}",
+        "text": f"{partition['clients']} clients, {partition['dealt']:,} samples",
+        "columns": ["method", *readable.columns],
+        "rows": [[i, *row] for i, row in zip(readable.index, readable.values, strict=True)],
+        "best": _best(comparison),
+        "bytes": _bytes(comparison),
+    }
+
+
+def _title(runs: Sequence[Run], items: Sequence[dict[str, Any]] = ()) -> str:
+    if len(items) == 1:
+        return f"{items[0]['paper']} {items[0]['item']}: {items[0]['what']}"
     first = runs[0].settings
     data = sorted({r.settings["data"] for r in runs})
-    return f"{', '.join(data)}: {first['federation']['partition']}, {len({r.title for r in runs})} methods"
+    schemes = sorted({r.settings["federation"]["partition"] for r in runs})
+    scheme = first["federation"]["partition"] if len(schemes) == 1 else f"{len(schemes)} partitions"
+    return f"{', '.join(data)}: {scheme}, {len({r.title for r in runs})} methods"
 
 
 def _script(value: Any) -> str:
@@ -107,12 +112,12 @@ def _lines(comparison: Comparison) -> dict[str, dict[str, dict[str, list[float]]
 
 
 def _clients(comparison: Comparison) -> dict[str, Any]:
-    """Per-client accuracy of the personal model, mean over seeds where the clients are the same ones."""
+    """Per-client accuracy of the personal model, of the first seed: other seeds have other clients."""
     columns: dict[str, Any] = {}
     samples: dict[int, int] = {}
-    first = comparison.runs[0].description["partition"]["sha256"]
+    seed = comparison.runs[0].settings["seed"]
     for title in comparison.titles:
-        runs = [r for r in comparison.runs if r.title == title and r.description["partition"]["sha256"] == first]
+        runs = [r for r in comparison.runs if r.title == title and r.settings["seed"] == seed]
         for r in runs[:1]:
             try:
                 frame = r.clients()
@@ -148,8 +153,14 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
             out.append(f"{name}: {s['failed']} times a sampled client failed.")
         if r.description["method"].get("certainty") == "C":
             out.append(f"{r.title} is reconstructed from its published description only.")
-    if len({r.description["partition"]["sha256"] for r in runs if r.settings["seed"] == runs[0].settings["seed"]}) > 1:
-        out.append("These runs do not share one partition, so their numbers are not comparable.")
+    for group in dict.fromkeys(r.group for r in runs):
+        mine = [r for r in runs if r.group == group]
+        first = [r for r in mine if r.settings["seed"] == mine[0].settings["seed"]]
+        # a validation part is cut from the training part, which changes the fingerprint but not who has what
+        alike = {(r.description["partition"]["sha256"], r.settings["federation"]["val_share"]) for r in first}
+        if len(alike) > len({share for _, share in alike}):
+            where = f" of {group}" if group else ""
+            out.append(f"The runs{where} do not share one partition, so their numbers are not comparable.")
     return list(dict.fromkeys(out))
 
 

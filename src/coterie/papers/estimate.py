@@ -1,0 +1,153 @@
+"""How long an item takes on this machine: timed steps of its model and batch, times the steps of its protocol.
+
+An estimate: a method's own work beyond plain training is known for some methods only, and a busy machine is slower.
+"""
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from coterie import codec
+from coterie.config import Engine, RunSettings, settings
+from coterie.data.arrays import from_arrays
+from coterie.data.names import KNOWN, locate
+from coterie.engine.optim import Optimiser
+from coterie.engine.trainer import train
+from coterie.papers.presets import Item, Shrink, cell
+from coterie.session import prepare
+
+# samples of the official train and test parts
+SIZES = {
+    "digits": (1438, 359), "mnist": (60_000, 10_000), "fmnist": (60_000, 10_000), "emnist": (697_932, 116_323),
+    "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000), "cinic10": (180_000, 90_000), "svhn": (73_257, 26_032),
+    "organamnist": (34_581, 24_269), "tinyimagenet": (100_000, 10_000),
+}  # fmt: skip
+# time of a round against FedAvg's at the same setting, measured on Fashion-MNIST and MNIST
+FACTORS = {
+    "ditto": 2.0, "feddyn": 1.9, "fedprox": 1.5, "fedrep": 0.6, "prr-fl": 1.9, "sc-fpfl": 1.6, "sc-fpfl-no-agent": 0.9,
+    "sc-fpfl-cluster-only": 0.5, "sc-fpfl-fourier-only": 1.4, "ecs-fl": 8.0, "ecs-fl-random": 8.0,
+    "ecs-fl-mean-all": 5.0, "fedproto": 1.2, "fedpc": 1.2, "fedrod": 1.5, "fedcp": 1.5, "fedamp": 1.1, "fedcpmd": 1.1,
+}  # fmt: skip
+FORWARD = 0.35  # a forward pass against a training step on the same samples
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of the runs whose data are here, and of all of them."""
+
+    here: float
+    all: float
+
+
+def cache_file() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "coterie" / "calibration.json"
+
+
+class Calibration:
+    """Seconds per training sample by model, shape, batch and optimiser; measured once on a machine and kept."""
+
+    def __init__(self, path: Path | None = None, fresh: bool = False):
+        self.path = path or cache_file()
+        self.machine = f"{platform.node()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+        self.known: dict[str, dict[str, float]] = {}
+        if not fresh and self.path.exists():
+            try:
+                self.known = json.loads(self.path.read_text())
+            except (json.JSONDecodeError, UnicodeDecodeError, OSError):
+                self.known = {}  # a damaged cache is only measured again
+
+    def seconds_per_sample(self, s: RunSettings) -> float:
+        known = KNOWN.get(s.data)
+        shape, classes = (known.shape, len(known.classes)) if known else ((1, 28, 28), 10)
+        name = f"{s.model} {'x'.join(map(str, shape))} {classes} classes, batch {s.batch}, {s.optimizer}"
+        mine = self.known.setdefault(self.machine, {})
+        if name not in mine:
+            mine[name] = measure(s, shape, classes)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            codec.write_atomic(self.path, json.dumps(self.known, indent=1).encode())
+        return mine[name]
+
+
+def measure(s: RunSettings, shape: tuple[int, ...], classes: int, budget: float = 0.2) -> float:
+    """Seconds per sample of real local training on made-up pictures; a moment of it, or two steps if they are slow."""
+    n, names = math.ceil(s.batch / 0.8), tuple(map(str, range(classes)))
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (n, *shape), dtype=np.uint8), rng.permutation(np.arange(n) % classes)
+    plain = settings(
+        method="fedavg", model=s.model, batch=s.batch, optimizer=s.optimizer, lr=1e-4, epochs=1, clients=1,
+        partition="iid", test_share=0.2, val_share=0, min_size=1, rounds=1, join=1.0, bn_stats=s.bn_stats,
+    )  # fmt: skip
+    session = prepare(plain, Engine(workers=1), dataset=from_arrays(x, y, name="stand-in", classes=names))
+    method, data = session.method, session.federation.data(0)
+    rule = Optimiser(plain.optimizer, 0.0, 0.0)
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 2 or (time.perf_counter() - began < budget and len(times) < 50):
+        start = time.perf_counter()
+        train(method.ctx, rule, method.phases(1), method.ctx.w0, {}, data, 1)
+        times.append((time.perf_counter() - start) / len(data.train))
+    return min(times[1:])  # what disturbs a measurement only makes it slower
+
+
+def size(name: str, data_dir: Path | None = None) -> tuple[int, int]:
+    """Samples of the train and test parts: of the file that is there if it is an npz, else of the original."""
+    found = locate(KNOWN[name], data_dir) if name in KNOWN else None
+    if found and found[0].suffix == ".npz":
+        try:
+            with np.load(found[0], allow_pickle=False) as z:
+                return len(z["y_train"]), len(z["y_test"]) if "y_test" in z else 0
+        except (KeyError, ValueError, OSError):
+            pass  # another layout of names; the original's size will do
+    return SIZES.get(name, (60_000, 10_000))
+
+
+def samples(s: RunSettings, whole: tuple[int, int]) -> float:
+    """Training samples one run goes through, evaluations counted as the forward passes they are."""
+    pool = sum(whole) if s.federation.pool == "merged" else whole[0]
+    pool = min(pool, s.subset) if s.subset else pool
+    official = s.federation.test_from == "official"
+    test = whole[1] if official else pool * s.federation.test_share
+    learn = (pool if official else pool - test) * (1 - s.federation.val_share)
+    join = s.join * s.rounds
+    work = join * (learn * s.epochs + 2 * FORWARD * test * s.watch)
+    scored = math.ceil(s.rounds / s.eval_every) * FORWARD * 2 * test
+    if s.official:  # every personal model on the whole official part
+        scored += math.ceil(s.rounds / s.eval_every) * FORWARD * (s.federation.clients or 1) * whole[1]
+    return work + scored + (learn * s.epochs if s.final_trained else 0)
+
+
+def estimate(
+    it: Item, clock: Calibration, sizes: Mapping[str, tuple[int, int]], found: Iterable[str], workers: int
+) -> Estimate:
+    """Each distinct run once: steps of the protocol x time of a step / workers x what the method is known to add."""
+    here, every, have = 0.0, 0.0, set(found)
+    seen: set[str] = set()
+    for row in it.rows:
+        for column in it.columns:
+            s = cell(it, row, column, 0, Shrink())
+            key = s.model_dump_json()
+            if it.reads_only or key in seen:
+                continue
+            seen.add(key)
+            seconds = samples(s, sizes[s.data]) * clock.seconds_per_sample(s) * FACTORS.get(s.method, 1.0) / workers
+            every += seconds
+            here += seconds if s.data in have else 0.0
+    return Estimate(here, every)
+
+
+def words(seconds: float) -> str:
+    """'20 s', '14 min', '3.5 h', '2.1 days'."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 129_600 else f"{seconds / 86_400:.1f} days"

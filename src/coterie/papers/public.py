@@ -1,0 +1,82 @@
+"""Our baselines beside the public training logs of FedCMD's authors: windows of ten rounds, same protocol."""
+
+import csv
+import math
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+
+import numpy as np
+import pandas as pd
+
+from coterie.errors import CoterieError
+from coterie.papers.presets import Item
+from coterie.runs.run import Run
+
+NOTE = (
+    "theirs is one run of which only window means are public, so its scatter is taken to be ours: "
+    "the standard error of the difference is sqrt(2) times that of our window"
+)
+
+
+@cache
+def windows() -> dict[tuple[str, str, str], dict[str, float]]:
+    """(alpha, data, method) -> window such as before_191_200 -> percent."""
+    with (files("coterie.papers") / "public.csv").open() as f:
+        return {
+            (r["alpha"], r["data"], r["method"]): {k: float(v) for k, v in r.items() if "_" in k and v}
+            for r in csv.DictReader(f)
+        }
+
+
+def window(run: Run, name: str) -> tuple[float, float]:
+    """Mean over the rounds of a window in percent and its standard error; NaN where the run is too short."""
+    when, first, last = name.split("_")
+    column = f"participants/{when}/pooled"
+    if column not in run.rounds:
+        raise CoterieError(f"{run.path} did not watch its participants; run it with watch = true")
+    found = 100 * run.rounds.loc[int(first) : int(last), column].dropna()
+    if len(found) < int(last) - int(first) + 1:
+        return math.nan, math.nan
+    return float(found.mean()), float(found.std(ddof=1) / math.sqrt(len(found)))
+
+
+def frame(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.DataFrame:
+    """One row per method, column and window: theirs, ours, standard error, how many of them apart, within two."""
+    rows = []
+    for (row, column, _), run in runs.items():
+        alpha = re.findall(r"[\d.]+", run.settings["federation"]["partition"])[0]
+        theirs = windows().get((f"{float(alpha):.1f}", str(run.settings["data"]), row), {})
+        for name, value in theirs.items():
+            ours, error = window(run, name)
+            if math.isnan(ours):
+                continue
+            apart = (ours - value) / (math.sqrt(2) * error) if error else math.copysign(np.inf, ours - value)
+            rows.append({
+                "method": row, "column": column, "window": name.replace("_", " ", 1).replace("_", " to "),
+                "theirs": value, "ours": ours, "standard error": error, "apart": apart, "within two": abs(apart) <= 2,
+            })  # fmt: skip
+    if not rows:
+        raise CoterieError(f"none of the finished runs has a public log beside it; run {it.paper} table7 first")
+    return pd.DataFrame(rows)
+
+
+def verdicts(table: pd.DataFrame) -> list[str]:
+    """Per column: how many windows of how many methods lie within two standard errors, and which methods never do."""
+    out = []
+    for column, part in table.groupby("column", sort=False):
+        last = part[part["window"].str.startswith("before")].groupby("method", sort=False).tail(1)
+        far = list(last.loc[~last["within two"], "method"])
+        text = f"{column}: {int(part['within two'].sum())} of {len(part)} windows within two standard errors"
+        out.append(text + (f"; the last window before training is further apart for {', '.join(far)}" if far else ""))
+    return out
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    out = table[["method", "column", "window"]].copy()
+    out["theirs"] = [f"{v:.2f}" for v in table["theirs"]]
+    out["ours"] = [f"{v:.2f} ± {s:.2f}" for v, s in zip(table["ours"], table["standard error"], strict=True)]
+    out["errors apart"] = [f"{v:+.1f}" for v in table["apart"]]
+    out["within two"] = ["yes" if v else "no" for v in table["within two"]]
+    return out.set_index("method")
