@@ -73,10 +73,15 @@ def test_fedrep_on_two_devices_has_the_numbers_of_the_simulation(tmp_path: Path)
         ("fedavg", 0, {"join": 0.5}),
         ("fedrep", 0, {}),
         ("fedgmh", 0, {}),
-        ("fedpc", 0, {}),
+        ("fedpc", 2, {"partition": "rotate(2)"}),
+        ("sc-fpfl", 2, {"partition": "rotate(2)", "public": 40}),
+        ("ecs-fl", 2, {}),
     ],
 )
 def test_a_federation_has_the_numbers_of_the_simulation(
     tmp_path: Path, method: str, edges: int, more: dict[str, Any]
 ) -> None:
-    played(tmp_path, method, 4, edges, 3, 300, **more)
+    local = played(tmp_path, method, 4, edges, 3, 300, **more)
+    if edges:  # clusters that sit behind one edge are merged there, others pass through to the cloud
+        wire = {link: ways["up"]["payload"] for link, ways in local.status()["wire"].items()}
+        assert set(wire) == {"device-edge", "edge-cloud"} and wire["edge-cloud"] < wire["device-edge"]

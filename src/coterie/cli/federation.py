@@ -204,6 +204,29 @@ def join(
 
 
 @federation_app.command()
+def edge(
+    up: Annotated[str, Option(help="HOST:PORT of the cloud")],
+    ca: Ca,
+    key: Key,
+    listen: Annotated[str, Option(help="[HOST]:PORT for this edge's own devices")],
+    certs: CertsDir = Path("certs"),
+    state: Annotated[Path, Option(help="the directory for this edge's SuperLink")] = Path("edge"),
+) -> None:
+    """Be an edge: a node to the cloud and a server to devices of its own, with certificates of its own."""
+    from coterie.deploy.edge_app import bridge
+    from coterie.deploy.processes import die_with_parent, use_flower
+    from coterie.errors import CoterieError
+
+    host, _, port = listen.rpartition(":")
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise CoterieError(f'listen "{listen}" must be :PORT or HOST:PORT')
+    use_flower(state / "flwr")
+    die_with_parent()
+    _log()
+    bridge(up, ca, key, host or "0.0.0.0", int(port), certs, state)
+
+
+@federation_app.command()
 def up(
     method: Annotated[str, Argument(help="a method; `coterie list methods` names them")],
     devices: Annotated[int, Option(min=1, help="device processes, one client each")] = 4,

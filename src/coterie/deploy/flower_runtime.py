@@ -8,15 +8,15 @@ from typing import Any
 from coterie import tree as T
 from coterie.codec import Value
 from coterie.deploy import validate as v
-from coterie.deploy.device_app import NO_PLAN
+from coterie.deploy.asking import HELLO, Answers, Asking, passing
+from coterie.deploy.edge_messages import Shelf, filled, pack_edge
 from coterie.deploy.plan import Plan
 from coterie.deploy.roster import Roster, Seat
 from coterie.deploy.transport import FlowerLink
 from coterie.deploy.wirebook import WireBook
 from coterie.errors import CoterieError
-from coterie.method import Method
+from coterie.method import Edge, EdgeId, Method, State, Upload
 
-HELLO = 120.0  # seconds to load data and build a model
 log = logging.getLogger("coterie.cloud")
 
 
@@ -37,8 +37,10 @@ class FlowerRuntime:
         self.here: set[int] = set()  # clients that are connected now
         self.edges: dict[str, list[str]] = {}  # edges that are connected, with their connected devices
         self.errors: list[str] = []  # the latest, for a person
+        self.asking = Asking(link, plan.model_dump_json())
         self._refused: dict[str, str] = {}
-        link.largest = 8 * T.nbytes(method.ctx.w0) + 16 * v.SLACK
+        self._attached: Mapping[EdgeId, Edge] = {}  # the method's edges in this round
+        self._merged: dict[EdgeId, tuple[list[int], State, Upload]] = {}  # those that were merged on edges
 
     def close(self) -> None:
         pass
@@ -62,10 +64,7 @@ class FlowerRuntime:
         self.seen()
 
     def _hello(self, nodes: Sequence[str]) -> None:
-        if not nodes:
-            return
-        text = {"plan": self.plan.model_dump_json()}
-        replies, errors = self.link.send(dict.fromkeys(nodes, text), "hello", 0, HELLO)
+        replies, errors = self.asking.hello(nodes)
         for name, hello in replies.items():
             if isinstance(hello, dict) and "devices" in hello:
                 self.edges[name] = []
@@ -73,7 +72,7 @@ class FlowerRuntime:
             else:
                 self._seat(name, name, hello)
         for name, reason in errors.items():
-            if not _passing(reason):
+            if not passing(reason):
                 self._refused[name] = reason
                 self.trouble(f"{name} is not in the run: {reason.removeprefix(f'{name}: ')}")
 
@@ -89,7 +88,7 @@ class FlowerRuntime:
         """Edges know who is behind them; they pass the plan on themselves and answer with the hellos of new devices."""
         if not self.edges:
             return
-        text = {"plan": self.plan.model_dump_json()}
+        text = {"plan": self.asking.plan}
         replies, _ = self.link.send(dict.fromkeys(self.edges, text), "who", 0, HELLO)
         for edge, reply in replies.items():
             devices = reply.get("devices", {}) if isinstance(reply, dict) else {}
@@ -139,7 +138,8 @@ class FlowerRuntime:
             base = -1 if job["state"] is None else int(job["state"])
             mine = {"client": client, "base": base, "each": job["each"], "share": float(job.get("share", 1.0))}
             asked[seat.name] = seat, mine
-        replies, errors = self.exchange(kind, round, common, asked)
+        self._asked = {seat.client for seat, _ in asked.values()}
+        replies, errors = self._exchange(kind, round, common, asked)
         for name, (seat, _) in asked.items():
             if name in errors:
                 missing[seat.client] = errors[name]
@@ -160,38 +160,91 @@ class FlowerRuntime:
 
     def _checked(self, kind: str, round: int, seat: Seat, answer: Value) -> Value:
         ctx = self.method.ctx
+        if kind == "train" and any(seat.client in ids for ids, _, _ in self._merged.values()):
+            return {**answer, "state": None}  # checked on its edge
         if kind == "score":
             return v.scored(answer, seat.client, ctx)
         largest = 4 * max(self.declared(seat.client, round), T.nbytes(ctx.w0)) + v.SLACK
         return {**v.trained(answer, seat.client, ctx, largest), "state": None}  # it stays on the device
 
-    def exchange(
-        self, kind: str, round: int, common: Value, asked: Mapping[str, tuple[Seat, Value]]
-    ) -> tuple[dict[str, Value], dict[str, str]]:
-        """Ask devices, by name; who is behind an edge is asked through it."""
-        direct = {name: {"mine": mine} for name, (seat, mine) in asked.items() if not seat.behind_edge}
-        replies, errors = self._send(direct, kind, round, self.deadline, common)
+    # ---- the way there and back --------------------------------------------------------------------------------------
+    def _exchange(self, kind: str, round: int, common: Value, asked: Mapping[str, tuple[Seat, Value]]) -> Answers:
+        """Ask devices, by name, all at once; who is behind an edge is asked through it."""
+        payloads: dict[str, Any] = {n: {"mine": m} for n, (seat, m) in asked.items() if not seat.behind_edge}
+        behind: dict[str, dict[str, Value]] = {}
+        for name, (seat, mine) in asked.items():
+            if seat.behind_edge:
+                behind.setdefault(seat.via, {})[name] = mine
+        held = self._held({s.client: s.via for s, _ in asked.values() if s.behind_edge}) if kind == "train" else {}
+        for via, jobs in behind.items():
+            payloads[via] = {"mine": self._for_edge(jobs, held.get(via, {}), round)}
+        most = max([1, *map(len, behind.values())])
+        size = max([T.nbytes(self.method.ctx.w0), *(self.declared(i, round) for i in self._asked)])
+        self.link.largest = most * (8 * size + 16 * v.SLACK)
+        replies, errors = self.asking.jobs(payloads, kind, round, self.deadline, common)
+        for wires in self.asking.wires:
+            self.wire.count("device-cloud", {n: w for n, w in wires.items() if n not in behind})
+            self.wire.count("edge-cloud", {n: w for n, w in wires.items() if n in behind})
+        self.asking.wires.clear()
+        for via, jobs in behind.items():
+            if via in errors:
+                errors |= dict.fromkeys(jobs, errors.pop(via))
+                continue
+            try:
+                there, why = self._from_edge(replies.pop(via), jobs, held.get(via, {}))
+                replies, errors = {**replies, **there}, {**errors, **why}
+            except (CoterieError, KeyError, TypeError, ValueError, AttributeError) as e:
+                errors |= dict.fromkeys(jobs, f"{via} answered what cannot be used: {e}")
         return replies, errors
 
-    def _send(
-        self, payloads: dict[str, Any], kind: str, round: int, deadline: float, common: Value
-    ) -> tuple[dict[str, Value], dict[str, str]]:
-        """One exchange with nodes of this SuperLink; one that lost the plan is told again and asked again."""
-        if not payloads:
-            return {}, {}
-        until = time.monotonic() + deadline
-        replies, errors = self.link.send(payloads, kind, round, deadline, shared={"common": common})
-        self.wire.count("device-cloud", self.link.wires)
-        forgot = [n for n, e in errors.items() if NO_PLAN in e]
-        if forgot:
-            self._hello(forgot)
-            left = max(1.0, until - time.monotonic())
-            more, errors_ = self.link.send({n: payloads[n] for n in forgot}, kind, round, left, {"common": common})
-            self.wire.count("device-cloud", self.link.wires)
-            replies, errors = {**replies, **more}, {n: e for n, e in errors.items() if n not in forgot} | errors_
+    def _held(self, via: Mapping[int, str]) -> dict[str, dict[EdgeId, list[int]]]:
+        """The method's edges whose participants are all behind one edge: {edge node: {edge: clients}}."""
+        asked = self._asked
+        found: dict[str, dict[EdgeId, list[int]]] = {}
+        for e, edge in self._attached.items():
+            here = sorted(i for i in edge.clients if i in asked)
+            nodes = {via.get(i, "") for i in here}
+            if len(nodes) == 1 and "" not in nodes:
+                found.setdefault(nodes.pop(), {})[e] = here
+        return found
+
+    def _for_edge(self, jobs: dict[str, Value], held: dict[EdgeId, list[int]], round: int) -> Value:
+        shelf, kept = Shelf(), {i for ids in held.values() for i in ids}
+        devices = {}
+        for name, mine in jobs.items():
+            tree = {} if mine["client"] in kept else mine["each"]  # the edge makes it itself
+            devices[name] = {**mine, "each": shelf.put(tree), "declared": self.declared(mine["client"], round)}
+        edges = [pack_edge(self._attached[e], shelf, ids) for e, ids in held.items()]
+        return {"devices": devices, "edges": edges, "tensors": shelf.tensors, "deadline": self.deadline}
+
+    def _from_edge(self, reply: Value, jobs: dict[str, Value], held: dict[EdgeId, list[int]]) -> Answers:
+        ctx = self.method.ctx
+        self.wire.include(reply["wire"])
+        errors = {str(n): str(e) for n, e in reply["errors"].items() if n in jobs}
+        replies = {n: a for n, a in reply["answers"].items() if n in jobs and n not in errors}
+        errors |= {n: f"{n} gave no answer" for n in jobs if n not in replies and n not in errors}
+        name = {mine["client"]: n for n, mine in jobs.items()}
+        done = {int(m["id"]): m for m in reply["merged"]}
+        for e, ids in held.items():
+            there = [i for i in ids if name[i] in replies]
+            if not there:
+                continue
+            v.need(e in done and done[e]["ids"] == there, f"edge {e} was not merged from who answered")
+            largest = len(ids) * (4 * T.nbytes(ctx.w0) + v.SLACK)
+            tree = v.tree(done[e]["tree"], ctx, "the merged upload", largest)
+            self._merged[e] = there, done[e]["state"], Upload(tree, v.note(done[e]["note"]))
+            for i in there:
+                replies[name[i]] = filled(replies[name[i]], i, ctx, largest)
         return replies, errors
 
+    # ---- the loop's edges --------------------------------------------------------------------------------------------
+    def attach(self, edges: Mapping[EdgeId, Edge]) -> None:
+        self._attached, self._merged = edges, {}
 
-def _passing(reason: str) -> bool:
-    """Will it be otherwise soon?"""
-    return "did not answer" in reason or "is not connected" in reason
+    def merge(self, edge: Edge, uploads: Sequence[Upload], round: int) -> tuple[State, Upload]:
+        """What its host made of it, or here if its uploads came through."""
+        if edge.id not in self._merged:
+            return self.method.merge(edge, uploads, round)
+        ids, state, up = self._merged[edge.id]
+        v.need(ids == [u.sender for u in uploads], f"edge {edge.id} was merged from others than those who count")
+        return state, up

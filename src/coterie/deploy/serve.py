@@ -105,7 +105,7 @@ def serve(
             folder.write_settings(session.described())
             codec.write_atomic(out / "cloud.json", json.dumps(asdict(cloud), indent=2).encode())
         address = f"{'127.0.0.1' if cloud.host in ('0.0.0.0', '::') else cloud.host}:{cloud.port}"
-        with superlink(certs, out / "superlink", cloud) as child, FlowerLink(address, certs) as link:
+        with superlink(certs, out / "superlink", cloud.host, cloud.port) as child, FlowerLink(address, certs) as link:
             return _drive(session, cloud, folder, link, child, resume, tell, stopped)
     except OSError as e:
         raise CoterieError(f"writing to {out} failed ({e.strerror or e}); what was written before is kept") from e
@@ -131,6 +131,7 @@ def _drive(
         link, plan, session.method, roster, cloud.deadline, declared, cloud.min_clients, stopped, lambda: seen()
     )
     loop = make_loop(session, folder, runtime)
+    loop.tier = runtime
     loop.store = Elsewhere(folder.path, places, disk=True)
     loop.cost = lambda client: 1
     loop.schedule = replace(loop.schedule, checkpoint_every=1, newcomers=())
@@ -192,12 +193,12 @@ def _sums(book: dict[str, dict[str, dict[str, int]]]) -> dict[str, dict[str, int
 
 
 @contextmanager
-def superlink(certs: Certs, state: Path, cloud: Cloud) -> Iterator[processes.Child]:
+def superlink(certs: Certs, state: Path, host: str, port: int) -> Iterator[processes.Child]:
     """A SuperLink that is started again whenever it dies, and ends with us."""
     until = time.monotonic() + 10
     while True:  # the SuperLink of a program that was just killed takes a moment to follow it
         try:
-            child = processes.superlink(certs, state, cloud.port, cloud.host)
+            child = processes.superlink(certs, state, port, host)
             break
         except CoterieError as e:
             if "cannot be used" not in str(e) or time.monotonic() > until:

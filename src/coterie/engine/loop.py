@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from coterie.engine.official import Official
 from coterie.engine.protocol import Evaluation, Watch, notes
 from coterie.engine.record import Folder
 from coterie.engine.store import Store
-from coterie.engine.tier import AtCloud, Tier
+from coterie.engine.tier import AtCloud, Tier, called
 from coterie.engine.workers import Runtime
-from coterie.method import ANNOUNCE, ClientId, Download, Edge, EdgeId, Method, State, Upload
+from coterie.method import ClientId, Download, Edge, EdgeId, Method, State, Upload
 from coterie.rng import torch_rng
 
 CLIENTS_PER_REQUEST = 256  # bounds memory when every client is scored
@@ -219,21 +219,13 @@ class Loop:
             here = [u for u in uploads if u.sender in set(edge.clients)]
             if not here:
                 continue
-            here = self._called(edge, here, t)
+            here = called(self.method, edge, here, t)
             for u in here:
                 self.ledger.count("device-edge", "up", u.tree)
             self.edges[e], up = self.tier.merge(edge, here, t)
             self.ledger.count("edge-cloud", "up", up.tree)
             merged.append(Upload(up.tree, up.note, e, sum(u.samples for u in here)))
         self.server = self.method.aggregate(self.server, [*merged, *direct], t)
-
-    def _called(self, edge: Edge, uploads: list[Upload], t: int) -> list[Upload]:
-        """What crosses the link when devices announce themselves first: of those not called, the announcement only."""
-        first = [replace(u, tree=T.keep(u.tree, lambda k: k.startswith(ANNOUNCE))) for u in uploads]
-        wanted = self.method.calls(edge, first, t)
-        if wanted is None:
-            return uploads
-        return [u if u.sender in wanted else f for u, f in zip(uploads, first, strict=True)]
 
     # ---- evaluation ------------------------------------------------------------------------------------------
     def evaluate(self, t: int) -> Evaluation:
