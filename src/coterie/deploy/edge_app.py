@@ -16,6 +16,7 @@ from coterie.codec import Value
 from coterie.deploy import validate as v
 from coterie.deploy.asking import Asking, passing
 from coterie.deploy.certs import Certs
+from coterie.deploy.device_app import NO_PLAN
 from coterie.deploy.edge_messages import Shelf, outline, unpack_edge
 from coterie.deploy.plan import Plan
 from coterie.deploy.serve import superlink
@@ -44,8 +45,10 @@ class Bridge:
         v.need(isinstance(value, dict), "the message is not a dictionary")
         if kind in ("hello", "who"):
             return self.who(str(value.get("plan")))
-        if kind not in ("train", "score") or self._asking is None or self._method is None:
-            raise CoterieError(f'an edge cannot answer "{kind}" now')
+        if kind not in ("train", "score"):
+            raise CoterieError(f'an edge cannot answer "{kind}"')
+        if self._asking is None or self._method is None:
+            raise CoterieError(NO_PLAN)
         common, mine = value.get("common"), value.get("mine")
         v.need(isinstance(common, dict) and isinstance(mine, dict), "the message has no jobs")
         return self._pass_on(self._asking, self._method, kind, round, common, mine)

@@ -17,6 +17,8 @@ from coterie.deploy.wirebook import WireBook
 from coterie.errors import CoterieError
 from coterie.method import Edge, EdgeId, Method, State, Upload
 
+RETRY = 60.0  # seconds after which a refused node is asked again
+MOMENT = 20.0  # seconds a node that is gone is expected back before a round starts
 log = logging.getLogger("coterie.cloud")
 
 
@@ -38,7 +40,9 @@ class FlowerRuntime:
         self.edges: dict[str, list[str]] = {}  # edges that are connected, with their connected devices
         self.errors: list[str] = []  # the latest, for a person
         self.asking = Asking(link, plan.model_dump_json())
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, tuple[str, float]] = {}  # why, and when
+        self._told: dict[str, str] = {}  # refusals that have been logged
+        self._last_seen: dict[int, float] = {}
         self._attached: Mapping[EdgeId, Edge] = {}  # the method's edges in this round
         self._merged: dict[EdgeId, tuple[list[int], State, Upload]] = {}  # those that were merged on edges
 
@@ -52,15 +56,15 @@ class FlowerRuntime:
     # ---- who is here -------------------------------------------------------------------------------------------------
     def look(self) -> None:
         """See who is connected, and say hello to who is new."""
-        nodes = set(self.link.nodes())
-        for gone in set(self._refused) - nodes:
-            del self._refused[gone]
-        known = {s.via for s in self.roster.seats.values()} | self.edges.keys()
+        nodes, now = set(self.link.nodes()), time.monotonic()
+        self._refused = {n: r for n, r in self._refused.items() if n in nodes and now - r[1] < RETRY}
+        known = {s.name for s in self.roster.seats.values() if not s.behind_edge} | self.edges.keys()
         self._hello(sorted(nodes - known - self._refused.keys()))
         self.edges = {e: d for e, d in self.edges.items() if e in nodes}
         self._ask_edges()
         behind = {name for devices in self.edges.values() for name in devices}
         self.here = {c for c, s in self.roster.seats.items() if s.name in (behind if s.behind_edge else nodes)}
+        self._last_seen |= dict.fromkeys(self.here, now)
         self.seen()
 
     def _hello(self, nodes: Sequence[str]) -> None:
@@ -73,16 +77,21 @@ class FlowerRuntime:
                 self._seat(name, name, hello)
         for name, reason in errors.items():
             if not passing(reason):
-                self._refused[name] = reason
-                self.trouble(f"{name} is not in the run: {reason.removeprefix(f'{name}: ')}")
+                self._refuse(name, reason)
 
     def _seat(self, name: str, via: str, hello: Value) -> None:
         try:
             seat = self.roster.seat(name, via, hello)
             log.info("%s is client %s%s", name, seat.client, f", behind {via}" if seat.behind_edge else "")
+            self._told.pop(name, None)
         except CoterieError as e:
-            self._refused[name] = str(e)
-            self.trouble(f"{name} is not in the run: {e}")
+            self._refuse(name, str(e))
+
+    def _refuse(self, name: str, reason: str) -> None:
+        self._refused[name] = reason, time.monotonic()
+        if self._told.get(name) != reason:
+            self.trouble(f"{name} is not in the run: {reason.removeprefix(f'{name}: ')}")
+        self._told[name] = reason
 
     def _ask_edges(self) -> None:
         """Edges know who is behind them; they pass the plan on themselves and answer with the hellos of new devices."""
@@ -97,10 +106,8 @@ class FlowerRuntime:
                 if (seated is None or seated.via != edge) and name not in self._refused:
                     self._seat(name, edge, hello)
             self.edges[edge] = sorted(devices)
-            for name, reason in reply.get("refused", {}).items():
-                if self._refused.get(name) != reason:
-                    self._refused[name] = reason
-                    self.trouble(f"{name} is not in the run: {reason}")
+            for name, reason in (reply.get("refused", {}) if isinstance(reply, dict) else {}).items():
+                self._refuse(str(name), str(reason))
         for edge in set(self.edges) - replies.keys():
             del self.edges[edge]
 
@@ -115,6 +122,17 @@ class FlowerRuntime:
                 return False
             time.sleep(0.3)
 
+    def _gather(self) -> None:
+        """Before a round: wait for those who were here a moment ago (a restart), not for those who left."""
+        until = time.monotonic() + self.deadline
+        while not self.stopped():
+            self.look()
+            here, now = sum(c < self.roster.places for c in self.here), time.monotonic()
+            soon = any(now - t < MOMENT for c, t in self._last_seen.items() if c not in self.here)
+            if here >= self.min_clients or (here and not soon) or now > until:
+                return
+            time.sleep(0.3)
+
     # ---- jobs --------------------------------------------------------------------------------------------------------
     def run(self, requests: Sequence[Value]) -> list[Value]:
         return [self._ask(r) for r in requests]
@@ -122,7 +140,7 @@ class FlowerRuntime:
     def _ask(self, request: Value) -> list[Value]:
         kind, round, jobs = request["op"], request["round"], request["jobs"]
         if kind == "train":
-            self.wait(self.min_clients, self.deadline)
+            self._gather()
         common = {k: request[k] for k in ("shared", "watch", "global", "trained") if k in request}
         common["run"] = self.plan.run
         answers: dict[int, Value] = {}

@@ -98,14 +98,24 @@ def scored(answer: Any, client: int, ctx: Context) -> Value:
 
 
 def odd_ones(trees: Mapping[int, Tree], declared: Mapping[int, int]) -> dict[int, str]:
-    """Uploads that are neither like most others (same names) nor of the declared size; they would spoil a mean."""
-    if len(trees) < 2:
-        common: tuple[str, ...] | None = None
-    else:
-        common = Counter(tuple(sorted(t)) for t in trees.values()).most_common(1)[0][0]
+    """Uploads that are neither like most others nor of the declared size; they would spoil a mean or break it."""
+    names = _common([tuple(sorted(t)) for t in trees.values()]) if len(trees) > 1 else None
+    shapes = {k: _common([tuple(t[k].shape) for t in trees.values() if k in t]) for t in trees.values() for k in t}
+    kinds = {
+        k: _common([(t[k].dtype, t[k].dim()) for t in trees.values() if k in t]) for t in trees.values() for k in t
+    }
     out = {}
     for i, t in trees.items():
         size = T.nbytes(t)
-        if tuple(sorted(t)) != common and size != declared.get(i, size):
+        undeclared = size != declared.get(i, size)
+        if undeclared and tuple(sorted(t)) != names:
             out[i] = f"the upload has other entries than declared ({size} bytes instead of {declared[i]})"
+        for k, x in t.items():
+            if (x.dtype, x.dim()) != kinds[k] or (undeclared and tuple(x.shape) != shapes[k]):
+                out[i] = f"the upload has {k} of shape {list(x.shape)} and type {x.dtype}, unlike the others"
     return out
+
+
+def _common(values: list[Any]) -> Any:
+    """What most have; of equally many, the first."""
+    return Counter(values).most_common(1)[0][0]
