@@ -144,7 +144,7 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
     out = []
     for r in runs:
         s = r.summary()
-        name = f"{r.title}, seed {r.settings['seed']}"
+        name = ", ".join(w for w in (r.title, r.group, f"seed {r.settings['seed']}") if w)
         if not r.finished:
             out.append(f"{name}: stands at round {r.last_round} of {r.settings['rounds']}.")
         if s["nonfinite"]:

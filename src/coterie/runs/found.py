@@ -56,8 +56,15 @@ def grouped(runs: Sequence[Run]) -> list[Run]:
     for mine in _by(runs, lambda r: (r.group, r.title)).values():
         apart = _differing([_flat(r) for r in mine])
         for r in mine if apart else ():
-            r._title = f"{r.title} ({', '.join(f'{k} {_flat(r).get(k)}' for k in apart)})"
+            r.base, r.apart = r.title, {k: _flat(r).get(k) for k in apart}
+            r._title = named(r)
     return list(runs)
+
+
+def named(run: Run, without: str = "") -> str:
+    """The run's name, leaving out one of the settings that tell it from others."""
+    more = ", ".join(f"{k} {v}" for k, v in run.apart.items() if k != without)
+    return (run.base or run.title) + (f" ({more})" if more else "")
 
 
 def setting(run: Run, name: str) -> Any:

@@ -1,8 +1,10 @@
 """A finished or unfinished run, read back from its folder as data frames, curves and models."""
 
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ class Run:
     """Reads what is there; never writes. `session` is given for a run made here with objects of its own."""
 
     group = ""  # runs of one group have the same clients and can be compared
+    base = ""  # the name without what tells it from other runs of the same method
+    apart: Mapping[str, Any] = MappingProxyType({})  # what tells it
 
     def __init__(self, path: str | Path, session: Session | None = None, title: str = ""):
         self.path = Path(path)

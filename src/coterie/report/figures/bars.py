@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from coterie.errors import CoterieError
 from coterie.report.figures import style
-from coterie.runs.found import setting
+from coterie.runs.found import named, setting
 from coterie.runs.run import Run
 
 Value = Callable[[Run], float]
@@ -87,6 +87,8 @@ def over_axis(runs: Sequence[Run], axis: str, value: Value = headline) -> dict[s
 
 def _method(run: Run, axis: str) -> str:
     """Rows that only name the setting's value are one line: the method's."""
+    if run.apart:
+        return named(run, without=axis)
     own = str(run.description["method"]["title"])
     return own if axis in run.description["method"]["settings"] or re.search(r"[_=]\d", run.title) else run.title
 

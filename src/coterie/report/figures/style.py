@@ -85,7 +85,7 @@ def legend(figure: Figure, axes: Axes) -> None:
         figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
 
 
-def save(figure: Figure, path: Path) -> list[Path]:
+def save(figure: Figure, path: Path, dpi: int = 200) -> list[Path]:
     """PNG and SVG beside each other, whichever of the two the name asks for."""
     if path.suffix.lower() not in ("", ".png", ".svg"):
         raise CoterieError(f'a figure is written as .png and .svg, not "{path.suffix}"')
@@ -93,5 +93,5 @@ def save(figure: Figure, path: Path) -> list[Path]:
     files = [path.with_suffix(".png"), path.with_suffix(".svg")]
     with mpl.rc_context(FONTS):
         for file in files:
-            figure.savefig(file, dpi=200, metadata={"Date": None} if file.suffix == ".svg" else None)
+            figure.savefig(file, dpi=dpi, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
