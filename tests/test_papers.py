@@ -1,13 +1,21 @@
 """The papers' presets: every cell is a valid run, printed values are the papers', and a table reruns side by side."""
 
 import csv
+import json
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
+import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
+from coterie.cli.app import app
 from coterie.config import Engine
 from coterie.errors import CoterieError
-from coterie.papers import presets, side
+from coterie.papers import estimate, presets, public, side
+from coterie.report.figures import save
+from coterie.runs.found import find_runs
 from coterie.runs.sweep import sweep
 
 ITEMS = [(p, i.name) for p in presets.PAPERS for i in presets.items(p)]
@@ -97,3 +105,140 @@ def test_commas_inside_parentheses_do_not_divide() -> None:
     from coterie.cli.paper import _commas
 
     assert _commas("mnist, MNIST_ExDir(2,0.5),x") == ["mnist", "MNIST_ExDir(2,0.5)", "x"] and _commas(None) == []
+
+
+def test_runs_of_an_earlier_version_with_fewer_settings_are_found_again(tmp_path: Path) -> None:
+    it = presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg"])
+    (cell,) = presets.cells(it, 1, presets.Shrink(), tmp_path).values()
+    old = tmp_path / "fedavg-fmnist-s42-00000000"
+    old.mkdir()
+    written = cell.settings.model_dump(mode="json")
+    del written["log_updates"]
+    (old / "settings.json").write_text(json.dumps({"settings": written}))
+    assert next(iter(presets.cells(it, 1, presets.Shrink(), tmp_path).values())).out == old
+    (old / "settings.json").write_text(json.dumps({"settings": {**written, "unheard_of": 1}}))
+    assert next(iter(presets.cells(it, 1, presets.Shrink(), tmp_path).values())).out == cell.out
+
+
+def test_an_item_says_what_it_needs() -> None:
+    needs = presets.needs(presets.item("sc-fpfl", "fig4"))
+    assert needs.data == ("emnist",)
+    assert needs.more == ("public set of 1,000", "validation part", "official test part")
+    assert "validation part for some methods" in presets.needs(presets.item("fedcpmd", "table7")).more
+    for paper in presets.PAPERS:
+        assert presets.not_experiments(paper).endswith((".", "tests."))
+
+
+def test_an_estimate_is_samples_times_seconds_over_workers(tmp_path: Path) -> None:
+    class Clock:
+        def seconds_per_sample(self, s: object) -> float:
+            return 2.0
+
+    it = presets.choose(presets.item("fedcpmd", "table13"), ["fmnist", "cinic10"], ["JS", "Hellinger"])
+    sizes = {"fmnist": (600, 400), "cinic10": (6000, 4000)}
+    found = estimate.estimate(it, Clock(), sizes, {"fmnist"}, 4)  # type: ignore[arg-type]
+    # 200 rounds of a tenth of 500 training samples, five epochs, and two passes over as much test data; eleven scores
+    work = 200 * 0.1 * (500 * 5 + 2 * 0.35 * 500) + 10 * 0.35 * 2 * 500 + 500 * 5
+    assert found.here == pytest.approx(2 * work * 2.0 * estimate.FACTORS["fedcpmd"] / 4)
+    assert found.all == pytest.approx(11 * found.here)
+    assert [estimate.words(s) for s in (5, 600, 7200, 1e6)] == ["5 s", "10 min", "2.0 h", "11.6 days"]
+
+
+def test_a_calibration_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = presets.cell(presets.item("fedcpmd", "table7"), "FedAvg", "FMNIST", 0, presets.Shrink())
+    path = tmp_path / "calibration.json"
+    first = estimate.Calibration(path).seconds_per_sample(s)
+    assert 0 < first < 1
+    monkeypatch.setattr(estimate, "measure", lambda *a: pytest.fail("measured twice"))
+    assert estimate.Calibration(path).seconds_per_sample(s) == first
+    monkeypatch.setattr(estimate, "measure", lambda *a: 7.0)
+    assert estimate.Calibration(path, fresh=True).seconds_per_sample(s) == 7.0
+    path.write_text("{")
+    assert estimate.Calibration(path).seconds_per_sample(s) == 7.0
+
+
+class Logged:
+    """A run of 200 rounds whose participants score 0.9 and 0.92 in turn."""
+
+    settings: ClassVar = {"data": "fmnist", "federation": {"partition": "dirichlet(0.1)"}}
+    path = Path("x")
+    rounds = pd.DataFrame(
+        {f"participants/{w}/pooled": [0.90, 0.92] * 100 for w in ("before", "after")}, index=range(1, 201)
+    )
+
+
+def test_windows_are_compared_with_the_public_logs() -> None:
+    mean, error = public.window(Logged(), "before_191_200")  # type: ignore[arg-type]
+    assert mean == pytest.approx(91) and error == pytest.approx(np.std([90, 92] * 5, ddof=1) / np.sqrt(10))
+    table = public.frame(presets.item("fedcpmd", "public"), {("FedAvg", "FMNIST alpha=0.1", 0): Logged()})  # type: ignore[dict-item]
+    assert len(table) == 10 and len(public.windows()) == 324
+    last = table[table["window"] == "before 191 to 200"].iloc[0]
+    assert last["theirs"] == 77.701  # what FedCPMD's Table 7 prints for FedAvg
+    assert last["apart"] == pytest.approx((91 - 77.701) / (np.sqrt(2) * error)) and not last["within two"]
+    assert "FedAvg" in public.verdicts(table)[0]
+
+
+def test_the_public_logs_are_the_source_of_the_printed_tables() -> None:
+    names = {"fmnist": "FMNIST", "mnist": "MNIST", "svhn": "SVHN", "cifar10": "CIFAR10"}
+    for method in ("FedAvg", "FedProx", "FedRep"):
+        for data, column in names.items():
+            theirs = public.windows()["0.1", data, method]["before_191_200"]
+            assert presets.printed()["fedcpmd", "table7", method, column].value == pytest.approx(theirs, abs=0.01)
+
+
+def test_an_item_leaves_table_report_and_figures_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save, "__defaults__", (30,))  # coarse pictures are drawn faster
+    small = ["--rounds", "4", "--instead", "fmnist=digits", "--set", "clients=6", "--set", "min_size=10", "--set",
+             "model=mlp-bn", "--set", "cap=false", "--out", str(tmp_path / "o")]  # fmt: skip
+    asked = ["paper", "fedcpmd", "table13", "--data", "fmnist", "--methods", "JS,fedcpmd-auto", *small]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    at = tmp_path / "o" / "table13"
+    assert {p.name for p in at.iterdir()} == {"item.json", "side.csv", "side.md", "report.html", "figures"}
+    assert {p.stem for p in (at / "figures").iterdir()} == {"layers", "sizes", "rounds", "bars"}
+    html, text = (at / "report.html").read_text(), (at / "side.md").read_text()
+    assert "digits instead of fmnist" in text and "4 rounds" in text
+    assert "printed and measured" in html and 'class="own"' in html and "FedCPMD, distance auto" in html
+    assert [r.title for r in find_runs([at])] == ["JS", "FedCPMD, distance auto"]
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("events.jsonl")}
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("events.jsonl")}  # nothing ran again
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "o"), "-o", str(tmp_path / "r.html")]).exit_code == 0
+    assert "printed and measured" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["fedcmpd", "table7"], 'unknown paper "fedcmpd"; did you mean "fedcpmd"?'),
+        (["list", "fedcmpd"], 'unknown paper "fedcmpd"'),
+        (["fedcpmd"], "name a table or figure of fedcpmd"),
+        (["fedcpmd", "table77"], 'unknown item of fedcpmd "table77"'),
+        (["fedcpmd", "table7", "--data", "fmist"], "fmist"),
+        (["fedcpmd", "table7", "--methods", "FedSomething"], "FedSomething"),
+        (["fedcpmd", "table7", "--instead", "fmnist"], "--instead takes pairs"),
+        (["fedcpmd", "public"], "has no finished run to compare"),
+    ],
+)
+def test_bad_input_gets_one_sentence(words: list[str], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(CoterieError) as e:
+        CliRunner().invoke(app, ["paper", *words, "--out", str(tmp_path)], catch_exceptions=False)
+    assert sentence in str(e.value) and "\n" not in str(e.value)
+
+
+def test_missing_data_are_named_and_do_not_stop_the_rest(tmp_path: Path) -> None:
+    asked = ["paper", "fedcpmd", "fig2", "--data", "cinic10", "--data-dir", str(tmp_path), "--out", str(tmp_path / "o")]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 2 and "cinic10" in done.output + (done.stderr or "")
+    assert "Traceback" not in done.output
+
+
+def test_results_of_another_version_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    it = presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg"])
+    (cell,) = presets.cells(it, 1, presets.Shrink(), tmp_path).values()
+    cell.out.mkdir()
+    written = {**cell.settings.model_dump(mode="json"), "unheard_of": 1}
+    about = {"settings": written, "method": {}, "partition": {}, "versions": {"coterie": "9.9"}}
+    (cell.out / "settings.json").write_text(json.dumps(about))
+    with pytest.raises(CoterieError, match=r"another version of Coterie \(9\.9\)"):
+        cell.finished()
