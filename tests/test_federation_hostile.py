@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import HONEST, WRONGS
-from replay import same_as_replay
 
 from coterie.deploy import processes
 from coterie.deploy.local import Local
 from coterie.deploy.processes import Child
+from hostile import HONEST, WRONGS
+from replay import same_as_replay
 
 pytest.importorskip("flwr", reason="a federation needs the extra flower")
 pytestmark = pytest.mark.long
