@@ -10,6 +10,7 @@ from typer import Argument, Option
 from coterie.cli import options as o
 from coterie.cli.catalogue import catalogue
 from coterie.cli.federation import federation_app
+from coterie.cli.figure import figure_app
 from coterie.cli.paper import paper_app
 from coterie.cli.screen import Stop, bar, console, frame_table
 
@@ -18,6 +19,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 ))  # fmt: skip
 app.add_typer(catalogue)
 app.add_typer(paper_app)
+app.add_typer(figure_app)
 app.add_typer(federation_app)
 
 
