@@ -68,20 +68,53 @@ def test_fedrep_on_two_devices_has_the_numbers_of_the_simulation(tmp_path: Path)
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("method", "edges", "more"),
+    ("method", "edges", "merged", "more"),
     [
-        ("fedavg", 0, {"join": 0.5}),
-        ("fedrep", 0, {}),
-        ("fedgmh", 0, {}),
-        ("fedpc", 2, {"partition": "rotate(2)"}),
-        ("sc-fpfl", 2, {"partition": "rotate(2)", "public": 40}),
-        ("ecs-fl", 2, {}),
+        ("fedavg", 0, False, {"join": 0.5}),
+        ("fedrep", 0, False, {}),
+        ("fedgmh", 0, False, {}),
+        ("fedpc", 2, True, {"partition": "rotate(2)"}),
+        ("sc-fpfl", 2, True, {"partition": "rotate(2)", "public": 40, "k0": 2, "isodata": "off", "seed": 1}),
+        ("ecs-fl", 2, False, {"n_edges": 2}),  # its edges 0, 2 and 1, 3 are not where 0, 1 and 2, 3 are attached
     ],
 )
 def test_a_federation_has_the_numbers_of_the_simulation(
-    tmp_path: Path, method: str, edges: int, more: dict[str, Any]
+    tmp_path: Path, method: str, edges: int, merged: bool, more: dict[str, Any]
 ) -> None:
     local = played(tmp_path, method, 4, edges, 3, 300, **more)
     if edges:  # clusters that sit behind one edge are merged there, others pass through to the cloud
         wire = {link: ways["up"]["payload"] for link, ways in local.status()["wire"].items()}
-        assert set(wire) == {"device-edge", "edge-cloud"} and wire["edge-cloud"] < wire["device-edge"]
+        assert set(wire) == {"device-edge", "edge-cloud"}
+        assert (wire["edge-cloud"] < 0.9 * wire["device-edge"]) is merged
+
+
+@pytest.mark.long
+def test_a_killed_cloud_goes_on_where_it_was_to_the_same_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="a federation needs the extra flower")
+    given = {**SMALL, "rounds": 5, "eval_every": 5}
+    with Local(tmp_path / "federation", "fedrep", 2, 0, given, deadline=120) as local:
+        local.wait(120, round=2)
+        local.children["cloud"].kill()
+        before = local.run
+        local.launch("cloud")
+        local.wait(240)
+        assert local.run == before
+    same_numbers(local, simulated(tmp_path / "simulation", "fedrep", 2, given), 2)
+
+
+@pytest.mark.long
+def test_a_device_that_comes_later_takes_its_place_and_a_newcomer_gets_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="a federation needs the extra flower")
+    given = {**SMALL, "rounds": 8, "eval_every": 1, "newcomers": 1}
+    with Local(
+        tmp_path, "fedrep", 4, 0, given, deadline=120, min_clients=2, late=(2, 3)
+    ) as local:  # device-3 is the newcomer
+        local.wait(120, round=2)
+        assert local.events()[-1]["failed"] == [2] and not local.model(3).exists()
+        local.launch("device-2")
+        local.launch("device-3")
+        local.wait(240)
+    last = local.events()[-1]
+    assert last["participants"] == [0, 1, 2] and last["failed"] == []
+    assert last["eval"]["personal/test"]["clients"] == 3 and last["eval"]["newcomers/personal/test"]["clients"] == 1
+    assert local.model(3).exists()

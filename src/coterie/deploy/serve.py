@@ -144,6 +144,7 @@ def _drive(
         for complaint in checkpoint.resume(loop):
             log.warning("%s", complaint)
         status.round = max(0, loop.done)
+        runtime.wire.restore(folder.path / "wire.jsonl", loop.done)
     log.info("waiting for %s clients on %s", cloud.min_clients, link.address)
     if not runtime.wait(cloud.min_clients, FOREVER):
         return False
@@ -152,9 +153,7 @@ def _drive(
     def told(p: Progress) -> None:
         status.round, status.seconds = p.round, p.seconds
         status.accuracy = p.accuracy if p.accuracy is not None else status.accuracy
-        line = {"round": p.round, "links": runtime.wire.close_round()}
-        with (folder.path / "wire.jsonl").open("a") as f:
-            f.write(json.dumps(line) + "\n")
+        runtime.wire.close_round_of(folder.path / "wire.jsonl", p.round)
         status.write(loop, runtime)
         tell(p)
 

@@ -1,8 +1,11 @@
 """Bytes on the wire, per link and direction: payloads (the ledger's trees with their names) and what framing adds."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from coterie import codec
 from coterie.deploy.transport import Wire
 
 Page = dict[str, dict[str, dict[str, int]]]  # link -> down, up -> payload, framing
@@ -30,6 +33,20 @@ class WireBook:
             for direction, line in directions.items():
                 payload = int(line["payload"])
                 self.add(str(link), str(direction), payload, payload + int(line["framing"]))
+
+    def close_round_of(self, path: Path, round: int) -> None:
+        """Write the round's bytes as a line of its own."""
+        with path.open("a") as f:
+            f.write(json.dumps({"round": round, "links": self.close_round()}) + "\n")
+
+    def restore(self, path: Path, last: int) -> None:
+        """The totals up to round `last`; lines of rounds that are repeated are dropped."""
+        lines = path.read_text().splitlines() if path.is_file() else []
+        kept = [x for x in lines if x.endswith("}") and json.loads(x)["round"] <= last]
+        for line in kept:
+            self.include(json.loads(line)["links"])
+        self._round = {}
+        codec.write_atomic(path, "".join(x + "\n" for x in kept).encode(), durable=False)
 
     def close_round(self) -> Page:
         page, self._round = self._round, {}
