@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from coterie.errors import CoterieError
 from coterie.report.figures import style
@@ -122,6 +123,7 @@ def _lines(runs: Sequence[Run], data: object, label: str, zero: bool = False) ->
         if zero:
             axes.set_ylim(bottom=0)
         axes.margins(x=0.01)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("round")
         axes.set_ylabel(_broken(label))
         axes.set_title(group)

@@ -1,5 +1,6 @@
 """Who is with whom: layers that clients keep, sizes of clusters, similarity of clients."""
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ def layers(runs: Sequence[Run]) -> Figure:
     per = {g: list({r.title: r for r in chosen if r.group == g}.values()) for g in groups}  # one seed of each
     most = max(len(v) for v in per.values())
     across = most + (most > 1)
-    figure, axes = style.panels(across * len(groups), width=2.2, height=2.75, columns=across)
+    figure, axes = style.panels(across * len(groups), width=2.2, height=2.95, columns=across)
     for row, group in enumerate(groups):
         here = axes[row * across : (row + 1) * across]
         for panel, run in zip(here, per[group], strict=False):
@@ -104,11 +105,11 @@ def _agreement(axes: Any, runs: Sequence[Run]) -> None:
                   color="white" if n < 0.6 * len(others) else "black")  # fmt: skip
     axes.imshow(grid, cmap="cividis", vmin=0, vmax=len(others))
     with_whom = f"agree with {oracle.title}" if oracle is not None else "agree with each other"
-    _bare(axes, f"how many of {len(others)}\n{with_whom}", down, across)
+    _bare(axes, f"how many of {len(others)} {with_whom}", down, across)
 
 
 def _bare(axes: Any, title: str, down: int, across: int) -> None:
-    axes.set_title(title, fontsize=8)
+    axes.set_title(textwrap.fill(title, 26), fontsize=8)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.grid(False)
