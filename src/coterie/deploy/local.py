@@ -164,9 +164,10 @@ class Local:
         """Every process by name, SuperLinks included."""
         found = {name: child.pid for name, child in self.children.items() if child.alive}
         for name, pid in list(found.items()):
-            for line in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                if "transport_superlink" in Path(f"/proc/{line}/cmdline").read_text():
-                    found[f"{name}-superlink"] = int(line)
+            for task in Path(f"/proc/{pid}/task").iterdir():  # a thread starts the SuperLink again
+                for line in (task / "children").read_text().split():
+                    if "transport_superlink" in Path(f"/proc/{line}/cmdline").read_text():
+                        found[f"{name}-superlink"] = int(line)
         return found
 
 
