@@ -239,3 +239,14 @@ def test_places_are_given_once_and_kept(tmp_path: Path) -> None:
 def test_settings_that_would_send_models_are_refused(name: str) -> None:
     with pytest.raises(CoterieError, match=f"{name} = true sends"):
         open_session(settings(method="fedavg", **{name: True}), Cloud("certs"))
+
+
+def test_an_edge_needs_no_data(tmp_path: Path) -> None:
+    """A method with a public set and a validation part can be built where there are neither."""
+    chosen = settings(method="sc-fpfl", data="digits", subset=200, clients=3, public=20, rounds=2, model="mlp")
+    session = open_session(chosen, Cloud("certs"))
+    edge = Plan.of(session, RUN).session(None, None, None)
+    assert edge.method.ctx.clients == session.method.ctx.clients
+    assert codec.equal(edge.method.ctx.w0, session.method.ctx.w0)
+    with pytest.raises(CoterieError, match="no data of its own"):
+        edge.federation.data(0)

@@ -16,6 +16,7 @@ from safetensors.torch import save as save_tensors
 from coterie import codec
 from coterie import tree as T
 from coterie.codec import Value
+from coterie.data.sources import load
 from coterie.deploy import validate as v
 from coterie.deploy.plan import Plan
 from coterie.deploy.states import States, lock
@@ -152,6 +153,7 @@ def join(cloud: str, ca: Path, key: Path, member: Member) -> None:
     for what, path in (("the authority's certificate", ca), ("the node key", key)):
         if not path.is_file():
             raise CoterieError(f"{what} {path} does not exist")
+    load(member.data, member.data_dir)  # a wrong name is found now, not when the cloud first asks
     device = Device(cloud, ca, key, member.handle)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: device.stopping.set())

@@ -15,18 +15,27 @@ from coterie.method import ClientData, Split
 
 
 class OwnData(Federation):
-    """`places` clients, of whom at most one is here: `own` holds its data as the only client of a small federation."""
+    """`places` clients, of whom at most one is here: `own` holds its data as the only client of a small federation.
+
+    With `edge` not even public items are here: an edge computes nothing that needs them.
+    """
 
     def __init__(
-        self, example: Dataset, settings: PartitionSettings, seed: int, places: int, own: Federation | None = None
+        self,
+        example: Dataset,
+        settings: PartitionSettings,
+        seed: int,
+        places: int,
+        own: Federation | None = None,
+        edge: bool = False,
     ):
-        if settings.public and settings.public_from != "noise":
+        if settings.public and settings.public_from != "noise" and not edge:
             raise CoterieError("devices with data of their own have no public items in common; set public_from=noise")
         self.dataset, self.settings, self.seed, self.own = example, settings, seed, own
         self.clients: tuple[int, ...] = tuple(range(places))
         self.groups: Ints | None = None
         self.identity: dict[str, Any] = {**settings.model_dump(mode="json"), "partition": "own", "clients": places}
-        self._public_ready: torch.Tensor | None = None
+        self._public_ready: torch.Tensor | None = torch.zeros((0, *example.shape)) if edge else None
 
     def data(self, client: int) -> ClientData:
         return replace(self._here().data(0), client=client, classes=self.num_classes, public=self.public())

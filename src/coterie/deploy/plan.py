@@ -92,25 +92,12 @@ class Plan(BaseModel):
         else:
             like = example(self.shape, self.classes, self.kind, self.vocab, self.mean, self.std)
             fed, seed = settings.federation, settings.seed
-            if data is None:
-                fed = fed.model_copy(update={"public": 0})  # an edge has no items
             own = None if data is None else only_client(load(data, data_dir), like, fed, seed)
-            made = OwnData(like, fed, seed, self.places, own)
-            session = (
-                bind(settings, engine, build(settings.method, settings.settings), made)
-                if data
-                else _edge(settings, engine, made)
-            )
+            made = OwnData(like, fed, seed, self.places, own, edge=data is None)
+            session = bind(settings, engine, build(settings.method, settings.settings), made)
         if digest(session.method.ctx.w0) != self.w0:
             raise CoterieError(f"the first model differs from the cloud's (torch {torch.__version__} here)")
         return session
-
-
-def _edge(settings: RunSettings, engine: Engine, federation: OwnData) -> Session:
-    """An edge computes hooks of the server's side only: what a method needs of data is not asked for."""
-    method = build(settings.method, settings.settings)
-    free = type(method.__class__.__name__, (type(method),), {"needs": (), "check": lambda self: None})
-    return bind(settings, engine, build(free, settings.settings), federation)
 
 
 def source(method: type[Method]) -> str:

@@ -97,8 +97,9 @@ def serve(
     tell: Callable[[Progress], None] = lambda p: None, stopped: Callable[[], bool] = lambda: False,
 ) -> bool:  # fmt: skip
     """Run the federation in the folder `out`; True when it came to its end."""
-    folder = Folder(out)
     certs = Certs(Path(cloud.certs))
+    certs.check()
+    folder = Folder(out)
     try:
         if not resume:
             cloud = replace(cloud, run=secrets.token_hex(16))
