@@ -63,6 +63,9 @@ class Engine(BaseModel):
     workers: int | None = Field(None, ge=1, description="processes; empty: the cores")
     runtime: Literal["local", "ray"] = Field("local", description="processes of this machine, or of a Ray cluster")
     address: str | None = Field(None, description="of the Ray cluster; empty: one is started on this machine")
+    engine: Literal["loop", "stack", "auto"] = Field(
+        "loop", description="clients one after the other, many at once, or whichever is faster (equal to rounding)"
+    )
     state: Literal["memory", "disk"] = Field("memory", description="where client state is kept between rounds")
     data_dir: Path | None = None
 

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from coterie.config import Engine, RunSettings
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
 from coterie.data.sources import load
-from coterie.engine import checkpoint, official
+from coterie.engine import checkpoint, choose, official
 from coterie.engine.device import Device
 from coterie.engine.loop import Loop, Progress, Schedule
 from coterie.engine.optim import Optimiser
 from coterie.engine.record import Folder
+from coterie.engine.stack import Stacker
 from coterie.engine.store import StateLostError, Store
 from coterie.engine.workers import Runtime, start
 from coterie.errors import CoterieError
@@ -59,7 +60,9 @@ class Session:
 
     def device(self) -> Device:
         s = self.settings
-        return Device(self.method, self.federation, Optimiser(s.optimizer, s.momentum, s.weight_decay))
+        rule = Optimiser(s.optimizer, s.momentum, s.weight_decay)
+        stacker = Stacker(self.method.ctx, rule) if self.engine.engine == "stack" else None
+        return Device(self.method, self.federation, rule, stacker)
 
     def described(self) -> dict[str, Any]:
         """What settings.json holds."""
@@ -227,6 +230,10 @@ def execute(
     try:
         if not resume:
             folder.write_settings(session.described())
+        choice = choose.settle(out, session.device(), session.engine.engine, resume)
+        if session.engine.engine != "loop" or choice.engine != "loop":
+            say(choice.sentence)
+        session = replace(session, engine=session.engine.model_copy(update={"engine": choice.engine}))
         runtime = open_runtime(session)
         try:
             while True:

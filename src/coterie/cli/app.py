@@ -19,8 +19,8 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 ))  # fmt: skip
 app.add_typer(catalogue)
 app.add_typer(paper_app)
-app.add_typer(figure_app)
 app.add_typer(federation_app)
+app.add_typer(figure_app)
 
 
 @app.command()
@@ -38,6 +38,7 @@ def run(
     lr: o.Lr = None,
     seed: o.Seed = None,
     workers: o.Workers = None,
+    engine: o.Training = None,
     state: o.StateAt = None,
     runtime: o.RuntimeAt = None,
     address: o.Address = None,
@@ -56,15 +57,15 @@ def run(
 
     given = o.gather(config, set_, method=method, data=data, model=model, partition=partition, clients=clients,
                      join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip
-    engine = engine_from(workers, state, data_dir, runtime=runtime, address=address)
+    how = engine_from(workers, state, data_dir, runtime=runtime, address=address, engine=engine)
     if resume is not None:
         if given:
             raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(sorted(given))}")
-        session, folder = rebuild(resume, engine), resume
+        session, folder = rebuild(resume, how), resume
     else:
         if "method" not in given:
             raise CoterieError("name a method, for example `coterie run fedrep`; `coterie list methods` shows them all")
-        session = prepare(settings(**given), engine)
+        session = prepare(settings(**given), how)
         folder = out or fresh_folder(f"{given['method']}-{session.settings.data}")
     silent = quiet or as_json
     stop = Stop()
@@ -104,6 +105,7 @@ def compare(
     batch: o.Batch = None,
     lr: o.Lr = None,
     workers: o.Workers = None,
+    engine: o.Training = None,
     set_: o.Set = None,
     config: o.Config = None,
     out: o.Out = None,
@@ -125,7 +127,7 @@ def compare(
     cells = comparison_cells(names, given.pop("data", "digits"), given.pop("model", None), seeds, folder, **given)
     stop = Stop()
     with stop.listening(), bar("compare", sum(c.settings.rounds for c in cells), quiet or as_json) as update:
-        status = sweep(cells, engine_from(workers, None, data_dir), lambda s: update(s.done(), ""), stop)
+        status = sweep(cells, engine_from(workers, None, data_dir, engine=engine), lambda s: update(s.done(), ""), stop)
     for sentence in status.said:
         typer.echo(f"coterie: {sentence}", err=True)
     done = [c for c in cells if c.out not in status.failed and c.finished()]

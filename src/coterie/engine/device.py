@@ -15,10 +15,24 @@ from coterie.data.federation import Federation
 from coterie.engine import official
 from coterie.engine.evaluate import Score, score
 from coterie.engine.optim import Optimiser
-from coterie.engine.trainer import train
+from coterie.engine.stack import Stacker
+from coterie.engine.stack_run import Member
+from coterie.engine.trainer import Effort, train
 from coterie.errors import CoterieError
 from coterie.method import ClientData, Extras, Method, Split, State
 from coterie.tree import Tree
+
+
+@dataclass(frozen=True)
+class Work:
+    """One client between the start and the end of its local training."""
+
+    item: Value
+    state: State
+    test: Split
+    own: Tree  # the personal model before it
+    member: Member
+    answer: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -28,20 +42,44 @@ class Device:
     method: Method
     federation: Federation
     rule: Optimiser
+    stacker: Stacker | None = None  # None: client by client
 
     def handle(self, request: Value) -> Value:
         """One batch of jobs for one operation, answered in order."""
-        job: Callable[..., Value] = {"train": self._train, "score": self._score, "whole": self._whole}[request["op"]]
-        answers = []
-        for item in request["jobs"]:
-            try:
-                answers.append(job(request, item))
-            except CoterieError:
-                raise
-            except Exception as e:
-                where = f"{request['op']} of client {item['client']} in round {request['round']}"
-                raise RuntimeError(f"{type(self.method).__name__}, {where}: {type(e).__name__}: {e}") from e
-        return answers
+        if request["op"] == "train":
+            return self._train(request)
+        job: Callable[..., Value] = {"score": self._score, "whole": self._whole}[request["op"]]
+        return [self._named(request, item, job, request, item) for item in request["jobs"]]
+
+    def _named(self, request: Value, item: Value, job: Callable[..., Any], *args: Any) -> Any:
+        """Do the job; what goes wrong says where."""
+        try:
+            return job(*args)
+        except CoterieError:
+            raise
+        except Exception as e:
+            where = f"{request['op']} of client {item['client']} in round {request['round']}"
+            raise RuntimeError(f"{type(self.method).__name__}, {where}: {type(e).__name__}: {e}") from e
+
+    def _train(self, request: Value) -> Value:
+        """These clients' part of a round, one after the other or all at once."""
+        jobs = request["jobs"]
+        if self.stacker is None:
+            return [self._named(request, item, self._alone, request, item) for item in jobs]
+        works = [self._named(request, item, self._begin, request, item) for item in jobs]
+        phases = self.method.phases(request["round"])
+        if works:
+            self._named(request, jobs[0], self.stacker.train, phases, [w.member for w in works], request["round"])
+        return [self._named(request, w.item, self._end, request, w, w.member.effort) for w in works]
+
+    def _alone(self, request: Value, item: Value) -> Value:
+        work = self._begin(request, item)
+        m, round = work.member, request["round"]
+        phases = self.method.phases(round)
+        m.params, m.extras, effort = train(
+            self.method.ctx, self.rule, phases, m.params, m.extras, m.data, round, m.share
+        )
+        return self._end(request, work, effort)
 
     def _open(self, request: Value, item: Value) -> tuple[ClientData, Split, State, Tree]:
         client = item["client"]
@@ -49,20 +87,23 @@ class Device:
         state = item["state"] if item["state"] is not None else self.method.init_client(data)
         return data, self.federation.test(client), state, {**request["shared"], **item["each"]}
 
-    def _train(self, request: Value, item: Value) -> Value:
-        """One client's part of a round; `watch` adds scores before and after local training."""
-        method, round = self.method, request["round"]
+    def _begin(self, request: Value, item: Value) -> Work:
+        """Where one client starts; `watch` adds scores before and after local training."""
+        method = self.method
         data, test, state, download = self._open(request, item)
         answer: dict[str, Any] = {"client": item["client"], "samples": len(data.train)}
         own, more = method.personal(state, download, data) if request["watch"] or request.get("moves") else ({}, {})
         if request["watch"]:
             answer["before"] = _plain(score(method, own, more, test))
-        params, extras = method.begin(state, download, data, round)
-        phases = method.phases(round)
-        params, extras, effort = train(method.ctx, self.rule, phases, params, extras, data, round, item["share"])
+        params, extras = method.begin(state, download, data, request["round"])
+        return Work(item, state, test, own, Member(params, extras, data, item["share"]), answer)
+
+    def _end(self, request: Value, work: Work, effort: Effort) -> Value:
+        method, round, answer, own, test = self.method, request["round"], work.answer, work.own, work.test
+        params, extras, data = work.member.params, work.member.extras, work.member.data
         with torch.no_grad():
-            state, upload = method.end(state, params, extras, data, round)
-        if request["watch"] and phases:
+            state, upload = method.end(work.state, params, extras, data, round)
+        if request["watch"] and method.phases(round):
             answer["after"] = _plain(score(method, *method.trained(state, params, extras), test))
         if request.get("moves"):
             names = [k for k in own if k in method.ctx.net.trainable]

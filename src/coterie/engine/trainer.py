@@ -42,13 +42,26 @@ def train(
     total = torch.zeros(())
     with ctx.net.train_mode():
         for phase in () if extras.get("idle") else phases:
-            if phase.update is not None:
-                params, n, seen = _updates(ctx, phase, params, extras, data, round, share)
-            else:
-                params, extras, n, seen, loss = _descend(ctx, rule, phase, params, extras, data, round, share)
-                total += loss
-            steps, samples = steps + n, samples + seen
+            params, extras, n, seen, loss = run_phase(ctx, rule, phase, params, extras, data, round, share)
+            steps, samples, total = steps + n, samples + seen, total + loss
     return params, extras, Effort(steps, samples, float(total / max(steps, 1)))
+
+
+def run_phase(
+    ctx: Context,
+    rule: Optimiser,
+    phase: Phase,
+    params: Tree,
+    extras: Extras,
+    data: ClientData,
+    round: int,
+    share: float,
+) -> tuple[Tree, Extras, int, int, Tensor]:
+    """One phase of one client, in training mode: its tree (moved in place), extras, steps, samples and summed loss."""
+    if phase.update is None:
+        return _descend(ctx, rule, phase, params, extras, data, round, share)
+    params, steps, seen = _updates(ctx, phase, params, extras, data, round, share)
+    return params, extras, steps, seen, torch.zeros(())
 
 
 def _descend(
@@ -62,13 +75,10 @@ def _descend(
     share: float,
 ) -> tuple[Tree, Extras, int, int, Tensor]:
     """One phase of gradient descent. Only what is trained requires a gradient, so nothing else can move."""
-    names = [k for k, v in params.items() if v.is_floating_point() and _trainable(ctx, k) and phase.trains(k)]
+    names = trained_names(ctx, phase, params)
     leaves = [params[k].requires_grad_() for k in names]
-    if phase.momentum is not None:
-        rule = replace(rule, momentum=phase.momentum)
-    if phase.weight_decay is not None:
-        rule = replace(rule, weight_decay=phase.weight_decay)
-    step = stepper(rule, leaves, [phase.decays(k) for k in names], ctx.lr_at(round) if phase.lr is None else phase.lr)
+    lr = ctx.lr_at(round) if phase.lr is None else phase.lr
+    step = stepper(phase_rule(rule, phase), leaves, [phase.decays(k) for k in names], lr)
     assert phase.loss is not None
     objective, clip = phase.loss, phase.clip
     auxes: list[Any] = []
@@ -97,6 +107,17 @@ def _descend(
     if auxes:
         extras = {**extras, "aux": auxes}
     return params, extras, steps, seen, total
+
+
+def trained_names(ctx: Context, phase: Phase, params: Tree) -> list[str]:
+    return [k for k, v in params.items() if v.is_floating_point() and _trainable(ctx, k) and phase.trains(k)]
+
+
+def phase_rule(rule: Optimiser, phase: Phase) -> Optimiser:
+    """The run's rule with what the phase says otherwise."""
+    if phase.momentum is not None:
+        rule = replace(rule, momentum=phase.momentum)
+    return rule if phase.weight_decay is None else replace(rule, weight_decay=phase.weight_decay)
 
 
 def _updates(
@@ -128,21 +149,33 @@ def _trainable(ctx: Context, name: str) -> bool:
 
 
 def _epochs(ctx: Context, phase: Phase, data: ClientData, round: int, share: float) -> Iterator[Iterator[Any]]:
-    """For each epoch its batches; the order is a function of (seed, round, client, stream, epoch)."""
+    """For each epoch its batches."""
     split = data.train if phase.split == "train" else data.val
-    n, size, group = len(split), ctx.batch, phase.batches_per_step
+    starts = starts_of(ctx, len(split))
+    for order, limit in orders(ctx, phase, data, round, share):
+        yield _batches(split, order, starts, ctx.batch, phase.batches_per_step, limit)
+
+
+def starts_of(ctx: Context, n: int) -> list[int]:
+    """Where the batches of an epoch over n samples begin."""
     lone = ctx.net.has_batch_norm  # batch norm cannot learn from one sample
-    starts = [a for a in range(0, n, size) if not (lone and min(size, n - a) == 1)]
+    return [a for a in range(0, n, ctx.batch) if not (lone and min(ctx.batch, n - a) == 1)]
+
+
+def orders(ctx: Context, phase: Phase, data: ClientData, round: int, share: float) -> Iterator[tuple[Tensor, int]]:
+    """For each epoch the order of the samples and the number of steps: functions of (seed, round, client, stream)."""
+    n = len(data.train if phase.split == "train" else data.val)
+    starts = starts_of(ctx, n)
     if not starts:
         return
-    per_epoch = math.ceil(len(starts) / group)
+    per_epoch = math.ceil(len(starts) / phase.batches_per_step)
     epochs = ctx.epochs if phase.epochs is None else phase.epochs
     if share < 1.0 and epochs > 0:
         epochs = max(min(1.0, epochs), math.floor(epochs * share))
     steps = phase.steps if phase.steps is not None else math.ceil(epochs * per_epoch)
     for epoch in range(math.ceil(steps / per_epoch)):
         order = torch.randperm(n, generator=torch_rng(ctx.seed, "batches", round, data.client, phase.stream, epoch))
-        yield _batches(split, order, starts, size, group, min(per_epoch, steps - epoch * per_epoch))
+        yield order, min(per_epoch, steps - epoch * per_epoch)
 
 
 def _batches(split: Split, order: Tensor, starts: list[int], size: int, group: int, limit: int) -> Iterator[Any]:

@@ -1,0 +1,244 @@
+"""Stacked training gives what training client by client gives."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coterie import codec
+from coterie.config import Engine, settings
+from coterie.engine import choose, stack_step
+from coterie.engine.loop import Loop
+from coterie.engine.optim import Optimiser
+from coterie.engine.stack import Stacker
+from coterie.engine.stack_run import Member
+from coterie.engine.stack_step import UnstackableError, identity
+from coterie.engine.trainer import train
+from coterie.method import Batch, Extras, Method, Phase
+from coterie.methods import find, known
+from coterie.session import Session, execute, prepare
+from coterie.testing import CHECKS, Bench, SmallNet, open_loop, small_data
+from coterie.tree import Tree
+
+QUICK = ["fedavg", "ditto", "fedrep", "feddyn", "fedproto", "apfl", "fedcp"]
+
+
+def session(method: type[Method], model: nn.Module | None = None, engine: str = "loop", **changes: Any) -> Session:
+    base: dict[str, Any] = {"rounds": 2, "join": 1.0, "epochs": 2, "batch": 16, "lr": 0.1, "clients": 5, "seed": 3}
+    base |= {"partition": "dirichlet(0.5)", "val_share": 0.2, "public": 30, "eval_every": 2, **changes}
+    run = settings(method="fedavg", **base).model_copy(update={"method": method.__name__, "settings": method.trial})
+    torch.manual_seed(0)
+    kind = Engine.model_validate({"workers": 1, "engine": engine})
+    return prepare(run, kind, method=method, dataset=small_data(300), model=model or SmallNet())
+
+
+def play(s: Session, folder: Path) -> Loop:
+    loop = open_loop(s, folder)
+    try:
+        loop.run()
+    finally:
+        loop.folder.close()
+    return loop
+
+
+def close(a: Any, b: Any, at: str = "") -> None:
+    """Equal, numbers to rounding."""
+    if isinstance(a, Tensor) and a.is_floating_point():
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6, equal_nan=True, msg=lambda m: f"{at}: {m}")
+    elif isinstance(a, Tensor):
+        assert torch.equal(a, b), at
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), at
+        for k in a:
+            close(a[k], b[k], f"{at}/{k}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), at
+        for i, (v, w) in enumerate(zip(a, b, strict=True)):
+            close(v, w, f"{at}/{i}")
+    elif isinstance(a, float):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5), at
+    else:
+        assert a == b, at
+
+
+def same_run(method: type[Method], tmp: Path) -> None:
+    loops = [play(session(method, engine=engine), tmp / engine) for engine in ("loop", "stack")]
+    parts = [codec.loads(codec.dumps([x.server, x.edges, [x.store.get(i) for i in range(5)]])) for x in loops]
+    close(parts[0], parts[1])
+    assert loops[0].ledger.totals == loops[1].ledger.totals
+    events = [[json.loads(line) for line in (tmp / e / "events.jsonl").open()] for e in ("loop", "stack")]
+    close(events[0], events[1])
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_stacked_run_is_the_loops_run(name: str, tmp_path: Path) -> None:
+    same_run(find(name), tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [n for n in known() if n not in QUICK])
+def test_a_stacked_run_is_the_loops_run_for_every_method(name: str, tmp_path: Path) -> None:
+    same_run(find(name), tmp_path)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(64, 12), nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.fc1(x.flatten(1)))
+        return self.fc2(nn.functional.dropout(hidden, 0.3, self.training))  # type: ignore[no-any-return]
+
+
+class Careless(Method):
+    """A loss that does not know of weights."""
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        return nn.functional.cross_entropy(self.ctx.forward(params, batch.x), batch.y)
+
+
+def both(
+    method: type[Method], rule: Optimiser, model: nn.Module | None = None, trace: bool = False, **changes: Any
+) -> dict[Any, str]:
+    """Local training of every client by both engines, compared; the reasons of what was not stacked."""
+    s = session(method, model, **changes)
+    m, ctx = s.method, s.method.ctx
+    stacker = Stacker(ctx, rule, patient=not trace)
+    starts = []
+    for i in ctx.clients:
+        data = s.federation.data(i)
+        starts.append((*m.begin(m.init_client(data), m.down(m.setup(), [i], 1).to(i), data, 1), data))
+    members = [Member(*start, share=0.5 if i == 1 else 1.0) for i, start in enumerate(starts)]
+    stacker.train(m.phases(1), members, 1)
+    for i, (got, start) in enumerate(zip(members, starts, strict=True)):
+        params, extras, effort = train(ctx, rule, m.phases(1), *start, 1, 0.5 if i == 1 else 1.0)
+        assert list(got.params) == list(params)
+        close(got.params, params)
+        close(got.extras.get("aux", []), extras.get("aux", []))
+        assert (got.effort.steps, got.effort.samples) == (effort.steps, effort.samples)
+        assert got.effort.loss == pytest.approx(effort.loss, rel=1e-5)
+    return stacker.reasons
+
+
+FEDAVG = find("fedavg")
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    "rule",
+    [Optimiser(), Optimiser("sgd", 0.9, 0.01), Optimiser("adam", 0, 0.01), Optimiser("adamw", 0, 0.01)],
+    ids=lambda r: f"{r.kind}-{r.momentum}",
+)
+def test_optimisers_act_on_every_client_alone(rule: Optimiser, norm: bool) -> None:
+    if norm and rule.kind != "sgd":
+        pytest.skip("a bias before batch norm has no gradient but rounding, which Adam blows up to full steps")
+    lr = 0.1 if rule.kind == "sgd" else 0.003
+    assert both(FEDAVG, rule, SmallNet(norm=norm), lr=lr, partition="dirichlet(0.1)", min_size=2) == {}
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_traced_step_is_the_step(norm: bool) -> None:
+    assert both(find("fedavg"), Optimiser("sgd", 0.5), SmallNet(norm=norm), trace=True, clients=3, epochs=1) == {}
+
+
+def test_batches_of_one_and_clients_smaller_than_a_batch() -> None:
+    for norm in (True, False):
+        assert both(FEDAVG, Optimiser(), SmallNet(norm=norm), batch=1 if not norm else 7, clients=12, epochs=1) == {}
+
+
+def test_gradients_are_clipped_client_by_client() -> None:
+    class Clipped(Method):
+        def phases(self, round: int) -> list[Phase]:
+            return [Phase(self.loss, clip=0.05)]
+
+    assert both(Clipped, Optimiser(), SmallNet(norm=False)) == {}
+
+
+def test_a_loss_that_ignores_weights_gets_no_padding() -> None:
+    assert both(Careless, Optimiser(), SmallNet(norm=False)) == {}
+
+
+def test_noise_is_drawn_client_by_client_and_the_reason_is_said() -> None:
+    assert both(FEDAVG, Optimiser(), Noisy())[0] == "it draws random numbers"
+
+
+def test_a_branch_on_values_is_trained_client_by_client() -> None:
+    class Branching(Method):
+        def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+            ce = self.ctx.ce(params, batch)
+            return ce if float(ce.detach()) > 1 else 2 * ce
+
+    assert "values" in both(Branching, Optimiser(), SmallNet(norm=False))[0]
+
+
+def test_what_a_loss_holds_is_part_of_its_identity() -> None:
+    def made(factor: Any) -> Any:
+        return lambda params, batch, extras: factor
+
+    assert identity(made(1.0)) == identity(made(1.0)) != identity(made(2.0))
+    with pytest.raises(UnstackableError):
+        identity(made(torch.ones(2)))
+
+
+def test_auto_says_what_it_chose_and_a_resumed_run_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_timed", lambda device: (0.2, 0.1, {}))
+    said: list[str] = []
+    halt = iter([True, False, False])
+    assert not execute(session(FEDAVG, engine="auto"), tmp_path, say=said.append, stopped=lambda: next(halt))
+    assert said == ["engine stack: 100 ms stacked, 200 ms client by client for an epoch of 8 clients"]
+    assert json.loads((tmp_path / choose.FILE).read_text())["engine"] == "stack"
+    later = session(FEDAVG)
+    assert choose.settle(tmp_path, later.device(), "loop", resume=True).engine == "stack"
+    assert execute(later, tmp_path, resume=True, say=said.append)
+    whole = play(session(FEDAVG, engine="stack"), tmp_path / "whole")
+    assert (tmp_path / "events.jsonl").read_bytes() == (tmp_path / "whole" / "events.jsonl").read_bytes()
+    assert whole.done == 2
+
+
+def test_auto_measures_both_and_takes_the_loop_for_convolutions(tmp_path: Path) -> None:
+    choice = choose.settle(tmp_path, session(FEDAVG, SmallNet(norm=False)).device(), "auto", resume=False)
+    assert "ms stacked" in choice.why
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
+    choice = choose.settle(tmp_path, session(FEDAVG, net).device(), "auto", resume=False)
+    assert choice.engine == "loop" and "convolutions" in choice.why
+
+
+class Stacked(Bench):
+    def session(self, **changes: Any) -> Session:
+        s = super().session(**changes)
+        return Session(s.settings, s.engine.model_copy(update={"engine": "stack"}), s.federation, s.method)
+
+
+# which clients share a stack depends on the number of workers, and rounding on that: equal to 1e-6, not to the bit
+HELD = [name for name in CHECKS if name != "same_bits_for_any_number_of_workers"]
+
+
+@pytest.mark.parametrize("name", ["same_bits_after_a_resume", "payload_is_what_is_declared"])
+def test_the_battery_holds_for_stacked_training(name: str, tmp_path: Path) -> None:
+    CHECKS[name](Stacked(find("fedrep"), {}), tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("method", known())
+def test_the_battery_holds_for_every_method_stacked(method: str, name: str, tmp_path: Path) -> None:
+    CHECKS[name](Stacked(find(method), {}), tmp_path)
+
+
+def test_the_number_of_workers_changes_rounding_only(tmp_path: Path) -> None:
+    bench = Stacked(FEDAVG, {})
+    one, two = bench.play(tmp_path / "1", rounds=1), bench.play(tmp_path / "2", workers=2, rounds=1)
+    close(one.server, two.server)
+
+
+def test_traces_are_made_of_frequent_shapes_only() -> None:
+    calls = stack_step.Steps()
+    flat = [torch.ones(2, 3), torch.ones(2, 4, 1), torch.ones(2, 4), torch.ones(2, 4), torch.ones(()), torch.ones(())]
+    for _ in range(stack_step.TRACE_AFTER):
+        calls("k", lambda *a: (a[0] * 2,), flat)
+    assert not calls._traced
+    assert torch.equal(calls("k", lambda *a: (a[0] * 2,), flat)[0], torch.full((2, 3), 2.0)) and calls._traced
