@@ -38,7 +38,7 @@ lint: $(READY)
 	$(BIN)/mypy --strict
 
 bench: $(READY)
-	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 docs: $(READY)
 	$(BIN)/python docs/build.py

@@ -1,0 +1,258 @@
+"""One table: Coterie in all its ways, the hand-written floor, and the peers that are installed.
+
+    python benchmarks/bench.py [W1 W2 W3] [--quick] [--minutes 8] [--data-dir DIR] [--out table.md|table.csv]
+
+Every contender is a process of its own with the same clients, model, epochs and batches. They take turns round by
+round, so that a noisy machine disturbs all alike; a ratio is the median over the rounds of (its time / the floor's
+time just before). Peers choose their participants themselves, so their times are scaled to the number of samples.
+Memory is the proportional set size of a contender with everything it started. Peers are looked for in this
+environment, or in that of --flower-python and --pfl-python.
+"""
+
+import argparse
+import csv
+import io
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from floor import WORKLOADS, Workload
+from side import dataset_of, session_of
+from turns import pss
+
+HERE = Path(__file__).parent
+COLUMNS = ("workload", "contender", "s per round", "x floor", "GFLOP/s", "% of GEMM peak", "MB")
+PATIENCE = 45.0  # seconds for a start or a round
+
+
+@dataclass
+class Contender:
+    name: str
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    times: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    memory: int = 0
+    failed: str = ""
+    process: Any = None
+    lines: Any = None  # what it said and nobody has heard yet
+    log: Path = Path()
+
+    def start(self, log: Path) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", **self.environment}
+        environment |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        self.log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
+            )
+        self.lines = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.hear()
+
+    def _listen(self) -> None:
+        for line in self.process.stdout:
+            if line.startswith(b"@"):
+                self.lines.put(line)
+        self.lines.put(None)
+
+    def hear(self) -> dict[str, Any]:
+        """The next answer; what else a library prints is passed over."""
+        try:
+            if (line := self.lines.get(timeout=PATIENCE)) is not None:
+                return dict(json.loads(line[1:]))
+        except queue.Empty:
+            pass
+        last = [x for x in self.log.read_text(errors="replace").splitlines() if x.strip()][-1:]
+        self.failed = (last or ["no answer"])[0].strip()[:90]
+        return {}
+
+    def round(self, t: int, ids: list[int]) -> dict[str, Any]:
+        try:
+            self.process.stdin.write(f"{t} {' '.join(map(str, ids))}\n".encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        return self.hear()
+
+    def stop(self) -> None:
+        if self.process is None:
+            return
+        self.process.stdin.close()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+
+
+def contenders(name: str, file: Path, args: argparse.Namespace) -> list[Contender]:
+    from coterie.config import Engine
+
+    side = [sys.executable, str(HERE / "side.py")]
+    ours = [*side, "coterie", name, str(file), *(["--data-dir", str(args.data_dir)] if args.data_dir else [])]
+    off = {"COTERIE_NATIVE": "0"}
+    plain = ["--engine", "loop"] if "engine" in Engine.model_fields else []
+    found = [
+        Contender("floor, 2 processes", [*side, "floor", name, str(file)]),
+        Contender("Coterie, 2 workers", [*ours, *plain]),
+        Contender("Coterie, 2 workers, default evaluation on", [*ours, "--shipped", *plain]),
+        Contender("Coterie, 2 workers, native code off", [*ours, *plain], off),
+    ]
+    if args.quick:
+        return found
+    found.append(Contender("Coterie, 1 worker", [*ours, "--workers", "1", *plain]))
+    if plain:
+        found.append(Contender("Coterie, 2 workers, stack", [*ours, "--engine", "stack"]))
+    if has(sys.executable, "ray"):
+        found.append(Contender("Coterie, Ray, 2 actors", [*ours, "--runtime", "ray", *plain]))
+    if has(args.flower_python, "flwr", "ray"):
+        found.append(Contender("Flower simulation, 2 actors", peer(args.flower_python, "peer_flower.py", name, file)))
+    if has(args.pfl_python, "pfl"):
+        run = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29511"]
+        found.append(Contender("pfl, 2 processes", peer(args.pfl_python, "peer_pfl.py", name, file, run)))
+    return found
+
+
+def peer(python: str, script: str, name: str, file: Path, before: list[str] | None = None) -> list[str]:
+    return [python, *(before or []), str(HERE / script), name, str(file)]
+
+
+def has(python: str, *modules: str) -> bool:
+    looks = f"import importlib.util as u, sys; sys.exit(not all(u.find_spec(m) for m in {list(modules)!r}))"
+    return subprocess.run([python, "-c", looks], capture_output=True).returncode == 0
+
+
+def lay_down(w: Workload, data_dir: Path | None, file: Path) -> Any:
+    """The clients' training data in files that all contenders read; Coterie's session, which knows who takes part."""
+    session = session_of(w, data_dir, {"workers": 1})
+    parts = [session.federation.data(i).train for i in session.federation.clients]
+    np.save(file.with_suffix(".x.npy"), torch.cat([p.x for p in parts]).numpy())
+    np.save(file.with_suffix(".y.npy"), torch.cat([p.y for p in parts]).numpy())
+    np.save(file.with_suffix(".at.npy"), np.cumsum([0, *(len(p) for p in parts)]))
+    return session
+
+
+def compete(name: str, args: argparse.Namespace, seconds: float) -> tuple[list[Contender], float]:
+    """Rounds in turn until the time is up; also floating-point operations of an average round."""
+    from coterie.rng import torch_rng
+
+    w = WORKLOADS[name]
+    with tempfile.TemporaryDirectory() as tmp:
+        file = Path(tmp) / "data"
+        session = lay_down(w, args.data_dir, file)
+        sizes = session.federation.sizes("train")
+        usual = w.join * float(sizes.mean())
+        sides = contenders(name, file, args)
+        try:
+            for i, side in enumerate(sides):
+                side.start(Path(tmp) / f"{i}.log")
+            begin = time.monotonic()
+            for t in range(1, 60):
+                ids = session.method.sample({}, t, torch_rng(session.settings.seed, "sample", t))
+                samples = int(sizes[ids].sum())
+                reference = 0.0
+                for side in sides:
+                    if side.failed:
+                        continue
+                    got = side.round(t, ids)
+                    if not got or t == 1:  # the first round warms up caches on every side
+                        continue
+                    spent = got["seconds"] * samples / got.get("samples", samples)
+                    reference = reference or spent
+                    side.times.append(spent * usual / samples)
+                    side.ratios.append(spent / reference)
+                passed = time.monotonic() - begin
+                if t >= 3 and passed + passed / t > seconds:
+                    break
+            for side in sides:
+                side.memory = pss(side.process.pid)
+        finally:
+            for side in sides:
+                side.stop()
+    return sides, flops(w, session) * usual * w.epochs
+
+
+def flops(w: Workload, session: Any) -> float:
+    """Floating-point operations of one sample forward and backward."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, counter = w.model(), FlopCounterMode(display=False)
+    x = session.federation.data(0).train.x[:2]
+    with counter:
+        model(x).sum().backward()
+    return float(counter.get_total_flops() / len(x))
+
+
+def gemm_peak() -> float:
+    """GFLOP/s of two processes with a thread each: what the machine can do at most."""
+    code = (
+        "import torch, time; torch.set_num_threads(1); a = torch.randn(1024, 1024); torch.mm(a, a); best = 9.\n"
+        "for _ in range(30):\n t = time.perf_counter(); torch.mm(a, a); best = min(best, time.perf_counter() - t)\n"
+        "print(2 * 1024**3 / best / 1e9)"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)]
+    return sum(float(p.communicate()[0]) for p in both)
+
+
+def row(name: str, side: Contender, work: float, peak: float) -> list[str]:
+    if side.failed or not side.times:
+        return [name, side.name, "–", "–", "–", "–", side.failed or "no time left"]
+    seconds = statistics.median(side.times)
+    rate, shown = work / seconds / 1e9, f"{seconds:.4f}" if seconds < 0.1 else f"{seconds:.2f}"
+    return [
+        name, side.name, shown, f"{statistics.median(side.ratios):.2f}",
+        f"{rate:.1f}", f"{100 * rate / peak:.0f}", f"{side.memory / 2**20:.0f}",
+    ]  # fmt: skip
+
+
+def markdown(rows: list[list[str]]) -> str:
+    return "\n".join(["| " + " | ".join(r) + " |" for r in (COLUMNS, ["---"] * len(COLUMNS), *rows)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", help="of W1, W2, W3; default: all")
+    parser.add_argument("--quick", action="store_true", help="W1 and W2, Coterie and the floor alone; under 2 minutes")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for the rounds and starts of all workloads")
+    parser.add_argument("--data-dir", type=Path, help="where Fashion-MNIST lies (default: $COTERIE_DATA)")
+    parser.add_argument("--flower-python", default=os.environ.get("FLOWER_PYTHON", sys.executable))
+    parser.add_argument("--pfl-python", default=os.environ.get("PFL_PYTHON", sys.executable))
+    parser.add_argument("--out", type=Path, action="append", default=[], help="also write the table here (.md or .csv)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    names = args.workloads or (["W1", "W2"] if args.quick else [*WORKLOADS])
+    share = {"W1": 0.4, "W2": 0.1, "W3": 0.5}
+    total = 60 * (min(0.9, args.minutes) if args.quick else args.minutes * 0.75)  # the rest is for starting and ending
+    peak = gemm_peak()
+    print(f"GEMM peak, 2 processes: {peak:.0f} GFLOP/s", flush=True)
+    if "W1" in names and dataset_of(WORKLOADS["W1"], args.data_dir).name == "like-fmnist":
+        print("W1: Fashion-MNIST was not found, so noise of the same shape and sizes stands in for it")
+    rows = []
+    for name in names:
+        sides, work = compete(name, args, total * share[name] / sum(share[n] for n in names))
+        rows += [row(name, side, work, peak) for side in sides]
+        print(f"{name}: {len(sides[0].times)} rounds of each", flush=True)
+    print("\n" + markdown(rows))
+    for out in args.out:
+        text = io.StringIO()
+        csv.writer(text).writerows([COLUMNS, *rows])
+        out.write_text(text.getvalue() if out.suffix == ".csv" else markdown(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()

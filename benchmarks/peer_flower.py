@@ -1,0 +1,77 @@
+"""FedAvg in Flower's simulation, as its own documentation writes it: a ServerApp, a ClientApp, two Ray actors.
+
+python benchmarks/peer_flower.py W1 FILE        (bench.py makes the file and says when a round may start)
+"""
+
+import logging
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from floor import WORKLOADS
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flwr.simulation import run_simulation
+from turns import next_round, say
+
+NAME, FILE = sys.argv[1], Path(sys.argv[2])
+W = WORKLOADS[NAME]
+client_app, server_app = ClientApp(), ServerApp()
+
+
+@client_app.train()
+def train(message: Message, context: Context) -> Message:
+    torch.set_num_threads(1)
+    at = np.load(FILE.with_suffix(".at.npy"))
+    me = int(context.node_config["partition-id"])
+    rows = slice(int(at[me]), int(at[me + 1]))  # of files in the page cache: only the client's own rows are read
+    x = torch.from_numpy(np.array(np.load(FILE.with_suffix(".x.npy"), mmap_mode="r")[rows]))
+    y = torch.from_numpy(np.array(np.load(FILE.with_suffix(".y.npy"), mmap_mode="r")[rows]))
+    model = W.model()
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    model.train()
+    optimiser = torch.optim.SGD(model.parameters(), lr=W.lr)
+    for _ in range(W.epochs):
+        order = torch.randperm(len(y))
+        for bx, by in zip(x[order].split(W.batch), y[order].split(W.batch), strict=True):
+            if len(by) > 1:
+                optimiser.zero_grad()
+                F.cross_entropy(model(bx), by).backward()
+                optimiser.step()
+    content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": len(y)})}
+    return Message(content=RecordDict(content), reply_to=message)
+
+
+class Timed(FedAvg):
+    """FedAvg with a stop-watch: from the choice of clients to the new model."""
+
+    def configure_train(self, *args, **more):  # type: ignore[no-untyped-def]
+        if next_round() is None:
+            raise SystemExit
+        self.begin = time.perf_counter()
+        return super().configure_train(*args, **more)
+
+    def aggregate_train(self, server_round, replies):  # type: ignore[no-untyped-def]
+        replies = list(replies)
+        samples = sum(int(m["num-examples"]) for r in replies for m in r.content.metric_records.values())
+        result = super().aggregate_train(server_round, replies)
+        say(seconds=time.perf_counter() - self.begin, samples=samples)
+        return result
+
+
+@server_app.main()
+def main(grid: Grid, context: Context) -> None:
+    strategy = Timed(fraction_train=W.join / W.clients, fraction_evaluate=0.0, min_available_nodes=W.clients)
+    say(ready=True)
+    strategy.start(grid=grid, initial_arrays=ArrayRecord(W.model().state_dict()), num_rounds=10**6)
+
+
+if __name__ == "__main__":
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2}}
+    run_simulation(server_app, client_app, num_supernodes=W.clients, backend_config=resources)

@@ -1,0 +1,117 @@
+"""One contender of bench.py: the hand-written floor, or Coterie in one of its ways. Takes turns by turns.py."""
+
+import argparse
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from floor import WORKLOADS, Floor, Pair, Workload
+from turns import next_round, say
+
+
+def stored(path: Path) -> list[Pair]:
+    """The clients' training data as bench.py wrote them."""
+    x, y = (torch.from_numpy(np.load(path.with_suffix(f".{name}.npy"))) for name in "xy")
+    at = np.load(path.with_suffix(".at.npy"))
+    return [(x[a:b], y[a:b]) for a, b in pairwise(at)]
+
+
+def floor_side(w: Workload, file: Path, processes: int) -> None:
+    train = stored(file)
+    floor = Floor(train, train, w.model, w.lr, w.epochs, w.batch, processes, evaluate=False)
+    say(ready=True)
+    while turn := next_round():
+        begin = time.perf_counter()
+        floor.round(turn[1])
+        say(seconds=time.perf_counter() - begin)
+    floor.close()
+
+
+def session_of(w: Workload, data_dir: Path | None, engine: dict[str, Any], watch: bool = False) -> Any:
+    """The workload in Coterie; evaluations of all clients and checkpoints are left to whoever drives the loop."""
+    from coterie.config import Engine, settings
+    from coterie.session import prepare
+
+    base = {"method": "fedavg", "model": w.name, "rounds": 10**6, "join": w.join / w.clients, "epochs": w.epochs}
+    base |= {"batch": w.batch, "lr": w.lr, "clients": w.clients, "eval_every": 10**6, "watch": watch, "val_share": 0}
+    if w.data == "random":
+        own = {"data": "noise", "partition": "natural", "test_share": 1 / 6, "min_size": 1, "stratify": False}
+    else:
+        least = 10 if w.data == "digits" else 40
+        own = {"data": w.data, "partition": "dirichlet(0.1)", "min_size": least, "short": "fill"}
+    return prepare(settings(**base, **own), Engine(data_dir=data_dir, **engine), dataset=dataset_of(w, data_dir))
+
+
+def dataset_of(w: Workload, data_dir: Path | None) -> Any:
+    """Real data where they are at hand, else made ones of the same shape and sizes."""
+    from coterie.data.dataset import Dataset
+    from coterie.data.sources import load
+    from coterie.errors import CoterieError
+
+    g = torch.Generator().manual_seed(0)
+    names = tuple("0123456789")
+    if w.data == "random":
+        n = w.clients * 60
+        x, y = torch.randn(n, 3, 32, 32, generator=g), torch.randint(10, (n,), generator=g)
+        owner = torch.arange(w.clients).repeat_interleave(60)
+        return Dataset("noise", x, y, names, torch.zeros(n, dtype=torch.bool), owner)
+    try:
+        return load(w.data, data_dir)
+    except CoterieError:
+        x = torch.randint(256, (70_000, 1, 28, 28), generator=g, dtype=torch.uint8)
+        test = torch.arange(70_000) >= 60_000
+        y = torch.randint(10, (70_000,), generator=g)
+        return Dataset("like-fmnist", x, y, names, test, mean=(0.5,), std=(0.29,))
+
+
+def coterie_side(w: Workload, data_dir: Path | None, engine: dict[str, Any], shipped: bool) -> None:
+    from coterie.engine.record import Folder
+    from coterie.session import make_loop, open_runtime
+
+    session = session_of(w, data_dir, engine, watch=shipped)
+    with tempfile.TemporaryDirectory() as tmp:
+        folder = Folder(Path(tmp))
+        loop = make_loop(session, folder, open_runtime(session))
+        loop.server = session.method.setup()
+        folder.open_logs()
+        say(ready=True)
+        everybody: list[float] = []  # seconds of an evaluation of all clients; by default every tenth round has one
+        while turn := next_round():
+            begin = time.perf_counter()
+            loop._round(turn[0])
+            seconds = time.perf_counter() - begin
+            if shipped and len(everybody) < 3:
+                begin = time.perf_counter()
+                loop.evaluate(turn[0])
+                everybody.append(time.perf_counter() - begin)
+            say(seconds=seconds + (sorted(everybody)[len(everybody) // 2] / 10 if everybody else 0))
+        loop.runtime.close()
+        folder.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=["floor", "coterie"])
+    parser.add_argument("workload", choices=[*WORKLOADS])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--engine", help="loop or stack")
+    parser.add_argument("--runtime", default="local")
+    parser.add_argument("--shipped", action="store_true", help="with the evaluation that is on by default")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    w = WORKLOADS[args.workload]
+    if args.kind == "floor":
+        floor_side(w, args.file, args.workers)
+    else:
+        engine = {"workers": args.workers, "runtime": args.runtime} | ({"engine": args.engine} if args.engine else {})
+        coterie_side(w, args.data_dir, engine, args.shipped)
+
+
+if __name__ == "__main__":
+    main()
