@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie import tree as T
 from coterie.engine.optim import Optimiser, stepper
-from coterie.engine.stack_run import LARGEST, Member, Stack
+from coterie.engine.stack_run import LARGEST, Lot, Member, Stack
 from coterie.engine.stack_step import Extra, Recipe, Steps, UnstackableError, identity
 from coterie.engine.trainer import clipped, orders, phase_rule, run_phase, starts_of, trained_names
 from coterie.method import Batch, Context, Phase
@@ -89,9 +89,9 @@ class Stacker:
 
     def _together(self, name: Any, phase: Phase, members: list[Member], round: int) -> None:
         lots = [_lots(self.ctx, phase, m, round, self._width(_size(phase, m))) for m in members]
-        ranked = sorted(range(len(members)), key=lambda i: -len(lots[i][0]))
+        ranked = sorted(range(len(members)), key=lambda i: -len(lots[i][1]))
         members, lots = [members[i] for i in ranked], [lots[i] for i in ranked]
-        if not lots or not len(lots[0][0]):
+        if not lots or not lots[0][1]:
             return
         recipe = self._recipe(name, phase, members, lots[0], round)
         if recipe is None:
@@ -123,7 +123,7 @@ class Stacker:
         )
         at = (name, recipe.trains, rule)
         if at not in self._checked:
-            self._checked[at] = _check(self.ctx, recipe, phase, first, lot[0][0], int(lot[1][0]))
+            self._checked[at] = _check(self.ctx, recipe, phase, first, lot[0][0], lot[1][0])
         padded, unused = self._checked[at]
         live = tuple(k for k in recipe.trains if k not in unused)
         return replace(
@@ -135,18 +135,19 @@ def _size(phase: Phase, m: Member) -> int:
     return len(m.data.train if phase.split == "train" else m.data.val)
 
 
-def _lots(ctx: Context, phase: Phase, m: Member, round: int, width: int) -> tuple[Tensor, Tensor]:
+def _lots(ctx: Context, phase: Phase, m: Member, round: int, width: int) -> Lot:
     """Which samples each step of a client takes [steps, width], filled up with its first, and how many are real."""
     n = _size(phase, m)
     starts = starts_of(ctx, n)
-    rows = []
-    for order, limit in orders(ctx, phase, m.data, round, m.share):
-        filled = torch.cat([order, order[:1].expand(len(starts) * ctx.batch + width)])
-        rows.append(filled[: len(starts) * ctx.batch].view(len(starts), -1)[:limit, :width])
-    if not rows:
-        return torch.zeros(0, width, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    sizes = torch.tensor([min(ctx.batch, n - a) for a in starts])
-    return torch.cat(rows), torch.cat([sizes[: len(r)] for r in rows])
+    found = list(orders(ctx, phase, m.data, round, m.share))
+    if not found:
+        return torch.zeros(0, width, dtype=torch.int64), []
+    steps, whole = sum(limit for _, limit in found), len(starts) * ctx.batch
+    order = torch.stack([o for o, _ in found])  # [epochs, n]
+    if n < whole:
+        order = torch.cat([order, order[:, :1].expand(-1, whole - n)], 1)
+    rows = order[:, :whole].reshape(-1, ctx.batch)[:steps, :width]  # only the last epoch may be cut short
+    return rows, ([min(ctx.batch, n - a) for a in starts] * len(found))[:steps]
 
 
 def _check(

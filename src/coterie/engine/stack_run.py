@@ -1,6 +1,7 @@
 """One phase of a stack of clients: gathers batches, takes steps, lets clients leave when they have finished."""
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from coterie.tree import Tree
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32)  # of stacks: few shapes, so few traces
 LARGEST = SIZES[-1]  # clients in one stack
+Lot = tuple[Tensor, list[int]]  # which samples each step takes [steps, width], and how many of them are real
 
 
 @dataclass
@@ -43,22 +45,23 @@ class Stack:
         recipe: Recipe,
         phase: Phase,
         members: list[Member],
-        lots: list[tuple[Tensor, Tensor]],
+        lots: list[Lot],
         lr: Tensor,
     ):
         self.steps, self.key, self.recipe, self.members, self.lr = steps, key, recipe, members, lr
         splits = [m.data.train if phase.split == "train" else m.data.val for m in members]
         self.x, self.y = torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits])
-        self.lengths = [len(lot) for lot, _ in lots]
+        self.lengths = [len(real) for _, real in lots]
+        self.samples = [sum(real) for _, real in lots]
         rows = [*range(len(members))] + [len(members) - 1] * (_rows(len(members)) - len(members))
         most, width = lots[0][0].shape
         self.lot = torch.zeros(most, len(rows), width, dtype=torch.int64)  # rows of x
-        self.real = torch.ones(most, len(rows), dtype=torch.int64)
-        shift = torch.tensor([0, *(len(s) for s in splits)]).cumsum(0)
         for row, i in enumerate(rows):
-            lot, real = lots[i]
-            self.lot[: len(lot), row], self.real[: len(lot), row] = lot, real
-            self.lot[:, row] += shift[i]
+            self.lot[: self.lengths[i], row] = lots[i][0]
+        ends = list(accumulate((len(s.y) for s in splits), initial=0))
+        self.lot += torch.tensor([ends[i] for i in rows])[:, None]
+        sizes = [lots[i][1] + [1] * (most - self.lengths[i]) for i in rows]
+        self.real = torch.tensor(sizes).T  # [steps, rows]
         self.weight = (torch.arange(width) < self.real[:, :, None]).float()
         names = [*recipe.trains, *recipe.moves, *recipe.rest]
         self.state = [torch.stack([members[i].params[k] for i in rows]) for k in names]  # [rows, ...]
@@ -87,7 +90,7 @@ class Stack:
         m, n, recipe = self.members[i], self.lengths[i], self.recipe
         found = dict(zip([*recipe.trains, *recipe.moves, *recipe.rest], self.state, strict=True))
         m.params = {k: found[k][i].clone() for k in m.params}
-        m.steps, m.samples = m.steps + n, m.samples + int(self.real[:n, i].sum())
+        m.steps, m.samples = m.steps + n, m.samples + self.samples[i]
         m.loss = m.loss + self.loss[:n, i].sum()
         if self.aux:
             m.extras = {**m.extras, "aux": [a[i] for a in self.aux[:n]]}
