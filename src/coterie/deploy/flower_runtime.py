@@ -43,6 +43,7 @@ class FlowerRuntime:
         self._refused: dict[str, tuple[str, float]] = {}  # why, and when
         self._told: dict[str, str] = {}  # refusals that have been logged
         self._last_seen: dict[int, float] = {}
+        self._edges_asked = 0.0
         self._attached: Mapping[EdgeId, Edge] = {}  # the method's edges in this round
         self._merged: dict[EdgeId, tuple[list[int], State, Upload]] = {}  # those that were merged on edges
 
@@ -95,8 +96,10 @@ class FlowerRuntime:
 
     def _ask_edges(self) -> None:
         """Edges know who is behind them; they pass the plan on themselves and answer with the hellos of new devices."""
-        if not self.edges:
-            return
+        full = len(self.here) >= self.roster.places and all(self.edges.values())
+        if not self.edges or (full and time.monotonic() - self._edges_asked < MOMENT):
+            return  # an edge itself says in a round who is gone; a newcomer is seen a moment later
+        self._edges_asked = time.monotonic()
         text = {"plan": self.asking.plan}
         replies, _ = self.link.send(dict.fromkeys(self.edges, text), "who", 0, HELLO)
         for edge, reply in replies.items():
