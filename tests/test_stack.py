@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from coterie import codec
 from coterie.config import Engine, settings
 from coterie.engine import choose, stack_step
+from coterie.engine.evaluate import Case, Scorer, score
 from coterie.engine.loop import Loop
 from coterie.engine.optim import Optimiser
 from coterie.engine.stack import Stacker
 from coterie.engine.stack_run import Member
 from coterie.engine.stack_step import UnstackableError, identity
 from coterie.engine.trainer import train
-from coterie.method import Batch, Extras, Method, Phase
+from coterie.method import Batch, Extras, Method, Phase, Split
 from coterie.methods import find, known
 from coterie.session import Session, execute, prepare
 from coterie.testing import CHECKS, Bench, SmallNet, open_loop, small_data
@@ -242,3 +243,39 @@ def test_traces_are_made_of_frequent_shapes_only() -> None:
         calls("k", lambda *a: (a[0] * 2,), flat)
     assert not calls._traced
     assert torch.equal(calls("k", lambda *a: (a[0] * 2,), flat)[0], torch.full((2, 3), 2.0)) and calls._traced
+
+
+def cases(s: Session, one: bool, sizes: list[int]) -> list[Case]:
+    """Models of clients, all the same or each its own, on parts of these sizes."""
+    w0, out = s.method.ctx.w0, []
+    for i, n in enumerate(sizes):
+        rng = torch.Generator().manual_seed(i)
+        x, y = torch.rand(n, 1, 8, 8, generator=rng), torch.randint(10, (n,), generator=rng)
+        own = {k: v + 0.3 * torch.randn(v.shape, generator=rng) if v.is_floating_point() else v for k, v in w0.items()}
+        out.append(Case(w0 if one else own, {}, Split(x, y)))
+    return out
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_many_clients_are_scored_at_once_as_one_by_one(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = session(find("fedavg"))
+    many = cases(s, one, [300, 7, 0, 1, 41, 256])
+    alone = [score(s.method, *c) for c in many]
+    asked: list[int] = []
+    predict = type(s.method).predict
+    monkeypatch.setattr(type(s.method), "predict", lambda m, w, x, e: asked.append(len(x)) or predict(m, w, x, e))
+    for a, b in zip(alone, Scorer(s.method)(many), strict=True):
+        assert torch.equal(a.hits, b.hits) and torch.equal(a.total, b.total)
+        assert float(a.loss) == pytest.approx(float(b.loss), rel=1e-5)
+    assert len(asked) == (3 if one else 2), "in chunks of 256, not client by client"
+
+
+def test_what_cannot_be_stacked_is_scored_one_by_one() -> None:
+    class Branches(Method):
+        def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
+            return self.ctx.forward(params, x) if float(x.sum()) >= 0 else x
+
+    s = session(Branches)
+    many = cases(s, False, [12, 5])
+    for a, b in zip([score(s.method, *c) for c in many], Scorer(s.method)(many), strict=True):
+        assert torch.equal(a.hits, b.hits) and float(a.loss) == float(b.loss)

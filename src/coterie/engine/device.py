@@ -3,8 +3,9 @@
 Requests and replies are codec values, so a device may sit in this process, in a worker process or on another host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from coterie import tree as T
 from coterie.codec import Value
 from coterie.data.federation import Federation
 from coterie.engine import official
-from coterie.engine.evaluate import Score, score
+from coterie.engine.evaluate import TOGETHER, Case, Score, Scorer, score
 from coterie.engine.optim import Optimiser
 from coterie.engine.stack import Stacker
 from coterie.engine.stack_run import Member
 from coterie.engine.trainer import Effort, train
 from coterie.errors import CoterieError
-from coterie.method import ClientData, Extras, Method, Split, State
+from coterie.method import ClientData, Extras, Method, Phase, Split, State
 from coterie.tree import Tree
 
 
@@ -30,7 +31,7 @@ class Work:
     item: Value
     state: State
     test: Split
-    own: Tree  # the personal model before it
+    own: tuple[Tree, Extras]  # the personal model before it
     member: Member
     answer: dict[str, Any]
 
@@ -44,42 +45,48 @@ class Device:
     rule: Optimiser
     stacker: Stacker | None = None  # None: client by client
 
+    @cached_property
+    def _scorer(self) -> Scorer:
+        return Scorer(self.method)
+
     def handle(self, request: Value) -> Value:
         """One batch of jobs for one operation, answered in order."""
-        if request["op"] == "train":
-            return self._train(request)
-        job: Callable[..., Value] = {"score": self._score, "whole": self._whole}[request["op"]]
-        return [self._named(request, item, job, request, item) for item in request["jobs"]]
+        jobs, op = request["jobs"], request["op"]
+        if op == "whole":
+            return [self._named(request, jobs[:1], self._whole, request) for _ in jobs]
+        job, size = (self._train, len(jobs)) if op == "train" else (self._score, TOGETHER)
+        step = max(1, size) if self.stacker else 1
+        parts = [jobs[a : a + step] for a in range(0, len(jobs), step)]
+        return [answer for part in parts for answer in self._named(request, part, job, request, part)]
 
-    def _named(self, request: Value, item: Value, job: Callable[..., Any], *args: Any) -> Any:
+    def _named(self, request: Value, items: Sequence[Value], job: Callable[..., Any], *args: Any) -> Any:
         """Do the job; what goes wrong says where."""
         try:
             return job(*args)
         except CoterieError:
             raise
         except Exception as e:
-            where = f"{request['op']} of client {item['client']} in round {request['round']}"
+            who = f"client {items[0]['client']}" if len(items) == 1 else f"clients {[i['client'] for i in items]}"
+            where = f"{request['op']} of {who} in round {request['round']}"
             raise RuntimeError(f"{type(self.method).__name__}, {where}: {type(e).__name__}: {e}") from e
 
-    def _train(self, request: Value) -> Value:
-        """These clients' part of a round, one after the other or all at once."""
-        jobs = request["jobs"]
-        if self.stacker is None:
-            return [self._named(request, item, self._alone, request, item) for item in jobs]
-        works = [self._named(request, item, self._begin, request, item) for item in jobs]
-        phases = self.method.phases(request["round"])
-        if works:
-            self._named(request, jobs[0], self.stacker.train, phases, [w.member for w in works], request["round"])
-        return [self._named(request, w.item, self._end, request, w, w.member.effort) for w in works]
+    # ---- one client, or many at once -----------------------------------------------------------------------------
+    def _practise(self, phases: Sequence[Phase], members: Sequence[Member], round: int) -> list[Effort]:
+        """Local training; members hold what came out."""
+        if self.stacker is not None:
+            self.stacker.train(phases, members, round)
+            return [m.effort for m in members]
+        out = []
+        for m in members:
+            trained = train(self.method.ctx, self.rule, phases, m.params, m.extras, m.data, round, m.share)
+            m.params, m.extras, effort = trained
+            out.append(effort)
+        return out
 
-    def _alone(self, request: Value, item: Value) -> Value:
-        work = self._begin(request, item)
-        m, round = work.member, request["round"]
-        phases = self.method.phases(round)
-        m.params, m.extras, effort = train(
-            self.method.ctx, self.rule, phases, m.params, m.extras, m.data, round, m.share
-        )
-        return self._end(request, work, effort)
+    def _scores(self, cases: Sequence[Case], shared: bool = False) -> list[dict[str, Any]]:
+        if self.stacker is not None:
+            return [_plain(s) for s in self._scorer(cases, shared)]
+        return [_plain(score(self.method, *case, shared=shared)) for case in cases]
 
     def _open(self, request: Value, item: Value) -> tuple[ClientData, Split, State, Tree]:
         client = item["client"]
@@ -87,63 +94,88 @@ class Device:
         state = item["state"] if item["state"] is not None else self.method.init_client(data)
         return data, self.federation.test(client), state, {**request["shared"], **item["each"]}
 
+    # ---- a round -------------------------------------------------------------------------------------------------
+    def _train(self, request: Value, jobs: Sequence[Value]) -> Value:
+        """These clients' part of a round; `watch` adds scores before and after local training."""
+        method, round = self.method, request["round"]
+        phases = method.phases(round)
+        works = [self._begin(request, item) for item in jobs]
+        if request["watch"]:
+            for w, s in zip(works, self._scores([Case(*w.own, w.test) for w in works]), strict=True):
+                w.answer["before"] = s
+        efforts = self._practise(phases, [w.member for w in works], round)
+        after = [self._end(request, w, effort) for w, effort in zip(works, efforts, strict=True)]
+        if request["watch"] and phases:
+            cases = [Case(*own, w.test) for own, w in zip(after, works, strict=True)]
+            for w, s in zip(works, self._scores(cases), strict=True):
+                w.answer["after"] = s
+        return [w.answer for w in works]
+
     def _begin(self, request: Value, item: Value) -> Work:
-        """Where one client starts; `watch` adds scores before and after local training."""
-        method = self.method
         data, test, state, download = self._open(request, item)
         answer: dict[str, Any] = {"client": item["client"], "samples": len(data.train)}
-        own, more = method.personal(state, download, data) if request["watch"] or request.get("moves") else ({}, {})
-        if request["watch"]:
-            answer["before"] = _plain(score(method, own, more, test))
-        params, extras = method.begin(state, download, data, request["round"])
+        asked = request["watch"] or request.get("moves")
+        own: tuple[Tree, Extras] = self.method.personal(state, download, data) if asked else ({}, {})
+        params, extras = self.method.begin(state, download, data, request["round"])
         return Work(item, state, test, own, Member(params, extras, data, item["share"]), answer)
 
-    def _end(self, request: Value, work: Work, effort: Effort) -> Value:
-        method, round, answer, own, test = self.method, request["round"], work.answer, work.own, work.test
-        params, extras, data = work.member.params, work.member.extras, work.member.data
+    def _end(self, request: Value, work: Work, effort: Effort) -> tuple[Tree, Extras]:
+        """Fills the answer in and returns the client's own model after local training."""
+        method, m, answer = self.method, work.member, work.answer
         with torch.no_grad():
-            state, upload = method.end(work.state, params, extras, data, round)
-        if request["watch"] and method.phases(round):
-            answer["after"] = _plain(score(method, *method.trained(state, params, extras), test))
+            state, upload = method.end(work.state, m.params, m.extras, m.data, request["round"])
+        after: tuple[Tree, Extras] = ({}, {})
+        if request["watch"] or request.get("moves"):
+            after = method.trained(state, m.params, m.extras)
         if request.get("moves"):
-            names = [k for k in own if k in method.ctx.net.trainable]
-            new = method.trained(state, params, extras)[0]
-            answer["move"] = T.flatten(new, names) - T.flatten(own, names)
+            names = [k for k in work.own[0] if k in method.ctx.net.trainable]
+            answer["move"] = T.flatten(after[0], names) - T.flatten(work.own[0], names)
         answer |= {"state": state, "tree": upload.tree, "note": dict(upload.note)}
-        return answer | {"steps": effort.steps, "loss": effort.loss}
+        answer |= {"steps": effort.steps, "loss": effort.loss}
+        return after
 
-    def _score(self, request: Value, item: Value) -> Value:
-        """All views the request asks for, of one client; nothing is kept."""
+    # ---- evaluation ----------------------------------------------------------------------------------------------
+    def _score(self, request: Value, jobs: Sequence[Value]) -> Value:
+        """All views the request asks for, of these clients; nothing is kept."""
         method, round = self.method, request["round"]
-        data, test, state, download = self._open(request, item)
-        parts = {"test": test} | ({"val": data.val} if len(data.val) else {})
-        params, extras = method.personal(state, download, data)
-        answer: dict[str, Any] = {"client": item["client"]}
+        opened = [self._open(request, item) for item in jobs]
+        own = [method.personal(state, download, data) for data, _, state, download in opened]
+        answers: list[dict[str, Any]] = [{"client": item["client"]} for item in jobs]
 
-        def put(view: str, tree: Tree, more: Extras, shared: bool = False) -> None:
-            for part, split in parts.items():
-                answer[f"{view}/{part}"] = _plain(score(method, tree, more, split, shared))
+        def put(view: str, models: Sequence[tuple[Tree, Extras]], who: Sequence[int], shared: bool = False) -> None:
+            for part, splits in (("test", [test for _, test, _, _ in opened]), ("val", [d.val for d, *_ in opened])):
+                at = [(m, i) for m, i in zip(models, who, strict=True) if part == "test" or len(splits[i])]
+                scores = self._scores([Case(*m, splits[i]) for m, i in at], shared)
+                for (_, i), s in zip(at, scores, strict=True):
+                    answers[i][f"{view}/{part}"] = s
 
-        put("personal", params, extras)
+        everybody = range(len(jobs))
+        put("personal", own, everybody)
         whole = request.get("global")
         if whole is not None:
-            if not extras and _same(whole, params) and type(method).predict_global is _PREDICT_GLOBAL:
-                for part in parts:
-                    answer[f"global/{part}"] = answer[f"personal/{part}"]
-            else:
-                put("global", whole, {}, shared=True)
+            plain = type(method).predict_global is _PREDICT_GLOBAL
+            same = [plain and not extras and _same(whole, params) for params, extras in own]
+            for a in (a for a, known in zip(answers, same, strict=True) if known):
+                a |= {f"global/{k.removeprefix('personal/')}": v for k, v in a.items() if k.startswith("personal/")}
+            rest = [i for i in everybody if not same[i]]
+            put("global", [(whole, {})] * len(rest), rest, shared=True)
         if request.get("official"):
-            answer |= self._official(request, params, extras, len(data.train))
+            for a, (params, extras), (data, *_) in zip(answers, own, opened, strict=True):
+                a |= self._official(request, params, extras, len(data.train))
         if phases := method.adapt():
-            adapted, more, _ = train(method.ctx, self.rule, phases, params, extras, data, round)
-            put("adapted", adapted, more)
+            members = [Member(*m, data) for m, (data, *_) in zip(own, opened, strict=True)]
+            self._practise(phases, members, round)
+            put("adapted", [(m.params, m.extras) for m in members], everybody)
         if request["trained"]:
-            start, more = method.begin(state, download, data, round)
-            after, more, _ = train(method.ctx, self.rule, method.phases(round), start, more, data, round)
-            with torch.no_grad():
-                state, _ = method.end(state, after, more, data, round)
-            put("trained", *method.trained(state, after, more))
-        return answer
+            members = [Member(*method.begin(s, download, d, round), d) for d, _, s, download in opened]
+            self._practise(method.phases(round), members, round)
+            after = []
+            for m, (data, _, state, _) in zip(members, opened, strict=True):
+                with torch.no_grad():
+                    state, _ = method.end(state, m.params, m.extras, data, round)
+                after.append(method.trained(state, m.params, m.extras))
+            put("trained", after, everybody)
+        return answers
 
     def _official(self, request: Value, params: Tree, extras: Extras, samples: int) -> dict[str, Any]:
         """The personal model on the official test part, and the model itself where there is none for all."""
@@ -156,7 +188,7 @@ class Device:
             answer |= {"model": {k: params[k] for k in names}, "samples": samples}
         return answer
 
-    def _whole(self, request: Value, item: Value) -> Value:
+    def _whole(self, request: Value) -> Value:
         """One model for all on the official test part."""
         return official.plain(self.method, self.federation, request["model"], {}, shared=True)
 
