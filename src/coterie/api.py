@@ -20,6 +20,7 @@ from coterie.session import Factory, Objects, execute, prepare, rebuild
 
 State = Literal["memory", "disk"]
 Where = Literal["local", "ray"]
+Training = Literal["loop", "stack", "auto"]
 
 
 def run(
@@ -32,15 +33,16 @@ def run(
     state: State = "memory",
     runtime: Where = "local",
     address: str | None = None,
+    engine: Training = "loop",
     data_dir: str | Path | None = None,
     **more: Any,
 ) -> Run:
     """One run; `more` are settings of the run, of the federation or of the method. Returns what it wrote, readable."""
     named, objects = _named(method, data, model)
     place = Path(data_dir) if data_dir else None
-    engine = Engine(workers=workers, state=state, runtime=runtime, address=address, data_dir=place)
+    how = Engine(workers=workers, state=state, runtime=runtime, address=address, engine=engine, data_dir=place)
     chosen = _settings(method, named, more)
-    session = prepare(chosen, engine, method=objects.method, dataset=objects.dataset, model=objects.model)
+    session = prepare(chosen, how, method=objects.method, dataset=objects.dataset, model=objects.model)
     folder = Path(out) if out else fresh_folder(f"{named['method']}-{named['data']}")
     execute(session, folder)
     return Run(folder, session)
@@ -54,14 +56,15 @@ def compare(
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
     workers: int | None = None,
+    engine: Training = "loop",
     data_dir: str | Path | None = None,
     **more: Any,
 ) -> Comparison:
     """Several methods on the same clients; Local-Only is always among them."""
-    engine = Engine(workers=workers, data_dir=Path(data_dir) if data_dir else None)
+    how = Engine(workers=workers, engine=engine, data_dir=Path(data_dir) if data_dir else None)
     folder = Path(out) if out else fresh_folder("compare")
     cells = comparison_cells(methods, data, model, seeds, folder, **more)
-    status = sweep(cells, engine)
+    status = sweep(cells, how)
     if status.failed:
         path, reason = next(iter(status.failed.items()))
         raise CoterieError(f"{path.name} failed: {reason}")
