@@ -199,6 +199,9 @@ def test_uploads_unlike_the_others_and_not_as_declared_are_left_out() -> None:
     good = {"w": torch.zeros(3), "x:more": torch.zeros(2, 4)}
     trees = {0: good, 1: good, 2: {"w": torch.zeros(3)}, 3: {**good, "x:more": torch.zeros(8)}}
     assert set(v.odd_ones(trees, dict.fromkeys(trees, T.nbytes(good)))) == {2, 3}
+    assert set(v.odd_ones({0: trees[2], 1: good}, dict.fromkeys(trees, T.nbytes(good)))) == {
+        0
+    }  # also if it comes first
     assert v.odd_ones({0: good, 1: good, 2: trees[2]}, {0: 44, 1: 44, 2: 12}) == {}  # a method that lets clients choose
 
 

@@ -99,11 +99,12 @@ def scored(answer: Any, client: int, ctx: Context) -> Value:
 
 def odd_ones(trees: Mapping[int, Tree], declared: Mapping[int, int]) -> dict[int, str]:
     """Uploads that are neither like most others nor of the declared size; they would spoil a mean or break it."""
-    names = _common([tuple(sorted(t)) for t in trees.values()]) if len(trees) > 1 else None
-    shapes = {k: _common([tuple(t[k].shape) for t in trees.values() if k in t]) for t in trees.values() for k in t}
-    kinds = {
-        k: _common([(t[k].dtype, t[k].dim()) for t in trees.values() if k in t]) for t in trees.values() for k in t
-    }
+    sound = [t for i, t in trees.items() if T.nbytes(t) == declared.get(i, -1)] or list(trees.values())
+    names = _common([tuple(sorted(t)) for t in sound]) if len(trees) > 1 else None
+    every = {k for t in trees.values() for k in t}
+    like = {k: [t[k] for t in sound if k in t] or [t[k] for t in trees.values() if k in t] for k in every}
+    shapes = {k: _common([tuple(x.shape) for x in found]) for k, found in like.items()}
+    kinds = {k: _common([(x.dtype, x.dim()) for x in found]) for k, found in like.items()}
     out = {}
     for i, t in trees.items():
         size = T.nbytes(t)
