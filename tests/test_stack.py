@@ -79,8 +79,16 @@ def test_a_stacked_run_is_the_loops_run(name: str, tmp_path: Path) -> None:
     same_run(find(name), tmp_path)
 
 
+def test_fedcac_trains_the_same_models_though_it_may_rank_entries_otherwise(tmp_path: Path) -> None:
+    """It ranks entries by how far they moved. A bias before batch norm moves by rounding alone, so masks may differ."""
+    loops = [play(session(find("fedcac"), engine=e, rounds=1), tmp_path / e) for e in ("loop", "stack")]
+    states = [[x.store.get(i) or {} for i in range(5)] for x in loops]
+    assert all("mask" in state for state in states[0])
+    close(*([{k: v for k, v in state.items() if k != "mask"} for state in one] for one in states))
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", [n for n in known() if n not in QUICK])
+@pytest.mark.parametrize("name", [n for n in known() if n not in QUICK and n != "fedcac"])
 def test_a_stacked_run_is_the_loops_run_for_every_method(name: str, tmp_path: Path) -> None:
     same_run(find(name), tmp_path)
 
