@@ -1,6 +1,6 @@
 """One table: Coterie in all its ways, the hand-written floor, and the peers that are installed.
 
-    python benchmarks/bench.py [W1 W2 W3] [--quick] [--minutes 8] [--data-dir DIR] [--out table.md|table.csv]
+    python benchmarks/bench.py [W1 W2 W3] [--quick] [--minutes 9] [--data-dir DIR] [--out table.md|table.csv]
 
 Every contender is a process of its own with the same clients, model, epochs and batches. They take turns round by
 round, so that a noisy machine disturbs all alike; a ratio is the median over the rounds of (its time / the floor's
@@ -10,11 +10,13 @@ environment, or in that of --flower-python and --pfl-python.
 """
 
 import argparse
+import contextlib
 import csv
 import io
 import json
 import os
 import queue
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,11 +31,19 @@ import numpy as np
 import torch
 from floor import WORKLOADS, Workload
 from side import dataset_of, session_of
-from turns import pss
+from turns import family, pss
 
 HERE = Path(__file__).parent
 COLUMNS = ("workload", "contender", "s per round", "x floor", "GFLOP/s", "% of GEMM peak", "MB")
-PATIENCE = 45.0  # seconds for a start or a round
+PATIENCE = 90.0  # seconds for a start or a round
+ENDING = 10.0  # seconds that Ray and Flower need to end
+QUIET = {  # one thread each, no reports home; Ray's workers would run at nice 15, which any other load starves
+    "OMP_NUM_THREADS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
+    "FLWR_TELEMETRY_ENABLED": "0",
+}
 
 
 @dataclass
@@ -50,8 +60,7 @@ class Contender:
     log: Path = Path()
 
     def start(self, log: Path) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", **self.environment}
-        environment |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        environment = {**os.environ, **QUIET, **self.environment}
         self.log = log
         with log.open("w") as errors:
             self.process = subprocess.Popen(
@@ -59,7 +68,6 @@ class Contender:
             )
         self.lines = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
-        self.hear()
 
     def _listen(self) -> None:
         for line in self.process.stdout:
@@ -76,6 +84,7 @@ class Contender:
             pass
         last = [x for x in self.log.read_text(errors="replace").splitlines() if x.strip()][-1:]
         self.failed = (last or ["no answer"])[0].strip()[:90]
+        self.stop(patience=5)  # lest it take the processor from the others
         return {}
 
     def round(self, t: int, ids: list[int]) -> dict[str, Any]:
@@ -86,18 +95,28 @@ class Contender:
             pass
         return self.hear()
 
-    def stop(self) -> None:
+    def dismiss(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+
+    def stop(self, patience: float = 15) -> None:
+        """The end of its input tells it to end; who does not is ended, with everything it started."""
         if self.process is None:
             return
-        self.process.stdin.close()
+        started = family(self.process.pid)
+        self.dismiss()
         try:
-            self.process.wait(15)
+            self.process.wait(patience)
         except subprocess.TimeoutExpired:
             self.process.terminate()
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+        for pid in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self.process = None
 
 
 def contenders(name: str, file: Path, args: argparse.Namespace) -> list[Contender]:
@@ -148,10 +167,10 @@ def lay_down(w: Workload, data_dir: Path | None, file: Path) -> Any:
 
 
 def compete(name: str, args: argparse.Namespace, seconds: float) -> tuple[list[Contender], float]:
-    """Rounds in turn until the time is up; also floating-point operations of an average round."""
+    """Rounds in turn until the time is up, starts and ends included; also floating-point operations of a round."""
     from coterie.rng import torch_rng
 
-    w = WORKLOADS[name]
+    w, entry = WORKLOADS[name], time.monotonic()
     with tempfile.TemporaryDirectory() as tmp:
         file = Path(tmp) / "data"
         session = lay_down(w, args.data_dir, file)
@@ -159,8 +178,12 @@ def compete(name: str, args: argparse.Namespace, seconds: float) -> tuple[list[C
         usual = w.join * float(sizes.mean())
         sides = contenders(name, file, args)
         try:
+            begin = time.monotonic()
             for i, side in enumerate(sides):
                 side.start(Path(tmp) / f"{i}.log")
+            for side in sides:
+                side.hear()
+            print(f"{name}: {len(sides)} contenders started in {time.monotonic() - begin:.0f} s", flush=True)
             begin = time.monotonic()
             for t in range(1, 60):
                 ids = session.method.sample({}, t, torch_rng(session.settings.seed, "sample", t))
@@ -176,12 +199,14 @@ def compete(name: str, args: argparse.Namespace, seconds: float) -> tuple[list[C
                     reference = reference or spent
                     side.times.append(spent * usual / samples)
                     side.ratios.append(spent / reference)
-                passed = time.monotonic() - begin
-                if t >= 3 and passed + passed / t > seconds:
+                now = time.monotonic()
+                if t >= 3 and now - entry + (now - begin) / t + ENDING > seconds:
                     break
             for side in sides:
-                side.memory = pss(side.process.pid)
+                side.memory = pss(side.process.pid) if side.process else 0
         finally:
+            for side in sides:
+                side.dismiss()
             for side in sides:
                 side.stop()
     return sides, flops(w, session) * usual * w.epochs
@@ -228,23 +253,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", help="of W1, W2, W3; default: all")
     parser.add_argument("--quick", action="store_true", help="W1 and W2, Coterie and the floor alone; under 2 minutes")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for the rounds and starts of all workloads")
+    parser.add_argument("--minutes", type=float, help="for all workloads (default: 9, quick: 1.6); 3 rounds at least")
     parser.add_argument("--data-dir", type=Path, help="where Fashion-MNIST lies (default: $COTERIE_DATA)")
     parser.add_argument("--flower-python", default=os.environ.get("FLOWER_PYTHON", sys.executable))
     parser.add_argument("--pfl-python", default=os.environ.get("PFL_PYTHON", sys.executable))
     parser.add_argument("--out", type=Path, action="append", default=[], help="also write the table here (.md or .csv)")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that contenders are ended, too
     torch.set_num_threads(1)
     names = args.workloads or (["W1", "W2"] if args.quick else [*WORKLOADS])
-    share = {"W1": 0.4, "W2": 0.1, "W3": 0.5}
-    total = 60 * (min(0.9, args.minutes) if args.quick else args.minutes * 0.75)  # the rest is for starting and ending
+    share = {"W1": 0.35, "W2": 0.2, "W3": 0.45}
+    end = time.monotonic() + 60 * (args.minutes or (1.6 if args.quick else 9))
     peak = gemm_peak()
     print(f"GEMM peak, 2 processes: {peak:.0f} GFLOP/s", flush=True)
     if "W1" in names and dataset_of(WORKLOADS["W1"], args.data_dir).name == "like-fmnist":
         print("W1: Fashion-MNIST was not found, so noise of the same shape and sizes stands in for it")
     rows = []
-    for name in names:
-        sides, work = compete(name, args, total * share[name] / sum(share[n] for n in names))
+    for i, name in enumerate(names):
+        left = end - time.monotonic()
+        sides, work = compete(name, args, left * share[name] / sum(share[n] for n in names[i:]))
         rows += [row(name, side, work, peak) for side in sides]
         print(f"{name}: {len(sides[0].times)} rounds of each", flush=True)
     print("\n" + markdown(rows))

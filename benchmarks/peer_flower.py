@@ -4,11 +4,13 @@ python benchmarks/peer_flower.py W1 FILE        (bench.py makes the file and say
 """
 
 import logging
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
+import ray
 import torch
 import torch.nn.functional as F
 from floor import WORKLOADS
@@ -17,6 +19,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
+from side import stored
 from turns import next_round, say
 
 NAME, FILE = sys.argv[1], Path(sys.argv[2])
@@ -27,11 +30,7 @@ client_app, server_app = ClientApp(), ServerApp()
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)
-    at = np.load(FILE.with_suffix(".at.npy"))
-    me = int(context.node_config["partition-id"])
-    rows = slice(int(at[me]), int(at[me + 1]))  # of files in the page cache: only the client's own rows are read
-    x = torch.from_numpy(np.array(np.load(FILE.with_suffix(".x.npy"), mmap_mode="r")[rows]))
-    y = torch.from_numpy(np.array(np.load(FILE.with_suffix(".y.npy"), mmap_mode="r")[rows]))
+    x, y = stored(FILE)[int(context.node_config["partition-id"])]  # an actor keeps all clients in memory
     model = W.model()
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     model.train()
@@ -39,7 +38,7 @@ def train(message: Message, context: Context) -> Message:
     for _ in range(W.epochs):
         order = torch.randperm(len(y))
         for bx, by in zip(x[order].split(W.batch), y[order].split(W.batch), strict=True):
-            if len(by) > 1:
+            if len(by) > 1:  # batch norm cannot learn from one sample
                 optimiser.zero_grad()
                 F.cross_entropy(model(bx), by).backward()
                 optimiser.step()
@@ -73,5 +72,8 @@ def main(grid: Grid, context: Context) -> None:
 
 if __name__ == "__main__":
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2}}
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    # the simulation would wait for its own threads for ever; Ray's processes go when this one is gone
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server_app, client_app, num_supernodes=W.clients, backend_config=resources)

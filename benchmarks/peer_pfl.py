@@ -22,6 +22,7 @@ from pfl.hyperparam import NNTrainHyperParams
 from pfl.internal.ops.pytorch_ops import distributed
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
+from side import stored
 from turns import next_round, say
 
 NAME, FILE = sys.argv[1], Path(sys.argv[2])
@@ -81,19 +82,20 @@ class Timed(TrainingProcessCallback):
 
 def main() -> None:
     torch.set_num_threads(1)
-    x, y = (torch.from_numpy(np.load(FILE.with_suffix(f".{name}.npy"))) for name in "xy")
-    at = np.load(FILE.with_suffix(".at.npy"))
-    sizes = np.diff(at).tolist()
+    np.random.seed(0)  # all processes draw the same users and share them out
+    clients = stored(FILE)
+    sizes = [len(y) for _, y in clients]
     timed = Timed(sizes)
 
     def make_dataset(user: int) -> Dataset:
         timed.chosen.append(user)
-        rows = slice(at[user], at[user + 1])
+        x, y = clients[user]
         order = torch.randperm(sizes[user])
-        return Dataset((x[rows][order], y[rows][order]), user_id=str(user))
+        return Dataset((x[order], y[order]), user_id=str(user))
 
-    users = [i for i in range(W.clients) if sizes[i] > 1]
-    data = FederatedDataset(make_dataset, get_user_sampler("random", users))
+    # with the number of samples as weights pfl gives every process about the same work
+    weights = {i: sizes[i] for i in range(W.clients)}
+    data = FederatedDataset(make_dataset, get_user_sampler("random", [*weights]), user_id_to_weight=weights)
     net = Net()
     central = torch.optim.SGD(net.parameters(), lr=1.0)
     model = PyTorchModel(net, local_optimizer_create=torch.optim.SGD, central_optimizer=central)
@@ -101,12 +103,14 @@ def main() -> None:
         NNAlgorithmParams(
             central_num_iterations=10**6, evaluation_frequency=10**7, train_cohort_size=W.join, val_cohort_size=0
         ),
-        SimulatedBackend(training_data=data, val_data=data),
+        SimulatedBackend(training_data=data, val_data=None),
         model,
         NNTrainHyperParams(local_batch_size=W.batch, local_num_epochs=W.epochs, local_learning_rate=W.lr),
         callbacks=[timed],
         send_metrics_to_platform=False,
     )
+    if distributed.world_size > 1:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -19,12 +19,22 @@ def next_round() -> tuple[int, list[int]] | None:
     return (int(line[0]), [int(i) for i in line[1:]]) if line else None
 
 
-def pss(pid: int) -> int:
-    """Memory of a process and everything it started, in bytes; what several share is counted once."""
+def family(pid: int) -> list[int]:
+    """A process and everything it started, as far as it still lives."""
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
         children = [c for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
     except OSError:
-        return 0
-    own = sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024
-    return own + sum(pss(int(c)) for c in children)
+        return []
+    return [pid, *(p for c in children for p in family(int(c)))]
+
+
+def pss(pid: int) -> int:
+    """Memory of a process and everything it started, in bytes; what several share is counted once."""
+    total = 0
+    for member in family(pid):
+        try:
+            lines = Path(f"/proc/{member}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+    return total
