@@ -1,5 +1,6 @@
 """Arithmetic on trees: flat dictionaries of tensors keyed by state-dict names."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -128,4 +129,7 @@ def nbytes(tree: Mapping[str, Tensor]) -> int:
 
 
 def finite(tree: Mapping[str, Tensor]) -> bool:
-    return all(bool(torch.isfinite(v).all()) for v in tree.values() if v.is_floating_point())
+    """Are all floating entries numbers? One that is not spoils its sum; a sum that merely overflows is looked into."""
+    return all(
+        math.isfinite(v.sum().item()) or bool(torch.isfinite(v).all()) for v in tree.values() if v.is_floating_point()
+    )
