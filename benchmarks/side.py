@@ -16,8 +16,8 @@ from turns import next_round, say
 
 @cache
 def stored(path: Path) -> list[Pair]:
-    """The clients' training data as bench.py wrote them; processes share the pages of the files."""
-    x, y = (torch.from_numpy(np.load(path.with_suffix(f".{name}.npy"), mmap_mode="c")) for name in "xy")
+    """The clients' training data as bench.py wrote them, in memory."""
+    x, y = (torch.from_numpy(np.load(path.with_suffix(f".{name}.npy"))) for name in "xy")
     at = np.load(path.with_suffix(".at.npy"))
     return [(x[a:b], y[a:b]) for a, b in pairwise(at)]
 
