@@ -36,6 +36,7 @@ from turns import family, pss
 HERE = Path(__file__).parent
 COLUMNS = ("workload", "contender", "s per round", "x floor", "GFLOP/s", "% of GEMM peak", "MB")
 PATIENCE = 90.0  # seconds for a start or a round
+WARM = {"W1": 1, "W2": 20, "W3": 1}  # rounds before the first that counts; short steps are traced after some uses
 ENDING = 10.0  # seconds that Ray and Flower need to end
 QUIET = {  # one thread each, no reports home; Ray's workers would run at nice 15, which any other load starves
     "OMP_NUM_THREADS": "1",
@@ -185,7 +186,7 @@ def compete(name: str, args: argparse.Namespace, seconds: float) -> tuple[list[C
                 side.hear()
             print(f"{name}: {len(sides)} contenders started in {time.monotonic() - begin:.0f} s", flush=True)
             begin = time.monotonic()
-            for t in range(1, 60):
+            for t in range(1, WARM[name] + 60):
                 ids = session.method.sample({}, t, torch_rng(session.settings.seed, "sample", t))
                 samples = int(sizes[ids].sum())
                 reference = 0.0
@@ -193,14 +194,14 @@ def compete(name: str, args: argparse.Namespace, seconds: float) -> tuple[list[C
                     if side.failed:
                         continue
                     got = side.round(t, ids)
-                    if not got or t == 1:  # the first round warms up caches on every side
+                    if not got or t <= WARM[name]:
                         continue
                     spent = got["seconds"] * samples / got.get("samples", samples)
                     reference = reference or spent
                     side.times.append(spent * usual / samples)
                     side.ratios.append(spent / reference)
                 now = time.monotonic()
-                if t >= 3 and now - entry + (now - begin) / t + ENDING > seconds:
+                if t >= WARM[name] + 2 and now - entry + (now - begin) / t + ENDING > seconds:
                     break
             for side in sides:
                 side.memory = pss(side.process.pid) if side.process else 0
@@ -253,7 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", help="of W1, W2, W3; default: all")
     parser.add_argument("--quick", action="store_true", help="W1 and W2, Coterie and the floor alone; under 2 minutes")
-    parser.add_argument("--minutes", type=float, help="for all workloads (default: 9, quick: 1.6); 3 rounds at least")
+    parser.add_argument("--minutes", type=float, help="for all workloads (default: 9, quick: 1.6)")
     parser.add_argument("--data-dir", type=Path, help="where Fashion-MNIST lies (default: $COTERIE_DATA)")
     parser.add_argument("--flower-python", default=os.environ.get("FLOWER_PYTHON", sys.executable))
     parser.add_argument("--pfl-python", default=os.environ.get("PFL_PYTHON", sys.executable))
