@@ -271,11 +271,11 @@ def test_p15_aun_is_the_norm_of_the_mean_update_and_at_most_the_mean_norm(name) 
 
 
 def test_p15_aun_of_updates_that_cancel_is_zero() -> None:
-    from coterie.engine.loop import _notes
+    from coterie.engine.protocol import notes
 
     move = torch.tensor([3.0, 4.0])
-    notes = _notes([{"note": {}, "move": move}, {"note": {}, "move": -move}])
-    assert notes == {"aun": 0.0, "mean_update": 5.0, "largest_update": 5.0}
+    found = notes([{"note": {}, "move": move}, {"note": {}, "move": -move}])
+    assert found == {"aun": 0.0, "mean_update": 5.0, "largest_update": 5.0}
 
 
 # ---- what cannot work ----------------------------------------------------------------------------------------------

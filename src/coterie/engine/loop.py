@@ -31,7 +31,6 @@ class Schedule:
     rounds: int
     seed: int
     eval_every: int = 10
-    eval_clients: int | None = None  # so many of the clients, and of the newcomers, are scored; None: all
     checkpoint_every: int = 10
     watch: bool = True  # score participants before and after local training
     final_trained: bool = True  # after the last round, every client also after local training
@@ -40,6 +39,7 @@ class Schedule:
     newcomers: tuple[ClientId, ...] = ()  # never sampled, scored only
     official: bool = False  # score on the official test part too
     log_updates: bool = False  # how far the participants' own models moved, together and at most
+    eval_clients: int | None = None  # so many of the clients, and of the newcomers, are scored; None: all
 
 
 @dataclass
