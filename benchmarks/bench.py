@@ -138,6 +138,7 @@ def contenders(name: str, file: Path, args: argparse.Namespace) -> list[Contende
     found.append(Contender("Coterie, 1 worker", [*ours, "--workers", "1", *plain]))
     if plain:
         found.append(Contender("Coterie, 2 workers, stack", [*ours, "--engine", "stack"]))
+        found.append(Contender("Coterie, 1 worker, stack", [*ours, "--engine", "stack", "--workers", "1"]))
     if has(sys.executable, "ray"):
         found.append(Contender("Coterie, Ray, 2 actors", [*ours, "--runtime", "ray", *plain]))
     if has(args.flower_python, "flwr", "ray"):

@@ -194,7 +194,7 @@ def test_what_a_loss_holds_is_part_of_its_identity() -> None:
 
 
 def test_auto_says_what_it_chose_and_a_resumed_run_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_timed", lambda device: (0.2, 0.1, {}))
+    monkeypatch.setattr(choose, "_timed", lambda device: (0.2, 0.1, 0.05, {}))
     said: list[str] = []
     halt = iter([True, False, False])
     assert not execute(session(FEDAVG, engine="auto"), tmp_path, say=said.append, stopped=lambda: next(halt))
@@ -206,6 +206,17 @@ def test_auto_says_what_it_chose_and_a_resumed_run_keeps_it(tmp_path: Path, monk
     whole = play(session(FEDAVG, engine="stack"), tmp_path / "whole")
     assert (tmp_path / "events.jsonl").read_bytes() == (tmp_path / "whole" / "events.jsonl").read_bytes()
     assert whole.done == 2
+
+
+def test_a_stack_stays_in_one_process_where_halving_it_saves_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "_timed", lambda device: (0.2, 0.1, 0.09, {}))
+    choice = choose.settle(tmp_path, session(FEDAVG).device(), "auto", resume=False)
+    assert choice.workers == 1 and "one process" in choice.why
+    assert choose.settle(tmp_path, session(FEDAVG).device(), "loop", resume=True).workers == 1
+    many = session(FEDAVG, clients=40, partition="iid", min_size=1).device()  # more participants than one stack holds
+    assert choose.settle(tmp_path, many, "auto", resume=False).workers is None
 
 
 def test_auto_measures_both_and_takes_the_loop_for_convolutions(tmp_path: Path) -> None:

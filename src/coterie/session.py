@@ -233,7 +233,9 @@ def execute(
         choice = choose.settle(out, session.device(), session.engine.engine, resume)
         if session.engine.engine != "loop" or choice.engine != "loop":
             say(choice.sentence)
-        session = replace(session, engine=session.engine.model_copy(update={"engine": choice.engine}))
+        kind = session.engine
+        workers = kind.workers or (choice.workers if kind.runtime == "local" else None)
+        session = replace(session, engine=kind.model_copy(update={"engine": choice.engine, "workers": workers}))
         runtime = open_runtime(session)
         try:
             while True:

@@ -9,21 +9,25 @@ from typing import Literal
 from coterie import codec
 from coterie.engine.device import Device
 from coterie.engine.stack import Stacker
-from coterie.engine.stack_run import Member
+from coterie.engine.stack_run import LARGEST, Member
 from coterie.engine.trainer import train
-from coterie.method import Phase
+from coterie.method import ClientData, Extras, Phase
 from coterie.rng import torch_rng
+from coterie.tree import Tree
 
 Asked = Literal["loop", "stack", "auto"]
+Start = tuple[Tree, Extras, ClientData]
 FILE = "engine.json"
 TRIED = 8  # participants
 WORTH = 0.9  # of the loop's time: below, stacking is taken
+SPLIT = 0.65  # of the time of all clients: if half of them take more, sharing them out between processes does not pay
 
 
 @dataclass(frozen=True)
 class Choice:
     engine: Literal["loop", "stack"]
     why: str
+    workers: int | None = None  # processes, where the user leaves it open; they decide who shares a stack
 
     @property
     def sentence(self) -> str:
@@ -48,20 +52,23 @@ def _choose(device: Device, asked: Asked) -> Choice:
     if asked == "auto" and device.method.ctx.net.layout.of_kind("conv"):
         return Choice("loop", "convolutions of many clients at once are slower than one after the other")
     try:
-        loop, stack, alone = _timed(device)
+        loop, stack, half, alone = _timed(device)
     except Exception as e:  # a trial must never stop a run: the loop always works
         if asked == "stack":
             return Choice("stack", "as asked")
         return Choice("loop", f"stacking could not be tried ({(str(e).splitlines() or [type(e).__name__])[0][:80]})")
     left = f"; phase {min(alone) + 1} client by client: {alone[min(alone)]}" if alone else ""
+    ctx = device.method.ctx
+    one = half > SPLIT * stack and ctx.join * len(ctx.clients) <= LARGEST
+    left += "; one process, because half of the clients take nearly as long as all" if one else ""
     if asked == "stack":
-        return Choice("stack", f"as asked{left}")
+        return Choice("stack", f"as asked{left}", 1 if one else None)
     times = f"{1000 * stack:.0f} ms stacked, {1000 * loop:.0f} ms client by client for an epoch of {TRIED} clients"
-    return Choice("stack" if stack < WORTH * loop else "loop", f"{times}{left}")
+    return Choice("stack", f"{times}{left}", 1 if one else None) if stack < WORTH * loop else Choice("loop", times)
 
 
-def _timed(device: Device) -> tuple[float, float, dict[int, str]]:
-    """Seconds of both for one epoch of a few clients, and why some phases cannot be stacked."""
+def _timed(device: Device) -> tuple[float, float, float, dict[int, str]]:
+    """Seconds for one epoch of a few clients: one by one, stacked, half of them stacked; and why phases cannot be."""
     method, ctx = device.method, device.method.ctx
     t = 0 if method.opening() else 1
     phases = [_short(p) for p in method.phases(t)]
@@ -70,23 +77,27 @@ def _timed(device: Device) -> tuple[float, float, dict[int, str]]:
     server = method.setup()
     ids = sorted(set(method.sample(server, t, torch_rng(ctx.seed, "sample", t))))[:TRIED]
     sent = method.down(server, ids, t)
-    starts = []
+    starts: list[Start] = []
     for i in ids:
         data = device.federation.data(i)
         starts.append((*method.begin(method.init_client(data), sent.to(i), data, t), data))
     stacker = Stacker(ctx, device.rule, patient=False)
+
+    def one_by_one(members: list[Start]) -> None:
+        for params, extras, data in members:
+            train(ctx, device.rule, phases, params, extras, data, t)
+
+    def stacked(members: list[Start]) -> None:
+        stacker.train(phases, [Member(*s) for s in members], t)
+
     took = []
-    for stacked in (False, True):
-        for _ in range(2):  # the first warms up and traces
+    for way, members in ((one_by_one, starts), (stacked, starts), (stacked, starts[: max(1, len(starts) // 2)])):
+        for _ in range(3):  # the first warms up and traces
             begin = time.perf_counter()
-            if stacked:
-                stacker.train(phases, [Member(*s) for s in starts], t)
-            else:
-                for s in starts:
-                    train(ctx, device.rule, phases, *s, t)
+            way(members)
             last = time.perf_counter() - begin
         took.append(last)
-    return took[0], took[1], {k: v for k, v in stacker.reasons.items() if isinstance(k, int)}
+    return took[0], took[1], took[2], {k: v for k, v in stacker.reasons.items() if isinstance(k, int)}
 
 
 def _short(phase: Phase) -> Phase:
