@@ -136,15 +136,15 @@ def both(
 FEDAVG = find("fedavg")
 
 
-@pytest.mark.parametrize("norm", [True, False])
+SGD, MOMENTUM = Optimiser(), Optimiser("sgd", 0.9, 0.01)
+
+
 @pytest.mark.parametrize(
-    "rule",
-    [Optimiser(), Optimiser("sgd", 0.9, 0.01), Optimiser("adam", 0, 0.01), Optimiser("adamw", 0, 0.01)],
-    ids=lambda r: f"{r.kind}-{r.momentum}",
-)
+    ("rule", "norm"),  # a bias before batch norm has no gradient but rounding, which Adam blows up to full steps
+    [(SGD, True), (SGD, False), (MOMENTUM, True), (MOMENTUM, False), (Optimiser("adam", 0, 0.01), False),
+     (Optimiser("adamw", 0, 0.01), False)],
+)  # fmt: skip
 def test_optimisers_act_on_every_client_alone(rule: Optimiser, norm: bool) -> None:
-    if norm and rule.kind != "sgd":
-        pytest.skip("a bias before batch norm has no gradient but rounding, which Adam blows up to full steps")
     lr = 0.1 if rule.kind == "sgd" else 0.003
     assert both(FEDAVG, rule, SmallNet(norm=norm), lr=lr, partition="dirichlet(0.1)", min_size=2) == {}
 

@@ -57,24 +57,12 @@ def run_phase(
     round: int,
     share: float,
 ) -> tuple[Tree, Extras, int, int, Tensor]:
-    """One phase of one client, in training mode: its tree (moved in place), extras, steps, samples and summed loss."""
-    if phase.update is None:
-        return _descend(ctx, rule, phase, params, extras, data, round, share)
-    params, steps, seen = _updates(ctx, phase, params, extras, data, round, share)
-    return params, extras, steps, seen, torch.zeros(())
+    """One phase of one client, in training mode: its tree (moved in place), extras, steps, samples and summed loss.
 
-
-def _descend(
-    ctx: Context,
-    rule: Optimiser,
-    phase: Phase,
-    params: Tree,
-    extras: Extras,
-    data: ClientData,
-    round: int,
-    share: float,
-) -> tuple[Tree, Extras, int, int, Tensor]:
-    """One phase of gradient descent. Only what is trained requires a gradient, so nothing else can move."""
+    Only what is trained requires a gradient, so nothing else can move."""
+    if phase.update is not None:
+        params, steps, seen = _updates(ctx, phase, params, extras, data, round, share)
+        return params, extras, steps, seen, torch.zeros(())
     names = trained_names(ctx, phase, params)
     leaves = [params[k].requires_grad_() for k in names]
     lr = ctx.lr_at(round) if phase.lr is None else phase.lr

@@ -27,9 +27,8 @@ class FedFomoSettings(Settings):
 class FedFomo(Method):
     Settings = FedFomoSettings
     hp: FedFomoSettings
-    title = "FedFomo"
+    title, year, family = "FedFomo", 2021, "M"
     paper = "Zhang et al., ICLR 2021, arXiv 2012.08565"
-    year, family = 2021, "M"
     personal_part = "the whole model, mixed on the client"
     needs = ("val",)
 
