@@ -295,13 +295,21 @@ def test_a_dead_node_is_missed_at_the_deadline(federation: Federation) -> None:
         replies, errors = link.send({"alice": {}, "bob": {}}, "train", 1, 6)
         assert list(replies) == ["alice"] and errors == {"bob": "bob did not answer within 6 s"}
         assert time.monotonic() - began < 12
-        federation.join("bob", pause=3.0)
+    times = federation.devices["bob"].tail().count("connected to")
+    federation.join("bob", pause=3.0)
+    until = time.monotonic() + 60
+    while federation.devices["bob"].tail().count("connected to") <= times:  # one log for all processes of a name
+        assert time.monotonic() < until, federation.devices["bob"].tail()
+        time.sleep(0.1)
 
 
 def test_a_node_that_died_at_work_and_comes_back_within_the_round_is_asked_again(
     federation: Federation, tmp_path: Path
 ) -> None:
+    from flwr.proto.fleet_pb2 import DeactivateNodeRequest
+
     from coterie.deploy.transport_device import Device
+    from coterie.deploy.transport_http import call
 
     certs.add_node(federation.certs.root, "fred")
     key = federation.certs.key("fred")
@@ -319,6 +327,8 @@ def test_a_node_that_died_at_work_and_comes_back_within_the_round_is_asked_again
 
         def come_back() -> None:
             at_work.wait(30)
+            call(first._client.DeactivateNode, DeactivateNodeRequest(node_id=first._node))
+            time.sleep(2.5)  # long enough for the cloud to see that it is gone
             second.run()  # the first never answers; a new process of the same node connects
 
         again = threading.Thread(target=come_back, daemon=True)
@@ -334,7 +344,9 @@ def test_a_node_that_died_at_work_and_comes_back_within_the_round_is_asked_again
 
 def test_a_killed_server_program_is_followed_by_another(federation: Federation) -> None:
     dead = federation.link("alice", "bob")
-    pids = {n: r["pid"] for n, r in dead.send({"alice": {}, "bob": {}}, "train", 1, 30)[0].items()}
+    replies, errors = dead.send({"alice": {}, "bob": {}}, "train", 1, 30)
+    assert errors == {}
+    pids = {n: r["pid"] for n, r in replies.items()}
     dead._drop()  # as SIGKILL would: the run is not ended
     with federation.link("alice", "bob") as link:
         replies, errors = link.send({"alice": {}, "bob": {}}, "train", 2, 30)

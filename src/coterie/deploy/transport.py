@@ -16,7 +16,8 @@ What was learned about Flower 1.41 and is relied on here (runs: transport_run.py
   devices deactivate their dead predecessor first.
 - A stock SuperNode retries for ever while a SuperLink is down, but ends itself when one that lost its memory answers
   401; so the SuperLink's state is kept in a database, and our own devices activate anew and go on.
-- A node is taken for gone after two missed heartbeats: 20 s with our devices, 60 s with stock SuperNodes.
+- A node is taken for gone after two missed heartbeats: 20 s with our devices, 60 s with stock SuperNodes. A device that
+  is started again is gone for a moment, between its predecessor's goodbye and its own activation.
 - There is no limit on messages; arrays travel in chunks of 5 MB, a request each. A node's clock may be 5 s ahead of
   the SuperLink's and 5 min behind.
 """
@@ -40,6 +41,7 @@ from coterie.errors import CoterieError
 
 LOOK = 1.0  # seconds between looks at who is connected while waiting for replies
 GRACE = 15.0  # seconds nodes have to come back after the SuperLink was away
+RETURN = 5.0  # seconds a node has to come back that was there when it was asked
 NODE_UNAVAILABLE = 5  # Flower's code of the reply it makes for a node that is gone
 log = logging.getLogger("coterie.cloud")
 
@@ -70,6 +72,7 @@ class _Round:
     bodies: Mapping[str, Mapping[str, Any]]
     until: float
     asked: dict[str, _Asked] = field(default_factory=dict)  # by Flower's message id
+    seen: dict[str, float] = field(default_factory=dict)  # when a client that was asked was last connected
     replies: dict[str, Value] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
@@ -162,9 +165,10 @@ class FlowerLink:
         new = []
         for client in list(now.heads):
             if client not in online:
-                if not self._grace:
-                    now.failed(client, f"{client} is not connected")
+                if not self._grace and time.monotonic() - now.seen.get(client, float("-inf")) > RETURN:
+                    now.failed(client, f"{client} is not connected" + " any more" * (client in now.seen))
                 continue
+            now.seen[client] = time.monotonic()
             if client in waiting:
                 key, about = waiting[client]
                 if about.activated == online[client].last_activated_at:
@@ -189,8 +193,8 @@ class FlowerLink:
             try:
                 message = run.fetch(tree, self.largest)
                 if message.has_error():
-                    if self._grace and message.error.code == NODE_UNAVAILABLE:
-                        continue  # it has not yet noticed that the SuperLink is back; asked again when it has
+                    if message.error.code == NODE_UNAVAILABLE:
+                        continue  # asked again if it comes back; `_ask` gives it up if it does not
                     raise CoterieError(message.error.reason or "no reason given")
                 head, value, size = wire.opened(message.content)
                 head.refuse_unless(now.heads[client])
