@@ -242,3 +242,14 @@ def test_results_of_another_version_are_refused_in_a_sentence(tmp_path: Path) ->
     (cell.out / "settings.json").write_text(json.dumps(about))
     with pytest.raises(CoterieError, match=r"another version of Coterie \(9\.9\)"):
         cell.finished()
+
+
+def test_a_default_said_aloud_is_the_same_run(tmp_path: Path) -> None:
+    it = presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedCPMD"])
+
+    def out(**changes: object) -> Path:
+        return next(iter(presets.cells(it, 1, presets.Shrink(changes=changes), tmp_path).values())).out
+
+    assert out() == out(distance="js") != out(distance="w2")
+    with pytest.raises(CoterieError, match="distance"):
+        out(distance="none of these")

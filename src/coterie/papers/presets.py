@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from coterie.config import RunSettings, settings
 from coterie.errors import CoterieError, unknown
-from coterie.methods import find
+from coterie.methods import build, find
 from coterie.runs.sweep import Cell
 from coterie.session import stored
 
@@ -191,18 +191,23 @@ def cells(it: Item, seeds: int, shrink: Shrink, out: Path) -> dict[tuple[str, st
         for column in it.columns:
             for seed in range(seeds):
                 s = cell(it, row, column, seed, shrink)
-                text = json.dumps(s.model_dump(mode="json"), sort_keys=True)
+                text = json.dumps(_written_out(s).model_dump(mode="json"), sort_keys=True)
                 key = hashlib.sha256(text.encode()).hexdigest()[:8]
                 name = f"{s.method}-{Path(s.data).stem}-s{s.seed}"
                 found[row, column, seed] = Cell(s, _earlier(s, out, name) or out / f"{name}-{key}")
     return found
 
 
+def _written_out(s: RunSettings) -> RunSettings:
+    """With the method's defaults: `distance=js` and nothing said are the same run."""
+    return s.model_copy(update={"settings": build(s.method, s.settings).hp.model_dump(mode="json")})
+
+
 def _earlier(wanted: RunSettings, out: Path, name: str) -> Path | None:
     """A run of the same settings that is there already, also from a version that had fewer settings to write."""
     for path in sorted(out.glob(f"{name}-????????/settings.json")):
         try:
-            if RunSettings(**stored(path.parent)["settings"]) == wanted:
+            if _written_out(RunSettings(**stored(path.parent)["settings"])) == _written_out(wanted):
                 return path.parent
         except (CoterieError, ValidationError, KeyError, TypeError):
             continue  # damaged or of another version: not the same run
