@@ -251,5 +251,11 @@ def test_a_default_said_aloud_is_the_same_run(tmp_path: Path) -> None:
         return next(iter(presets.cells(it, 1, presets.Shrink(changes=changes), tmp_path).values())).out
 
     assert out() == out(distance="js") != out(distance="w2")
+    old = tmp_path / "fedcpmd-fmnist-s42-00000000"  # found by what it means, and goes on with what it wrote
+    old.mkdir()
+    written = presets.cell(it, "FedCPMD", "FMNIST", 0, presets.Shrink(changes={"distance": "js"}))
+    (old / "settings.json").write_text(json.dumps({"settings": written.model_dump(mode="json")}))
+    (cell,) = presets.cells(it, 1, presets.Shrink(), tmp_path).values()
+    assert (cell.out, cell.settings) == (old, written)
     with pytest.raises(CoterieError, match="distance"):
         out(distance="none of these")

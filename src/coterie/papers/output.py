@@ -23,6 +23,7 @@ VIEW = {  # the curve behind a statistic
     "gm": "personal/test/mean",
     "global_final": "global/official/pooled",
     "global_best": "global/official/pooled",
+    "megabytes": "participants/before/pooled",
 }
 
 Cells = Mapping[tuple[str, str, int], Run]

@@ -194,7 +194,7 @@ def cells(it: Item, seeds: int, shrink: Shrink, out: Path) -> dict[tuple[str, st
                 text = json.dumps(_written_out(s).model_dump(mode="json"), sort_keys=True)
                 key = hashlib.sha256(text.encode()).hexdigest()[:8]
                 name = f"{s.method}-{Path(s.data).stem}-s{s.seed}"
-                found[row, column, seed] = Cell(s, _earlier(s, out, name) or out / f"{name}-{key}")
+                found[row, column, seed] = _earlier(s, out, name) or Cell(s, out / f"{name}-{key}")
     return found
 
 
@@ -203,12 +203,13 @@ def _written_out(s: RunSettings) -> RunSettings:
     return s.model_copy(update={"settings": build(s.method, s.settings).hp.model_dump(mode="json")})
 
 
-def _earlier(wanted: RunSettings, out: Path, name: str) -> Path | None:
+def _earlier(wanted: RunSettings, out: Path, name: str) -> Cell | None:
     """A run of the same settings that is there already, also from a version that had fewer settings to write."""
     for path in sorted(out.glob(f"{name}-????????/settings.json")):
         try:
-            if _written_out(RunSettings(**stored(path.parent)["settings"])) == _written_out(wanted):
-                return path.parent
+            found = RunSettings(**stored(path.parent)["settings"])
+            if _written_out(found) == _written_out(wanted):
+                return Cell(found, path.parent)
         except (CoterieError, ValidationError, KeyError, TypeError):
             continue  # damaged or of another version: not the same run
     return None

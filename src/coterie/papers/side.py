@@ -29,9 +29,10 @@ STATISTICS: dict[str, Callable[[Run], float]] = {
     "global_best": lambda r: paper_metrics.global_best(r.curve("global", "official", "pooled"))[0],
     "rounds_to_70": lambda r: _rounds(r, 0.70),
     "rounds_to_75": lambda r: _rounds(r, 0.75),
+    "megabytes": lambda r: sum(r.summary()["bytes"].values()) / 1e6,
     **{f"client_{i}": partial(_client, i) for i in range(10)},
 }
-COUNTS = ("rounds_to_70", "rounds_to_75")  # in rounds, not percent, and the fewer the better
+COUNTS = ("rounds_to_70", "rounds_to_75", "megabytes")  # not in percent, and the fewer the better
 
 
 def _rounds(run: Run, target: float) -> float:
