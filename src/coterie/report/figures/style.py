@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from sklearn.isotonic import isotonic_regression
 
 from coterie.errors import CoterieError
@@ -51,17 +52,20 @@ def line(index: int) -> dict[str, Any]:
 
 
 def name_lines(axes: Axes, ends: Mapping[str, float], order: Sequence[str]) -> None:
-    """Names right of the axes, each at the height where its line ends, pushed apart where they would touch."""
+    """Names and a piece of each line right of the axes, at the height where it ends, pushed apart where they touch."""
     low, high = axes.get_ylim()
     heights = [(max(low, min(high, y)) - low) / (high - low) for y in ends.values()]
     placed = spread(heights, 0.058 if len(ends) < 16 else 0.9 / len(ends))
     for (name, y), at in zip(ends.items(), placed, strict=True):
-        colour = COLOURS[list(order).index(name) % len(COLOURS)]
+        look = line(list(order).index(name))
         axes.annotate(
-            name, xy=(1.0, (y - low) / (high - low)), xytext=(1.05, at), xycoords="axes fraction", va="center",
-            fontsize=8, color=colour, annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "relpos": (0, 0.5)},
+            "", xy=(1.0, (y - low) / (high - low)), xytext=(1.045, at), xycoords="axes fraction",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": look["color"], "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0},
         )  # fmt: skip
+        piece = Line2D([1.045, 1.08, 1.115], [at] * 3, transform=axes.transAxes, clip_on=False, markevery=[1], **look)
+        axes.add_artist(piece)  # not add_line, which would count as data
+        axes.text(1.13, at, name, transform=axes.transAxes, va="center", fontsize=8, color=look["color"])
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
