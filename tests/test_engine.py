@@ -147,6 +147,26 @@ def test_optimisers_are_those_of_torch(rule, make, norm, clip):
     assert effort.loss == pytest.approx(sum(losses) / 9, abs=1e-5)
 
 
+@pytest.mark.parametrize(("rule", "make"), RULES)
+def test_an_optimiser_that_keeps_its_memory_goes_on_where_it_stopped(rule, make):
+    data, method = one(10), bind(FedAvg, model=mlp(), data=one(10))
+    module, (x, y) = mlp().train(), data.parts[0]
+    optimiser, w, memory = make(module.parameters(), 0.1), method.ctx.w0, {}
+    for t in (1, 2, 3):
+        frozen = {k: v.clone() for k, v in memory.items()}
+        given = dict(memory)
+        w, _, _ = train(method.ctx, rule, method.phases(t), w, {}, data.data(0), t, memory=given)
+        assert same(memory, frozen)  # the tensors that were handed in belong to somebody else
+        memory = given
+        order = torch.randperm(10, generator=torch_rng(0, "batches", t, 0, 0, 0))
+        for a in (0, 4, 8):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(module(x[order[a : a + 4]]), y[order[a : a + 4]]).backward()
+            optimiser.step()
+        assert near(w, {k: v.detach() for k, v in module.named_parameters()}, atol=1e-6)
+    assert bool(memory) == (rule.kind != "sgd" or rule.momentum > 0)
+
+
 def test_weight_decay_spares_what_the_phase_says():
     weights = ("0.weight", "2.weight")
     _, after, _, _ = go(phases=[Phase(decays=weights.__contains__)], rule=Optimiser("sgd", 0.5, 0.1))

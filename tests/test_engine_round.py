@@ -309,3 +309,25 @@ def test_events_are_json_that_any_language_reads(tmp_path: Path) -> None:
     text = (tmp_path / "events.jsonl").read_text()
     assert json.loads(text) == {"round": 1, "loss": None, "deep": {"a": [1.5, None]}, "t": [1, 2]}
     assert "NaN" not in text and "Infinity" not in text
+
+
+def test_optimisers_remember_on_disk_through_workers_and_a_resumed_run(tmp_path):
+    from coterie.config import Engine
+    from coterie.config import settings as chosen
+    from coterie.runs.run import Run
+    from coterie.session import execute, prepare
+
+    def ends(name, engine, stop=0, **more):
+        s = chosen(method="fedper", clients=4, epochs=1, join=0.5, rounds=4, checkpoint_every=2, momentum=0.9, **more)
+        looks = iter(range(100))
+        done = execute(prepare(s, engine), tmp_path / name, stopped=lambda: 0 < stop <= next(looks))
+        assert done == (not stop)
+        if stop:
+            execute(prepare(s, engine), tmp_path / name, resume=True)
+        return Run(tmp_path / name).clients()["personal/test"].tolist()
+
+    whole = ends("whole", Engine(workers=1), opt_state="keep")
+    cut = ends("cut", Engine(workers=2, state="disk"), stop=2, opt_state="keep")
+    assert whole == cut != ends("reset", Engine(workers=1))
+    with pytest.raises(CoterieError, match="opt_state = keep needs loop"):
+        ends("no", Engine(workers=1, engine="stack"), opt_state="keep")

@@ -96,8 +96,9 @@ def test_global_model_is_scored_on_the_official_part_once_and_equals_every_perso
     )
 
 
-def test_a_method_with_private_heads_gets_the_mean_of_its_personal_models_by_samples(tmp_path: Path) -> None:
-    made = session(FedPer)
+@pytest.mark.parametrize("head", ["mean", "init"])
+def test_a_method_with_private_heads_gets_the_mean_of_its_personal_models_by_samples(tmp_path: Path, head) -> None:
+    made = session(FedPer, gm_head=head)
     execute(made, tmp_path / "r")
     run = Run(tmp_path / "r", made)
     fed, z = made.federation, run.evaluation()
@@ -108,6 +109,8 @@ def test_a_method_with_private_heads_gets_the_mean_of_its_personal_models_by_sam
         k: sum(int(w) * s[k].double() for w, s in zip(n, states, strict=True)) / int(n.sum())
         for k in made.method.ctx.w0
     }
+    if head == "init":
+        mean |= {k: made.method.ctx.w0[k] for k in made.method.ctx.group("head")}
     split = fed.official()
     for i, model in enumerate(models):
         with torch.no_grad():

@@ -32,6 +32,7 @@ class RunSettings(BaseModel):
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     momentum: float = Field(0.0, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
+    opt_state: Literal["reset", "keep"] = Field("reset", description="does momentum or Adam's memory outlive a round")
     weighting: Literal["samples", "uniform"] | None = Field(None, description="empty: as the method's paper says")
     bn_stats: Literal["shared", "local"] = Field("shared", description="do batch-norm statistics travel")
     seed: int = Field(0, ge=0)
@@ -43,6 +44,7 @@ class RunSettings(BaseModel):
     watch: bool = Field(True, description="score participants before and after local training in every round")
     final_trained: bool = Field(True, description="after the last round score all clients after local training too")
     official: bool = Field(False, description="score every personal model on the whole official test part too")
+    gm_head: Literal["mean", "init"] = Field("mean", description="head of GM, the mean of the personal models")
     checkpoint_every: int = Field(10, ge=1)
     log_updates: bool = Field(False, description="log the norm of the participants' mean update (aun) and the largest")
 

@@ -60,7 +60,7 @@ class Session:
 
     def device(self) -> Device:
         s = self.settings
-        rule = Optimiser(s.optimizer, s.momentum, s.weight_decay)
+        rule = Optimiser(s.optimizer, s.momentum, s.weight_decay, s.opt_state == "keep")
         stacker = Stacker(self.method.ctx, rule) if self.engine.engine == "stack" else None
         return Device(self.method, self.federation, rule, stacker)
 
@@ -195,6 +195,7 @@ def make_loop(session: Session, folder: Folder, runtime: Any) -> Loop:
             final_trained=s.final_trained,
             log_updates=s.log_updates,
             official=s.official,
+            gm_head=s.gm_head,
             dropout=s.dropout,
             stragglers=s.stragglers,
             newcomers=session.newcomers,

@@ -11,6 +11,7 @@ from coterie.engine.device import Device
 from coterie.engine.stack import Stacker
 from coterie.engine.stack_run import LARGEST, Member
 from coterie.engine.trainer import train
+from coterie.errors import CoterieError
 from coterie.method import ClientData, Extras, Phase
 from coterie.rng import torch_rng
 from coterie.tree import Tree
@@ -49,6 +50,10 @@ def settle(folder: Path, device: Device, asked: Asked, resume: bool) -> Choice:
 
 
 def _choose(device: Device, asked: Asked) -> Choice:
+    if device.rule.keep:
+        if asked == "stack":
+            raise CoterieError("engine = stack trains without memory of earlier rounds; opt_state = keep needs loop")
+        return Choice("loop", "optimisers keep their state, which is trained client by client")
     if asked == "auto" and device.method.ctx.net.layout.of_kind("conv"):
         return Choice("loop", "convolutions of many clients at once are slower than one after the other")
     try:

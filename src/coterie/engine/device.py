@@ -23,6 +23,8 @@ from coterie.errors import CoterieError
 from coterie.method import ClientData, Extras, Method, Phase, Split, State
 from coterie.tree import Tree
 
+MEMORY = "optimiser"  # the entry beside a client's own state, with opt_state = keep
+
 
 @dataclass(frozen=True)
 class Work:
@@ -78,7 +80,7 @@ class Device:
             return [m.effort for m in members]
         out = []
         for m in members:
-            trained = train(self.method.ctx, self.rule, phases, m.params, m.extras, m.data, round, m.share)
+            trained = train(self.method.ctx, self.rule, phases, m.params, m.extras, m.data, round, m.share, m.memory)
             m.params, m.extras, effort = trained
             out.append(effort)
         return out
@@ -92,7 +94,13 @@ class Device:
         client = item["client"]
         data = self.federation.data(client)
         state = item["state"] if item["state"] is not None else self.method.init_client(data)
+        if MEMORY in state:
+            state = {k: v for k, v in state.items() if k != MEMORY}
         return data, self.federation.test(client), state, {**request["shared"], **item["each"]}
+
+    def _memory(self, item: Value) -> Tree | None:
+        """Of the client's optimisers; a dictionary of its own, because training renews it."""
+        return dict((item["state"] or {}).get(MEMORY, {})) if self.rule.keep else None
 
     # ---- a round -------------------------------------------------------------------------------------------------
     def _train(self, request: Value, jobs: Sequence[Value]) -> Value:
@@ -117,7 +125,7 @@ class Device:
         asked = request["watch"] or request.get("moves")
         own: tuple[Tree, Extras] = self.method.personal(state, download, data) if asked else ({}, {})
         params, extras = self.method.begin(state, download, data, request["round"])
-        return Work(item, state, test, own, Member(params, extras, data, item["share"]), answer)
+        return Work(item, state, test, own, Member(params, extras, data, item["share"], self._memory(item)), answer)
 
     def _end(self, request: Value, work: Work, effort: Effort) -> tuple[Tree, Extras]:
         """Fills the answer in and returns the client's own model after local training."""
@@ -130,7 +138,8 @@ class Device:
         if request.get("moves"):
             names = [k for k in work.own[0] if k in method.ctx.net.trainable]
             answer["move"] = T.flatten(after[0], names) - T.flatten(work.own[0], names)
-        answer |= {"state": state, "tree": upload.tree, "note": dict(upload.note)}
+        kept = state if m.memory is None else {**state, MEMORY: m.memory}
+        answer |= {"state": kept, "tree": upload.tree, "note": dict(upload.note)}
         answer |= {"steps": effort.steps, "loss": effort.loss}
         return after
 
@@ -167,7 +176,10 @@ class Device:
             self._practise(phases, members, round)
             put("adapted", [(m.params, m.extras) for m in members], everybody)
         if request["trained"]:
-            members = [Member(*method.begin(s, download, d, round), d) for d, _, s, download in opened]
+            members = [
+                Member(*method.begin(s, download, d, round), d, memory=self._memory(item))
+                for (d, _, s, download), item in zip(opened, jobs, strict=True)
+            ]
             self._practise(method.phases(round), members, round)
             after = []
             for m, (data, _, state, _) in zip(members, opened, strict=True):

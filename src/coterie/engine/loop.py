@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -38,6 +38,7 @@ class Schedule:
     stragglers: float = 0.0  # share that does fewer epochs
     newcomers: tuple[ClientId, ...] = ()  # never sampled, scored only
     official: bool = False  # score on the official test part too
+    gm_head: Literal["mean", "init"] = "mean"  # of the model for all where the method has none
     log_updates: bool = False  # how far the participants' own models moved, together and at most
     eval_clients: int | None = None  # so many of the clients, and of the newcomers, are scored; None: all
 
@@ -234,7 +235,7 @@ class Loop:
         everybody = sorted({*self._scored(method.ctx.clients), *self._scored(plan.newcomers)})
         whole = method.global_model(self.server)
         answers: list[Value] = []
-        outside = Official(self.runtime, method, whole, plan.newcomers) if plan.official else None
+        outside = Official(self.runtime, method, whole, plan.newcomers, plan.gm_head) if plan.official else None
         for a in range(0, len(everybody), CLIENTS_PER_REQUEST):
             ids = everybody[a : a + CLIENTS_PER_REQUEST]
             downloads = self._preview(ids, t + 1)

@@ -1,8 +1,8 @@
 """The official test part (setting `official`): every personal model on it, and one model for all.
 
 A method without a global model is given one for this purpose alone: the mean of the personal models by training
-samples. Nothing of it is sent in a federation, so nothing is counted; a method whose models are not plain (extras, or
-entries missing) gets none.
+samples, with the mean of their heads or the initial head (`gm_head`). Nothing of it is sent in a federation, so nothing
+is counted; a method whose models are not plain (extras, or entries missing) gets none.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ def plain(method: Method, federation: Federation, tree: Tree, extras: Extras, sh
 class Official:
     """What one evaluation needs beside its requests: the model for all, scored once."""
 
-    def __init__(self, runtime: Runtime, method: Method, whole: Tree | None, newcomers: tuple[ClientId, ...]):
-        self.runtime, self.method, self.newcomers = runtime, method, set(newcomers)
+    def __init__(
+        self, runtime: Runtime, method: Method, whole: Tree | None, newcomers: tuple[ClientId, ...], head: str = "mean"
+    ):
+        self.runtime, self.method, self.newcomers, self.head = runtime, method, set(newcomers), head
         self.sums = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in method.ctx.w0.items()}
         self.samples, self.whole_sum = 0, True
         self.known = None if whole is None else self._ask(whole)
@@ -68,7 +70,10 @@ class Official:
         """The model for all has one score, written beside every client's."""
         if self.known is None and self.whole_sum and self.samples:
             w0 = self.method.ctx.w0
-            self.known = self._ask({k: (v / self.samples).to(w0[k].dtype) for k, v in self.sums.items()})
+            model = {k: (v / self.samples).to(w0[k].dtype) for k, v in self.sums.items()}
+            if self.head == "init":
+                model |= {k: w0[k] for k in self.method.ctx.group("head")}
+            self.known = self._ask(model)
         if self.known is not None:
             for a in answers:
                 a[f"global/{VIEW}"] = self.known

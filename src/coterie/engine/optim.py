@@ -11,6 +11,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 Step = Callable[[Sequence[Tensor | None]], None]
+Memory = dict[str, list[Tensor | None]]  # what an optimiser remembers, by kind: one entry per leaf
 
 
 @dataclass(frozen=True)
@@ -18,15 +19,27 @@ class Optimiser:
     kind: Literal["sgd", "adam", "adamw"] = "sgd"
     momentum: float = 0.0
     weight_decay: float = 0.0
+    keep: bool = False  # from one local training of a client to its next
 
 
-def stepper(rule: Optimiser, leaves: list[Tensor], decays: list[bool], lr: float) -> Step:
-    """A function of gradients that updates `leaves` in place; None leaves an entry (and its state) alone.
+def blank(rule: Optimiser, leaves: Sequence[Tensor]) -> Memory:
+    """The memory before the first step."""
+    if rule.kind != "sgd":
+        return {
+            "first": [torch.zeros_like(p) for p in leaves],
+            "second": [torch.zeros_like(p) for p in leaves],
+            "count": [torch.zeros(()) for _ in leaves],
+        }
+    return {"momentum": [None] * len(leaves)} if rule.momentum else {}
 
-    State starts empty: optimisers are made anew for every phase of every local training.
-    """
+
+def stepper(rule: Optimiser, leaves: list[Tensor], decays: list[bool], lr: float, memory: Memory | None = None) -> Step:
+    """A function of gradients that updates `leaves` and `memory` in place; None leaves an entry of both alone."""
+    memory = blank(rule, leaves) if memory is None else memory
     groups = [
-        _group(rule, [i for i, d in enumerate(decays) if d is flag], leaves, lr, rule.weight_decay if flag else 0.0)
+        _group(
+            rule, [i for i, d in enumerate(decays) if d is flag], leaves, lr, rule.weight_decay if flag else 0.0, memory
+        )
         for flag in dict.fromkeys(decays)
     ]
 
@@ -38,7 +51,7 @@ def stepper(rule: Optimiser, leaves: list[Tensor], decays: list[bool], lr: float
     return step
 
 
-def _group(rule: Optimiser, where: list[int], leaves: list[Tensor], lr: float, decay: float) -> Step:
+def _group(rule: Optimiser, where: list[int], leaves: list[Tensor], lr: float, decay: float, memory: Memory) -> Step:
     if rule.kind == "sgd" and not rule.momentum:
 
         def plain(gradients: Sequence[Tensor | None]) -> None:
@@ -51,15 +64,15 @@ def _group(rule: Optimiser, where: list[int], leaves: list[Tensor], lr: float, d
 
         return plain
     if rule.kind == "sgd":
-        buffers: list[Tensor | None] = [None] * len(leaves)
+        buffers = memory["momentum"]
 
         def heavy(gradients: Sequence[Tensor | None]) -> None:
             live = [i for i in where if gradients[i] is not None]
-            memory = [buffers[i] for i in live]
+            mine = [buffers[i] for i in live]
             sgd(
                 [leaves[i] for i in live],
                 [g for i in live if (g := gradients[i]) is not None],
-                memory,
+                mine,
                 foreach=True,
                 weight_decay=decay,
                 momentum=rule.momentum,
@@ -68,18 +81,17 @@ def _group(rule: Optimiser, where: list[int], leaves: list[Tensor], lr: float, d
                 nesterov=False,
                 maximize=False,
             )
-            for i, m in zip(live, memory, strict=True):
+            for i, m in zip(live, mine, strict=True):
                 buffers[i] = m
 
         return heavy
-    return _adam(rule.kind == "adamw", where, leaves, lr, decay)
+    return _adam(adamw if rule.kind == "adamw" else adam, where, leaves, lr, decay, memory)
 
 
-def _adam(decoupled: bool, where: list[int], leaves: list[Tensor], lr: float, decay: float) -> Step:
-    first = [torch.zeros_like(p) for p in leaves]
-    second = [torch.zeros_like(p) for p in leaves]
-    count = [torch.zeros(()) for _ in leaves]
-    update = adamw if decoupled else adam
+def _adam(
+    update: Callable[..., None], where: list[int], leaves: list[Tensor], lr: float, decay: float, memory: Memory
+) -> Step:
+    first, second, count = (memory[k] for k in ("first", "second", "count"))
 
     def step(gradients: Sequence[Tensor | None]) -> None:
         live = [i for i in where if gradients[i] is not None]

@@ -25,6 +25,7 @@ class Member:
     extras: Extras
     data: ClientData
     share: float = 1.0
+    memory: Tree | None = None  # of its optimisers, if they have one beyond this training
     noise: Tensor = field(default_factory=lambda: torch.zeros(0))  # state of the generator that the model's noise uses
     steps: int = 0
     samples: int = 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.engine.optim import Optimiser, stepper
+from coterie.engine.optim import Memory, Optimiser, blank, stepper
 from coterie.method import Batch, ClientData, Context, Extras, Phase, Split
 from coterie.rng import key, torch_rng
 from coterie.tree import Tree
@@ -33,16 +33,20 @@ def train(
     data: ClientData,
     round: int,
     share: float = 1.0,
+    memory: Tree | None = None,
 ) -> tuple[Tree, Extras, Effort]:
-    """Local training on a clone of `params`; `share` < 1 is a straggler that does fewer epochs (at least one)."""
+    """Local training on a clone of `params`; `share` < 1 is a straggler that does fewer epochs (at least one).
+
+    `memory` is what the optimisers remember from one local training to the next, renewed in place; None: nothing."""
     params = T.clone(params)
     # dropout and other noise inside the model; torch.manual_seed would also format a stack trace for absent GPUs
     torch.default_generator.manual_seed(key(ctx.seed, "noise", round, data.client))
     steps = samples = 0
     total = torch.zeros(())
     with ctx.net.train_mode():
-        for phase in () if extras.get("idle") else phases:
-            params, extras, n, seen, loss = run_phase(ctx, rule, phase, params, extras, data, round, share)
+        for i, phase in enumerate(() if extras.get("idle") else phases):
+            kept = None if memory is None else (memory, f"{i}/")
+            params, extras, n, seen, loss = run_phase(ctx, rule, phase, params, extras, data, round, share, kept)
             steps, samples, total = steps + n, samples + seen, total + loss
     return params, extras, Effort(steps, samples, float(total / max(steps, 1)))
 
@@ -56,6 +60,7 @@ def run_phase(
     data: ClientData,
     round: int,
     share: float,
+    kept: tuple[Tree, str] | None = None,
 ) -> tuple[Tree, Extras, int, int, Tensor]:
     """One phase of one client, in training mode: its tree (moved in place), extras, steps, samples and summed loss.
 
@@ -66,7 +71,11 @@ def run_phase(
     names = trained_names(ctx, phase, params)
     leaves = [params[k].requires_grad_() for k in names]
     lr = ctx.lr_at(round) if phase.lr is None else phase.lr
-    step = stepper(phase_rule(rule, phase), leaves, [phase.decays(k) for k in names], lr)
+    rule = phase_rule(rule, phase)
+    memory = blank(rule, leaves)
+    if kept is not None:
+        recall(memory, names, *kept)
+    step = stepper(rule, leaves, [phase.decays(k) for k in names], lr, memory)
     assert phase.loss is not None
     objective, clip = phase.loss, phase.clip
     auxes: list[Any] = []
@@ -92,9 +101,24 @@ def run_phase(
                             params[k].copy_(v)
     for leaf in leaves:
         leaf.requires_grad_(False)
+    if kept is not None:
+        remember(memory, names, *kept)
     if auxes:
         extras = {**extras, "aux": auxes}
     return params, extras, steps, seen, total
+
+
+def recall(memory: Memory, names: Sequence[str], tree: Tree, mark: str) -> None:
+    """Write into an optimiser's blank memory what `tree` holds of it; entries it does not know stay blank."""
+    for kind, entries in memory.items():
+        for i, name in enumerate(names):
+            if (found := tree.get(f"{mark}{kind}/{name}")) is not None:
+                entries[i] = found.clone()  # steps work in place
+
+
+def remember(memory: Memory, names: Sequence[str], tree: Tree, mark: str) -> None:
+    for kind, entries in memory.items():
+        tree.update({f"{mark}{kind}/{k}": v for k, v in zip(names, entries, strict=True) if v is not None})
 
 
 def trained_names(ctx: Context, phase: Phase, params: Tree) -> list[str]:
