@@ -45,7 +45,7 @@ def paper(
         _list(item, data_dir, workers, calibrate)
         return
     if item is None:
-        found = ", ".join(i.name for i in presets.items(name))
+        found = ", ".join(i.name for i in sorted(presets.items(name), key=_order))
         raise CoterieError(f"name a table or figure of {name}: {found}")
     shrink = presets.Shrink(rounds, subset, dict(parse_assignment(a) for a in set_ or []), _pairs(instead))
     chosen = presets.choose(presets.item(name, item), _commas(data), [] if methods == "all" else _commas(methods))
@@ -68,8 +68,10 @@ def paper(
                           highlight=False)  # fmt: skip
     elif chosen.reads_only:
         raise CoterieError(f"{folder} has no finished run to compare; run {name} table7, 8 or 9 there first")
-    for path, reason in status.failed.items():
-        typer.echo(f"coterie: {path.name} failed: {reason}", err=True)
+    for reason in dict.fromkeys(status.failed.values()):
+        names = [path.name for path, why in status.failed.items() if why == reason]
+        more = f" and {len(names) - 3} more" if len(names) > 4 else ""
+        typer.echo(f"coterie: {', '.join(names[:3] if more else names)}{more} failed: {reason}", err=True)
     if stop.asked:
         typer.echo("stopped; the same command goes on", err=True)
         raise typer.Exit(130)
