@@ -107,6 +107,14 @@ def test_commas_inside_parentheses_do_not_divide() -> None:
     assert _commas("mnist, MNIST_ExDir(2,0.5),x") == ["mnist", "MNIST_ExDir(2,0.5)", "x"] and _commas(None) == []
 
 
+def test_methods_whose_names_have_commas_can_be_chosen() -> None:
+    it = presets.item("sc-fpfl", "fig4")
+    wanted = ["FedAvg", "SC-FPFL", "clusters first", "SC-FPFL"]
+    assert presets.choose(it, [], wanted).rows == ("FedAvg", "SC-FPFL", "SC-FPFL, clusters first")
+    with pytest.raises(CoterieError, match='"clusters last"'):
+        presets.choose(it, [], ["SC-FPFL", "clusters last"])
+
+
 def test_runs_of_an_earlier_version_with_fewer_settings_are_found_again(tmp_path: Path) -> None:
     it = presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg"])
     (cell,) = presets.cells(it, 1, presets.Shrink(), tmp_path).values()

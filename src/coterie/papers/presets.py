@@ -152,11 +152,23 @@ def choose(it: Item, data: Sequence[str], methods: Sequence[str]) -> Item:
             raise unknown(f"data set of {it.paper} {it.name}", d, {*known.values()})
     columns = tuple(c for c in it.columns if not data or known[c] in data or c in data)
     by_name = {r: str(preset["methods"][r]["method"]) for r in it.rows}
+    methods = _joined(methods, {*by_name, *by_name.values()})
     for m in methods:
         if m not in by_name and m not in by_name.values():
             raise unknown(f"method of {it.paper} {it.name}", m, {*by_name, *by_name.values()})
     rows = tuple(r for r in it.rows if not methods or r in methods or by_name[r] in methods)
     return replace(it, rows=rows, columns=columns)
+
+
+def _joined(parts: Sequence[str], known: set[str]) -> list[str]:
+    """Parts between commas, put together again where a known name has commas of its own; the longest name counts."""
+    out, at = list[str](), 0
+    while at < len(parts):
+        ends = [e for e in range(len(parts), at, -1) if ", ".join(parts[at:e]) in known]
+        end = ends[0] if ends else at + 1
+        out.append(", ".join(parts[at:end]))
+        at = end
+    return out
 
 
 def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSettings:
