@@ -328,6 +328,7 @@ def test_a_compiler_that_fails_is_no_compiler(tmp_path: Path) -> None:
 
 
 @needs_native
+@pytest.mark.long
 def test_two_processes_that_start_at_once_share_one_library_with_the_same_bits(tmp_path: Path) -> None:
     both = [finish(p)[0] for p in [start(tmp_path), start(tmp_path)]]
     assert both[0][0] == "True True"

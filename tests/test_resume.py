@@ -181,6 +181,7 @@ def test_a_run_in_use_is_locked(paused: Path) -> None:
     resumed(paused)
 
 
+@pytest.mark.long
 def test_a_full_disk_gets_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
     """A limit on file size stands for the full disk: the checkpoint does not fit, the logs do."""
     out = tmp_path / "run"
