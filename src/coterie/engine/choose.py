@@ -53,7 +53,7 @@ def _choose(device: Device, asked: Asked) -> Choice:
     if device.rule.keep:
         if asked == "stack":
             raise CoterieError("engine = stack trains without memory of earlier rounds; opt_state = keep needs loop")
-        return Choice("loop", "optimisers keep their state, which is trained client by client")
+        return Choice("loop", "optimisers keep their memory, which stacks do not have")
     if asked == "auto" and device.method.ctx.net.layout.of_kind("conv"):
         return Choice("loop", "convolutions of many clients at once are slower than one after the other")
     try:

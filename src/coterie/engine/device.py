@@ -23,7 +23,7 @@ from coterie.errors import CoterieError
 from coterie.method import ClientData, Extras, Method, Phase, Split, State
 from coterie.tree import Tree
 
-MEMORY = "optimiser"  # the entry beside a client's own state, with opt_state = keep
+MEMORY = "engine:optimiser"  # beside the entries of a method's own in a client's state, with opt_state = keep
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,6 @@ STATISTICS: dict[str, Callable[[Run], float]] = {
 COUNTS = ("rounds_to_70", "rounds_to_75", "megabytes")  # not in percent, and the fewer the better
 
 
-NONE = "the method has no such model"
-
-
 def _rounds(run: Run, target: float) -> float:
     reached = paper_metrics.rounds_to_target(run.curve(), target)
     return math.nan if reached is None else float(reached)
@@ -56,8 +53,8 @@ def frame(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.DataFrame:
             paper = printed().get((it.paper, it.printed_as, row, column))
             measured = float(values.mean())
             remark = "ours, not in the paper" if is_ours(it, row) else it.misprints.get(f"{row}/{column}", "")
-            if math.isnan(measured) and name not in COUNTS:
-                remark = NONE + (f"; {remark}" if remark else "")
+            if math.isnan(measured):
+                remark = remark or ("not reached" if name in COUNTS else "the method has no such model")
             rows.append({
                 "method": row, "column": column, "printed": paper.value if paper else math.nan, "measured": measured,
                 "std": float(values.std(ddof=1)) if len(values) > 1 else math.nan,
@@ -89,8 +86,8 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     out = table[["method", "column"]].copy()
     out["printed"] = ["" if math.isnan(v) else f"{v:.2f}" for v in table["printed"]]
     out["measured"] = [
-        ("" if NONE in r else "not reached") if math.isnan(v) else f"{v:.2f}" + ("" if math.isnan(s) else f" ± {s:.2f}")
-        for v, s, r in zip(table["measured"], table["std"], table["remark"], strict=True)
+        "" if math.isnan(v) else f"{v:.2f}" + ("" if math.isnan(s) else f" ± {s:.2f}")
+        for v, s in zip(table["measured"], table["std"], strict=True)
     ]
     out["difference"] = ["" if math.isnan(v) else f"{v:+.2f}" for v in table["difference"]]
     out["remark"] = table["remark"]
