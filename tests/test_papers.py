@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -50,8 +51,25 @@ def test_shorter_runs_keep_the_share_of_their_phases_and_say_so() -> None:
     shrink = presets.Shrink(rounds=20, subset=500, stand_in={"fmnist": "digits"})
     s = presets.cell(presets.item("fedcpmd", "table7"), "FedCPMD", "FMNIST", 0, shrink)
     assert s.settings["preparation"] == 6 and s.subset == 500 and s.data == "digits"
-    assert shrink.words() == ["20 rounds", "500 samples of each data set", "digits instead of fmnist"]
-    assert presets.Shrink().words() == []
+    assert shrink.words(presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], [])) == [
+        "20 rounds", "digits instead of fmnist", "500 of digits's 1,797 samples",
+        "clients of digits have at least 11 samples, not 40",
+    ]  # fmt: skip
+    assert presets.Shrink().words(presets.item("fedcpmd", "table7")) == []
+
+
+def test_a_smaller_copy_of_a_data_set_has_smaller_clients_and_is_said() -> None:
+    it = presets.choose(presets.item("fedcpmd", "table7"), ["cifar10"], [])
+    shrink = presets.Shrink(held={"cifar10": 25_000})
+    assert presets.cell(it, "FedAvg", "CIFAR10", 0, shrink).federation.min_size == 16
+    told = ["25,000 of cifar10's 60,000 samples", "clients of cifar10 have at least 16 samples, not 40"]
+    assert shrink.words(it) == told
+    fixed = replace(shrink, changes={"min_size": 40})
+    assert presets.cell(it, "FedAvg", "CIFAR10", 0, fixed).federation.min_size == 40
+    assert fixed.words(it) == [told[0], "min_size = 40"]
+    assert presets.Shrink(held={"cifar10": 60_000}).words(it) == []
+    ten = presets.cell(presets.item("fedgmh", "table2"), "FedAvg", "Cifar10_ExDir(2,0.5)", 0, shrink)
+    assert ten.federation.min_size == 10
 
 
 def test_unknown_names_get_a_sentence() -> None:

@@ -36,6 +36,7 @@ def paper(
     """Rerun a paper's table or figure; printed and measured values side by side."""
     from coterie.cli.app import engine_from
     from coterie.config import parse_assignment
+    from coterie.data.names import size
     from coterie.errors import CoterieError
     from coterie.papers import output, presets
     from coterie.runs.run import Run
@@ -47,8 +48,10 @@ def paper(
     if item is None:
         found = ", ".join(i.name for i in sorted(presets.items(name), key=_order))
         raise CoterieError(f"name a table or figure of {name}: {found}")
-    shrink = presets.Shrink(rounds, subset, dict(parse_assignment(a) for a in set_ or []), _pairs(instead))
     chosen = presets.choose(presets.item(name, item), _commas(data), [] if methods == "all" else _commas(methods))
+    changes, stand_in = dict(parse_assignment(a) for a in set_ or []), _pairs(instead)
+    used = [(stand_in or {}).get(d, d) for d in presets.needs(chosen).data]
+    shrink = presets.Shrink(rounds, subset, changes, stand_in, {d: sum(size(d, data_dir)) for d in used})
     folder = out or Path("runs") / name
     cells = presets.cells(chosen, seeds, shrink, folder)
     distinct = list({c.out: c for c in cells.values()}.values())
@@ -58,7 +61,8 @@ def paper(
             status = sweep(distinct, engine_from(workers, None, data_dir), lambda s: update(s.done(), _left(s)), stop)
     done = {k: Run(c.out) for k, c in cells.items() if c.out not in status.failed and c.finished()}
     if done:
-        note = "as in the paper" if not shrink.words() else "differs from the paper: " + ", ".join(shrink.words())
+        words = shrink.words(chosen)
+        note = "differs from the paper: " + ", ".join(words) if words else "as in the paper"
         text, verdicts, missing = output.write(chosen, done, folder / item, note)
         if not quiet:
             console.print(frame_table(text, f"{name} {item}: {chosen.what}; {note}"))
@@ -103,6 +107,7 @@ def _left(status: object) -> str:
 
 def _list(only: str | None, data_dir: Path | None, workers: int | None, calibrate: bool) -> None:
     """Every item, what it needs and about how long it takes here."""
+    from coterie.data.names import size
     from coterie.data.sources import known
     from coterie.papers import estimate, presets
 
@@ -117,7 +122,7 @@ def _list(only: str | None, data_dir: Path | None, workers: int | None, calibrat
             table.add_column(column)
         for i in sorted(presets.items(name), key=_order):
             needs = presets.needs(i)
-            sizes |= {d: estimate.size(d, data_dir) for d in needs.data if d not in sizes}
+            sizes |= {d: size(d, data_dir) for d in needs.data if d not in sizes}
             here, gone = ([d for d in needs.data if (d in found) == there] for there in (True, False))
             words = [", ".join(here)] if here else []
             words += [f"not here: {', '.join(gone)}"] if gone else []

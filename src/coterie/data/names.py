@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from coterie.data import files
 from coterie.data.arrays import Raw
 
@@ -32,6 +34,7 @@ class Known:
     text: str
     classes: tuple[str, ...]
     shape: tuple[int, ...]
+    samples: tuple[int, int]  # of the original's train and test parts
     needs: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()  # where below the data folder the files may lie
     read: Callable[[Sequence[Path]], Raw] | None = None
@@ -67,37 +70,41 @@ def _numbers(n: int) -> tuple[str, ...]:
 KNOWN: dict[str, Known] = {
     k.name: k
     for k in (
-        Known("digits", "8x8 handwritten digits of scikit-learn; always there", _DIGITS, (1, 8, 8)),
+        Known("digits", "8x8 handwritten digits of scikit-learn; always there", _DIGITS, (1, 8, 8), (1438, 359)),
         Known(
-            "mnist", "handwritten digits", _DIGITS, (1, 28, 28), _IDX, ("MNIST/raw",), files.idx_set
+            "mnist", "handwritten digits", _DIGITS, (1, 28, 28), (60_000, 10_000), _IDX, ("MNIST/raw",), files.idx_set
         ),
         Known(
-            "fmnist", "Fashion-MNIST: pieces of clothing", _CLOTHES, (1, 28, 28), _IDX,
+            "fmnist", "Fashion-MNIST: pieces of clothing", _CLOTHES, (1, 28, 28), (60_000, 10_000), _IDX,
             ("FashionMNIST/raw", "fashion-mnist"), files.idx_set, ("/usr/share/datasets/fashion-mnist",),
         ),
         Known(
             "emnist", "EMNIST ByClass: digits and letters", _DIGITS + _UPPER + tuple(c.lower() for c in _UPPER),
-            (1, 28, 28), _EMNIST, ("EMNIST/raw", "gzip"), lambda found: files.idx_set(found, transpose=True),
+            (1, 28, 28), (697_932, 116_323), _EMNIST, ("EMNIST/raw", "gzip"),
+            lambda found: files.idx_set(found, transpose=True),
         ),
         Known(
-            "cifar10", "CIFAR-10: small photographs", _CIFAR10, (3, 32, 32),
+            "cifar10", "CIFAR-10: small photographs", _CIFAR10, (3, 32, 32), (50_000, 10_000),
             (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"), ("cifar-10-batches-py",), _cifar10,
         ),
         Known(
-            "cifar100", "CIFAR-100: small photographs, fine labels", _numbers(100), (3, 32, 32), ("train", "test"),
-            ("cifar-100-python",), _cifar100,
+            "cifar100", "CIFAR-100: small photographs, fine labels", _numbers(100), (3, 32, 32), (50_000, 10_000),
+            ("train", "test"), ("cifar-100-python",), _cifar100,
         ),
         Known(
-            "cinic10", "CINIC-10: CIFAR-10 and more of ImageNet", _CIFAR10, (3, 32, 32), ("train", "valid", "test"),
-            ("CINIC-10", "cinic-10"), lambda found: files.folder(found[0].parent),
+            "cinic10", "CINIC-10: CIFAR-10 and more of ImageNet", _CIFAR10, (3, 32, 32), (180_000, 90_000),
+            ("train", "valid", "test"), ("CINIC-10", "cinic-10"), lambda found: files.folder(found[0].parent),
         ),
         Known(
-            "svhn", "street view house numbers", _DIGITS, (3, 32, 32), ("train_32x32.mat", "test_32x32.mat"), ("SVHN",),
-            files.svhn,
+            "svhn", "street view house numbers", _DIGITS, (3, 32, 32), (73_257, 26_032),
+            ("train_32x32.mat", "test_32x32.mat"), ("SVHN",), files.svhn,
         ),
-        Known("organamnist", "MedMNIST OrganA: organs in CT slices", _ORGANS, (1, 28, 28), (), ("medmnist",)),
         Known(
-            "tinyimagenet", "Tiny-ImageNet: photographs", _numbers(200), (3, 64, 64),
+            "organamnist", "MedMNIST OrganA: organs in CT slices", _ORGANS, (1, 28, 28), (34_581, 24_269), (),
+            ("medmnist",),
+        ),
+        Known(
+            "tinyimagenet", "Tiny-ImageNet: photographs", _numbers(200), (3, 64, 64), (100_000, 10_000),
             ("train", "val/val_annotations.txt"), ("tiny-imagenet-200",),
             lambda found: files.tiny_imagenet(found[0].parent),
         ),
@@ -115,6 +122,18 @@ def locate(known: Known, folder: Path | None) -> list[Path] | None:
     """Files of a known set below `folder`, or below the usual folders when none is given."""
     roots = [folder] if folder is not None else [data_dir(), *map(Path, known.system)]
     return next((got for root in roots if (got := known.find(root)) is not None), None)
+
+
+def size(name: str, folder: Path | None = None) -> tuple[int, int]:
+    """Samples of the train and test parts: of the file that is there if it is an npz, else of the original."""
+    found = locate(KNOWN[name], folder) if name in KNOWN else None
+    if found and found[0].suffix == ".npz":
+        try:
+            with np.load(found[0], allow_pickle=False) as z:
+                return len(z["y_train"]), len(z["y_test"]) if "y_test" in z else 0
+        except (KeyError, ValueError, OSError):
+            pass  # another layout of names; the original's size will do
+    return KNOWN[name].samples if name in KNOWN else (60_000, 10_000)
 
 
 def missing(known: Known, folder: Path | None) -> str:

@@ -18,19 +18,13 @@ import torch
 from coterie import codec
 from coterie.config import Engine, RunSettings, settings
 from coterie.data.arrays import from_arrays
-from coterie.data.names import KNOWN, locate
+from coterie.data.names import KNOWN
 from coterie.engine.optim import Optimiser
 from coterie.engine.trainer import train
 from coterie.methods import find
 from coterie.papers.presets import Item, Shrink, cell
 from coterie.session import prepare
 
-# samples of the official train and test parts
-SIZES = {
-    "digits": (1438, 359), "mnist": (60_000, 10_000), "fmnist": (60_000, 10_000), "emnist": (697_932, 116_323),
-    "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000), "cinic10": (180_000, 90_000), "svhn": (73_257, 26_032),
-    "organamnist": (34_581, 24_269), "tinyimagenet": (100_000, 10_000),
-}  # fmt: skip
 # time of a round against FedAvg's at the same setting: read off single runs on a busy machine, except those of ditto,
 # fedproto, fedrod, fedcp, fedamp and fedcpmd, which are guesses from what the method does
 FACTORS = {
@@ -99,18 +93,6 @@ def measure(s: RunSettings, shape: tuple[int, ...], classes: int, budget: float 
         times.append((time.perf_counter() - start) / len(data.train))
         until = min(until, time.perf_counter() + budget)  # after the first, which warms up
     return min(times[1:])  # what disturbs a measurement only makes it slower
-
-
-def size(name: str, data_dir: Path | None = None) -> tuple[int, int]:
-    """Samples of the train and test parts: of the file that is there if it is an npz, else of the original."""
-    found = locate(KNOWN[name], data_dir) if name in KNOWN else None
-    if found and found[0].suffix == ".npz":
-        try:
-            with np.load(found[0], allow_pickle=False) as z:
-                return len(z["y_train"]), len(z["y_test"]) if "y_test" in z else 0
-        except (KeyError, ValueError, OSError):
-            pass  # another layout of names; the original's size will do
-    return SIZES.get(name, (60_000, 10_000))
 
 
 def samples(s: RunSettings, whole: tuple[int, int]) -> float:

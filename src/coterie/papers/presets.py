@@ -14,11 +14,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from coterie.config import RunSettings, settings
+from coterie.data.names import KNOWN
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build, find
 from coterie.runs.sweep import Cell
 from coterie.session import stored
 
+LEAST = 10  # samples of a client, however much a protocol is shrunk
 PAPERS = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")
 
 
@@ -57,12 +59,35 @@ class Shrink:
     subset: int | None = None
     changes: Mapping[str, Any] | None = None  # any further settings
     stand_in: Mapping[str, str] | None = None  # data set of the paper -> data set used instead
+    held: Mapping[str, int] | None = None  # data set -> its samples on this machine, when those of the original count
 
-    def words(self) -> list[str]:
+    def samples(self, data: str) -> tuple[int, int]:
+        """Of a data set: how many are used, and how many the original has."""
+        original = sum(KNOWN[data].samples) if data in KNOWN else 0
+        here = min((self.held or {}).get(data, original), original)
+        return min(here, self.subset or here), original
+
+    def least(self, data: str, planned: int) -> int:
+        """The smallest client's samples: of a smaller set fewer, in proportion, but not below LEAST."""
+        used, original = self.samples(data)
+        return max(min(LEAST, planned), planned * used // original) if used < original else planned
+
+    def words(self, it: Item) -> list[str]:
         out = [f"{self.rounds} rounds"] if self.rounds else []
-        out += [f"{self.subset:,} samples of each data set"] if self.subset else []
         out += [f"{a} instead of {b}" for b, a in (self.stand_in or {}).items()]
+        for data, planned in sorted({_planned(it, c) for c in it.columns}):
+            data = (self.stand_in or {}).get(data, data)
+            used, original = self.samples(data)
+            out += [f"{used:,} of {data}'s {original:,} samples"] if used < original else []
+            if (fewer := self.least(data, planned)) < planned and "min_size" not in (self.changes or {}):
+                out.append(f"clients of {data} have at least {fewer} samples, not {planned}")
         return out + [f"{k} = {v}" for k, v in (self.changes or {}).items()]
+
+
+def _planned(it: Item, column: str) -> tuple[str, int]:
+    """The data set of a column and the paper's smallest client."""
+    s = cell(it, it.rows[0], column, 0, Shrink())
+    return s.data, s.federation.min_size
 
 
 @cache
@@ -190,6 +215,8 @@ def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSetti
         given["eval_every"] = max(1, min(int(given.get("eval_every", 10)), shrink.rounds // 2))
     if shrink.subset:
         given["subset"] = min(shrink.subset, given.get("subset", shrink.subset))
+    if "min_size" in given:
+        given["min_size"] = shrink.least(given["data"], given["min_size"])
     try:
         return settings(**{**given, **(shrink.changes or {})})
     except CoterieError as e:
