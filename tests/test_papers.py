@@ -56,6 +56,9 @@ def test_shorter_runs_keep_the_share_of_their_phases_and_say_so() -> None:
         "clients of digits have at least 11 samples, not 40",
     ]  # fmt: skip
     assert presets.Shrink().words(presets.item("fedcpmd", "table7")) == []
+    mine = presets.Shrink(subset=500, stand_in={"fmnist": "mine.npz"})  # nobody knows how large that is
+    told = mine.words(presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], []))
+    assert told == ["mine.npz instead of fmnist", "500 samples of mine.npz"]
 
 
 def test_a_smaller_copy_of_a_data_set_has_smaller_clients_and_is_said() -> None:

@@ -59,7 +59,7 @@ class Shrink:
     subset: int | None = None
     changes: Mapping[str, Any] | None = None  # any further settings
     stand_in: Mapping[str, str] | None = None  # data set of the paper -> data set used instead
-    held: Mapping[str, int] | None = None  # data set -> its samples on this machine, when those of the original count
+    held: Mapping[str, int] | None = None  # data set -> its samples on this machine; else it is taken to be whole
 
     def samples(self, data: str) -> tuple[int, int]:
         """Of a data set: how many are used, and how many the original has."""
@@ -79,6 +79,7 @@ class Shrink:
             data = (self.stand_in or {}).get(data, data)
             used, original = self.samples(data)
             out += [f"{used:,} of {data}'s {original:,} samples"] if used < original else []
+            out += [f"{self.subset:,} samples of {data}"] if self.subset and not original else []
             if (fewer := self.least(data, planned)) < planned and "min_size" not in (self.changes or {}):
                 out.append(f"clients of {data} have at least {fewer} samples, not {planned}")
         return out + [f"{k} = {v}" for k, v in (self.changes or {}).items()]
