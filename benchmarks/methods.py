@@ -17,11 +17,11 @@ import torch
 
 from coterie.config import Engine, settings
 from coterie.data.sources import load
-from coterie.engine.loop import Loop
-from coterie.engine.record import Folder
-from coterie.engine.workers import start
 from coterie.errors import CoterieError
+from coterie.folder import Folder
+from coterie.loop import Loop
 from coterie.methods import find, known
+from coterie.runtimes.workers import start
 from coterie.session import make_loop, prepare
 
 

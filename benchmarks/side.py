@@ -71,7 +71,7 @@ def dataset_of(w: Workload, data_dir: Path | None) -> Any:
 
 
 def coterie_side(w: Workload, data_dir: Path | None, engine: dict[str, Any], shipped: bool) -> None:
-    from coterie.engine.record import Folder
+    from coterie.folder import Folder
     from coterie.session import make_loop, open_runtime
 
     session = session_of(w, data_dir, engine, watch=shipped)

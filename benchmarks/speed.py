@@ -21,9 +21,9 @@ from floor import WORKLOADS, Floor, Pair, Workload, pairs
 from coterie.config import Engine, settings
 from coterie.data.dataset import Dataset
 from coterie.data.sources import load
-from coterie.engine.loop import Loop
-from coterie.engine.record import Folder
-from coterie.engine.workers import start
+from coterie.folder import Folder
+from coterie.loop import Loop
+from coterie.runtimes.workers import start
 from coterie.session import make_loop, prepare
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.engine.loop import Loop
-from coterie.engine.optim import Optimiser
-from coterie.engine.trainer import train
+from coterie.loop import Loop
 from coterie.method import Batch, ClientData, Extras, Method, Upload
 from coterie.testing import Bench
+from coterie.train.optim import Optimiser
+from coterie.train.trainer import train
 from coterie.tree import Tree
 
 

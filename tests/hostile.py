@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from coterie.deploy import plan
-from coterie.deploy import transport_wire as wire
-from coterie.deploy.device_app import Member, join
+from coterie.runtimes.flower import plan
+from coterie.runtimes.flower.device import Member, join
+from coterie.runtimes.flower.transport import wire
 
 HONEST = (1, 9)
 WRONGS = {  # round -> what is wrong, and what the cloud must say

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coterie import testing
 from coterie import tree as T
-from coterie.engine.loop import Loop
+from coterie.loop import Loop
 from coterie.method import Method, Upload
 from coterie.methods import find
 from coterie.session import Session

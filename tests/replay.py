@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from coterie import codec
 from coterie.config import Engine
-from coterie.deploy.local import Local
-from coterie.engine.record import Folder
-from coterie.engine.workers import Inline
+from coterie.folder import Folder
+from coterie.runtimes.flower.local import Local
+from coterie.runtimes.workers import Inline
 from coterie.session import make_loop, prepare
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from coterie.deploy import certs
 from coterie.errors import CoterieError
+from coterie.runtimes.flower import certs
 
 pytest.importorskip("cryptography", reason="certificates need the extra flower")
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from coterie import codec
-from coterie.deploy import certs, processes
-from coterie.deploy import transport_wire as wire
-from coterie.deploy.transport_superlink import HEADER, LARGEST_REQUEST, Guard
 from coterie.errors import CoterieError
+from coterie.runtimes.flower import certs, processes
+from coterie.runtimes.flower.transport import wire
+from coterie.runtimes.flower.transport.superlink import HEADER, LARGEST_REQUEST, Guard
 
 VALUES = [
     None,
@@ -206,7 +206,7 @@ class Federation:
         return self.devices[name]
 
     def link(self, *names: str, **options: Any) -> Any:
-        from coterie.deploy.transport import FlowerLink
+        from coterie.runtimes.flower.transport.link import FlowerLink
 
         link = FlowerLink(self.address, self.certs, **options)
         link.open()
@@ -218,7 +218,7 @@ class Federation:
 
     def refused(self, **changes: Any) -> str:
         """Why a device with other settings cannot join."""
-        from coterie.deploy.transport_device import Device
+        from coterie.runtimes.flower.transport.node import Device
 
         settings = {"address": self.address, "ca": self.certs.ca, "key": self.certs.key("alice"), "patience": 0.0}
         with pytest.raises(CoterieError) as found:
@@ -308,8 +308,8 @@ def test_a_node_that_died_at_work_and_comes_back_within_the_round_is_asked_again
 ) -> None:
     from flwr.proto.fleet_pb2 import DeactivateNodeRequest
 
-    from coterie.deploy.transport_device import Device
-    from coterie.deploy.transport_http import call
+    from coterie.runtimes.flower.transport.http import call
+    from coterie.runtimes.flower.transport.node import Device
 
     certs.add_node(federation.certs.root, "fred")
     key = federation.certs.key("fred")
@@ -468,8 +468,8 @@ def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     import subprocess
 
     script = (
-        "import os, subprocess, sys, time; from coterie.deploy.processes import bound; "
-        "code = 'import time; from coterie.deploy.processes import die_with_parent; die_with_parent(0.05); "
+        "import os, subprocess, sys, time; from coterie.runtimes.flower.processes import bound; "
+        "code = 'import time; from coterie.runtimes.flower.processes import die_with_parent; die_with_parent(0.05); "
         'print("ready", flush=True); time.sleep(60)\'; '
         "p = subprocess.Popen([sys.executable, '-c', code], env=bound(os.environ), stdout=subprocess.PIPE); "
         "p.stdout.readline(); print(p.pid, flush=True); time.sleep(60)"

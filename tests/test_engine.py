@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from coterie import tree as T
-from coterie.engine.optim import Optimiser
-from coterie.engine.trainer import clipped, train
 from coterie.method import Batch, Phase, replace
 from coterie.methods.fedavg import FedAvg
 from coterie.rng import key, numpy_rng, torch_rng
+from coterie.train.optim import Optimiser
+from coterie.train.trainer import clipped, train
 from toy import Toy, bind, clients, mlp, near, same
 
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from coterie import codec
 from coterie import tree as T
-from coterie.engine.ledger import Ledger, weigh
-from coterie.engine.record import Folder
-from coterie.engine.store import Store
-from coterie.engine.workers import Arena
 from coterie.errors import CoterieError
+from coterie.folder import Folder
+from coterie.ledger import Ledger, weigh
 from coterie.method import Upload
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.local import Local
+from coterie.runtimes.states import Store
+from coterie.runtimes.workers import Arena
 from toy import Toy, W, clients, events, mlp, models, open_toy, play, same
 
 # ---- codec and arena -------------------------------------------------------------------------------------------------

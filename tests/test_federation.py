@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 import coterie
 from coterie import codec
-from coterie.deploy.local import Local
 from coterie.runs.models import personal_tree
 from coterie.runs.run import Run
+from coterie.runtimes.flower.local import Local
 
 SMALL = {"data": "digits", "subset": 600, "model": "mlp", "partition": "dirichlet(0.5)", "epochs": 1, "join": 1.0}
 

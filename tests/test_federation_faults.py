@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from coterie.deploy import processes
-from coterie.deploy.local import Local
+from coterie.runtimes.flower import processes
+from coterie.runtimes.flower.local import Local
 from replay import same_as_replay
 
 pytest.importorskip("flwr", reason="a federation needs the extra flower")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from coterie.deploy import processes
-from coterie.deploy.local import Local
-from coterie.deploy.processes import Child
+from coterie.runtimes.flower import processes
+from coterie.runtimes.flower.local import Local
+from coterie.runtimes.flower.processes import Child
 from hostile import HONEST, WRONGS
 from replay import same_as_replay
 

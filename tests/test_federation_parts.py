@@ -11,14 +11,14 @@ import torch
 from coterie import codec
 from coterie import tree as T
 from coterie.config import settings
-from coterie.deploy import validate as v
-from coterie.deploy.device_app import NO_PLAN, Member
-from coterie.deploy.edge_messages import Shelf, filled, outline
-from coterie.deploy.plan import Plan
-from coterie.deploy.roster import Roster
-from coterie.deploy.serve import Cloud, open_session
-from coterie.deploy.states import States
 from coterie.errors import CoterieError
+from coterie.runtimes.flower import validate as v
+from coterie.runtimes.flower.device import NO_PLAN, Member
+from coterie.runtimes.flower.edge_messages import Shelf, filled, outline
+from coterie.runtimes.flower.plan import Plan
+from coterie.runtimes.flower.roster import Roster
+from coterie.runtimes.flower.serve import Cloud, open_session
+from coterie.runtimes.flower.states import States
 
 RUN = "0123456789abcdef" * 2
 
@@ -164,7 +164,9 @@ def test_two_processes_cannot_share_a_state(member: Member) -> None:
     import subprocess
     import sys
 
-    code = f"from coterie.deploy.states import lock; from pathlib import Path; lock(Path({str(member.state)!r}))"
+    code = (
+        f"from coterie.runtimes.flower.states import lock; from pathlib import Path; lock(Path({str(member.state)!r}))"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "is in use by another process" in found.stderr
 

@@ -10,8 +10,8 @@ import torch
 
 from coterie import codec
 from coterie import tree as T
-from coterie.engine.loop import Loop
 from coterie.errors import CoterieError
+from coterie.loop import Loop
 from coterie.method import ANNOUNCE, Download, Edge, Method, Upload
 from coterie.methods import build, find
 from coterie.testing import Bench

@@ -12,8 +12,8 @@ from torch import nn
 from coterie import codec
 from coterie import tree as T
 from coterie.config import Engine, settings
-from coterie.engine.loop import Loop
 from coterie.errors import CoterieError
+from coterie.loop import Loop
 from coterie.method import Context, Download, Edge, Method, Upload
 from coterie.methods import build, find
 from coterie.models.net import Net

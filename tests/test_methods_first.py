@@ -7,8 +7,6 @@ from torch import nn
 
 from coterie import codec
 from coterie import tree as T
-from coterie.engine.optim import Optimiser
-from coterie.engine.trainer import train
 from coterie.method import Batch
 from coterie.methods.cfl import CFL
 from coterie.methods.ditto import Ditto
@@ -18,6 +16,8 @@ from coterie.methods.fedper import FedPer
 from coterie.methods.fedprox import FedProx
 from coterie.methods.fedrep import FedRep
 from coterie.methods.local import Local
+from coterie.train.optim import Optimiser
+from coterie.train.trainer import train
 from toy import Toy, W, begin, bind, clients, events, mlp, models, near, open_toy, play, same
 
 NORMS = [False, True]

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coterie.engine.optim import Optimiser
 from coterie.method import Upload
 from coterie.methods.fedgh import FedGH
 from coterie.methods.fednh import COUNTS, FedNH
 from coterie.methods.fedproto import FedProto
 from coterie.methods.local import Local
 from coterie.parts.sphere import move_rows, spread_rows
+from coterie.train.optim import Optimiser
 from heads import batch_of, bound, gradients, opened, play, round_of, same, scalars, value
 
 D, K = 16, 10  # of the battery's model

@@ -9,8 +9,6 @@ import torch
 from sklearn.metrics import f1_score
 
 from coterie import tree as T
-from coterie.engine.optim import Optimiser
-from coterie.engine.trainer import train
 from coterie.method import Upload
 from coterie.methods.cd2pfed import CD2pFed
 from coterie.methods.fedavg import FedAvg
@@ -18,6 +16,8 @@ from coterie.methods.local import Local
 from coterie.methods.prrfl import PRRFL
 from coterie.parts import channels
 from coterie.parts.deputy import lessons, macro_f1, stage
+from coterie.train.optim import Optimiser
+from coterie.train.trainer import train
 from heads import batch_of, bound, gradients, noisy, opened, play, round_of, same, scalars, value
 
 

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from coterie import tree as T
-from coterie.engine.optim import Optimiser
 from coterie.method import Batch, cross_entropy
 from coterie.methods.apfl import ALPHA, APFL
 from coterie.methods.fedavg import FedAvg
@@ -16,6 +15,7 @@ from coterie.methods.fedrod import FedRoD
 from coterie.methods.gpfl import CLASSES, GPFL
 from coterie.methods.local import Local
 from coterie.parts.distill import mmd
+from coterie.train.optim import Optimiser
 from heads import batch_of, bound, gradients, noisy, opened, play, round_of, same, scalars, value
 
 D, K = 16, 10  # of the battery's model

@@ -271,7 +271,7 @@ def test_p15_aun_is_the_norm_of_the_mean_update_and_at_most_the_mean_norm(name) 
 
 
 def test_p15_aun_of_updates_that_cancel_is_zero() -> None:
-    from coterie.engine.protocol import notes
+    from coterie.evaluation import notes
 
     move = torch.tensor([3.0, 4.0])
     found = notes([{"note": {}, "move": move}, {"note": {}, "move": -move}])

@@ -13,9 +13,9 @@ import torch
 
 from coterie import codec
 from coterie.config import Engine, settings
-from coterie.engine.flat import ALIGN, pack, unpack
-from coterie.engine.store import Remote, StateLostError, Store
 from coterie.errors import CoterieError
+from coterie.flat import ALIGN, pack, unpack
+from coterie.runtimes.states import Remote, StateLostError, Store
 from coterie.session import execute, prepare
 
 
@@ -68,7 +68,7 @@ def test_a_state_that_lies_elsewhere_is_fetched_only_for_files(tmp_path) -> None
 
 
 def test_lost_states_send_the_run_back_to_its_checkpoint_and_it_ends_the_same(tmp_path, monkeypatch) -> None:
-    import coterie.engine.loop as loop
+    import coterie.loop as loop
 
     whole, broken, said = tmp_path / "whole", tmp_path / "broken", []
     execute(_session("local"), whole)
@@ -132,7 +132,7 @@ def test_two_nodes_give_the_run_of_one_machine_to_the_bit(method, state, cluster
 
 @pytest.mark.long
 def test_actors_sit_on_both_nodes(cluster) -> None:
-    from coterie.engine.ray_runtime import RayRuntime
+    from coterie.runtimes.ray_runtime import RayRuntime
 
     runtime = RayRuntime(_session("ray").device(), 2, cluster.address)
     try:
@@ -145,7 +145,7 @@ def test_actors_sit_on_both_nodes(cluster) -> None:
 
 @pytest.mark.long
 def test_an_actor_that_dies_is_replaced_and_the_run_is_the_same(cluster, tmp_path, monkeypatch) -> None:
-    import coterie.engine.ray_runtime as module
+    import coterie.runtimes.ray_runtime as module
 
     deaths = []
     original = module.RayRuntime._send
@@ -170,7 +170,7 @@ def test_a_node_that_dies_takes_states_with_it_and_the_run_is_the_same(tmp_path,
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    import coterie.engine.ray_runtime as module
+    import coterie.runtimes.ray_runtime as module
 
     monkeypatch.setattr(module, "READY", 3.0)
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -210,7 +210,7 @@ def test_the_command_runs_on_a_cluster_of_its_own_and_leaves_the_stop_handler_al
         assert done.returncode == 0 and done.stdout == "" and done.stderr == "", done.stderr
     _same_runs(tmp_path / "local", tmp_path / "ray")
     before = signal.getsignal(signal.SIGTERM)
-    module = importlib.import_module("coterie.engine.ray_runtime")
+    module = importlib.import_module("coterie.runtimes.ray_runtime")
     ray = module._ray()
     if not ray.is_initialized():
         module._connect(ray, 1, None)

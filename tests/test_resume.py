@@ -168,7 +168,7 @@ def test_a_changed_partition_is_refused(paused: Path) -> None:
 
 
 def test_a_run_in_use_is_locked(paused: Path) -> None:
-    script = f"from coterie.engine.record import Folder; from pathlib import Path; f = Folder(Path({str(paused)!r}))"
+    script = f"from coterie.folder import Folder; from pathlib import Path; f = Folder(Path({str(paused)!r}))"
     script += "; print('locked', flush=True); import time; time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:

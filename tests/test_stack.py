@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from coterie import codec
 from coterie.config import Engine, settings
-from coterie.engine import choose, stack_step
-from coterie.engine.evaluate import Case, Scorer, score
-from coterie.engine.loop import Loop
-from coterie.engine.optim import Optimiser
-from coterie.engine.stack import Stacker
-from coterie.engine.stack_run import Member
-from coterie.engine.stack_step import UnstackableError, identity
-from coterie.engine.trainer import train
+from coterie.loop import Loop
 from coterie.method import Batch, Extras, Method, Phase, Split
 from coterie.methods import find, known
 from coterie.session import Session, execute, prepare
 from coterie.testing import CHECKS, Bench, SmallNet, open_loop, small_data
+from coterie.train import choose, stack_step
+from coterie.train.optim import Optimiser
+from coterie.train.score import Case, Scorer, score
+from coterie.train.stack import Stacker
+from coterie.train.stack_run import Member
+from coterie.train.stack_step import UnstackableError, identity
+from coterie.train.trainer import train
 from coterie.tree import Tree
 
 QUICK = ["fedavg", "ditto", "fedrep", "feddyn", "fedproto", "apfl", "fedcp"]

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from coterie import tree as T
-from coterie.engine.device import Device
-from coterie.engine.loop import Loop, Schedule
-from coterie.engine.optim import Optimiser
-from coterie.engine.record import Folder
-from coterie.engine.store import Store
-from coterie.engine.workers import start
+from coterie.folder import Folder
+from coterie.loop import Loop, Schedule
 from coterie.method import ClientData, Context, Split, Upload
 from coterie.models.net import Net
+from coterie.runtimes.states import Store
+from coterie.runtimes.workers import start
+from coterie.train.clients import Device
+from coterie.train.optim import Optimiser
 
 _count = itertools.count()
 W = 51  # scalars of mlp() without batch norm

@@ -12,26 +12,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from coterie import native
+from coterie import checkpoint, native, official
 from coterie.config import Engine, RunSettings
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
 from coterie.data.sources import load
-from coterie.engine import checkpoint, choose, official
-from coterie.engine.device import Device
-from coterie.engine.loop import Loop, Progress, Schedule
-from coterie.engine.optim import Optimiser
-from coterie.engine.record import Folder
-from coterie.engine.stack import Stacker
-from coterie.engine.store import StateLostError, Store
-from coterie.engine.workers import Runtime, start
 from coterie.errors import CoterieError
+from coterie.folder import Folder
+from coterie.loop import Loop, Progress, Schedule
 from coterie.method import Context, Method
 from coterie.methods import build as build_method
 from coterie.models.net import Net
 from coterie.models.registry import build as build_model
 from coterie.models.registry import default_for
 from coterie.rng import key
+from coterie.runtimes.states import StateLostError, Store
+from coterie.runtimes.workers import Runtime, start
+from coterie.train import choose
+from coterie.train.clients import Device
+from coterie.train.optim import Optimiser
+from coterie.train.stack import Stacker
 
 Factory = Callable[..., nn.Module]
 
@@ -207,7 +207,7 @@ def open_runtime(session: Session) -> Runtime:
     """The processes a run's clients are computed in; the choice changes no result."""
     e = session.engine
     if e.runtime == "ray":
-        from coterie.engine.ray_runtime import RayRuntime
+        from coterie.runtimes.ray_runtime import RayRuntime
 
         return RayRuntime(session.device(), e.workers, e.address)
     if e.address is not None:

@@ -20,18 +20,17 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from coterie import codec
+from coterie import checkpoint, codec
 from coterie.config import Engine, RunSettings, settings
 from coterie.data.dataset import Dataset
-from coterie.engine import checkpoint
-from coterie.engine.device import clone_value
-from coterie.engine.loop import Loop
-from coterie.engine.record import Folder
-from coterie.engine.workers import start
 from coterie.errors import CoterieError
+from coterie.folder import Folder
+from coterie.loop import Loop
 from coterie.method import Method, Upload
 from coterie.methods import build, find
+from coterie.runtimes.workers import start
 from coterie.session import Session, make_loop, prepare
+from coterie.train.clients import clone_value
 
 
 class SmallNet(nn.Module):

@@ -36,7 +36,7 @@ def certs_init(
     days: Annotated[int, Option(min=1, help="how long the certificates hold")] = 825,
 ) -> None:
     """Make an authority, a server certificate and a control key."""
-    from coterie.deploy import certs
+    from coterie.runtimes.flower import certs
 
     made = certs.init(root, host or [], days)
     console.print(f"made {made.root}; give devices {made.ca}, and each its own key", soft_wrap=True, highlight=False)
@@ -49,8 +49,8 @@ def certs_add(
     public: Annotated[Path | None, Option(help="the public half of a key made on the device itself")] = None,
 ) -> None:
     """Register nodes; without --public their keys are made here."""
-    from coterie.deploy import certs
     from coterie.errors import CoterieError
+    from coterie.runtimes.flower import certs
 
     if public is not None and len(names) != 1:
         raise CoterieError("--public is the key of one node; give one name")
@@ -64,7 +64,7 @@ def certs_remove(
     name: Annotated[str, Argument(help="the node")],
 ) -> None:
     """Take a node off the list; a running cloud refuses it from the next round on."""
-    from coterie.deploy import certs
+    from coterie.runtimes.flower import certs
 
     certs.remove_node(root, name)
 
@@ -78,7 +78,7 @@ def certs_renew(
     days: Annotated[int, Option(min=1, help="how long the certificate holds")] = 825,
 ) -> None:
     """A new server certificate from the same authority; devices need nothing new."""
-    from coterie.deploy import certs
+    from coterie.runtimes.flower import certs
 
     certs.renew(root, host or [], days)
 
@@ -88,7 +88,7 @@ def certs_key(
     path: Annotated[Path, Argument(metavar="FILE", help="the private key to make, for example node.key")],
 ) -> None:
     """Make a node's key on the device; its .pub half is registered at the cloud with add-node --public."""
-    from coterie.deploy import certs
+    from coterie.runtimes.flower import certs
 
     console.print(f"made {certs.new_key(path)}; register {path.with_suffix('.pub')} at the cloud", soft_wrap=True)
 
@@ -121,10 +121,10 @@ def serve(
 ) -> None:
     """Be the cloud: wait for devices, run the rounds, keep a checkpoint of each."""
     from coterie.config import settings
-    from coterie.deploy import serve as s
-    from coterie.deploy.processes import die_with_parent, use_flower
     from coterie.errors import CoterieError
     from coterie.folders import fresh_folder
+    from coterie.runtimes.flower import serve as s
+    from coterie.runtimes.flower.processes import die_with_parent, use_flower
 
     die_with_parent()
     _log()
@@ -193,9 +193,9 @@ def join(
     data_dir: o.DataDir = None,
 ) -> None:
     """Be a device: train on this host's data whenever the cloud asks, until stopped."""
-    from coterie.deploy.device_app import Member
-    from coterie.deploy.device_app import join as answer
-    from coterie.deploy.processes import die_with_parent, use_flower
+    from coterie.runtimes.flower.device import Member
+    from coterie.runtimes.flower.device import join as answer
+    from coterie.runtimes.flower.processes import die_with_parent, use_flower
 
     use_flower(state / "flwr")
     die_with_parent()
@@ -213,9 +213,9 @@ def edge(
     state: Annotated[Path, Option(help="the directory for this edge's SuperLink")] = Path("edge"),
 ) -> None:
     """Be an edge: a node to the cloud and a server to devices of its own, with certificates of its own."""
-    from coterie.deploy.edge_app import bridge
-    from coterie.deploy.processes import die_with_parent, use_flower
     from coterie.errors import CoterieError
+    from coterie.runtimes.flower.edge import bridge
+    from coterie.runtimes.flower.processes import die_with_parent, use_flower
 
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 65536:
@@ -248,9 +248,9 @@ def up(
     quiet: o.Quiet = False,
 ) -> None:
     """Try a whole federation on this machine: cloud, edges and devices in processes of their own."""
-    from coterie.deploy.local import Local
-    from coterie.deploy.watch import watch
     from coterie.folders import fresh_folder
+    from coterie.runtimes.flower.local import Local
+    from coterie.runtimes.flower.watch import watch
 
     given = o.gather(config, set_, data=data, model=model, partition=partition, join=join, rounds=rounds,
                      epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip

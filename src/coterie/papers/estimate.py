@@ -19,11 +19,11 @@ from coterie import codec
 from coterie.config import Engine, RunSettings, settings
 from coterie.data.arrays import from_arrays
 from coterie.data.names import KNOWN
-from coterie.engine.optim import Optimiser
-from coterie.engine.trainer import train
 from coterie.methods import find
 from coterie.papers.presets import Item, Shrink, cell
 from coterie.session import prepare
+from coterie.train.optim import Optimiser
+from coterie.train.trainer import train
 
 # time of a round against FedAvg's at the same setting: read off single runs on a busy machine, except those of ditto,
 # fedproto, fedrod, fedcp, fedamp and fedcpmd, which are guesses from what the method does

@@ -9,13 +9,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from coterie.codec import load
-from coterie.engine.loop import Loop
-from coterie.engine.record import Folder
-from coterie.engine.store import Store
-from coterie.engine.workers import Inline
 from coterie.errors import CoterieError
+from coterie.folder import Folder
+from coterie.loop import Loop
 from coterie.method import Extras, Method
 from coterie.runs.run import Run
+from coterie.runtimes.states import Store
+from coterie.runtimes.workers import Inline
 from coterie.session import Session, make_loop
 from coterie.tree import Tree, clone
 

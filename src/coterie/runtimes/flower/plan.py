@@ -1,0 +1,122 @@
+"""What the cloud tells every party before work starts: settings, model, versions. JSON, checked on arrival."""
+
+import hashlib
+import inspect
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coterie.config import Engine, RunSettings
+from coterie.data.sources import load
+from coterie.errors import CoterieError
+from coterie.method import Method
+from coterie.methods import build, find, sentence
+from coterie.runtimes.flower.own_data import OwnData, example, only_client
+from coterie.session import Session, bind, prepare
+from coterie.tree import Tree
+
+FORMAT = 1
+
+
+class Plan(BaseModel):
+    """A run, as devices and edges know it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: int = FORMAT
+    run: str = Field(pattern=r"^[0-9a-f]{32}$")
+    coterie: str
+    source: str  # digest of the method's code
+    settings: dict[str, Any]  # RunSettings
+    places: int = Field(ge=1)
+    partition: dict[str, Any] | None  # of named data that every party deals out itself; None: devices bring their own
+    shape: tuple[int, ...]
+    classes: tuple[str, ...]
+    kind: Literal["float32", "uint8", "int64"]
+    vocab: int | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+    w0: str  # digest of the first model
+
+    @staticmethod
+    def of(session: Session, run: str) -> "Plan":
+        data, own = session.federation.dataset, isinstance(session.federation, OwnData)
+        return Plan(
+            run=run, coterie=version("coterie"), source=source(type(session.method)),
+            settings=session.settings.model_dump(mode="json"), places=len(session.federation.clients),
+            partition=None if own else session.federation.identity, shape=data.shape, classes=data.classes,
+            kind=str(data.x.dtype).removeprefix("torch."), vocab=data.vocab, mean=data.mean, std=data.std,
+            w0=digest(session.method.ctx.w0),
+        )  # fmt: skip
+
+    @staticmethod
+    def read(text: str) -> "Plan":
+        try:
+            return Plan(**json.loads(text))
+        except (ValidationError, ValueError, TypeError) as e:
+            reason = sentence("plan", e) if isinstance(e, ValidationError) else str(e)
+            raise CoterieError(f"the cloud's plan cannot be read; is it of the same Coterie version? {reason}") from e
+
+    @property
+    def run_settings(self) -> RunSettings:
+        try:
+            return RunSettings(**self.settings)
+        except ValidationError as e:
+            raise CoterieError(sentence("the cloud's settings", e)) from None
+
+    def check(self) -> RunSettings:
+        """Is this the same program with the same method? A sentence if not."""
+        here = version("coterie")
+        if self.format != FORMAT or self.coterie != here:
+            raise CoterieError(f"the cloud runs Coterie {self.coterie} (format {self.format}), here is {here}")
+        settings = self.run_settings
+        if source(find(settings.method)) != self.source:
+            raise CoterieError(f'the method "{settings.method}" has other code here than at the cloud')
+        return settings
+
+    def session(self, data: str | None, client: int | None, data_dir: Path | None) -> Session:
+        """The run on this host: with a `client` its share of named data, else own data; without data an edge."""
+        settings, engine = self.check(), Engine(data_dir=data_dir)
+        torch.set_num_threads(1)
+        if client is not None and data is not None:
+            session = prepare(settings.model_copy(update={"data": data}), engine)
+            if session.federation.identity != self.partition:
+                raise CoterieError(f'"{data}" is dealt out otherwise here than at the cloud; are the data the same?')
+        elif data is not None and self.partition is not None:
+            raise CoterieError("the cloud deals out named data in this run; say which client this is (--client)")
+        else:
+            like = example(self.shape, self.classes, self.kind, self.vocab, self.mean, self.std)
+            fed, seed = settings.federation, settings.seed
+            own = None if data is None else only_client(load(data, data_dir), like, fed, seed)
+            made = OwnData(like, fed, seed, self.places, own, edge=data is None)
+            session = bind(settings, engine, build(settings.method, settings.settings), made)
+        if digest(session.method.ctx.w0) != self.w0:
+            raise CoterieError(f"the first model differs from the cloud's (torch {torch.__version__} here)")
+        return session
+
+
+def source(method: type[Method]) -> str:
+    """Digest of the code of a method and its bases, as installed here."""
+    found = hashlib.sha256()
+    for cls in method.__mro__:
+        if issubclass(cls, Method):
+            try:
+                text = inspect.getsource(sys.modules[cls.__module__])
+            except (OSError, TypeError):
+                text = cls.__qualname__
+            found.update(text.encode())
+    return found.hexdigest()
+
+
+def digest(tree: Tree) -> str:
+    found = hashlib.sha256()
+    for name in sorted(tree):
+        v = tree[name].detach().contiguous()
+        found.update(f"{name} {v.dtype} {tuple(v.shape)}".encode())
+        found.update(v.reshape(-1).view(torch.uint8).numpy().tobytes() if v.numel() else b"")
+    return found.hexdigest()

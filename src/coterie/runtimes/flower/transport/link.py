@@ -1,0 +1,241 @@
+"""The cloud's end of the wire: one narrow adapter between the round loop and Flower.
+
+    with FlowerLink("HOST:PORT", certs) as link:
+        link.nodes()                                              # {name: node id} of who is connected
+        replies, errors = link.send({"alice": value}, "train", round=3, deadline=600)
+
+What was learned about Flower 1.41 and is relied on here (runs: run.py, wire format: wire.py):
+
+- One HTTPS port carries the Fleet (nodes), Control (start runs, register nodes) and Runtime (a server program's
+  messages) interfaces. Only the Fleet asks for keys; superlink.py closes the others.
+- Nodes are known by public key, registered over the Control interface with a name, as `flwr supernode register` does.
+  Here the list is the directory nodes/ of the certificates, compared with the SuperLink's at every look.
+- A message is delivered once. A node that dies with it never answers; if it comes back (a later activation) within the
+  deadline, the message is sent again under the same ticket.
+- A node believed to be online cannot activate again: a stock SuperNode that was killed is refused for a minute; our
+  devices deactivate their dead predecessor first.
+- A stock SuperNode retries for ever while a SuperLink is down, but ends itself when one that lost its memory answers
+  401; so the SuperLink's state is kept in a database, and our own devices activate anew and go on.
+- A node is taken for gone after two missed heartbeats: 20 s with our devices, 60 s with stock SuperNodes. A device that
+  is started again is gone for a moment, between its predecessor's goodbye and its own activation.
+- There is no limit on messages; arrays travel in chunks of 5 MB, a request each. A node's clock may be 5 s ahead of
+  the SuperLink's and 5 min behind.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from coterie.codec import Value
+from coterie.errors import CoterieError
+from coterie.runtimes.flower.certs import Certs
+from coterie.runtimes.flower.processes import need_flower
+from coterie.runtimes.flower.transport import wire
+from coterie.runtimes.flower.transport.http import RefusedError, UnreachableError
+from coterie.runtimes.flower.transport.run import Run
+
+LOOK = 1.0  # seconds between looks at who is connected while waiting for replies
+GRACE = 15.0  # seconds nodes have to come back after the SuperLink was away
+RETURN = 5.0  # seconds a node has to come back that was there when it was asked
+NODE_UNAVAILABLE = 5  # Flower's code of the reply it makes for a node that is gone
+log = logging.getLogger("coterie.cloud")
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Bytes of one exchange with one node: the values themselves, and all that went over its link for them."""
+
+    payload_down: int
+    payload_up: int
+    total_down: int
+    total_up: int
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A message on its way."""
+
+    client: str
+    activated: str  # when its node last connected, as the SuperLink says
+
+
+@dataclass
+class _Round:
+    """What one `send` knows: who is still asked, what came back."""
+
+    heads: dict[str, wire.Head]  # of clients without an answer yet
+    bodies: Mapping[str, Mapping[str, Any]]
+    until: float
+    asked: dict[str, _Asked] = field(default_factory=dict)  # by Flower's message id
+    seen: dict[str, float] = field(default_factory=dict)  # when a client that was asked was last connected
+    replies: dict[str, Value] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def failed(self, client: str, reason: str) -> None:
+        self.heads.pop(client, None)
+        self.errors[client] = reason
+        log.warning("%s", reason)
+
+
+class FlowerLink:
+    """A server program's connection to its nodes. A lost or restarted SuperLink is waited for and a new run started."""
+
+    def __init__(self, address: str, certs: Path | Certs, largest: int = wire.LARGEST, poll: float = 0.1):
+        need_flower()
+        self.address = address
+        self.certs = certs if isinstance(certs, Certs) else Certs(certs)
+        self.largest = largest  # bytes of one reply
+        self.poll = poll  # seconds between questions for replies, at first
+        self.wires: dict[str, Wire] = {}  # of the latest send, by client
+        self._run: Run | None = None
+        self._lost = float("-inf")  # when the SuperLink was last away
+
+    def __enter__(self) -> "FlowerLink":
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(completed=error is None)
+
+    def open(self, wait: float = 60.0) -> None:
+        """Register the nodes and start a run; a SuperLink that does not answer yet is waited for."""
+        self._mended(lambda run: None, wait)
+
+    def close(self, completed: bool = True) -> None:
+        """End the run."""
+        if self._run is not None:
+            self._run.end(completed)
+            self._run = None
+
+    def nodes(self, wait: float = 60.0) -> dict[str, int]:
+        """Who is connected now: name to Flower's node id, by name. New keys in the directory are registered."""
+
+        def look(run: Run) -> dict[str, int]:
+            run.register()
+            return {name: int(about.node_id) for name, about in sorted(run.online().items())}
+
+        found: dict[str, int] = self._mended(look, wait)
+        return found
+
+    def send(
+        self, payloads: Mapping[str, Value], kind: str, round: int, deadline: float, shared: Value = None
+    ) -> tuple[dict[str, Value], dict[str, str]]:
+        """Ask clients; return who answered within `deadline` seconds, and for the others why they did not.
+
+        `shared` (a dictionary) goes to all, to the SuperLink once; a client gets it joined with its own dictionary.
+        """
+        common = None if shared is None else wire.part(shared)
+        own = {c: wire.part(payloads[c]) for c in sorted(payloads)}
+        bodies = {c: {"value": p} if common is None else {"shared": common, "each": p} for c, p in own.items()}
+        heads = {c: wire.Head(kind, round, secrets.token_hex(16)) for c in own}
+        now = _Round(heads, bodies, time.monotonic() + deadline)
+        self.wires = {}
+        run, looked, pause = self._run, 0.0, self.poll
+        while now.heads and time.monotonic() < now.until:
+            try:
+                if self._run is None:
+                    self._run = Run(self.address, self.certs)
+                if run is not self._run:  # what was on its way in the old run is gone
+                    run, now.asked, looked = self._run, {}, 0.0
+                if time.monotonic() - looked > LOOK:
+                    self._ask(self._run, now)
+                    looked = time.monotonic()
+                if self._collect(self._run, now):
+                    pause = self.poll
+            except (UnreachableError, RefusedError) as e:
+                self._away(e)
+            if now.heads:
+                time.sleep(max(0.0, min(pause, now.until - time.monotonic())))
+                pause = min(1.0, 1.1 * pause)
+        for client in list(now.heads):
+            now.failed(client, f"{client} did not answer within {deadline:g} s")
+        return dict(sorted(now.replies.items())), dict(sorted(now.errors.items()))
+
+    def _ask(self, run: Run, now: _Round) -> None:
+        """Send what is not on its way: at first everything, later what a node took along when it died."""
+        online = run.online()
+        waiting = {about.client: (key, about) for key, about in now.asked.items()}
+        new = []
+        for client in list(now.heads):
+            if client not in online:
+                if not self._grace and time.monotonic() - now.seen.get(client, float("-inf")) > RETURN:
+                    now.failed(client, f"{client} is not connected" + " any more" * (client in now.seen))
+                continue
+            now.seen[client] = time.monotonic()
+            if client in waiting:
+                key, about = waiting[client]
+                if about.activated == online[client].last_activated_at:
+                    continue
+                del now.asked[key]
+                log.info("%s came back, asking again", client)
+            new.append(client)
+        if new:
+            left = max(1.0, now.until - time.monotonic())
+            messages = [run.message(now.heads[c], now.bodies[c], online[c].node_id, left) for c in new]
+            for client, key in zip(new, run.push(messages), strict=True):
+                now.asked[key] = _Asked(client, online[client].last_activated_at)
+
+    def _collect(self, run: Run, now: _Round) -> bool:
+        """Fetch the replies that are there; True if there were any."""
+        found = run.replies(list(now.asked)) if now.asked else []
+        for proto, tree in found:
+            about = now.asked.pop(proto.metadata.reply_to_message_id, None)
+            if about is None or about.client not in now.heads:
+                continue
+            client, before = about.client, run.traffic
+            try:
+                message = run.fetch(tree, self.largest)
+                if message.has_error():
+                    if message.error.code == NODE_UNAVAILABLE:
+                        continue  # asked again if it comes back; `_ask` gives it up if it does not
+                    raise CoterieError(message.error.reason or "no reason given")
+                head, value, size = wire.opened(message.content)
+                head.refuse_unless(now.heads[client])
+            except (UnreachableError, RefusedError):
+                raise
+            except CoterieError as e:
+                now.failed(client, f"{client}: {e}")
+            else:
+                del now.heads[client]
+                now.replies[client] = value
+                self.wires[client] = Wire(wire.size(now.bodies[client]), size, head.wire, run.traffic - before)
+            run.confirm(proto)
+        return bool(found)
+
+    def _mended(self, work: Callable[[Run], Any], wait: float) -> Any:
+        """Do it; if the connection is lost, open a new run and do it again."""
+        until = time.monotonic() + wait
+        while True:
+            try:
+                if self._run is None:
+                    self._run = Run(self.address, self.certs)
+                return work(self._run)
+            except (UnreachableError, RefusedError) as e:
+                self._away(e)
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.3)
+
+    def _away(self, error: CoterieError) -> None:
+        """A SuperLink that does not answer may come back with our run; one that refuses us has forgotten it."""
+        if not self._grace:
+            log.warning("%s; trying again", error)
+        self._lost = time.monotonic()
+        if isinstance(error, RefusedError):
+            self._drop()
+
+    @property
+    def _grace(self) -> bool:
+        return time.monotonic() - self._lost < GRACE
+
+    def _drop(self) -> None:
+        if self._run is not None:
+            self._run.drop()
+            self._run = None

@@ -1,0 +1,143 @@
+"""Scores models on splits: hits and counts per class, and the summed loss; one by one, or many clients at once."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coterie.method import Extras, Method, Split
+from coterie.train.stack_step import Extra, UnstackableError
+from coterie.tree import Tree
+
+CHUNK = 256  # pictures per forward pass: activations of small networks stay in cache
+TOGETHER = 32  # models in one stacked pass
+
+
+class Score(NamedTuple):
+    hits: Tensor  # [classes] int64
+    total: Tensor  # [classes] int64
+    loss: Tensor  # [] summed cross-entropy
+
+
+class Case(NamedTuple):
+    """What is to be scored."""
+
+    params: Tree
+    extras: Extras
+    split: Split
+
+
+@torch.no_grad()
+def score(method: Method, params: Tree, extras: Extras, split: Split, shared: bool = False) -> Score:
+    """`shared`: the tree is the global model and is asked through predict_global."""
+    classes = method.ctx.classes
+    hits, loss = torch.zeros(classes, dtype=torch.int64), torch.zeros((), dtype=torch.float64)
+    for a in range(0, len(split), CHUNK):
+        x, y = split.x[a : a + CHUNK], split.y[a : a + CHUNK]
+        logits = method.predict_global(params, x) if shared else method.predict(params, x, extras)
+        hits += torch.bincount(y[logits.argmax(1) == y], minlength=classes)
+        loss += F.cross_entropy(logits, y, reduction="sum").double()
+    return Score(hits, torch.bincount(split.y, minlength=classes), loss)
+
+
+class Scorer:
+    """Scores of many cases: those with the very same model in one pass over all their samples, others stacked by vmap.
+
+    Logits agree with those of `score` to rounding, as stacked training does. What vmap cannot follow, and models with
+    convolutions (which stacked would miss their native code), are scored one by one."""
+
+    def __init__(self, method: Method):
+        self.method = method
+        self.convolves = bool(method.ctx.net.layout.of_kind("conv"))
+        self._failed = False  # vmap said no once; it would again
+
+    def __call__(self, cases: Sequence[Case], shared: bool = False) -> list[Score]:
+        if len(cases) > 1 and (shared or _one_model(cases)):
+            return self._one_pass(cases, shared)
+        out: list[Score | None] = [None] * len(cases)
+        if not self.convolves and not self._failed:
+            for group in self._groups(cases):
+                for a in range(0, len(group), TOGETHER):
+                    part = group[a : a + TOGETHER]
+                    for i, s in zip(part, self._stacked([cases[i] for i in part]), strict=False):
+                        out[i] = s
+        return [s or score(self.method, *c, shared=shared) for s, c in zip(out, cases, strict=True)]
+
+    @torch.no_grad()
+    def _one_pass(self, cases: Sequence[Case], shared: bool) -> list[Score]:
+        params, extras, _ = cases[0]
+        x, y, who = _joined([c.split for c in cases])
+        parts = torch.split(x, CHUNK)
+        logits = [
+            self.method.predict_global(params, p) if shared else self.method.predict(params, p, extras) for p in parts
+        ]
+        return self._counted(torch.cat(logits), y, who, len(cases)) if len(y) else self._counted(x, y, who, len(cases))
+
+    def _groups(self, cases: Sequence[Case]) -> list[list[int]]:
+        """Cases whose trees and extras have the same shapes, longest splits first so that little is padded."""
+        found: dict[object, list[int]] = {}
+        for i, (params, extras, split) in enumerate(cases):
+            try:
+                key = Extra.of(extras).key
+            except UnstackableError:
+                continue
+            tree = tuple((k, tuple(v.shape), v.dtype) for k, v in params.items())
+            found.setdefault((tree, key, tuple(split.x.shape[1:])), []).append(i)
+        groups = [sorted(g, key=lambda i: -len(cases[i].split)) for g in found.values()]
+        return [g for g in groups if len(g) > 1]
+
+    @torch.no_grad()
+    def _stacked(self, cases: list[Case]) -> list[Score]:
+        """Scores of these cases, or none if vmap cannot follow the method."""
+        like = Extra.of(cases[0].extras)
+        params = {k: torch.stack([c.params[k] for c in cases]) for k in cases[0].params}
+        each = [Extra.of(c.extras).stacked() for c in cases]
+        extras = [torch.stack([e[j] for e in each]) for j in range(len(each[0]))]
+
+        def predict(tree: Tree, more: list[Tensor], x: Tensor) -> Tensor:
+            return self.method.predict(tree, x, like.with_values(more))
+
+        longest, logits = max(len(c.split) for c in cases), []
+        for a in range(0, longest, CHUNK):
+            rows = [c.split.x[a : a + CHUNK] for c in cases]
+            real = [len(r) for r in rows]
+            active = sum(n > 0 for n in real)  # cases come longest first
+            x = torch.nn.utils.rnn.pad_sequence(rows[:active], batch_first=True)  # [cases, samples, ...]
+            try:
+                out = torch.vmap(predict)({k: v[:active] for k, v in params.items()}, [e[:active] for e in extras], x)
+            except Exception:  # random numbers, a branch on a value: one by one, then
+                self._failed = True
+                return []
+            logits.append([row[:n] for row, n in zip(out, real, strict=False)])
+        flat = [chunk[i] for i in range(len(cases)) for chunk in logits if i < len(chunk)]
+        _, y, who = _joined([c.split for c in cases])
+        return self._counted(torch.cat(flat), y, who, len(cases)) if flat else []
+
+    def _counted(self, logits: Tensor, y: Tensor, who: Tensor, cases: int) -> list[Score]:
+        """Per case, from the logits [samples, classes] of all; who [samples] says whose a sample is."""
+        classes = self.method.ctx.classes
+        at = who * classes + y
+        total = torch.bincount(at, minlength=cases * classes).view(cases, classes)
+        if not len(y):
+            return [Score(t, t, torch.zeros((), dtype=torch.float64)) for t in total]
+        hits = torch.bincount(at[logits.argmax(1) == y], minlength=cases * classes).view(cases, classes)
+        each = F.cross_entropy(logits, y, reduction="none").double()
+        loss = torch.zeros(cases, dtype=torch.float64).index_add_(0, who, each)
+        return [Score(*row) for row in zip(hits, total, loss, strict=True)]
+
+
+def _one_model(cases: Sequence[Case]) -> bool:
+    """Is it the very same model for all, the same tensors, not just equal ones?"""
+    first = cases[0].params
+    return all(
+        not c.extras and c.params.keys() == first.keys() and all(v is first[k] for k, v in c.params.items())
+        for c in cases
+    )
+
+
+def _joined(splits: Sequence[Split]) -> tuple[Tensor, Tensor, Tensor]:
+    """All samples in a row, and whose each is."""
+    who = torch.repeat_interleave(torch.arange(len(splits)), torch.tensor([len(s) for s in splits]))
+    return torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]), who

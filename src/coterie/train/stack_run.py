@@ -1,0 +1,132 @@
+"""One phase of a stack of clients: gathers batches, takes steps, lets clients leave when they have finished."""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.method import ClientData, Extras, Phase
+from coterie.train.stack_step import Extra, Recipe, Steps
+from coterie.train.trainer import Effort
+from coterie.tree import Tree
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32)  # of stacks: few shapes, so few traces
+LARGEST = SIZES[-1]  # clients in one stack
+Lot = tuple[Tensor, list[int]]  # which samples each step takes [steps, width], and how many of them are real
+
+
+@dataclass
+class Member:
+    """One client in a stack, before and after."""
+
+    params: Tree
+    extras: Extras
+    data: ClientData
+    share: float = 1.0
+    memory: Tree | None = None  # of its optimisers, if they have one beyond this training
+    noise: Tensor = field(default_factory=lambda: torch.zeros(0))  # state of the generator that the model's noise uses
+    steps: int = 0
+    samples: int = 0
+    loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    @property
+    def effort(self) -> Effort:
+        return Effort(self.steps, self.samples, float(self.loss / max(self.steps, 1)))
+
+
+class Stack:
+    """Members are sorted by their number of steps, longest first; rows beyond them repeat the last and are ignored."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        key: Any,
+        recipe: Recipe,
+        phase: Phase,
+        members: list[Member],
+        lots: list[Lot],
+        lr: Tensor,
+    ):
+        self.steps, self.key, self.recipe, self.members, self.lr = steps, key, recipe, members, lr
+        splits = [m.data.train if phase.split == "train" else m.data.val for m in members]
+        self.x, self.y = torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits])
+        self.lengths = [len(real) for _, real in lots]
+        self.samples = [sum(real) for _, real in lots]
+        rows = [*range(len(members))] + [len(members) - 1] * (_rows(len(members)) - len(members))
+        most, width = lots[0][0].shape
+        self.lot = torch.zeros(most, len(rows), width, dtype=torch.int64)  # rows of x
+        for row, i in enumerate(rows):
+            self.lot[: self.lengths[i], row] = lots[i][0]
+        ends = list(accumulate((len(s.y) for s in splits), initial=0))
+        self.lot += torch.tensor([ends[i] for i in rows])[:, None]
+        sizes = [lots[i][1] + [1] * (most - self.lengths[i]) for i in rows]
+        self.real = torch.tensor(sizes).T  # [steps, rows]
+        self.weight = (torch.arange(width) < self.real[:, :, None]).float()
+        names = [*recipe.trains, *recipe.moves, *recipe.rest]
+        self.state = [torch.stack([members[i].params[k] for i in rows]) for k in names]  # [rows, ...]
+        self.memory = recipe.memory(self.state[: len(recipe.trains)])
+        extras = [Extra.of(m.extras).stacked() for m in members]
+        self.extras = [torch.stack([extras[i][j] for i in rows]) for j in range(len(extras[0]))]
+        self.loss = torch.zeros(most, len(rows))
+        self.aux: list[Tensor] = []
+
+    def run(self) -> None:
+        active = len(self.members)
+        for s in range(self.lengths[0]):
+            while self.lengths[active - 1] <= s:
+                active -= 1
+                self._leave(active)
+            rows = _rows(active)
+            if rows < len(self.state[0]):
+                for column in (self.state, self.memory, self.extras):
+                    column[:] = [v[:rows] for v in column]
+            self._step(s, active, rows)
+        for i in range(active):
+            self._leave(i)
+
+    def _leave(self, i: int) -> None:
+        """Hand the member its row. Steps make new tensors, so the row stays as it is."""
+        m, n, recipe = self.members[i], self.lengths[i], self.recipe
+        found = dict(zip([*recipe.trains, *recipe.moves, *recipe.rest], self.state, strict=True))
+        m.params = {k: found[k][i].clone() for k in m.params}
+        m.steps, m.samples = m.steps + n, m.samples + self.samples[i]
+        m.loss = m.loss + self.loss[:n, i].sum()
+        if self.aux:
+            m.extras = {**m.extras, "aux": [a[i] for a in self.aux[:n]]}
+
+    def _step(self, s: int, active: int, rows: int) -> None:
+        if self.recipe.padded:
+            self._advance(s, slice(rows), rows, self.lot.shape[2])
+            return
+        for size in sorted(set(self.real[s, :active].tolist())):
+            where = (self.real[s, :active] == size).nonzero()[:, 0]
+            if len(where) == active:
+                self._advance(s, slice(rows), rows, size)
+            else:
+                self._advance(s, where, len(where), size)
+
+    def _advance(self, s: int, where: slice | Tensor, rows: int, size: int) -> None:
+        """Step s of the rows `where`, whose batches have this size."""
+        lot = self.lot[s, where, :size].reshape(-1)
+        x = self.x.index_select(0, lot).view(rows, size, *self.x.shape[1:])
+        y = self.y.index_select(0, lot).view(rows, size)
+        columns = [*self.state, *self.memory, *self.extras]
+        flat = columns if isinstance(where, slice) else [v[where] for v in columns]
+        flat = [*flat, x, y, self.weight[s, where, :size], self.lr, torch.tensor(s + 1.0)]
+        out = list(self.steps(self.key, self.recipe.stacked, flat))
+        moving = len(self.recipe.trains) + len(self.recipe.moves)
+        for column, new in ((self.state, out[:moving]), (self.memory, out[moving : moving + len(self.memory)])):
+            for j, v in enumerate(new):
+                column[j] = v if isinstance(where, slice) else column[j].index_copy(0, where, v)
+        loss, *aux = out[moving + len(self.memory) :]
+        self.loss[s, where] = loss
+        for a in aux:
+            if len(self.aux) == s:
+                self.aux.append(a.new_zeros(len(self.state[0]), *a.shape[1:]))
+            self.aux[s][where] = a
+
+
+def _rows(members: int) -> int:
+    return next(n for n in SIZES if n >= members)

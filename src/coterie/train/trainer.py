@@ -1,0 +1,202 @@
+"""Runs the phases of one client from tensors in memory."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import Batch, ClientData, Context, Extras, Phase, Split
+from coterie.rng import key, torch_rng
+from coterie.train.optim import Memory, Optimiser, blank, stepper
+from coterie.tree import Tree
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a client did: gradient steps, samples seen, and its mean loss."""
+
+    steps: int
+    samples: int
+    loss: float
+
+
+def train(
+    ctx: Context,
+    rule: Optimiser,
+    phases: Sequence[Phase],
+    params: Tree,
+    extras: Extras,
+    data: ClientData,
+    round: int,
+    share: float = 1.0,
+    memory: Tree | None = None,
+) -> tuple[Tree, Extras, Effort]:
+    """Local training on a clone of `params`; `share` < 1 is a straggler that does fewer epochs (at least one).
+
+    `memory` is what the optimisers remember from one local training to the next, renewed in place; None: nothing."""
+    params = T.clone(params)
+    # dropout and other noise inside the model; torch.manual_seed would also format a stack trace for absent GPUs
+    torch.default_generator.manual_seed(key(ctx.seed, "noise", round, data.client))
+    steps = samples = 0
+    total = torch.zeros(())
+    with ctx.net.train_mode():
+        for i, phase in enumerate(() if extras.get("idle") else phases):
+            kept = None if memory is None else (memory, f"{i}/")
+            params, extras, n, seen, loss = run_phase(ctx, rule, phase, params, extras, data, round, share, kept)
+            steps, samples, total = steps + n, samples + seen, total + loss
+    return params, extras, Effort(steps, samples, float(total / max(steps, 1)))
+
+
+def run_phase(
+    ctx: Context,
+    rule: Optimiser,
+    phase: Phase,
+    params: Tree,
+    extras: Extras,
+    data: ClientData,
+    round: int,
+    share: float,
+    kept: tuple[Tree, str] | None = None,
+) -> tuple[Tree, Extras, int, int, Tensor]:
+    """One phase of one client, in training mode: its tree (moved in place), extras, steps, samples and summed loss.
+
+    Only what is trained requires a gradient, so nothing else can move."""
+    if phase.update is not None:
+        params, steps, seen = _updates(ctx, phase, params, extras, data, round, share)
+        return params, extras, steps, seen, torch.zeros(())
+    names = trained_names(ctx, phase, params)
+    leaves = [params[k].requires_grad_() for k in names]
+    lr = ctx.lr_at(round) if phase.lr is None else phase.lr
+    rule = phase_rule(rule, phase)
+    memory = blank(rule, leaves)
+    if kept is not None:
+        recall(memory, names, *kept)
+    step = stepper(rule, leaves, [phase.decays(k) for k in names], lr, memory)
+    assert phase.loss is not None
+    objective, clip = phase.loss, phase.clip
+    auxes: list[Any] = []
+    total, steps, seen = torch.zeros(()), 0, 0
+    if leaves:
+        for epoch in _epochs(ctx, phase, data, round, share):
+            for batch in epoch:
+                loss = objective(params, batch, extras)
+                if isinstance(loss, tuple):
+                    loss, aux = loss
+                    auxes.append(aux)
+                if loss.requires_grad:
+                    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+                    step(gradients if clip is None else clipped(gradients, clip))
+                total += loss.detach()
+                steps += 1
+                seen += len(batch.y) if isinstance(batch, Batch) else sum(len(b.y) for b in batch)
+            if phase.every_epoch is not None:
+                with torch.no_grad():
+                    new, extras = phase.every_epoch(params, extras, data)
+                    for k, v in new.items():
+                        if v is not params[k]:
+                            params[k].copy_(v)
+    for leaf in leaves:
+        leaf.requires_grad_(False)
+    if kept is not None:
+        remember(memory, names, *kept)
+    if auxes:
+        extras = {**extras, "aux": auxes}
+    return params, extras, steps, seen, total
+
+
+def recall(memory: Memory, names: Sequence[str], tree: Tree, mark: str) -> None:
+    """Write into an optimiser's blank memory what `tree` holds of it; entries it does not know stay blank."""
+    for kind, entries in memory.items():
+        for i, name in enumerate(names):
+            if (found := tree.get(f"{mark}{kind}/{name}")) is not None:
+                entries[i] = found.clone()  # steps work in place
+
+
+def remember(memory: Memory, names: Sequence[str], tree: Tree, mark: str) -> None:
+    for kind, entries in memory.items():
+        tree.update({f"{mark}{kind}/{k}": v for k, v in zip(names, entries, strict=True) if v is not None})
+
+
+def trained_names(ctx: Context, phase: Phase, params: Tree) -> list[str]:
+    return [k for k, v in params.items() if v.is_floating_point() and _trainable(ctx, k) and phase.trains(k)]
+
+
+def phase_rule(rule: Optimiser, phase: Phase) -> Optimiser:
+    """The run's rule with what the phase says otherwise."""
+    if phase.momentum is not None:
+        rule = replace(rule, momentum=phase.momentum)
+    return rule if phase.weight_decay is None else replace(rule, weight_decay=phase.weight_decay)
+
+
+def _updates(
+    ctx: Context, phase: Phase, params: Tree, extras: Extras, data: ClientData, round: int, share: float
+) -> tuple[Tree, int, int]:
+    """A phase with its own update rule."""
+    assert phase.update is not None
+    rng = torch_rng(ctx.seed, "update", round, data.client, phase.stream)
+    steps = seen = 0
+    for epoch in _epochs(ctx, phase, data, round, share):
+        for batch in epoch:
+            params = phase.update(params, batch, extras, rng)
+            steps += 1
+            seen += len(batch.y) if isinstance(batch, Batch) else sum(len(b.y) for b in batch)
+    return {k: v.detach() for k, v in params.items()}, steps, seen
+
+
+def clipped(gradients: Sequence[Tensor | None], largest: float) -> list[Tensor | None]:
+    """Gradients scaled so that their common norm is at most `largest`."""
+    live = [g for g in gradients if g is not None]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(live)))
+    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    return [None if g is None else g * factor for g in gradients]
+
+
+def _trainable(ctx: Context, name: str) -> bool:
+    """Not batch-norm statistics, other buffers or frozen parameters; `mark:name` is `name` of a second model."""
+    return name.rsplit(":", 1)[-1] not in ctx.net.fixed
+
+
+def _epochs(ctx: Context, phase: Phase, data: ClientData, round: int, share: float) -> Iterator[Iterator[Any]]:
+    """For each epoch its batches."""
+    split = data.train if phase.split == "train" else data.val
+    starts = starts_of(ctx, len(split))
+    for order, limit in orders(ctx, phase, data, round, share):
+        yield _batches(split, order, starts, ctx.batch, phase.batches_per_step, limit)
+
+
+def starts_of(ctx: Context, n: int) -> list[int]:
+    """Where the batches of an epoch over n samples begin."""
+    lone = ctx.net.has_batch_norm  # batch norm cannot learn from one sample
+    return [a for a in range(0, n, ctx.batch) if not (lone and min(ctx.batch, n - a) == 1)]
+
+
+def orders(ctx: Context, phase: Phase, data: ClientData, round: int, share: float) -> Iterator[tuple[Tensor, int]]:
+    """For each epoch the order of the samples and the number of steps: functions of (seed, round, client, stream)."""
+    n = len(data.train if phase.split == "train" else data.val)
+    starts = starts_of(ctx, n)
+    if not starts:
+        return
+    per_epoch = math.ceil(len(starts) / phase.batches_per_step)
+    epochs = ctx.epochs if phase.epochs is None else phase.epochs
+    if share < 1.0 and epochs > 0:
+        epochs = max(min(1.0, epochs), math.floor(epochs * share))
+    steps = phase.steps if phase.steps is not None else math.ceil(epochs * per_epoch)
+    for epoch in range(math.ceil(steps / per_epoch)):
+        order = torch.randperm(n, generator=torch_rng(ctx.seed, "batches", round, data.client, phase.stream, epoch))
+        yield order, min(per_epoch, steps - epoch * per_epoch)
+
+
+def _batches(split: Split, order: Tensor, starts: list[int], size: int, group: int, limit: int) -> Iterator[Any]:
+    x, y = split.x[order], split.y[order]
+    if group == 1:
+        for a in starts[:limit]:
+            yield Batch(x[a : a + size], y[a : a + size])
+        return
+    for i in range(limit):
+        # a step that wants more batches than are left takes the rest from the start of the same order
+        picked = [starts[(i * group + j) % len(starts)] for j in range(group)]
+        yield tuple(Batch(x[a : a + size], y[a : a + size]) for a in picked)
