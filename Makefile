@@ -27,10 +27,10 @@ demo: $(READY)
 	$(BIN)/coterie report runs/demo -o runs/demo/report.html
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "not long"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long"
 
 test-all: $(READY) $(RAY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(READY)
 	$(BIN)/ruff check .

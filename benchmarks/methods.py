@@ -11,6 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,30 +19,28 @@ import torch
 from coterie.config import Engine, settings
 from coterie.data.sources import load
 from coterie.errors import CoterieError
-from coterie.folder import Folder
 from coterie.loop import Loop
 from coterie.methods import find, known
-from coterie.runtimes.workers import start
-from coterie.session import make_loop, prepare
+from coterie.session import prepare
+from coterie.testing import close_loop, open_loop
 
 
 def ready(method: str, args: argparse.Namespace, out: Path) -> Loop:
     given = {"data": args.data, "model": args.model, "rounds": args.rounds, "clients": args.clients, "join": args.join}
     given |= {"epochs": args.epochs, "batch": args.batch, "lr": 0.01, "partition": "dirichlet(0.1)", "short": "fill"}
     chosen = settings(method=method, **given, public=200, eval_every=10**6, watch=False, test_share=0.5, val_share=0.1)
-    session = prepare(chosen, Engine(workers=args.workers), dataset=args.dataset)
-    folder = Folder(out)
-    loop = make_loop(session, folder, start(session.device(), args.workers))
-    loop.server = session.method.setup()
-    folder.open_logs()
+    loop = open_loop(prepare(chosen, Engine(workers=args.workers), loaded=args.dataset), out, args.workers)
+    loop.schedule = replace(loop.schedule, rounds=10**6)  # no last evaluation
+    loop.start()
     return loop
 
 
-def timed(loop: Loop, t: int) -> float:
-    begin = time.perf_counter()
+def timed(loop: Loop) -> float:
+    """The next round."""
+    t, begin = loop.done + 1, time.perf_counter()
     ids = loop.method.sample(loop.server, t, torch.Generator().manual_seed(t))
     loop.method.sample = lambda *_: ids  # type: ignore[method-assign]  # the same participants on both sides
-    loop._round(t)
+    loop.step()
     del loop.method.sample
     return time.perf_counter() - begin
 
@@ -67,21 +66,18 @@ def main() -> None:
             try:
                 loop, base = ready(name, args, Path(tmp) / "m"), ready("fedavg", args, Path(tmp) / "f")
             except CoterieError as e:
-                print(f"| {find(name).title} | {e} | |", flush=True)
+                print(f"| {find(name).card.title} | {e} | |", flush=True)
                 continue
-            loop.schedule = loop.schedule.__class__(**{**vars(loop.schedule), "rounds": 10**6})  # no last evaluation
-            base.schedule = base.schedule.__class__(**{**vars(base.schedule), "rounds": 10**6})
-            opening = timed(loop, 0) if loop.method.opening() else 0.0
+            opening = timed(loop) if loop.method.opening() else 0.0
             own, other = [], []
-            for t in range(1, args.rounds + 1):
-                own.append(timed(loop, t))
-                other.append(timed(base, t))
+            for _ in range(args.rounds):
+                own.append(timed(loop))
+                other.append(timed(base))
             for x in (loop, base):
-                x.runtime.close()
-                x.folder.close()
+                close_loop(x)
         middle = statistics.median(other[1:])
         first = f"{opening / middle:.1f}" if opening else ""
-        print(f"| {find(name).title} | {statistics.median(own[1:]) / middle:.2f} | {first} |", flush=True)
+        print(f"| {find(name).card.title} | {statistics.median(own[1:]) / middle:.2f} | {first} |", flush=True)
 
 
 if __name__ == "__main__":

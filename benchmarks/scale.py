@@ -24,7 +24,7 @@ def measure(clients: int, samples: int, join: int, method: str, rounds: int) -> 
     from coterie.config import Engine, settings
     from coterie.data.dataset import Dataset
     from coterie.data.sources import load
-    from coterie.session import execute, prepare
+    from coterie.session import Objects, execute, prepare
 
     base = load("digits")
     pick = torch.randint(len(base), (clients * samples,), generator=torch.Generator().manual_seed(0))
@@ -38,7 +38,7 @@ def measure(clients: int, samples: int, join: int, method: str, rounds: int) -> 
         method=method, data="many-digits", partition="natural", clients=clients, min_size=1, rounds=rounds,
         join=join / clients, epochs=1, batch=10, eval_every=10**6, checkpoint_every=4, watch=False, stratify=False,
     )  # fmt: skip
-    session = prepare(chosen, Engine(state="disk"), dataset=data)
+    session = prepare(chosen, Engine(state="disk"), Objects(dataset=data))
     peak, times, first = [0], [], [0.0]
     stop = threading.Event()
 

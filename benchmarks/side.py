@@ -36,7 +36,7 @@ def floor_side(w: Workload, file: Path, processes: int) -> None:
 def session_of(w: Workload, data_dir: Path | None, engine: dict[str, Any], watch: bool = False) -> Any:
     """The workload in Coterie; evaluations of all clients and checkpoints are left to whoever drives the loop."""
     from coterie.config import Engine, settings
-    from coterie.session import prepare
+    from coterie.session import Objects, prepare
 
     base = {"method": "fedavg", "model": w.name, "rounds": 10**6, "join": w.join / w.clients, "epochs": w.epochs}
     base |= {"batch": w.batch, "lr": w.lr, "clients": w.clients, "eval_every": 10**6, "watch": watch, "val_share": 0}
@@ -45,7 +45,8 @@ def session_of(w: Workload, data_dir: Path | None, engine: dict[str, Any], watch
     else:
         least = 10 if w.data == "digits" else 40
         own = {"data": w.data, "partition": "dirichlet(0.1)", "min_size": least, "short": "fill"}
-    return prepare(settings(**base, **own), Engine(data_dir=data_dir, **engine), dataset=dataset_of(w, data_dir))
+    objects = Objects(dataset=dataset_of(w, data_dir))
+    return prepare(settings(**base, **own), Engine(data_dir=data_dir, **engine), objects)
 
 
 def dataset_of(w: Workload, data_dir: Path | None) -> Any:
@@ -75,24 +76,25 @@ def coterie_side(w: Workload, data_dir: Path | None, engine: dict[str, Any], shi
     from coterie.session import make_loop, open_runtime
 
     session = session_of(w, data_dir, engine, watch=shipped)
-    with tempfile.TemporaryDirectory() as tmp:
-        folder = Folder(Path(tmp))
-        loop = make_loop(session, folder, open_runtime(session))
-        loop.server = session.method.setup()
-        folder.open_logs()
+    everybody: list[float] = []  # seconds of an evaluation of all clients; by default every tenth round has one
+    with (
+        tempfile.TemporaryDirectory() as tmp,
+        Folder(Path(tmp)) as folder,
+        open_runtime(session, Path(tmp)) as runtime,
+    ):
+        loop = make_loop(session, folder, runtime)
+        loop.start()
         say(ready=True)
-        everybody: list[float] = []  # seconds of an evaluation of all clients; by default every tenth round has one
         while turn := next_round():
+            assert turn[0] == loop.done + 1
             begin = time.perf_counter()
-            loop._round(turn[0])
+            loop.step()
             seconds = time.perf_counter() - begin
             if shipped and len(everybody) < 3:
                 begin = time.perf_counter()
-                loop.evaluate(turn[0])
+                loop.evaluate()
                 everybody.append(time.perf_counter() - begin)
             say(seconds=seconds + (sorted(everybody)[len(everybody) // 2] / 10 if everybody else 0))
-        loop.runtime.close()
-        folder.close()
 
 
 def main() -> None:

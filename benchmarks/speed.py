@@ -21,10 +21,10 @@ from floor import WORKLOADS, Floor, Pair, Workload, pairs
 from coterie.config import Engine, settings
 from coterie.data.dataset import Dataset
 from coterie.data.sources import load
-from coterie.folder import Folder
 from coterie.loop import Loop
-from coterie.runtimes.workers import start
-from coterie.session import make_loop, prepare
+from coterie.rng import torch_rng
+from coterie.session import Objects, prepare
+from coterie.testing import close_loop, open_loop
 
 
 def coterie(
@@ -36,14 +36,12 @@ def coterie(
     least = 10 if w.data == "digits" else 40
     if w.data == "random":
         chosen = settings(**base, data="noise", partition="natural", test_share=1 / 6, min_size=1, stratify=False)
-        session = prepare(chosen, Engine(workers=workers), dataset=noise(w))
+        session = prepare(chosen, Engine(workers=workers), Objects(dataset=noise(w)))
     else:
         chosen = settings(**base, data=w.data, partition="dirichlet(0.1)", min_size=least, short="fill")
         session = prepare(chosen, Engine(workers=workers, data_dir=data_dir))
-    folder = Folder(out)
-    loop = make_loop(session, folder, start(session.device(), workers))
-    loop.server = session.method.setup()
-    folder.open_logs()
+    loop = open_loop(session, out, workers)
+    loop.start()
     return loop
 
 
@@ -56,9 +54,7 @@ def noise(w: Workload) -> Dataset:
 
 
 def participants(loop: Loop, t: int) -> list[int]:
-    from coterie.rng import torch_rng
-
-    return loop.method.sample(loop.server, t, torch_rng(loop.schedule.seed, "sample", t))
+    return loop.method.sample(loop.server, t, torch_rng(loop.schedule.rules.seed, "sample", t))
 
 
 def against_floor(name: str, w: Workload, args: argparse.Namespace, tmp: Path) -> None:
@@ -71,9 +67,9 @@ def against_floor(name: str, w: Workload, args: argparse.Namespace, tmp: Path) -
     times: dict[str, list[float]] = {"floor": [], "coterie": [], "one worker": []}
     for t in range(1, args.rounds + 2):
         ids = participants(two, t)
-        plan = [("floor", lambda: floor.round(ids)), ("coterie", lambda: two._round(t))]  # noqa: B023
+        plan = [("floor", lambda: floor.round(ids)), ("coterie", two.step)]  # noqa: B023
         if t <= 1 + args.rounds // 2:
-            plan.append(("one worker", lambda: one._round(t)))  # noqa: B023
+            plan.append(("one worker", one.step))
         for side, work in plan if t % 2 else plan[::-1]:
             begin = time.perf_counter()
             work()
@@ -81,8 +77,7 @@ def against_floor(name: str, w: Workload, args: argparse.Namespace, tmp: Path) -
                 times[side].append(time.perf_counter() - begin)
     floor.close()
     for loop in (one, two):
-        loop.runtime.close()
-        loop.folder.close()
+        close_loop(loop)
     ratio = statistics.median(c / f for c, f in zip(times["coterie"], times["floor"], strict=True))
     speedup = statistics.median(o / c for o, c in zip(times["one worker"], times["coterie"], strict=False))
     middle = {k: statistics.median(v) for k, v in times.items()}
@@ -96,8 +91,8 @@ def against_floor(name: str, w: Workload, args: argparse.Namespace, tmp: Path) -
 
 def check_same_work(loop: Loop, train: list[Pair]) -> None:
     """Same clients on both sides, or the ratio means nothing."""
-    device = loop.runtime.device  # type: ignore[attr-defined]
-    sizes = [device.federation.size(i) for i in loop.method.ctx.clients]
+    federation = loop.runtime.clients.federation  # type: ignore[attr-defined]
+    sizes = [federation.size(i) for i in loop.method.ctx.clients]
     assert sizes == [len(y) for _, y in train], "the two sides have different clients"
 
 

@@ -2,18 +2,24 @@
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import numpy as np
+import torch
 
+from coterie.cli.traffic import declared
 from coterie.config import Engine, settings
 from coterie.data.arrays import from_arrays
+from coterie.edges import EdgeMethod
 from coterie.errors import CoterieError
 from coterie.method import Context, Method
 from coterie.methods import find, known
-from coterie.session import prepare
+from coterie.schema import LARGEST, LINKS, Entry, Link, Schema
+from coterie.session import Objects, prepare
+from coterie.tree import Tree
 
 FAMILIES = {
     "-": "Alone",
@@ -26,6 +32,14 @@ FAMILIES = {
     "P": "Prototypes and heads instead of weights",
 }
 MODEL = "lenet5"
+LINK_WORDS: dict[Link, str] = {
+    "up": "device to server",
+    "down": "server to device",
+    "edge_up": "edge to cloud",
+    "edge_down": "cloud to edge",
+}
+AS_MODEL, SOME_VALUES = "as in the model", "some of its values, as a vector"
+PLAIN_LINKS: tuple[Link, ...] = ("up", "down")  # of methods without edges
 
 
 def methods() -> dict[str, type[Method]]:
@@ -41,7 +55,7 @@ def overview() -> str:
     lines = ["# Methods", "", f"{len(found)} methods and variants are registered. Each name links to its page.", ""]
     lines += ["## Family tree", "", *_tree(found), ""]
     lines += ["## All methods", ""]
-    lines += [f"Bytes are what one participant declares for one ordinary round of `{MODEL}` on 28x28 grey pictures"]
+    lines += [f"Bytes are what one participant declares for one late round of `{MODEL}` on 28x28 grey pictures"]
     lines += [f"with 10 classes ({size:,} parameters). A dash: the default settings do not fit that model."]
     lines += [
         "Certainty: A, checked against the authors' code; B, against other people's code; P, written from the paper"
@@ -51,8 +65,8 @@ def overview() -> str:
     lines += ["|---|---|---|---|---|---:|---:|---|---|"]
     for name, m in found.items():
         up, down = _bytes(m, context)
-        year, needs = str(m.year or ""), ", ".join(m.needs)
-        row = (_link(name), m.title, m.family, year, m.personal_part, up, down, needs, m.certainty)
+        card, year, needs = m.card, str(m.card.year or ""), ", ".join(m.needs)
+        row = (_link(name), card.title, card.family, year, card.personal, up, down, needs, card.certainty)
         lines.append("| " + " | ".join(_cell(c) for c in row) + " |")
     return "\n".join([*lines, ""])
 
@@ -62,13 +76,13 @@ def _tree(found: dict[str, type[Method]]) -> list[str]:
     parents = {n: max((p for p in found if n.startswith(f"{p}-")), key=len, default=None) for n in found}
     lines = []
     for letter, words in FAMILIES.items():
-        here = [n for n, m in found.items() if parents[n] is None and (m.family or "-").split(",")[0] == letter]
+        here = [n for n, m in found.items() if parents[n] is None and (m.card.family or "-").split(",")[0] == letter]
         if not here:
             continue
         lines.append(f"- **{words}** ({letter})" if letter != "-" else f"- **{words}**")
-        for name in sorted(here, key=lambda n: (found[n].year, n)):
-            lines.append(f"    - {found[name].title}, {found[name].year or 'no year'}: {_link(name)}")
-            lines += [f"        - {found[v].title}: {_link(v)}" for v, parent in parents.items() if parent == name]
+        for name in sorted(here, key=lambda n: (found[n].card.year, n)):
+            lines.append(f"    - {found[name].card.title}, {found[name].card.year or 'no year'}: {_link(name)}")
+            lines += [f"        - {found[v].card.title}: {_link(v)}" for v, parent in parents.items() if parent == name]
     return lines
 
 
@@ -77,10 +91,70 @@ def facts(name: str) -> str:
     m = methods()[name]
     text = (inspect.getdoc(inspect.getmodule(m)) or "").partition("\n\n")[2].strip()
     needs = ", ".join(m.needs) or "nothing special"
-    lines = ["## From the code", "", f"{m.title} ({m.paper}).", "", _escape(text), ""]
-    lines += [f"- name: `{name}`, family {m.family or '-'}, certainty {m.certainty}"]
-    lines += [f"- personal: {m.personal_part}", f"- needs: {needs}", f"- weighting by default: {m.weighting}", ""]
+    lines = ["## From the code", "", f"{m.card.title} ({m.card.paper}).", "", _escape(text), ""]
+    lines += [f"- name: `{name}`, family {m.card.family or '-'}, certainty {m.card.certainty}"]
+    lines += [f"- personal: {m.card.personal}", f"- needs: {needs}", f"- weighting by default: {m.weighting}", ""]
+    lines += ["### What leaves a device", "", payload_table(m), ""]
     return "\n".join([*lines, "### Settings", "", settings_table(name), ""])
+
+
+def payload_table(m: type[Method]) -> str:
+    """All entries that may cross a link, by the method's general schema."""
+    method = m()
+    method.ctx = context = _context()
+    links = LINKS if isinstance(method, EdgeMethod) else PLAIN_LINKS
+    try:
+        method.check()
+        schemas = {link: method.schema(link) for link in links}
+    except (CoterieError, KeyError) as e:
+        return f"The default settings do not fit `{MODEL}`: {_escape(str(e))}."
+    lines = [f"For `{MODEL}` on 28x28 grey pictures with 10 classes. What is not listed cannot cross.", ""]
+    lines += ["| link | entry | shape | type | kind | heading | may be summed | when |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for link, schema in schemas.items():
+        for row in _entries(schema, context.w0) or [("nothing", *[""] * 6)]:
+            lines.append("| " + " | ".join(_cell(c) for c in (LINK_WORDS[link], *row)) + " |")
+    return "\n".join(lines)
+
+
+def _entries(schema: Schema, model: Tree) -> list[tuple[str, ...]]:
+    """Rows of the table; entries of the model that differ in name and shape only share one."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, entry in schema.entries.items():
+        mark, _, plain = name.rpartition(":")
+        shape = " x ".join(map(str, entry.shape)) or "one number"
+        if plain in model and entry.shape == tuple(model[plain].shape):
+            shape = AS_MODEL
+        elif name in model and schema.lengths.get(shape, (0, 0))[1] == model[name].numel():
+            shape = SOME_VALUES
+        of_model = shape in (AS_MODEL, SOME_VALUES)
+        summed, when = "yes" if entry.summable else "no", "not always" if entry.optional else "always"
+        key = (mark if of_model else name, shape, _range(entry), entry.kind, entry.part, summed, when)
+        rows.setdefault(key, []).append(plain if of_model else name)
+    found = []
+    for (mark, shape, *rest), names in rows.items():
+        of_model = shape in (AS_MODEL, SOME_VALUES)
+        found.append((_names(mark, names, len(model)) if of_model else f"`{mark}`", shape, *rest))
+    return found
+
+
+def _names(mark: str, names: list[str], model: int) -> str:
+    """Entries of the model, with the mark before their names if they have one."""
+    if len(names) == model:
+        text = "all entries of the model"
+    elif len(names) <= 4:
+        text = ", ".join(f"`{n}`" for n in names)
+    else:
+        text = f"{len(names)} of the model's {model} entries, `{names[0]}` to `{names[-1]}`"
+    return f"`{mark}:` {text}" if mark else text
+
+
+def _range(entry: Entry) -> str:
+    text = str(entry.dtype).removeprefix("torch.")
+    if entry.dtype != torch.bool and (entry.low > -LARGEST or entry.high < LARGEST):
+        low, high = (f"{v:g}" if abs(v) < LARGEST else "any" for v in (entry.low, entry.high))
+        text += f", {low} to {high}" if high != "any" else f", {low} or more"
+    return text + (", no value twice" if entry.distinct else "") + (", NaN: absent" if entry.nan else "")
 
 
 def settings_table(name: str) -> str:
@@ -115,12 +189,13 @@ def _type(annotation: Any) -> str:
     return annotation.__name__ if isinstance(annotation, type) and not inner else str(annotation)
 
 
+@cache
 def _context() -> Context:
     x = np.zeros((400, 28, 28), dtype=np.uint8)
     x[::2] = 255
     data = from_arrays(x, np.arange(400) % 10, name="grey pictures")
     chosen = settings(method="fedavg", model=MODEL, clients=20, partition="iid", public=100, val_share=0.2, join=1.0)
-    return prepare(chosen, Engine(workers=1), dataset=data).method.ctx
+    return prepare(chosen, Engine(workers=1), Objects(dataset=data)).method.ctx
 
 
 def _bytes(m: type[Method], context: Context) -> tuple[str, str]:
@@ -128,7 +203,7 @@ def _bytes(m: type[Method], context: Context) -> tuple[str, str]:
     method.ctx = context
     try:
         method.check()
-        up, down = method.payload(context.classes, 1)
+        up, down = declared(method)
     except (CoterieError, KeyError):
         return "-", "-"
     return f"{up:,}", f"{down:,}"
@@ -155,7 +230,7 @@ def generated(written: Path) -> dict[str, Callable[[], str]]:
     def page(name: str) -> Callable[[], str]:
         def make() -> str:
             file = written / "methods" / f"{name}.md"
-            intro = file.read_text() if file.exists() else f"# {methods()[name].title}\n"
+            intro = file.read_text() if file.exists() else f"# {methods()[name].card.title}\n"
             return f"{intro.rstrip()}\n\n{facts(name)}"
 
         return make

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from coterie import tree as T
 from coterie.loop import Loop
-from coterie.method import Batch, ClientData, Extras, Method, Upload
+from coterie.method import Batch, ClientData, Extras, Method, Moment, Upload
 from coterie.testing import Bench
 from coterie.train.optim import Optimiser
 from coterie.train.trainer import train
 from coterie.tree import Tree
+from toy import handed, state
 
 
 def bound(cls: type[Method], run: dict[str, Any] | None = None, **own: Any) -> tuple[Method, list[ClientData]]:
@@ -67,6 +68,12 @@ def value(method: Method, params: Tree, batch: Batch, extras: Extras) -> Tensor:
     return loss
 
 
+def declared(method: Method, labels: int, round: int = 1) -> tuple[int, int]:
+    """Bytes up and down that the method declares for its first client with so many classes."""
+    now = Moment(method.setup(), method.ctx.clients[0], round)
+    return method.schema("up", now).nbytes(labels=labels), method.schema("down", now).nbytes(labels=labels)
+
+
 def scalars(method: Method, group: str) -> int:
     return sum(method.ctx.w0[k].numel() for k in method.ctx.group(group))
 
@@ -80,3 +87,9 @@ def noisy(tree: Tree, names: Any, seed: int = 1) -> Tree:
     """The tree with other numbers under these names."""
     rng = torch.Generator().manual_seed(seed)
     return {k: v + torch.randn(v.shape, generator=rng) if names(k) else v for k, v in T.clone(tree).items()}
+
+
+__all__ = [
+    "batch_of", "bound", "gradients", "handed", "noisy", "opened", "play", "round_of", "same", "scalars", "state",
+    "value",
+]  # fmt: skip

@@ -1,55 +1,50 @@
-"""A device that answers wrongly, a different way in every round; run as a process by test_federation_hostile.py."""
+"""Devices that answer wrongly; run as processes by test_flower_federation.py."""
 
 import argparse
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from coterie import codec
+from coterie.messages import TrainAnswer
 from coterie.runtimes.flower import plan
-from coterie.runtimes.flower.device import Member, join
+from coterie.runtimes.flower.device import DeviceHandler, join
+from coterie.runtimes.flower.messages import Attached, DeviceJob, Hello
 from coterie.runtimes.flower.transport import wire
 
-HONEST = (1, 9)
+HONEST = (1, 5)
 WRONGS = {  # round -> what is wrong, and what the cloud must say
-    2: ("nan", "NaN or infinity"),
-    3: ("shape", "of shape"),
-    4: ("type", "of type"),
-    5: ("large", "larger than"),
-    6: ("names", "other entries than declared|missing or unknown"),
-    7: ("replay", "it is a reply of round 1, asked was round 7"),
-    8: ("state", "unknown fields: state"),
+    2: ("shape", "of shape"),
+    3: ("replay", "it is a reply of round 1, asked was round 3"),
+    4: ("samples", "its hello was of"),
 }
 
 
-def spoil(what: str, answer: dict[str, Any]) -> dict[str, Any]:
-    tree = dict(answer["tree"])
-    name = max(tree, key=lambda k: tree[k].numel())
-    if what == "nan":
-        tree[name] = torch.full_like(tree[name], float("nan"))
-    elif what == "shape":
-        tree[name] = tree[name][:-1]
-    elif what == "type":
-        tree[name] = tree[name].double()
-    elif what == "large":
-        tree["more"] = torch.zeros(10 * sum(v.numel() for v in tree.values()))
-    elif what == "names":
-        del tree[name]
-    elif what == "state":
-        return {**answer, "state": {"own": tree}}
-    return {**answer, "tree": tree}
+class Hostile(DeviceHandler):
+    def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
+        answer = super().answer(kind, round, job)
+        what = WRONGS.get(round, ("", ""))[0]
+        if not isinstance(answer, TrainAnswer):
+            return answer
+        if what == "shape":
+            name = max(answer.upload, key=lambda k: answer.upload[k].numel())
+            return replace(answer, upload={**answer.upload, name: torch.zeros(3)})
+        return replace(answer, samples=10**9) if what == "samples" else answer
 
 
-class Hostile(Member):
-    def handle(self, kind: str, round: int, value: Any) -> Any:
-        answer = super().handle(kind, round, value)
-        return spoil(WRONGS[round][0], answer) if kind == "train" and round in WRONGS else answer
+class Hijacker(DeviceHandler):
+    """Says that it is an edge, that device-0 is behind it and that device-2 is refused."""
+
+    def handle(self, kind: str, round: int, shared: memoryview | None, own: memoryview) -> memoryview:
+        return codec.pack(Attached({"device-0": Hello(0, 10**9)}, {"device-2": "no"}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=["wrong", "version"])
+    parser.add_argument("mode", choices=["wrong", "version", "hijack"])
     for name in ("--cloud", "--ca", "--key", "--data", "--state", "--client"):
         parser.add_argument(name, required=True)
     a = parser.parse_args()
@@ -60,12 +55,13 @@ def main() -> None:
 
     def replaying(head: wire.Head, parts: Any) -> Any:
         made = content(head, parts)
-        if head.kind == "train" and head.round in (1, 7):
-            return kept.setdefault("first", made)  # in round 7 the answer of round 1 is sent again
+        if head.kind == "train" and head.round in (1, 3):
+            return kept.setdefault("first", made)  # in round 3 the answer of round 1 is sent again
         return made
 
     wire.content = replaying  # type: ignore[assignment]
-    join(a.cloud, Path(a.ca), Path(a.key), Hostile(a.data, Path(a.state), int(a.client)))
+    handler = Hijacker if a.mode == "hijack" else Hostile
+    join(a.cloud, Path(a.ca), Path(a.key), handler(a.data, Path(a.state), int(a.client)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Short runs of registered methods for the tests of split and mixing methods."""
 
-import json
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from coterie.method import Method, Upload
 from coterie.methods import find
 from coterie.session import Session
 from coterie.tree import Tree
+from toy import handed, state
 
 HEAD = {"classifier.weight", "classifier.bias"}
 BN = {"bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var"}
@@ -57,8 +57,8 @@ def watch(s: Session) -> tuple[Loop, list[list[Upload]]]:
     with tempfile.TemporaryDirectory() as folder:
         loop = testing.open_loop(s, Path(folder))
         loop.run()
-        loop.events = [json.loads(e) for e in (Path(folder) / "events.jsonl").read_text().splitlines()]  # type: ignore[attr-defined]
-        loop.folder.close()
+        loop.events = testing.events(Path(folder))  # type: ignore[attr-defined]
+        testing.close_loop(loop)
     return loop, seen
 
 
@@ -72,10 +72,6 @@ def traffic(loop: Loop, direction: str) -> list[float]:
 
 def bound(method: str | type[Method], model: nn.Module | None = None, **changes: Any) -> Method:
     return session(method, model, **changes).method
-
-
-def state(loop: Loop, client: int) -> Any:
-    return loop.store.get(client)
 
 
 def same(a: Tree, b: Tree) -> bool:
@@ -101,4 +97,4 @@ def size(tree: Tree, names: set[str] | None = None) -> int:
     return sum(4 * v.numel() for k, v in tree.items() if names is None or k in names)
 
 
-__all__ = ["BN", "HEAD", "Tensor"]
+__all__ = ["BN", "HEAD", "Tensor", "handed", "state"]

@@ -6,7 +6,11 @@ from coterie.methods import known
 from coterie.testing import CHECKS, check
 
 
-@pytest.mark.parametrize("method", known())
-@pytest.mark.parametrize("name", CHECKS)
-def test_battery(name: str, method: str) -> None:
+def everything(names=CHECKS):
+    """All checks of one method in a row and in one process, where they share a run."""
+    return [pytest.param(m, n, marks=pytest.mark.xdist_group(m)) for m in known() for n in names]
+
+
+@pytest.mark.parametrize(("method", "name"), everything())
+def test_battery(method: str, name: str) -> None:
     check(method, name)

@@ -183,9 +183,10 @@ def test_weight_decay_spares_what_the_phase_says():
     assert near(after, {k: v.detach() for k, v in named.items()})
 
 
-def test_a_phase_overrides_rate_momentum_and_decay():
-    own = Phase(lr=0.03, momentum=0.9, weight_decay=0.2)
-    assert same(go(phases=[own])[1], go(lr=0.03, rule=Optimiser("sgd", 0.9, 0.2))[1])
+def test_a_phase_overrides_weight_decay():
+    own, rule = Phase(weight_decay=0.2), Optimiser("sgd", 0.9, 0.05)
+    assert same(go(phases=[own], rule=rule)[1], go(rule=Optimiser("sgd", 0.9, 0.2))[1])
+    assert not same(go(phases=[own], rule=rule)[1], go(rule=rule)[1])
 
 
 def test_the_rate_decays_per_round_from_the_second_on():

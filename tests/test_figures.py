@@ -1,6 +1,5 @@
 """Figures show the runs' own numbers, whatever they look like."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 
 import coterie
+from coterie import disk
 from coterie.errors import CoterieError
 from coterie.report import figures, page
 from coterie.report.figures import bars, curves, groups, style
@@ -168,9 +168,9 @@ def test_the_report_shows_every_group_and_paper_table(runs, tmp_path) -> None:
 def test_a_folder_of_another_version_is_named(runs, tmp_path) -> None:
     copy = tmp_path / "old"
     shutil.copytree(runs[0].path, copy)
-    found = json.loads((copy / "settings.json").read_text())
+    found = disk.read_json(copy / "settings.json")
     del found["partition"]
-    (copy / "settings.json").write_text(json.dumps(found))
+    disk.write_json(copy / "settings.json", found)
     with pytest.raises(CoterieError, match="another version of Coterie"):
         Run(copy)
     with pytest.raises(CoterieError, match="there are no runs"):

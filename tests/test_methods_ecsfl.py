@@ -1,4 +1,4 @@
-"""ECS-FL: every property of section 8 of its card, on the method itself."""
+"""ECS-FL: the properties that its page lists, on the method itself."""
 
 import json
 import math
@@ -10,18 +10,22 @@ import torch
 
 from coterie import codec
 from coterie import tree as T
+from coterie.edges import Edge, EdgeMethod
 from coterie.errors import CoterieError
 from coterie.loop import Loop
-from coterie.method import ANNOUNCE, Download, Edge, Method, Upload
+from coterie.method import Download, Moment, Upload
 from coterie.methods import build, find
+from coterie.methods.ecsfl import ECSFL
+from coterie.methods.ecsfl.method import AGGREGATED, DISTANCE, WEIGHT
 from coterie.testing import Bench
 from coterie.tree import Tree
+from refused import refuses
 
 RULES = ["mean", "invdist", "invdist_all"]
 SCALE = [1.0, 0.2, 3.0, 0.5, 2.0]
 
 
-def bound(**own: Any) -> Method:
+def bound(**own: Any) -> ECSFL:
     return Bench(find("ecs-fl"), own).session().method
 
 
@@ -45,10 +49,10 @@ def uploads(w: Tree, scale: list[float] = SCALE) -> list[Upload]:
     return [Upload(T.add(w, noise(w, i, s)), {}, i, 10 + i) for i, s in enumerate(scale)]
 
 
-def merged(method: Method, w: Tree, sent: list[Upload], clients: int | None = None) -> tuple[Tree, set[int]]:
+def merged(method: EdgeMethod, w: Tree, sent: list[Upload], clients: int | None = None) -> tuple[Tree, set[int]]:
     edge = Edge(0, tuple(range(clients or len(sent))), {}, Download(shared=w))
     _, up = method.merge(edge, sent, 1)
-    return T.drop(up.tree, lambda k: ":" in k), {int(i) for i in up.note}
+    return T.drop(up.tree, lambda k: ":" in k), set(up.tree[AGGREGATED].tolist())
 
 
 def close(a: Tree, b: Tree, atol: float = 1e-5) -> None:
@@ -130,16 +134,16 @@ def test_p7_a_device_without_update_is_never_selected(rule: str) -> None:
 
 
 def test_p8_nobody_stops_in_round_1_nor_ever_without_epsilon(tmp_path: Path) -> None:
-    play(tmp_path / "inf", epsilon=math.inf, rounds=1)
-    assert events(tmp_path / "inf")[0]["notes"]["stopped"] == 0
+    play(tmp_path / "huge", epsilon=1e9, rounds=1)
+    assert events(tmp_path / "huge")[0]["notes"]["stopped"] == 0
     play(tmp_path / "zero", epsilon=0.0, lr=1e-12)  # models that hardly move would stop under any epsilon
     assert [e["notes"]["stopped"] for e in events(tmp_path / "zero")] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("stop", ["round", "forever"])
-def test_p9_with_infinite_epsilon_nobody_trains_from_round_2_and_the_model_stands(tmp_path: Path, stop: str) -> None:
-    one = play(tmp_path / "1", epsilon=math.inf, rounds=1, stop=stop)
-    three = play(tmp_path / "3", epsilon=math.inf, rounds=3, stop=stop)
+def test_p9_with_a_huge_epsilon_nobody_trains_from_round_2_and_the_model_stands(tmp_path: Path, stop: str) -> None:
+    one = play(tmp_path / "1", epsilon=1e9, rounds=1, stop=stop)
+    three = play(tmp_path / "3", epsilon=1e9, rounds=3, stop=stop)
     assert codec.equal(one.server, three.server)
     assert [e["steps"] > 0 for e in events(tmp_path / "3")] == [True, False, False]
     assert [e["notes"]["stopped"] for e in events(tmp_path / "3")] == [0, 1, 1]
@@ -194,16 +198,19 @@ def test_p12_the_result_lies_in_the_hull_of_the_selected(rule: str) -> None:
         assert bool((v <= stacked[k].amax(0) + 1e-6).all() and (v >= stacked[k].amin(0) - 1e-6).all())
 
 
-def test_p13_bytes_are_those_of_the_card(tmp_path: Path) -> None:
+def test_p13_bytes_are_those_of_the_page(tmp_path: Path) -> None:
     play(tmp_path / "one", rounds=1, n_edges=2, select_fraction=0.4)
     size = T.nbytes(bound().ctx.w0)
     book = events(tmp_path / "one")[0]["bytes"]
     assert book["device-edge"]["down"]["model"] == book["device-edge"]["up"]["model"] == 5 * size
     assert book["edge-cloud"]["down"]["model"] == 2 * size
-    assert book["edge-cloud"]["up"]["model"] == 2 * (size + 4)
+    assert book["edge-cloud"]["up"] == {
+        "model": 2 * size,
+        "selection": 2 * 4 + 3 * 4,
+    }  # two |T_e|, and 2 + 1 ids
     play(tmp_path / "two", rounds=1, two_stage=True, select_fraction=0.4)
-    up = events(tmp_path / "two")[0]["bytes"]["device-edge"]["up"]["model"]
-    assert up == 4 * 5 + 2 * size
+    up = events(tmp_path / "two")[0]["bytes"]["device-edge"]["up"]
+    assert up == {"selection": 4 * 5, "model": 2 * size}
 
 
 def test_two_stage_gives_the_same_model_as_one(tmp_path: Path) -> None:
@@ -214,7 +221,7 @@ def test_two_stage_gives_the_same_model_as_one(tmp_path: Path) -> None:
 def test_two_stage_decides_by_the_announcement_alone() -> None:
     m = bound(two_stage=True, select_fraction=0.4)
     edge = Edge(0, (0, 1, 2, 3, 4), {}, Download(shared=m.ctx.w0))
-    said = [Upload({f"{ANNOUNCE}d": torch.tensor([s])}, {}, i, 9) for i, s in enumerate(SCALE)]
+    said = [Upload({DISTANCE: torch.tensor([s])}, {}, i, 9) for i, s in enumerate(SCALE)]
     assert m.calls(edge, said, 1) == {1, 3}
     assert m.calls(edge, [Upload({}, {}, 0, 9)], 1) == set()
 
@@ -244,7 +251,7 @@ def test_random_selection_has_the_same_size_and_varies_with_the_round() -> None:
     m = bound(select="random", select_fraction=0.4)
     edge = Edge(0, (0, 1, 2, 3, 4), {}, Download(shared=m.ctx.w0))
     sent = uploads(m.ctx.w0)
-    picks = [frozenset(m.merge(edge, sent, t)[1].note) for t in range(8)]
+    picks = [frozenset(m.merge(edge, sent, t)[1].tree[AGGREGATED].tolist()) for t in range(8)]
     assert {len(p) for p in picks} == {2} and len(set(picks)) > 1
 
 
@@ -272,3 +279,49 @@ def test_bad_settings_get_a_sentence() -> None:
         bound(n_edges=9)
     with pytest.raises(CoterieError, match="two_stage"):
         bound(two_stage=True, aggregation="invdist_all")
+
+
+# ---- uploads that must not reach a mean ------------------------------------------------------------------------------
+@pytest.mark.parametrize("two_stage", [False, True])
+def test_a_wrong_upload_of_a_device_is_refused(two_stage: bool) -> None:
+    m = bound(two_stage=two_stage)
+    schema, good = m.schema("up", Moment(m.setup(), 0, 1)), dict(m.ctx.w0)
+    if two_stage:
+        good[DISTANCE] = torch.tensor([0.5])
+        refuses(schema, good, ({DISTANCE: torch.tensor([-1.0])}, "-1 in announce:d, outside 0"))
+    else:
+        refuses(schema, good, ({DISTANCE: torch.tensor([0.5])}, "not declared"))
+    schema.check({}, "a device that stops")
+    alone = m.schema("up", Moment({**m.setup(), "alone": 0}, 0, 2))
+    assert alone.nbytes() == 0
+    with pytest.raises(CoterieError, match="not declared"):
+        alone.check(good, "the upload")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_wrong_upload_of_an_edge_is_refused(rule: str) -> None:
+    m = bound(n_edges=2, aggregation=rule, select_fraction=1.0)
+    edge = Edge(1, (1, 3), {}, Download(shared=m.ctx.w0))
+    good = m.merge(edge, [u for u in uploads(m.ctx.w0) if u.sender in edge.clients], 1)[1].tree
+    whole = good[WEIGHT].dtype
+    refuses(
+        m.schema("edge_up", Moment(m.setup(), 1, 1)),
+        good,
+        ({WEIGHT: torch.tensor([-1], dtype=whole)}, "-1 in x:weight, outside 0"),
+        ({AGGREGATED: torch.tensor([1, 99], dtype=torch.int32)}, "99 in x:aggregated, outside 1 to 3"),
+        ({AGGREGATED: torch.tensor([1, 1], dtype=torch.int32)}, "twice in x:aggregated"),
+        ({AGGREGATED: torch.tensor([1, 2, 3], dtype=torch.int32)}, "x:aggregated of shape"),
+    )
+
+
+def test_ids_of_another_edge_and_weights_of_zero_decide_nothing() -> None:
+    m = bound(n_edges=2)
+    server, w = m.setup(), m.ctx.w0
+
+    def said(edge: int, ids: list[int], weight: int) -> Upload:
+        tree = {**T.scaled(w, 2.0), AGGREGATED: torch.tensor(ids, dtype=torch.int32)}
+        return Upload({**tree, WEIGHT: torch.tensor([weight], dtype=torch.int32)}, {}, edge, 9)
+
+    assert m.aggregate(server, [said(1, [2], 1)], 1) == server  # device 2 is at edge 0
+    assert m.aggregate(server, [said(0, [2], 0)], 1) == server
+    assert m.aggregate(server, [said(0, [2], 1), said(1, [], 0)], 1)["selected"] == [0, 0, 1, 0, 0]

@@ -1,4 +1,4 @@
-"""FedCPMD: every property of section 8 of its card, its knobs and its variants."""
+"""FedCPMD: its properties, numbered, its settings and its variants."""
 
 import json
 import math
@@ -12,21 +12,24 @@ from torch import nn
 from coterie import codec
 from coterie import tree as T
 from coterie.config import Engine, settings
+from coterie.edges import Edge
 from coterie.errors import CoterieError
 from coterie.loop import Loop
-from coterie.method import Context, Download, Edge, Method, Upload
+from coterie.method import Context, Download, Method, Moment, Upload
 from coterie.methods import build, find
+from coterie.methods.fedcpmd import FedCPMDSettings, votes
+from coterie.methods.fedcpmd.mixing import flat_layer, similarity, weights_of
 from coterie.models.net import Net
 from coterie.models.registry import build as build_model
 from coterie.parts import gaussian as G
-from coterie.parts import layer_choice as choice
-from coterie.parts.cluster_mix import flat_layer
-from coterie.session import prepare
+from coterie.session import Objects, prepare
 from coterie.testing import Bench, open_loop, small_data
 from coterie.tree import Tree
+from refused import refuses
+from toy import handed
 
 NAMES = ("fc1", "fc2", "classifier")
-RULER = choice.Ruler(choice.PAPER)
+ALL = FedCPMDSettings(distance="auto")  # the four distances of the paper
 RNG = torch.Generator().manual_seed(5)
 PAIRS = [
     G.Gaussian(torch.rand(40, generator=RNG).double(), 0.01 + torch.rand(40, generator=RNG).double()) for _ in "pq"
@@ -68,7 +71,7 @@ def close(a: Tree, b: Tree, atol: float = 2e-5) -> None:
 
 
 # ---- 1-3: distances (their test vectors are in test_parts_gaussian.py) -----------------------------------------------
-@pytest.mark.parametrize("name", choice.PAPER)
+@pytest.mark.parametrize("name", votes.PAPER)
 def test_p1_distances_are_zero_on_themselves_and_symmetric(name: str) -> None:
     d, (p, q) = G.distance(name), PAIRS
     assert float(d(p, p).abs().max()) < 1e-12
@@ -86,7 +89,7 @@ def test_p2_bounds_of_the_distances() -> None:
     torch.testing.assert_close(hellinger.square(), 1 - torch.exp(-G.bhattacharyya(*PAIRS)))
 
 
-@pytest.mark.parametrize("name", choice.PAPER)
+@pytest.mark.parametrize("name", votes.PAPER)
 def test_p3_distances_do_not_change_with_a_common_shift_and_scale_as_stated(name: str) -> None:
     d, (p, q) = G.distance(name), PAIRS
     torch.testing.assert_close(d(G.Gaussian(p.mu + 3, p.sigma), G.Gaussian(q.mu + 3, q.sigma)), d(p, q))
@@ -97,50 +100,51 @@ def test_p3_distances_do_not_change_with_a_common_shift_and_scale_as_stated(name
 # ---- 4-7: scores and votes -------------------------------------------------------------------------------------------
 def test_p4_choice_is_invariant_to_an_affine_map_of_any_output_and_of_the_inputs() -> None:
     o, x, y = outputs()
-    base = RULER.scores(o, x, y, 10)
+    base = votes.scores(ALL, o, x, y, 10)
     for at in range(4):
         moved = [t * 7 - 2 if i == at else t for i, t in enumerate(o)]
-        torch.testing.assert_close(RULER.scores(moved, x, y, 10), base)
-    torch.testing.assert_close(RULER.scores(o, 3 * x + 1, y, 10), base)
-    raw = choice.Ruler(("js",), normalize="none")
-    assert not torch.allclose(raw.scores([o[0], 7 * o[1] - 2, *o[2:]], x, y, 10), raw.scores(o, x, y, 10))
+        torch.testing.assert_close(votes.scores(ALL, moved, x, y, 10), base)
+    torch.testing.assert_close(votes.scores(ALL, o, 3 * x + 1, y, 10), base)
+    raw = FedCPMDSettings(fit_normalize="none")
+    moved = [o[0], 7 * o[1] - 2, *o[2:]]
+    assert not torch.allclose(votes.scores(raw, moved, x, y, 10), votes.scores(raw, o, x, y, 10))
 
 
 def test_p5_a_layer_that_changes_nothing_scores_zero_and_is_chosen() -> None:
     o, x, y = outputs()
     o[2] = 4 * o[1].flip(0)
-    s = RULER.scores(o, x, y, 10)
+    s = votes.scores(ALL, o, x, y, 10)
     assert float(s[:, 1].abs().max()) < 1e-12
-    assert choice.cast(None, s[None])["votes"].tolist() == [[0, 1, 0]] * 4
+    assert votes.cast(None, s[None])["votes"].tolist() == [[0, 1, 0]] * 4
 
 
 def test_p6_scores_do_not_depend_on_the_order_of_samples() -> None:
     o, x, y = outputs()
     turn = torch.randperm(60, generator=RNG)
     mixed = [t[torch.randperm(60, generator=RNG)] for t in o]
-    torch.testing.assert_close(RULER.scores(mixed, x[turn], y[turn], 10), RULER.scores(o, x, y, 10))
+    torch.testing.assert_close(votes.scores(ALL, mixed, x[turn], y[turn], 10), votes.scores(ALL, o, x, y, 10))
 
 
 def test_p7_votes_are_the_mode_with_a_deterministic_tie_rule() -> None:
     scores = torch.tensor([[[0.1, 0.5, 0.9]], [[0.8, 0.1, 0.9]], [[0.8, 0.2, 0.9]]])  # votes fc1, fc2, fc2
     ballot = None
     for s in scores:
-        ballot = choice.cast(ballot, s[None])
+        ballot = votes.cast(ballot, s[None])
     assert ballot is not None and ballot["votes"].tolist() == [[1, 2, 0]]
-    assert choice.standing(ballot, "mean_score").tolist() == [1]
-    tied = choice.cast(choice.cast(None, scores[:1]), scores[1:2])  # one each; means 0.45 and 0.30
-    assert choice.standing(tied, "mean_score").tolist() == [1]
-    other = choice.cast(choice.cast(None, torch.tensor([[[0.1, 0.9, 0.9]]])), torch.tensor([[[0.2, 0.1, 0.9]]]))
-    assert choice.standing(other, "mean_score").tolist() == [0]
-    assert choice.standing(other, "deepest").tolist() == [1]
-    assert choice.standing(choice.cast(None, torch.zeros(1, 1, 3)), "mean_score").tolist() == [2]  # all alike: deepest
+    assert votes.leading(ballot, "mean_score").tolist() == [1]
+    tied = votes.cast(votes.cast(None, scores[:1]), scores[1:2])  # one each; means 0.45 and 0.30
+    assert votes.leading(tied, "mean_score").tolist() == [1]
+    other = votes.cast(votes.cast(None, torch.tensor([[[0.1, 0.9, 0.9]]])), torch.tensor([[[0.2, 0.1, 0.9]]]))
+    assert votes.leading(other, "mean_score").tolist() == [0]
+    assert votes.leading(other, "deepest").tolist() == [1]
+    assert votes.leading(votes.cast(None, torch.zeros(1, 1, 3)), "mean_score").tolist() == [2]  # all alike: deepest
 
 
 def test_p7_every_participation_of_phase_1_is_one_vote(tmp_path: Path) -> None:
     loop = play(tmp_path, rounds=6, join=0.6, preparation=4)
     asked = [i for e in events(tmp_path)[:4] for i in e["participants"]]
     for i in loop.method.ctx.clients:
-        assert loop.store.get(i)["ballot"]["votes"].sum(1).tolist() == [asked.count(i)]
+        assert loop.runtime.states.get(i)["ballot"]["votes"].sum(1).tolist() == [asked.count(i)]
 
 
 def test_vote_per_batch_counts_batches() -> None:
@@ -156,7 +160,7 @@ def test_outputs_are_what_the_next_layer_is_given() -> None:
     m = bound()
     data = Bench(find("fedcpmd"), {}).session().federation.data(0)
     w, x = m.ctx.w0, data.train.x
-    o = choice.layer_outputs(m.ctx.net, w, x, NAMES)
+    o = votes.layer_outputs(m.ctx.net, w, x, NAMES)
     hidden = torch.relu(nn.functional.batch_norm(
         x.flatten(1) @ w["fc1.weight"].T + w["fc1.bias"], w["bn1.running_mean"], w["bn1.running_var"],
         w["bn1.weight"], w["bn1.bias"],
@@ -164,7 +168,7 @@ def test_outputs_are_what_the_next_layer_is_given() -> None:
     torch.testing.assert_close(o[0], x.flatten(1))
     torch.testing.assert_close(o[1], hidden, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(o[3], m.ctx.forward(w, x))
-    skip = choice.layer_outputs(m.ctx.net, w, x, ("fc1", "classifier"))
+    skip = votes.layer_outputs(m.ctx.net, w, x, ("fc1", "classifier"))
     assert torch.equal(skip[1], o[1]) and torch.equal(skip[2], o[3])
 
 
@@ -226,8 +230,6 @@ def level(m: Method, edge: Edge, i: int) -> float:
 def test_p10_phi_is_symmetric_between_0_and_1_and_rows_sum_to_one() -> None:
     m = bound()
     phis = [torch.randn(4, 5, generator=RNG) for _ in range(6)]
-    from coterie.parts.cluster_mix import similarity, weights_of
-
     phi = similarity(torch.stack(phis), torch.stack(phis), False, "clip")
     torch.testing.assert_close(phi, phi.T)
     assert float(phi.min()) >= 0 and float(phi.max()) <= 1
@@ -290,7 +292,7 @@ def test_p12_personal_layers_survive_the_download_and_bodies_are_overwritten(tmp
     loop = play(tmp_path, rounds=4)
     m = loop.method
     for i in m.ctx.clients:
-        state, got = loop.store.get(i), loop.download(i)
+        state, got = loop.runtime.states.get(i), handed(loop, i)
         params, _ = m.personal(state, got, None)
         layer = loop.server["layer"][i]
         for k, v in params.items():
@@ -301,7 +303,7 @@ def test_p12_personal_layers_survive_the_download_and_bodies_are_overwritten(tmp
 def test_before_the_first_aggregation_of_a_cluster_the_classifier_is_not_sent(tmp_path: Path) -> None:
     loop = play(tmp_path, rounds=2, preparation=1, join=1.0)
     m, head = loop.method, loop.method.ctx.group("head")
-    server = {**loop.server, "met": []}
+    server = {**loop.server, "trained": []}
     for layer, body in m.down(server, m.ctx.clients, 2).edge.items():
         assert not head & set(body) and not set(m.own(layer)) & set(body)
     client = {"w": T.scaled(m.ctx.w0, 2.0), "layer": None, "ballot": None}
@@ -326,34 +328,38 @@ def test_p13_with_the_classifier_alone_and_phi_one_it_is_fedper(tmp_path: Path) 
     fedper = Bench(find("fedper"), {}).play(tmp_path / "b", **run)
     assert set(ours.server["layer"].values()) == {0} and list(ours.edges) == [0]
     for i in ours.method.ctx.clients:
-        close(ours.download(i), fedper.download(i))
-        close(T.keep(ours.store.get(i)["w"], lambda k: k.startswith("classifier")), fedper.store.get(i)["own"])
+        close(handed(ours, i), handed(fedper, i))
+        close(
+            T.keep(ours.runtime.states.get(i)["w"], lambda k: k.startswith("classifier")),
+            fedper.runtime.states.get(i)["own"],
+        )
 
 
 def test_p15_only_cluster_with_a_single_cluster_is_fedavg(tmp_path: Path) -> None:
     one = play(tmp_path / "a", "fedcpmd-only-cluster", candidates=["classifier"])
     fedavg = Bench(find("fedavg"), {}).play(tmp_path / "b", rounds=4, join=1.0)
     for i in one.method.ctx.clients:
-        close(one.download(i), fedavg.server["w"])
-        close(one.store.get(i)["w"], fedavg.store.get(i) or one.store.get(i)["w"])
+        close(handed(one, i), fedavg.server["w"])
+        close(one.runtime.states.get(i)["w"], fedavg.runtime.states.get(i) or one.runtime.states.get(i)["w"])
 
 
 # ---- 14: bytes -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("layer", "body"), [(0, 13_930), (1, 51_886), (2, 61_200)])
-def test_p14_bytes_are_those_of_the_card(layer: int, body: int) -> None:
+def test_p14_bytes_are_those_of_the_page(layer: int, body: int) -> None:
+    def size(m: Method, link: Any, server: dict[str, Any], round: int) -> int:
+        return m.schema(link, Moment(server, 3, round)).nbytes()
+
     m = lenet()
     assert T.flatten(m.ctx.w0, m.ctx.net.trainable).numel() == 62_050
-    first = m.payload_of(m.setup(), 3, 10, 1)
-    assert (first.down, first.up) == (4 * 61_200, 4 * 61_200 + 4 + 1)
-    server = {**m.setup(), "layer": {3: layer, 4: layer}, "met": [4]}
-    assert m.payload_of(server, 3, 10, 70).down == 4 * body + 1  # with the byte of the switch
-    server = {**server, "met": [3, 4]}
-    later = m.payload_of(server, 3, 10, 70)
-    assert (later.down, later.up) == (4 * body, 4 * 62_050)
-    assert m.payload(10, 1) == first
-    assert lenet(similarity_payload="sketch").payload_of(server, 3, 10, 70).up == 4 * body + 4 * 64
-    assert lenet(similarity_payload="none").payload_of(server, 3, 10, 70).up == 4 * body
-    assert lenet(distance="auto").payload_of(m.setup(), 3, 10, 1).up == first.up + 3
+    assert size(m, "down", m.setup(), 1) == 4 * 61_200
+    assert size(m, "up", m.setup(), 1) == 4 * 61_200 + 4 + 1
+    assert size(lenet(distance="auto"), "up", m.setup(), 1) == 4 * 61_200 + 4 + 4
+    server = {**m.setup(), "layer": {3: layer, 4: layer}, "trained": [4]}
+    assert size(m, "down", server, 70) == 4 * body + 1  # with the byte of the switch
+    server = {**server, "trained": [3, 4]}
+    assert size(m, "down", server, 70) == 4 * body and size(m, "up", server, 70) == 4 * 62_050
+    assert size(lenet(similarity_payload="sketch"), "up", server, 70) == 4 * body + 4 * 64
+    assert size(lenet(similarity_payload="none"), "up", server, 70) == 4 * body
 
 
 def test_p14_the_ledger_separates_body_similarity_votes_and_switch(tmp_path: Path) -> None:
@@ -382,7 +388,7 @@ def test_declared_bytes_are_counted_bytes_for_every_knob(own: dict[str, Any], tm
 
 
 @pytest.mark.parametrize("own", [
-    {"phi_map": "shift01"}, {"phi_map": "abs"}, {"phi_of": "rows"}, {"phi_input": "delta"}, {"normalize": "zscore"},
+    {"phi_map": "shift01"}, {"phi_map": "abs"}, {"phi_of": "rows"}, {"phi_input": "delta"}, {"fit_normalize": "zscore"},
     {"label_encoding": "onehot"}, {"score": "absdiff"}, {"js_sqrt": True}, {"distance": "w2", "w2_sigma": False},
     {"distance": "js_moment"}, {"sampler": "uniform"}, {"tie": "fc2"}, {"candidates": "all"}, {"vote": "batch"},
 ], ids=str)  # fmt: skip
@@ -404,13 +410,13 @@ def test_preparation_is_a_share_or_a_number_of_rounds() -> None:
 
 # ---- the choice of the distance --------------------------------------------------------------------------------------
 def test_auto_takes_the_distance_that_agrees_most_with_the_others(tmp_path: Path) -> None:
-    votes = torch.tensor([[0, 1, 0, 2], [1, 1, 0, 2], [2, 0, 2, 2], [0, 1, 1, 1]])
-    agree = [sum(int(v[d] == v[e]) for v in votes for e in range(4)) for d in range(4)]
-    assert choice.most_agreed(votes) == agree.index(max(agree)) == 2
-    assert choice.most_agreed(torch.zeros(3, 4)) == 0  # all alike: js
+    said = torch.tensor([[0, 1, 0, 2], [1, 1, 0, 2], [2, 0, 2, 2], [0, 1, 1, 1]])
+    agree = [sum(int(v[d] == v[e]) for v in said for e in range(4)) for d in range(4)]
+    assert votes.most_agreed(said) == agree.index(max(agree)) == 2
+    assert votes.most_agreed(torch.zeros(3, 4)) == 0  # all alike: js
     m = bound(distance="auto")
-    server = m.switch({**m.setup(), "votes": {i: v.tolist() for i, v in enumerate(votes)}})
-    assert server["distance"] == 2 and [server["layer"][i] for i in range(4)] == votes[:, 2].tolist()
+    server = m.switch({**m.setup(), "votes": {i: v.tolist() for i, v in enumerate(said)}})
+    assert server["distance"] == 2 and [server["layer"][i] for i in range(4)] == said[:, 2].tolist()
     assert m.facts(server)["distance"] == "hellinger"
 
 
@@ -425,8 +431,8 @@ def test_auto_ends_like_the_distance_it_picked(tmp_path: Path) -> None:
 # ---- variants --------------------------------------------------------------------------------------------------------
 def test_random_control_has_the_same_counts_and_another_assignment() -> None:
     m, plain = bound("fedcpmd-random"), bound()
-    votes = {i: [int(i > 1)] for i in range(5)}
-    server = {**m.setup(), "votes": votes, "samples": {i: 10 + i for i in votes}}
+    said = {i: [int(i > 1)] for i in range(5)}
+    server = {**m.setup(), "votes": said, "samples": {i: 10 + i for i in said}}
     want, got = plain.switch(server)["layer"], m.switch(server)["layer"]
     assert sorted(want.values()) == sorted(got.values()) and want.keys() == got.keys() and want != got
 
@@ -441,11 +447,11 @@ def test_oracle_takes_the_layer_that_helps_most_on_validation_data() -> None:
     s = m.scores(trained, {"start": start}, data)
     share = [float((data.val.y == c).float().mean()) for c in ((common + 1) % 10, common)]
     assert s.flatten().tolist() == pytest.approx([1 - share[0], 1 - share[0], 1 - share[1]])
-    assert m.leads(choice.cast(None, s)).tolist() == [2]
+    assert m.leading(votes.cast(None, s)).tolist() == [2]
     rounds = torch.tensor([[[0.4, 0.5, 0.9]], [[0.4, 0.5, 0.9]], [[0.9, 0.1, 0.9]]])  # fc1 wins twice, fc2 on average
-    assert m.leads(choice.cast(None, rounds)).tolist() == [1] and bound().leads(choice.cast(None, rounds)).tolist() == [
-        0
-    ]
+    assert m.leading(votes.cast(None, rounds)).tolist() == [1] and bound().leading(
+        votes.cast(None, rounds)
+    ).tolist() == [0]
 
 
 def test_only_decoupling_averages_each_layer_over_those_who_share_it() -> None:
@@ -460,14 +466,14 @@ def test_only_decoupling_averages_each_layer_over_those_who_share_it() -> None:
     assert float(w["classifier.weight"].mean()) == 0.0
     alone = m.aggregate({**server, "layer": dict.fromkeys(range(3), 0)}, [sent[0]], 5)["w"]
     assert torch.equal(alone["fc1.weight"], m.ctx.w0["fc1.weight"])  # nobody sent it
-    got = m.down({**server, "w": w, "met": [0]}, [0, 1], 6)
+    got = m.down({**server, "w": w, "trained": [0]}, [0, 1], 6)
     assert "fc1.weight" not in got.to(0) and "classifier.weight" in got.to(0) and "x:layer" in got.to(1)
 
 
 @pytest.mark.parametrize("layer", NAMES)
 def test_full_keeps_the_named_layer(layer: str, tmp_path: Path) -> None:
     loop = play(tmp_path, "fedcpmd-full", layer=layer, rounds=2)
-    assert set(loop.store.get(0)["own"]) == {f"{layer}.weight", f"{layer}.bias"}
+    assert set(loop.runtime.states.get(0)["own"]) == {f"{layer}.weight", f"{layer}.bias"}
     if layer == "classifier":
         fedper = Bench(find("fedper"), {}).play(tmp_path / "b", rounds=2, join=1.0)
         assert codec.equal(loop.server, fedper.server)
@@ -478,7 +484,7 @@ def test_a_model_with_one_candidate_layer_gets_a_sentence() -> None:
     def logistic(name: str, **own: Any) -> Method:
         run = settings(method="fedavg", clients=3, rounds=9).model_copy(update={"method": name, "settings": own})
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-        return prepare(run, Engine(workers=1), method=find(name), dataset=small_data(200), model=model).method
+        return prepare(run, Engine(workers=1), Objects(find(name), small_data(200), model)).method
 
     with pytest.raises(CoterieError, match=r"at least two candidate layers \(it has 1: 1\)"):
         logistic("fedcpmd")
@@ -495,4 +501,66 @@ def test_a_newcomer_is_served_by_the_cloud(tmp_path: Path) -> None:
     loop = open_loop(Bench(find("fedcpmd"), {}).session(newcomers=1), tmp_path)
     loop.run()
     loop.folder.close()
-    assert set(loop.download(4)) == set(loop.method.setup()["w"])
+    assert set(handed(loop, 4)) == set(loop.method.setup()["w"])
+
+
+# ---- who did not answer, and who answers wrongly ---------------------------------------------------------------------
+@pytest.mark.parametrize("silent", [{1}, {1, 2}, {2}, {2, 3}])
+@pytest.mark.parametrize("own", [{}, {"switch_init": "mean"}, {"unsampled_body": "keep"}], ids=str)
+def test_rounds_that_nobody_answers_do_not_stop_it(silent: set[int], own: dict[str, Any], tmp_path: Path) -> None:
+    session = Bench(find("fedcpmd"), {"preparation": 2, **own}).session(rounds=6)
+    loop = open_loop(session, tmp_path)
+    train = loop.runtime.train
+
+    def some(requests: Any) -> Any:
+        return train([r for r in requests if r.round not in silent])
+
+    loop.runtime.train = some  # type: ignore[method-assign]
+    loop.run()
+    loop.folder.close()
+    assert set(loop.server["layer"]) == set(range(5))
+
+
+def told(*values: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def test_a_wrong_upload_of_phase_1_is_refused() -> None:
+    m = bound(distance="auto")
+    good = {**m.setup()["w"], "x:vote": told(0, 1, 2, 1), "x:samples": told(9, dtype=torch.int32)}
+    refuses(
+        m.schema("up", Moment(m.setup(), 0, 1)),
+        good,
+        ({"x:vote": told(0, 1, 2, 99)}, "99 in x:vote, outside 0 to 2"),
+        ({"x:vote": told(0, 1)}, "x:vote of shape"),
+        ({"x:vote": told(0, 1, 2, -1, dtype=torch.int64)}, "x:vote of type int64"),
+        ({"x:samples": told(-1, dtype=torch.int32)}, "-1 in x:samples"),
+        ({"x:ids": told(0, dtype=torch.int32)}, "x:ids' that is not declared"),
+        ({"classifier.bias": torch.zeros(10)}, "classifier.bias' that is not declared"),
+    )
+
+
+def test_a_wrong_upload_of_phase_2_is_refused() -> None:
+    m = bound()
+    server = {**m.setup(), "layer": {0: 1, 1: 1, 2: 0}, "trained": [0]}
+    good = {**m.body(1), **m.similarity(m.ctx.w0, 1)}
+    wrong = m.similarity(m.ctx.w0, 0)
+    refuses(
+        m.schema("up", Moment(server, 0, 3)), good, (wrong, "x:phi of shape"), ({"x:vote": told(0)}, "not declared")
+    )
+    asked = {"x:vote": told(2), "x:samples": told(9, dtype=torch.int32)}  # a client without a layer is only asked
+    refuses(m.schema("up", Moment(server, 4, 3)), asked, ({"x:vote": told(3)}, "outside 0 to 2"))
+
+
+def test_a_wrong_upload_of_a_cluster_server_is_refused_and_ids_of_others_are_not_counted() -> None:
+    m = bound()
+    server = {**m.setup(), "layer": {0: 1, 1: 0, 2: 1}, "trained": []}
+    schema = m.schema("edge_up", Moment(server, 1, 3))
+
+    def ids(*values: int) -> dict[str, torch.Tensor]:
+        return {"x:ids": told(*values, dtype=torch.int32)}
+
+    refuses(
+        schema, ids(0, 2), (ids(0, 99), "outside 0 to 2"), (ids(0, 0), "twice"), (ids(), "shape"), (ids(0, 1, 2), "s")
+    )
+    assert m.aggregate(server, [Upload(ids(0, 1), {}, 1, 20)], 3)["trained"] == [0]

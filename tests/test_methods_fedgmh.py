@@ -1,4 +1,4 @@
-"""FedGMH: the properties of its specification, by number, and its settings."""
+"""FedGMH: its properties, numbered, and its settings."""
 
 from pathlib import Path
 
@@ -13,15 +13,15 @@ from coterie.config import settings
 from coterie.data.dataset import Dataset
 from coterie.data.federation import federate
 from coterie.errors import CoterieError
-from coterie.method import Upload
+from coterie.messages import Job, TrainRequest
+from coterie.method import Moment, Upload
 from coterie.methods import build
-from coterie.methods.fedgmh import FedGMH
-from coterie.methods.fedgmh_variants import FedGMHa, FedGMHo, FedGMHoa
+from coterie.methods.fedgmh import FedGMH, FedGMHa, FedGMHo, FedGMHoa
+from coterie.methods.fedgmh.heads import critical_mask
 from coterie.methods.local import Local
 from coterie.models.registry import build as build_model
-from coterie.parts.heads import critical_mask
-from coterie.parts.label_heads import mean_features
 from coterie.parts.masks import criticality
+from refused import refuses
 from toy import Toy, begin, bind, clients, events, open_toy, play
 
 D, S = 6, 3  # of the toy's model
@@ -61,12 +61,25 @@ def sent(z, y, sender=0, counts=None):
     )
 
 
+def means(method, data):
+    """What a client uploads whose model is the initial one."""
+    params, extras = method.begin(method.init_client(data), {}, data, 1)
+    return method.end(method.init_client(data), params, extras, data, 1)[1].tree
+
+
+def sizes(method, labels, server=None):
+    """Declared bytes, up and down, of client 0 in round 1 with so many labels."""
+    known = {**method.setup(), "labels": {0: torch.arange(labels, dtype=torch.int32)}}
+    now = Moment(server or known, 0, 1)
+    return method.schema("up", now).nbytes(labels=labels), method.schema("down", now).nbytes()
+
+
 # ---- the client ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_1_beta_one_replaces_the_whole_head_by_g_and_beta_zero_leaves_it(tmp_path: Path, beta: float) -> None:
     loop = play(FedGMH, tmp_path, {"beta": beta}, rounds=2)
     for i in range(5):
-        state, data = loop.store.get(i), clients().data(i)
+        state, data = loop.runtime.states.get(i), clients().data(i)
         params, _ = loop.method.begin(state, loop.method.down(loop.server, [i], 3).to(i), data, 3)
         q = data.label_counts / len(data.train)
         g = {k: torch.einsum("s,s...->...", q, v) for k, v in loop.server["heads"].items()}
@@ -96,7 +109,7 @@ def test_3_a_client_with_one_label_gets_its_head_exactly() -> None:
 def test_4_the_mask_has_floor_beta_l_ones_and_they_are_the_most_critical(tmp_path: Path, beta, scope) -> None:
     loop = play(FedGMH, tmp_path, {"beta": beta, "mask_scope": scope}, rounds=1)
     for i in range(5):
-        state = loop.store.get(i)
+        state = loop.runtime.states.get(i)
         p = criticality(head(loop.method.ctx.w0), head(state["own"]))  # round 1 is the first: the head began as h^0
         groups = [(W,), (B,)] if scope == "tensor" else [(W, B)]
         for names in groups:
@@ -128,29 +141,29 @@ def test_5_criticality_ignores_a_common_flip_of_signs_and_is_zero_where_nothing_
 
 def test_6_no_model_is_sent_and_only_participants_change(tmp_path: Path) -> None:
     loop = begin(open_toy(FedGMH, tmp_path, rounds=3, join=0.4))
-    loop._round(0)
-    for t in (1, 2, 3):
-        before = {i: loop.store.get(i) for i in range(5)}
-        loop._round(t)
+    loop.step()
+    for _ in (1, 2, 3):
+        before = {i: loop.runtime.states.get(i) for i in range(5)}
+        loop.step()
         event = events(loop)[-1]
         assert set(event["bytes"]["device-cloud"]["up"]) == {"prototypes"}
         assert set(event["bytes"]["device-cloud"]["down"]) == {"heads"}
         for i in range(5):
-            moved = not torch.equal(before[i]["own"]["0.weight"], loop.store.get(i)["own"]["0.weight"])
+            moved = not torch.equal(before[i]["own"]["0.weight"], loop.runtime.states.get(i)["own"]["0.weight"])
             assert moved == (i in event["participants"])
             if not moved:
-                assert equal(before[i], loop.store.get(i))
+                assert equal(before[i], loop.runtime.states.get(i))
     loop.folder.close()
 
 
 def test_10_mean_features_are_class_means_whatever_the_batches() -> None:
     data, method = clients().data(3), bind(FedGMH)
     z = method.ctx.features(method.ctx.w0, data.train.x)
-    up = mean_features(method.ctx, method.ctx.w0, data, method.hp)
+    up = means(method, data)
     for row, label in zip(up["x:means"], up["x:labels"].tolist(), strict=True):
         assert torch.allclose(row, z[data.train.y == label].mean(0), atol=1e-6)
     small = bind(FedGMH, batch=1)
-    assert same(mean_features(small.ctx, small.ctx.w0, data, small.hp), up)
+    assert same(means(small, data), up)
 
 
 @pytest.mark.parametrize("cls", [FedGMHa, FedGMHoa])
@@ -171,9 +184,9 @@ def test_14_the_first_participation_is_plain_local_training(tmp_path: Path, cls)
     once = [i for i in first if sum(i in e["participants"] for e in events(ours) if e["round"] > 0) == 1]
     assert any(i not in events(ours)[-4]["participants"] for i in once)  # also one whose first round is a later one
     for i in once:
-        assert same(ours.store.get(i)["own"], local.store.get(i)["own"])
+        assert same(ours.runtime.states.get(i)["own"], local.runtime.states.get(i)["own"])
     again = next(i for i in first if i not in once)
-    assert not same(ours.store.get(again)["own"], local.store.get(again)["own"])
+    assert not same(ours.runtime.states.get(again)["own"], local.runtime.states.get(again)["own"])
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------
@@ -223,7 +236,7 @@ def test_15_three_hundred_steps_at_rate_one_saturate_and_do_not_diverge() -> Non
 
 
 def test_one_head_learns_from_all_pairs_in_one_step() -> None:
-    """A19: GMH-o's step is plain SGD on the mean cross-entropy of every received pair."""
+    """GMH-o's step is plain SGD on the mean cross-entropy of every received pair."""
     method = bind(FedGMHo)
     server, f, y = method.setup(), torch.rand(4, D), torch.tensor([0, 2, 2, 1])
     w = server["heads"][W][0].clone().requires_grad_()
@@ -249,18 +262,18 @@ def test_12_bytes_are_those_of_the_table_and_labels_are_sent_once_before(tmp_pat
     assert round1 == {"down": {"heads": 4 * L * labels}, "up": {"prototypes": labels * (4 * D + 4)}}
     images = Toy([(torch.rand(4, 1, 28, 28), torch.tensor([0, 1, 2, 9]))], 10)
     paper = bind(FedGMH, data=images, model=build_model("fedgmh-cnn", (1, 28, 28), 10))
-    assert paper.payload(1).down / 1024 == pytest.approx(20.0391, abs=1e-4)
-    assert paper.payload(5) == (5 * (4 * 512 + 4), 5 * 4 * 5130)
+    assert sizes(paper, 1)[1] / 1024 == pytest.approx(20.0391, abs=1e-4)
+    assert sizes(paper, 5) == (5 * (4 * 512 + 4), 5 * 4 * 5130)
 
 
 def test_download_all_and_counts_change_bytes_as_declared(tmp_path: Path) -> None:
     own, everything = (play(FedGMH, tmp_path, {"download": how}, rounds=3) for how in ("own", "all"))
     for i in range(5):
-        a, b = own.store.get(i)["own"], everything.store.get(i)["own"]
+        a, b = own.runtime.states.get(i)["own"], everything.runtime.states.get(i)["own"]
         assert all(torch.allclose(a[k], b[k], atol=1e-5) for k in a)
-    assert everything.ledger.totals["device-cloud"]["down"] == {"heads": 3 * 5 * S * 4 * L}
-    assert bind(FedGMH, {"feature_weight": "samples"}).payload(2).up == 2 * (4 * D + 8)
-    assert bind(FedGMHo).payload(2).down == 4 * L
+    assert everything.bytes["device-cloud"]["down"] == {"heads": 3 * 5 * S * 4 * L}
+    assert sizes(bind(FedGMH, {"feature_weight": "samples"}), 2)[0] == 2 * (4 * D + 8)
+    assert sizes(bind(FedGMHo), 2)[1] == 4 * L
 
 
 def test_13_exdir_gives_at_most_c_labels_and_every_sample_once() -> None:
@@ -287,9 +300,7 @@ def test_decay_counts_rounds_or_participations(tmp_path: Path) -> None:
         loop = open_toy(FedGMH, tmp_path, {"decay_on": how}, batch=100, lr=0.1, lr_decay=0.5)
         data = clients().data(0)
         state = loop.method.init_client(data)
-        job = {"client": 0, "state": state, "each": {}, "share": 1.0}
-        request = {"op": "train", "round": 4, "shared": {}, "watch": False, "jobs": [job]}
-        new = loop.runtime.run([request])[0][0]["state"]
+        new = loop.runtime.clients.train([Job(TrainRequest(0, 4), state)])[0].state
         steps[how] = (new["own"]["0.weight"] - state["own"]["0.weight"]).norm()
         assert new["joined"] == 1
         loop.folder.close()
@@ -314,3 +325,45 @@ def test_a_client_whose_labels_changed_uses_the_heads_it_has_and_tells_the_serve
     _, up = method.end(state, params, extras, now, 1)
     server = method.aggregate(server, [Upload(up.tree, sender=0)], 1)
     assert server["labels"][0].tolist() == [2]
+
+
+# ---- who did not answer, and who answers wrongly ---------------------------------------------------------------------
+def test_who_missed_round_0_trains_alone_until_its_labels_are_known(tmp_path: Path) -> None:
+    method, data = bind(FedGMH), clients().data(0)
+    server, state = method.setup(), method.init_client(data)
+    for t in (1, 2):  # nobody answered round 0
+        sent = method.down(server, [0], t).to(0)
+        method.schema("down", Moment(server, 0, t)).check(sent, "the download")
+        params, extras = method.begin(state, sent, data, t)
+        state, up = method.end(state, {**params, W: params[W] + 0.1}, extras, data, t)
+        method.schema("up", Moment(server, 0, t)).check(up.tree, "the upload")
+        server = method.aggregate(server, [Upload(up.tree, sender=0)], t)
+        assert bool(sent) == (t == 2) and list(server["labels"]) == [0]
+
+
+def test_a_wrong_upload_is_refused() -> None:
+    method = bind(FedGMH, {"feature_weight": "samples"})
+    good = {
+        "x:means": torch.rand(2, D), "x:labels": torch.tensor([0, 2], dtype=torch.int32),
+        "x:counts": torch.tensor([4, 5], dtype=torch.int32),
+    }  # fmt: skip
+
+    def ids(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    refuses(
+        method.schema("up", Moment(method.setup(), 0, 1)),
+        good,
+        ({"x:labels": ids(0, 99)}, "99 in x:labels, outside 0 to 2"),
+        ({"x:labels": ids(-1, 2)}, "-1 in x:labels"),
+        ({"x:labels": ids(2, 2)}, "the same value twice in x:labels"),
+        ({"x:labels": ids(0, 1, 2)}, "of shape"),
+        ({"x:labels": ids(0)}, "of shape"),
+        ({"x:means": torch.rand(4, D), "x:labels": ids(0, 1, 2, 0), "x:counts": ids(1, 1, 1, 1)}, "of shape"),
+        ({"x:counts": ids(-4, 5)}, "-4 in x:counts"),
+        ({"x:counts": ids(0, 5)}, "0 in x:counts, outside 1"),
+        ({"x:means": torch.full((2, D), 1e7)}, "1e\\+07 in x:means, outside"),
+    )
+    refuses(
+        method.schema("up", Moment(method.setup(), 0, 0)), {"x:labels": ids(0, 2)}, ({"x:labels": ids(3)}, "outside")
+    )

@@ -1,4 +1,4 @@
-"""FedPC: the properties of its specification, by number, and its settings (13 is in test_paper_metrics)."""
+"""FedPC: its properties, numbered (13 is in test_paper_metrics), and its settings."""
 
 from pathlib import Path
 
@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from coterie import tree as T
+from coterie.edges import Edge
 from coterie.errors import CoterieError
-from coterie.method import Batch, Download, Edge, Upload
-from coterie.methods.fedpc import FedPC
-from coterie.methods.fedpc_variants import FedPCJ1, FedPCMean, FedPCNoMixing, FedPCNoProto, FedPCRandom
+from coterie.method import Batch, Download, Moment, Upload
+from coterie.methods.fedpc import FedPC, FedPCJ1, FedPCMean, FedPCNoMixing, FedPCNoProto, FedPCRandom
+from coterie.methods.fedpc import prototypes as M
 from coterie.methods.fedper import FedPer
 from coterie.models.registry import build as build_model
-from coterie.parts import prototype_groups as G
-from coterie.parts import prototype_messages as M
 from coterie.parts.prototypes import Prototypes
 from coterie.runs.paper_metrics import adjusted_rand
+from refused import refuses
 from toy import Toy, begin, bind, clients, events, near, open_toy, play, same
 
 D, K = 6, 3  # of the toy's model
@@ -34,6 +34,10 @@ def sets(groups, classes=K, seed=0, mask=None) -> Prototypes:
 def bodies(groups, seed=1):
     rng = torch.Generator().manual_seed(seed)
     return {"0.weight": torch.randn(groups, 6, 4, generator=rng), "0.bias": torch.randn(groups, 6, generator=rng)}
+
+
+def bare(tree):
+    return T.drop(tree, lambda name: name.startswith("x:"))
 
 
 def opened(method, data, order=None):
@@ -65,7 +69,7 @@ def ten() -> nn.Module:
 # ---- mixing ----------------------------------------------------------------------------------------------------------
 def test_1_rho_is_row_stochastic_and_a_group_counts_most_to_itself(tmp_path: Path) -> None:
     trained = play(FedPC, tmp_path, {"J": 3}, rounds=2).server["rho"]
-    for rho in (trained, G.inter_weights(sets(5), FedPC().hp)):
+    for rho in (trained, FedPC().group_weights(sets(5))):
         assert (rho >= 0).all() and torch.allclose(rho.sum(1), torch.ones(len(rho)).double())
         assert (rho.diagonal() >= rho.max(1).values - 1e-12).all()
         assert not torch.allclose(rho, rho.diagonal().diag())
@@ -73,7 +77,7 @@ def test_1_rho_is_row_stochastic_and_a_group_counts_most_to_itself(tmp_path: Pat
 
 def test_2_one_group_averages_plainly(tmp_path: Path) -> None:
     loop = begin(open_toy(FedPCJ1, tmp_path))
-    loop._round(0)
+    loop.step()
     seen = []
     merge = loop.method.merge
 
@@ -82,7 +86,7 @@ def test_2_one_group_averages_plainly(tmp_path: Path) -> None:
         return merge(edge, ups, round)
 
     loop.method.merge = spy
-    loop._round(1)
+    loop.step()
     loop.folder.close()
     assert len(seen) == 5 and loop.server["rho"].tolist() == [[1.0]]
     plain = T.mean([T.keep(u.tree, BODY.__contains__) for u in seen])
@@ -97,7 +101,7 @@ def test_2_one_group_without_pull_is_fedper_with_uniform_weights(tmp_path: Path)
     other = play(FedPer, tmp_path, rounds=3, join=0.6, weighting="uniform")
     assert same(T.row(ours.server["body"], 0), other.server["w"])
     for i in range(5):
-        a, b = ours.store.get(i), other.store.get(i)
+        a, b = ours.runtime.states.get(i), other.runtime.states.get(i)
         assert a is None or b is None or same(a["own"], b["own"])
 
 
@@ -123,8 +127,8 @@ def test_4_orthogonal_prototypes_or_no_common_class_mean_no_mixing() -> None:
 def test_5_scaling_the_prototypes_of_a_group_leaves_rho() -> None:
     protos = sets(4)
     scaled = Prototypes(protos.value * torch.tensor([1.0, 7.0, 1.0, 0.01])[:, None, None], protos.mask)
-    hp = FedPC().hp
-    assert torch.allclose(G.inter_weights(protos, hp), G.inter_weights(scaled, hp), atol=1e-6)
+    weights = FedPC().group_weights
+    assert torch.allclose(weights(protos), weights(scaled), atol=1e-6)
 
 
 def test_12_mixtures_are_sums_by_rho_and_prototypes_over_the_groups_that_hold_the_class() -> None:
@@ -147,7 +151,7 @@ def test_12_mixing_uses_the_snapshot_so_that_order_does_not_matter() -> None:
 
 def test_a_group_without_participants_enters_with_what_it_has() -> None:
     method = bind(FedPCNoMixing)
-    server = {**method.mixed({}, bodies(3), sets(3)), "groups": {}}
+    server = {**method.mixed({}, bodies(3), sets(3)), "groups": {0: 0, 1: 1, 2: 2}}
     new = T.row(bodies(1, seed=9), 0)
     up = Upload({**new, **M.pack(Prototypes(*(t[0] for t in sets(1, seed=9))))}, sender=1)
     after = method.aggregate(server, [up], 1)
@@ -255,7 +259,7 @@ def test_10_absent_classes_add_nothing_to_loss_group_or_cosine() -> None:
     noise = torch.zeros(2, K, D)
     noise[0, 2] = 50
     loud = Prototypes(partly.value + noise, partly.mask)
-    assert torch.equal(G.inter_weights(partly, FedPC().hp), G.inter_weights(loud, FedPC().hp))
+    assert torch.equal(FedPC().group_weights(partly), FedPC().group_weights(loud))
 
 
 def test_11_classifiers_travel_in_the_set_up_only_and_no_download_changes_them(tmp_path: Path) -> None:
@@ -263,7 +267,7 @@ def test_11_classifiers_travel_in_the_set_up_only_and_no_download_changes_them(t
     for e in events(loop)[1:]:
         for directions in e["bytes"].values():
             assert all(set(parts) == {"body", "prototypes"} for parts in directions.values())
-    data, state = clients().data(0), loop.store.get(0)
+    data, state = clients().data(0), loop.runtime.states.get(0)
     for download in (loop.method.ctx.w0, T.row(loop.server["body"], 0)):
         for params in (loop.method.begin(state, download, data, 1)[0], loop.method.personal(state, download, data)[0]):
             assert all(torch.equal(params[k], state["own"][k]) for k in ("2.weight", "2.bias"))
@@ -274,7 +278,7 @@ def test_11_classifiers_travel_in_the_set_up_only_and_no_download_changes_them(t
 def test_14_bytes_are_those_of_the_table(tmp_path: Path) -> None:
     loop = begin(open_toy(FedPC, tmp_path, {"J": 2}))
     own = [len(y.unique()) for _, y in clients().parts]
-    loop._round(0)
+    loop.step()
     opening = events(loop)[-1]["bytes"]
     assert {d: sum(p.values()) for d, p in opening["device-cloud"].items()} == {
         "down": 5 * 4 * (THETA + 21), "up": sum(k * (4 * D + 4) for k in own),
@@ -282,7 +286,7 @@ def test_14_bytes_are_those_of_the_table(tmp_path: Path) -> None:
     groups = loop.method.edges(loop.server)
     received = {j: int(loop.server["mask"][j].sum()) for j in groups}
     held = {j: len(torch.cat([clients().parts[i][1] for i in m]).unique()) for j, m in groups.items()}
-    loop._round(1)
+    loop.step()
     counted = {link: {d: sum(p.values()) for d, p in both.items()} for link, both in events(loop)[-1]["bytes"].items()}
     loop.folder.close()
     assert counted == {
@@ -301,7 +305,10 @@ def test_14_bytes_are_those_of_the_table(tmp_path: Path) -> None:
 def test_14_the_papers_extractor_has_the_tabled_size(shape, theta) -> None:
     images = Toy([(torch.rand(4, *shape), torch.tensor([0, 1, 2, 9]))], 10)
     method = bind(FedPC, data=images, model=build_model("fedpc-cnn", shape, 10))
-    assert method.payload(3) == (4 * theta + 3 * (768 + 8), 4 * theta + 10 * (768 + 4))
+    server = {**method.setup(), "mask": torch.ones(1, 10, dtype=torch.bool)}
+    now = Moment(server, 0, 1)
+    assert method.schema("up", now).nbytes(labels=3) == 4 * theta + 3 * (768 + 8)
+    assert method.schema("down", now).nbytes() == 4 * theta + 10 * (768 + 4)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -313,7 +320,7 @@ def test_samples_weigh_members_and_their_classes_if_the_run_says_so() -> None:
     ]
     ups = [Upload(t, sender=i, samples=[1, 3][i]) for i, t in enumerate(trees)]
     got = method.merge(Edge(0, (0, 1), {}, Download()), ups, 1)[1].tree
-    assert near(M.bare(got), T.mean([M.bare(t) for t in trees], [1, 3]))
+    assert near(bare(got), T.mean([bare(t) for t in trees], [1, 3]))
     first = torch.stack([sets(2).value[i, 0] for i in (0, 1)])
     assert torch.allclose(got["x:prototypes"][0], (first * torch.tensor([[1.0], [2.0]])).sum(0) / 3, atol=1e-6)
 
@@ -321,11 +328,11 @@ def test_samples_weigh_members_and_their_classes_if_the_run_says_so() -> None:
 def test_warm_up_changes_the_clustering_prototypes_only(tmp_path: Path) -> None:
     cold, warm = (begin(open_toy(FedPC, tmp_path, {"J": 1, "warmup_epochs": w})) for w in (0, 2))
     for loop in (cold, warm):
-        loop._round(0)
+        loop.step()
         loop.folder.close()
     assert not torch.allclose(cold.server["value"], warm.server["value"])
     assert same(cold.server["body"], warm.server["body"])
-    assert all(same(cold.store.get(i), warm.store.get(i)) for i in range(5))
+    assert all(same(cold.runtime.states.get(i), warm.runtime.states.get(i)) for i in range(5))
 
 
 def test_without_first_prototypes_the_first_round_has_no_pull(tmp_path: Path) -> None:
@@ -354,3 +361,75 @@ def test_facts_tell_groups_sizes_and_weights(tmp_path: Path) -> None:
     facts = events(loop)[-1]["facts"]
     assert facts["J"] == 2 and sum(facts["sizes"]) == 5 and len(facts["rho"]) == 2
     assert [len(m) for m in loop.method.edges(loop.server).values()] == facts["sizes"]
+
+
+# ---- who did not answer, and who answers wrongly ---------------------------------------------------------------------
+def answered(method, data, ids, server, t):
+    """Uploads of these clients in round t, and their new states; everything that crosses is as declared."""
+    sent, ups = method.down(server, ids, t), []
+    for i in ids:
+        got, client = {**sent.to(i), **sent.edge.get(server["groups"].get(i, -1), {})}, data.data(i)
+        method.schema("down", Moment(server, i, t)).check(got, "the download")
+        params, extras = method.begin(method.init_client(client), got, client, t)
+        tree = method.end(method.init_client(client), params, extras, client, t)[1].tree
+        method.schema("up", Moment(server, i, t)).check(tree, "the upload")
+        ups.append(Upload(tree, sender=i, samples=len(client.train)))
+    return ups
+
+
+def test_if_nobody_answers_round_0_all_are_one_group_at_the_cloud(tmp_path: Path) -> None:
+    method, data = bind(FedPC, {"J": 2}), clients()
+    server = method.setup()
+    assert method.edges(server) is None
+    for t in (1, 2):
+        ups = answered(method, data, [1, 3, 4], server, t)
+        server = method.aggregate(server, ups, t)
+        assert near(T.row(server["body"], 0), T.mean([bare(u.tree) for u in ups]))
+        assert method.edges(server) is None and server["mask"].shape == (1, K)
+    whole = play(FedPCJ1, tmp_path, {"init_protos": "none"}, rounds=2)
+    loop = begin(open_toy(FedPC, tmp_path, rounds=2))
+    loop.done = 0  # as if nobody had answered
+    for _ in (1, 2):
+        loop.step()
+    loop.folder.close()
+    assert near(loop.server["body"], whole.server["body"])
+
+
+@pytest.mark.parametrize("who", [[0], [2, 4], [0, 1, 2]])
+def test_any_subset_may_answer_round_0(who) -> None:
+    method, data = bind(FedPC), clients()
+    server = method.aggregate(method.setup(), answered(method, data, who, method.setup(), 0), 0)
+    assert set(server["groups"]) == set(range(5))
+    assert {server["groups"][i] for i in range(5) if i not in who} <= {server["largest"]}
+    assert len(answered(method, data, range(5), server, 1)) == 5
+
+
+def ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_a_wrong_upload_is_refused() -> None:
+    method = bind(FedPC)
+    good = {**T.row(bodies(1), 0), "x:prototypes": torch.rand(2, D), "x:ids": ids(0, 2), "x:counts": ids(4, 5)}
+    wrong = [
+        ({"x:ids": ids(0, 99)}, "99 in x:ids, outside 0 to 2"),
+        ({"x:ids": ids(-1, 1)}, "-1 in x:ids"),
+        ({"x:ids": ids(1, 1)}, "the same value twice in x:ids"),
+        ({"x:ids": ids(0)}, "of shape"),
+        ({"x:prototypes": torch.rand(0, D), "x:ids": ids(), "x:counts": ids()}, "of shape"),
+        ({"x:counts": ids(-4, 5)}, "-4 in x:counts"),
+        ({"x:counts": ids(0, 5)}, "0 in x:counts, outside 1"),
+        ({"2.weight": torch.zeros(K, D)}, "2.weight' that is not declared"),
+    ]
+    for link in ("up", "edge_up"):
+        refuses(method.schema(link, Moment(method.setup(), 0, 1)), good, *wrong)
+    first = {k: good[k] for k in ("x:prototypes", "x:ids")}
+    refuses(method.schema("up", Moment(method.setup(), 0, 0)), first, *wrong[:4], ({"x:counts": ids(4, 5)}, "not decl"))
+
+
+def test_counts_as_large_as_they_may_be_add_up_to_no_negative_number() -> None:
+    method = bind(FedPC, weighting="samples")
+    most = {**T.row(bodies(1), 0), "x:prototypes": torch.rand(2, D), "x:ids": ids(0, 2), "x:counts": ids(2**31 - 1, 1)}
+    _, up = method.merge(Edge(0, (0, 1), {}, Download()), [Upload(most, {}, i, 5) for i in (0, 1)], 1)
+    method.schema("edge_up", Moment(method.setup(), 0, 1)).check(up.tree, "the upload")
+    assert up.tree["x:counts"].tolist() == [2**31 - 1, 2]

@@ -1,4 +1,4 @@
-"""SC-FPFL: the numbered properties of its card that are about the method; those of its parts are with the parts."""
+"""SC-FPFL: its properties, numbered; those of its clustering are in test_parts_clustering.py."""
 
 import math
 
@@ -9,14 +9,15 @@ from torch import nn
 import played
 from coterie import tree as T
 from coterie.errors import CoterieError
-from coterie.method import Batch, Upload
+from coterie.method import Batch, Moment, Upload
 from coterie.methods import build
-from coterie.parts.agent import accuracy
+from coterie.methods.scfpfl.method import accuracy
+from coterie.methods.scfpfl.spectral import cluster_count, prediction_clusters, prediction_similarity
 from coterie.parts.clustering import canonical
 from coterie.parts.distill import kl
-from coterie.parts.spectral import cluster_count, prediction_clusters, prediction_similarity
 from coterie.testing import check
 from played import near, play, same, session, state, watch
+from refused import refuses
 
 SMALL = {"join": 1.0, "rounds": 2}
 QUICK = {"warmup_epochs": 1}
@@ -79,7 +80,7 @@ def test_who_missed_the_clustering_joins_the_largest_cluster() -> None:
     assert server["cluster"] == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
 
 
-def test_bytes_are_those_of_the_card() -> None:
+def test_bytes_are_those_of_the_page() -> None:
     loop = play("sc-fpfl", **SMALL, public=30, own={"k0": 2, **QUICK})
     P, N, K = T.nbytes(loop.method.ctx.w0), 5, len(loop.server["hat"])
     opening, first = (e["bytes"] for e in loop.events[:2])
@@ -200,7 +201,7 @@ def test_the_agent_is_judged_against_the_own_model_before_it_trains_instead(own)
     s = session("sc-fpfl", own=own)
     data, w = s.federation.data(0), s.method.ctx.w0
     others = [play("sc-fpfl", **SMALL), play("local", **SMALL)]
-    own_before, own_after = others[0].store.get(0)["f"], others[1].store.get(0)["own"]
+    own_before, own_after = state(others[0], 0)["f"], state(others[1], 0)["own"]
     _, note = s.method.accept(w, own_after, {"own": own_before, "edge": w}, data)
     rival = own_before if "agent_fail" in own else own_after
     assert note["val_own"] == accuracy(s.method.ctx, rival, data.val)
@@ -272,9 +273,11 @@ def test_p15_aun_is_the_norm_of_the_mean_update_and_at_most_the_mean_norm(name) 
 
 def test_p15_aun_of_updates_that_cancel_is_zero() -> None:
     from coterie.evaluation import notes
+    from coterie.messages import TrainAnswer
 
     move = torch.tensor([3.0, 4.0])
-    found = notes([{"note": {}, "move": move}, {"note": {}, "move": -move}])
+    answers = [TrainAnswer(i, {}, {}, 1, 1, 0.0, update=u) for i, u in enumerate((move, -move))]
+    found = notes(answers)
     assert found == {"aun": 0.0, "mean_update": 5.0, "largest_update": 5.0}
 
 
@@ -299,3 +302,52 @@ def test_what_cannot_work_gets_a_sentence(name, changes, words) -> None:
 def test_settings_out_of_range_are_refused(bad) -> None:
     with pytest.raises(CoterieError, match=next(iter(bad))):
         build("sc-fpfl", bad)
+
+
+# ---- who did not answer, and who answers wrongly -------------------------------------------------------------------
+def test_if_nobody_answers_round_0_everybody_is_asked_in_round_1() -> None:
+    method = session("sc-fpfl", own={"k0": 2}, clients=5).method
+    server = method.setup()
+    assert method.sample(server, 1, torch.Generator()) == [0, 1, 2, 3, 4]
+    assert "x:ask" in method.down(server, [0], 1).to(0)
+    ups = [Upload({**method.ctx.w0, "x:predictions": p}, {}, i, 10) for i, p in enumerate(blocks((2, 3)))]
+    server = method.aggregate(server, ups, 1)
+    assert server["cluster"] == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1} and not method.asks(server, 2)
+
+
+@pytest.mark.parametrize("who", [[0], [1, 4], [0, 2, 3]])
+@pytest.mark.parametrize("name", ["sc-fpfl", "sc-fpfl-fourier-only"])
+def test_any_subset_may_answer_round_0(who, name) -> None:
+    method = session(name, clients=5).method
+    P = blocks((5,), seed=4)
+    ups = [Upload({**played.jittered(method.ctx.w0, i), "x:predictions": P[i]}, {}, i, 10) for i in who]
+    server = method.aggregate(method.setup(), ups, 0)
+    assert set(server["cluster"]) == set(range(5)) and set(server["cluster"].values()) == set(server["hat"])
+    sent = method.down(server, range(5), 1)
+    for k, hat in sent.edge.items():
+        method.schema("edge_down", Moment(server, k, 1)).check(hat, "the download")
+
+
+def test_a_wrong_upload_is_refused() -> None:
+    method = session("sc-fpfl", public=30).method
+    now = Moment(method.setup(), 0, 0)
+    good = {**method.ctx.w0, "x:predictions": torch.full((30, 10), 0.1)}
+    refuses(
+        method.schema("up", now),
+        good,
+        ({"x:predictions": torch.full((30, 10), 1.5)}, "1.5 in x:predictions, outside 0 to 1"),
+        ({"x:predictions": torch.full((30, 10), -0.1)}, "-0.1 in x:predictions"),
+        ({"x:predictions": torch.full((29, 10), 0.1)}, "of shape"),
+        ({"x:labels": torch.zeros(3)}, "x:labels' that is not declared"),
+    )
+    later = {**method.setup(), "cluster": dict.fromkeys(range(5), 0)}
+    with pytest.raises(CoterieError, match="x:predictions' that is not declared"):
+        method.schema("up", Moment(later, 0, 1)).check(good, "the upload")
+    refuses(method.schema("edge_up", Moment(later, 0, 1)), dict(method.ctx.w0))
+
+
+def test_predictions_of_nothing_are_clustered_too() -> None:
+    method = session("sc-fpfl", clients=5, public=30).method
+    P = [torch.zeros(30, 10), *torch.full((4, 30, 10), 0.1)]
+    ups = [Upload({**method.ctx.w0, "x:predictions": p}, {}, i, 10) for i, p in enumerate(P)]
+    assert set(method.aggregate(method.setup(), ups, 0)["cluster"]) == set(range(5))

@@ -75,7 +75,7 @@ TOTALS = [
 
 @pytest.mark.parametrize(("name", "shape", "classes", "options", "total"), TOTALS)
 def test_parameter_count_is_the_table_s(name, shape, classes, options, total):
-    assert sum(sizes(build(name, shape, classes, **options)).values()) == total
+    assert sum(sizes(build(name, shape, classes, options=options)).values()) == total
 
 
 VGG = [
@@ -120,7 +120,7 @@ LAYERS = [
 
 @pytest.mark.parametrize(("name", "shape", "classes", "options", "each"), LAYERS)
 def test_every_layer_has_the_table_s_count(name, shape, classes, options, each):
-    assert list(sizes(build(name, shape, classes, **options)).values()) == each
+    assert list(sizes(build(name, shape, classes, options=options)).values()) == each
 
 
 def test_layers_have_the_names_of_the_papers_and_the_classifier_is_the_head():
@@ -177,7 +177,7 @@ def test_vgg11_pads_grey_pictures_with_zeros_to_three_channels_of_32(monkeypatch
     net(x)
     assert seen[0].shape == (2, 3, 32, 32)
     assert torch.equal(seen[0], F.pad(x, (2, 2, 2, 2)).repeat(1, 3, 1, 1))
-    assert build("vgg11", GREY, 10, resize="bilinear")(x).shape == (2, 10)
+    assert build("vgg11", GREY, 10, options={"resize": "bilinear"})(x).shape == (2, 10)
 
 
 def test_pretrained_weights_are_loaded_by_either_name_and_survive_initial(monkeypatch, tmp_path):
@@ -197,7 +197,7 @@ def test_pretrained_weights_are_loaded_by_either_name_and_survive_initial(monkey
     save_file(theirs, tmp_path / "vision.safetensors")
     save_file(donor.state_dict(), tmp_path / "own.safetensors")
     for file in ("vision", "own"):
-        net = build("vgg11", RGB, 10, pretrained_path=str(tmp_path / f"{file}.safetensors"))
+        net = build("vgg11", RGB, 10, options={"pretrained_path": str(tmp_path / f"{file}.safetensors")})
         before = net.classifier.weight.clone()
         initial(net, 5)
         assert torch.equal(net.block8.conv.weight, donor.block8.conv.weight)
@@ -211,9 +211,9 @@ def test_pretrained_files_that_cannot_be_used_get_a_sentence(monkeypatch, tmp_pa
     (tmp_path / "torn.safetensors").write_bytes(b"\x00\x01")
     for file, words in [("other", "lacks a fitting block1"), ("torn", "damaged"), ("gone", "does not exist")]:
         with pytest.raises(CoterieError, match=words):
-            build("vgg11", RGB, 10, pretrained_path=str(tmp_path / f"{file}.safetensors"))
+            build("vgg11", RGB, 10, options={"pretrained_path": str(tmp_path / f"{file}.safetensors")})
     with pytest.raises(CoterieError, match=r"must name a \.safetensors file"):
-        build("vgg11", RGB, 10, pretrained_path=str(tmp_path / "weights.pth"))
+        build("vgg11", RGB, 10, options={"pretrained_path": str(tmp_path / "weights.pth")})
 
 
 def test_padding_tokens_do_not_change_a_text_s_scores():
@@ -282,7 +282,7 @@ def test_a_user_s_factory_is_called_with_what_it_asks_for(factory, monkeypatch):
 
 
 def test_layers_that_wait_for_their_input_are_drawn_from_the_seed():
-    a, b = (build(Own, (1, 8, 8), 10, seed=4, width=8) for _ in range(2))
+    a, b = (build(Own, (1, 8, 8), 10, seed=4, options={"width": 8}) for _ in range(2))
     assert a.body.weight.shape == (8, 64) and torch.equal(a.body.weight, b.body.weight)
 
 
@@ -313,13 +313,13 @@ class Points(list):
 
 def test_another_package_s_model_is_built_listed_and_suggested(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: Points([Point()]) if group == "coterie.models" else [])
-    assert len(build("theirs", (1, 8, 8), 10, depth=3)) == 5
+    assert len(build("theirs", (1, 8, 8), 10, options={"depth": 3})) == 5
     info = {m.name: m for m in known()}["theirs"]
     assert (info.description, dict(info.options)) == ("A model of another package.", {"depth": 1})
     with pytest.raises(CoterieError, match='did you mean "theirs"'):
         build("theirz", (1, 8, 8), 10)
     with pytest.raises(CoterieError, match='did you mean "depth"'):
-        build("theirs", (1, 8, 8), 10, dept=3)
+        build("theirs", (1, 8, 8), 10, options={"dept": 3})
 
 
 def test_known_lists_every_model_with_a_line_and_its_options():
@@ -375,5 +375,5 @@ def test_the_default_model_suits_and_fits_the_data(shape, dtype, name):
 )
 def test_mistakes_get_one_sentence(source, shape, options, words):
     with pytest.raises(CoterieError, match=words) as caught:
-        build(source, shape, 10, **options)
+        build(source, shape, 10, options=options)
     assert "\n" not in str(caught.value)

@@ -365,3 +365,17 @@ def test_the_environment_switches_native_code_off(monkeypatch: pytest.MonkeyPatc
     assert "switched off" in native.status()
     monkeypatch.setenv("COTERIE_NATIVE", "1")
     assert native.enabled()
+
+
+def test_code_in_a_folder_that_others_may_write_to_is_not_loaded(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = build.cache_dir()
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    name = f"block-{build.fingerprint(build.find_compiler())}.so"
+    (folder / name).write_bytes(b"somebody else's code")
+    build.library()
+    assert (folder / name).read_bytes() == b"somebody else's code"  # neither loaded nor trusted as a place to build in
+    folder.chmod(0o700)
+    build.library()
+    assert (folder / name).read_bytes() != b"somebody else's code"

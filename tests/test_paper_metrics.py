@@ -15,7 +15,7 @@ from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedper import FedPer
 from coterie.runs import paper_metrics as P
 from coterie.runs.run import Run
-from coterie.session import execute, prepare
+from coterie.session import Objects, execute, prepare
 from coterie.testing import SmallNet, small_data
 
 HITS = np.array([[8, 1, 0], [2, 10, 5]])
@@ -77,7 +77,7 @@ def session(method, workers=1, **changes):
     }  # fmt: skip
     run = settings(method="fedavg", **run).model_copy(update={"method": method.__name__})
     torch.manual_seed(0)
-    return prepare(run, Engine(workers=workers), method=method, dataset=data, model=SmallNet())
+    return prepare(run, Engine(workers=workers), Objects(method, data, SmallNet()))
 
 
 def test_global_model_is_scored_on_the_official_part_once_and_equals_every_personal_one_of_fedavg(tmp_path: Path):

@@ -1,7 +1,6 @@
 """The papers' presets: every cell is a valid run, printed values are the papers', and a table reruns side by side."""
 
 import csv
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -11,6 +10,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+from coterie import disk
 from coterie.cli.app import app
 from coterie.config import Engine
 from coterie.errors import CoterieError
@@ -143,9 +143,9 @@ def test_runs_of_an_earlier_version_with_fewer_settings_are_found_again(tmp_path
     old.mkdir()
     written = cell.settings.model_dump(mode="json")
     del written["log_updates"]
-    (old / "settings.json").write_text(json.dumps({"settings": written}))
+    disk.write_json(old / "settings.json", {"settings": written})
     assert next(iter(presets.cells(it, 1, presets.Shrink(), tmp_path).values())).out == old
-    (old / "settings.json").write_text(json.dumps({"settings": {**written, "unheard_of": 1}}))
+    disk.write_json(old / "settings.json", {"settings": {**written, "unheard_of": 1}})
     assert next(iter(presets.cells(it, 1, presets.Shrink(), tmp_path).values())).out == cell.out
 
 
@@ -268,7 +268,7 @@ def test_results_of_another_version_are_refused_in_a_sentence(tmp_path: Path) ->
     cell.out.mkdir()
     written = {**cell.settings.model_dump(mode="json"), "unheard_of": 1}
     about = {"settings": written, "method": {}, "partition": {}, "versions": {"coterie": "9.9"}}
-    (cell.out / "settings.json").write_text(json.dumps(about))
+    disk.write_json(cell.out / "settings.json", about)
     with pytest.raises(CoterieError, match=r"another version of Coterie \(9\.9\)"):
         cell.finished()
 
@@ -283,7 +283,7 @@ def test_a_default_said_aloud_is_the_same_run(tmp_path: Path) -> None:
     old = tmp_path / "fedcpmd-fmnist-s42-00000000"  # found by what it means, and goes on with what it wrote
     old.mkdir()
     written = presets.cell(it, "FedCPMD", "FMNIST", 0, presets.Shrink(changes={"distance": "js"}))
-    (old / "settings.json").write_text(json.dumps({"settings": written.model_dump(mode="json")}))
+    disk.write_json(old / "settings.json", {"settings": written.model_dump(mode="json")})
     (cell,) = presets.cells(it, 1, presets.Shrink(), tmp_path).values()
     assert (cell.out, cell.settings) == (old, written)
     with pytest.raises(CoterieError, match="distance"):

@@ -1,4 +1,4 @@
-"""FedPC section 8, properties 7 and 8; SC-FPFL section 8, properties 1-5; linkage and centres of the baselines."""
+"""Clusters of clients: those of FedPC and SC-FPFL, linkage and centres of the baselines."""
 
 import math
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from coterie.errors import CoterieError
+from coterie.methods.fedpc import clustering as G
+from coterie.methods.scfpfl import spectral as Sp
 from coterie.parts import clustering as C
-from coterie.parts import spectral as Sp
 from coterie.parts.prototypes import Prototypes
 
 RNG = torch.Generator().manual_seed(0)
@@ -37,10 +38,10 @@ def test_labels_are_numbered_by_first_appearance() -> None:
 def test_p7_fedpc_groups_do_not_depend_on_client_order(groups) -> None:
     x, truth = blobs()
     p = Prototypes(x.reshape(15, 1, 3), torch.ones(15, 1, dtype=torch.bool))
-    assert torch.equal(C.prototype_groups(p, groups, seed=1), C.canonical(truth))
+    assert torch.equal(G.prototype_groups(p, groups, seed=1), C.canonical(truth))
     for seed in range(5):
         order = torch.randperm(15, generator=torch.Generator().manual_seed(seed))
-        shuffled = C.prototype_groups(Prototypes(p.value[order], p.mask[order]), groups, seed)
+        shuffled = G.prototype_groups(Prototypes(p.value[order], p.mask[order]), groups, seed)
         assert torch.equal(shuffled, C.canonical(truth[order]))
 
 
@@ -51,22 +52,22 @@ def test_p7_fedpc_identical_clients_land_together(missing) -> None:
     who = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 2])
     p = Prototypes((value * mask[..., None])[who], mask[who])
     for groups in (2, 3, 5, 8):
-        labels = C.prototype_groups(p, groups, seed=3, missing=missing)
+        labels = G.prototype_groups(p, groups, seed=3, missing=missing)
         assert all(len(set(labels[who == i].tolist())) == 1 for i in range(5))
 
 
 @pytest.mark.parametrize("groups", [2, None])
 def test_p8_fedpc_two_label_blocks_are_separated_exactly(groups) -> None:
     p, truth = label_blocks()
-    assert torch.equal(C.prototype_groups(p, groups, seed=0), truth)
+    assert torch.equal(G.prototype_groups(p, groups, seed=0), truth)
 
 
 def test_missing_classes_are_filled_as_named() -> None:
     value = torch.tensor([[[2.0], [0.0]], [[4.0], [7.0]]])
     mask = torch.tensor([[True, False], [True, True]])
-    assert C.prototype_vectors(Prototypes(value, mask)).tolist() == [[2, 0], [4, 7]]
-    assert C.prototype_vectors(Prototypes(value, mask), "mean").tolist() == [[2, 7], [4, 7]]
-    assert C.masked_sqdist(Prototypes(value, mask)).tolist() == [[0, 8], [8, 0]]  # one common class of two: twice 4
+    assert G.prototype_vectors(Prototypes(value, mask)).tolist() == [[2, 0], [4, 7]]
+    assert G.prototype_vectors(Prototypes(value, mask), "mean").tolist() == [[2, 7], [4, 7]]
+    assert G.masked_sqdist(Prototypes(value, mask)).tolist() == [[0, 8], [8, 0]]  # one common class of two: twice 4
 
 
 def test_classical_scaling_gives_the_distances_back() -> None:
@@ -78,19 +79,19 @@ def test_classical_scaling_gives_the_distances_back() -> None:
 
 def test_pca_keeps_the_fewest_components_with_the_asked_variance() -> None:
     x = torch.randn(40, 3, generator=RNG, dtype=torch.float64) * torch.tensor([10.0, 1.0, 0.1])
-    assert C.reduce(x, 0.95).shape == (40, 1)
-    assert C.reduce(x, 0.9995).shape == (40, 2)
-    assert C.reduce(x, 2).shape == (40, 2)
-    assert C.reduce(x, None).shape == (40, 3)
-    assert C.reduce(x[:2], 1.0).shape == (2, 1)
-    assert not C.reduce(torch.ones(4, 3)).any()
+    assert G.reduce(x, 0.95).shape == (40, 1)
+    assert G.reduce(x, 0.9995).shape == (40, 2)
+    assert G.reduce(x, 2).shape == (40, 2)
+    assert G.reduce(x, None).shape == (40, 3)
+    assert G.reduce(x[:2], 1.0).shape == (2, 1)
+    assert not G.reduce(torch.ones(4, 3)).any()
 
 
 def test_silhouette_finds_the_number_of_groups_and_equal_clients_are_one() -> None:
     x, truth = blobs((5, 5, 5, 5), dims=4)
-    assert torch.equal(C.choose_groups(x, 10, seed=0), truth)
-    assert C.choose_groups(torch.ones(6, 2), 10, seed=0).tolist() == [0] * 6
-    assert C.choose_groups(torch.tensor([[0.0], [5.0]]), 10, seed=0).tolist() == [0, 0]
+    assert torch.equal(G.choose_groups(x, 10, seed=0), truth)
+    assert G.choose_groups(torch.ones(6, 2), 10, seed=0).tolist() == [0] * 6
+    assert G.choose_groups(torch.tensor([[0.0], [5.0]]), 10, seed=0).tolist() == [0, 0]
 
 
 def test_more_groups_than_clients_is_refused() -> None:

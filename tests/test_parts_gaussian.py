@@ -1,4 +1,4 @@
-"""FedCPMD section 8, properties 1-7, and the knobs of the Gaussian part."""
+"""Gaussians, distances between them and layer scores: properties 1-7 of FedCPMD."""
 
 import math
 
@@ -160,16 +160,20 @@ def test_fit_of_a_constant_tensor_is_zero_with_the_floor(normalize) -> None:
     assert float(mu) == 0 and float(sigma) == 1e-3
 
 
+def fit_labels(y, classes, encoding="index"):
+    return G.fit(G.encode_labels(y, classes, encoding), "none")
+
+
 def test_labels_use_the_range_of_all_classes_not_of_the_client() -> None:
-    mu, sigma = G.fit_labels(torch.tensor([3, 3, 3]), 10)
+    mu, sigma = fit_labels(torch.tensor([3, 3, 3]), 10)
     assert float(mu) == pytest.approx(3 / 9) and float(sigma) == 1e-3
     assert G.encode_labels(torch.tensor([0]), 1).item() == 0
-    assert float(G.fit_labels(torch.tensor([1, 0]), 4, "onehot").mu) == pytest.approx(0.25)
+    assert float(fit_labels(torch.tensor([1, 0]), 4, "onehot").mu) == pytest.approx(0.25)
 
 
 def scores(outputs, x, y, name="js", score="eq7"):
     d = G.distance(name)
-    z_x, z_y = G.fit(x), G.fit_labels(y, 10)
+    z_x, z_y = G.fit(x), fit_labels(y, 10)
     fits = [G.fit(o) for o in outputs]
     return G.layer_scores(torch.stack([d(f, z_y) for f in fits]), torch.stack([d(f, z_x) for f in fits]), score)
 

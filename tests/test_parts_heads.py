@@ -1,10 +1,11 @@
-"""FedGMH section 8, properties 1-5, 7-11 and 15; FedCAC's masks; CD2-pFed's channels."""
+"""Heads of labels and masks of their entries (FedGMH)."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from coterie.errors import CoterieError
+from coterie.methods.fedgmh import heads as G
 from coterie.parts import heads as H
 from coterie.parts import masks as M
 from coterie.parts.heads import Heads
@@ -26,23 +27,23 @@ def stack() -> Heads:
 def test_p1_beta_one_replaces_the_head_and_beta_zero_leaves_it() -> None:
     own, g, moved = head(0), head(1), head(2)
     for scope in ("head", "tensor"):
-        assert all(torch.equal(M.write_in(own, g, H.critical_mask(own, moved, 1.0, scope))[k], g[k]) for k in g)
-        assert all(torch.equal(M.write_in(own, g, H.critical_mask(own, moved, 0.0, scope))[k], own[k]) for k in g)
+        assert all(torch.equal(M.write_in(own, g, G.critical_mask(own, moved, 1.0, scope))[k], g[k]) for k in g)
+        assert all(torch.equal(M.write_in(own, g, G.critical_mask(own, moved, 0.0, scope))[k], own[k]) for k in g)
 
 
 def test_p2_shares_sum_to_one_and_equal_heads_mix_to_themselves() -> None:
-    q = H.label_shares(torch.tensor([3, 0, 7, 1]))
+    q = G.label_shares(torch.tensor([3, 0, 7, 1]))
     assert float(q.sum()) == pytest.approx(1) and float(q[2]) == pytest.approx(7 / 11)
     one = head()
-    g = H.mix_heads({k: v.expand(S, *v.shape) for k, v in one.items()}, q)
+    g = G.mix_heads({k: v.expand(S, *v.shape) for k, v in one.items()}, q)
     assert all(torch.allclose(g[k], one[k], atol=1e-6) and g[k].shape == one[k].shape for k in one)
     with pytest.raises(CoterieError, match="at least one"):
-        H.label_shares(torch.zeros(3))
+        G.label_shares(torch.zeros(3))
 
 
 def test_p3_a_client_with_one_label_gets_that_head_exactly() -> None:
     stacked = {k: torch.stack([head(s)[k] for s in range(S)]) for k in ("weight", "bias")}
-    g = H.mix_heads(stacked, H.label_shares(torch.tensor([0, 0, 9, 0])))
+    g = G.mix_heads(stacked, G.label_shares(torch.tensor([0, 0, 9, 0])))
     assert all(torch.equal(g[k], head(2)[k]) for k in g)
 
 
@@ -50,12 +51,12 @@ def test_p3_a_client_with_one_label_gets_that_head_exactly() -> None:
 def test_p4_mask_has_exactly_floor_beta_l_ones_and_they_are_the_largest(beta) -> None:
     before, after = head(0), head(1)
     size = S * D + S
-    mask = torch.cat([m.flatten() for m in H.critical_mask(before, after, beta).values()])
+    mask = torch.cat([m.flatten() for m in G.critical_mask(before, after, beta).values()])
     score = torch.cat([p.flatten() for p in M.criticality(before, after).values()])
     assert int(mask.sum()) == int(beta * size + 1e-9)
     if mask.any() and not mask.all():
         assert float(score[mask].min()) >= float(score[~mask].max())
-    per = H.critical_mask(before, after, beta, "tensor")
+    per = G.critical_mask(before, after, beta, "tensor")
     assert [int(m.sum()) for m in per.values()] == [int(beta * S * D + 1e-9), int(beta * S + 1e-9)]
 
 
@@ -80,7 +81,7 @@ def test_p7_one_step_raises_its_logit_lowers_the_loss_and_gradient_rows_sum_to_z
     heads = stack()
     f = torch.rand(S, 1, D, generator=RNG).double()
     ones = torch.ones(S, 1).double()
-    y = H.label_targets(ones)
+    y = G.label_targets(ones)
     new = H.head_step(heads, f, y, ones, 0.01)
 
     def logits(h: Heads) -> torch.Tensor:
@@ -110,8 +111,8 @@ def test_step_is_sgd_on_the_mean_cross_entropy() -> None:
 
 def test_p8_heads_without_vectors_are_bit_identical() -> None:
     heads = stack()
-    features, weight = H.pack(torch.tensor([2, 0, 2]), torch.randn(3, D, generator=RNG).double(), S)
-    new = H.train_heads(heads, features, H.label_targets(weight), weight, 1.0, steps=2, decay=0.1)
+    features, weight = G.pack(torch.tensor([2, 0, 2]), torch.randn(3, D, generator=RNG).double(), S)
+    new = H.train_heads(heads, features, G.label_targets(weight), weight, 1.0, steps=2, decay=0.1)
     for s in (1, 3):
         assert torch.equal(new.weight[s], heads.weight[s]) and torch.equal(new.bias[s], heads.bias[s])
     for s in (0, 2):
@@ -120,17 +121,17 @@ def test_p8_heads_without_vectors_are_bit_identical() -> None:
 
 def test_p9_the_same_vector_twice_is_the_same_step() -> None:
     heads, f = stack(), torch.randn(1, D, generator=RNG).double()
-    once, w1 = H.pack(torch.tensor([1]), f, S)
-    twice, w2 = H.pack(torch.tensor([1, 1]), f.expand(2, D), S)
-    a = H.head_step(heads, once, H.label_targets(w1), w1, 1.0)
-    b = H.head_step(heads, twice, H.label_targets(w2), w2, 1.0)
+    once, w1 = G.pack(torch.tensor([1]), f, S)
+    twice, w2 = G.pack(torch.tensor([1, 1]), f.expand(2, D), S)
+    a = H.head_step(heads, once, G.label_targets(w1), w1, 1.0)
+    b = H.head_step(heads, twice, G.label_targets(w2), w2, 1.0)
     torch.testing.assert_close(a.weight, b.weight)
     torch.testing.assert_close(a.bias, b.bias)
 
 
 def test_packing_keeps_the_order_of_arrival_within_a_label() -> None:
     f = torch.arange(5.0)[:, None]
-    packed, weight = H.pack(torch.tensor([1, 0, 1, 3, 1]), f, S, torch.tensor([1.0, 2, 3, 4, 5]))
+    packed, weight = G.pack(torch.tensor([1, 0, 1, 3, 1]), f, S, torch.tensor([1.0, 2, 3, 4, 5]))
     assert packed[..., 0].tolist() == [[1, 0, 0], [0, 2, 4], [0, 0, 0], [3, 0, 0]]
     assert weight.tolist() == [[2, 0, 0], [1, 3, 5], [0, 0, 0], [4, 0, 0]]
 
@@ -151,13 +152,13 @@ def test_single_head_step_does_not_depend_on_client_order() -> None:
 
 def test_feature_norm_l2_ignores_the_length_of_features() -> None:
     f, ones = torch.rand(S, 2, D, generator=RNG).double(), torch.ones(S, 2).double()
-    a, b = (H.head_step(stack(), x, H.label_targets(ones), ones, 1.0, feature_norm="l2") for x in (f, 9 * f))
+    a, b = (H.head_step(stack(), x, G.label_targets(ones), ones, 1.0, feature_norm="l2") for x in (f, 9 * f))
     torch.testing.assert_close(a.weight, b.weight)
 
 
 def test_p11_average_in_of_an_equal_head_is_the_identity() -> None:
     own = head()
-    assert all(torch.equal(H.average_in(own, own)[k], own[k]) for k in own)
+    assert all(torch.equal(G.average_in(own, own)[k], own[k]) for k in own)
 
 
 @pytest.mark.parametrize("norm", [0.8, 8.0, 30.0])
@@ -170,7 +171,7 @@ def test_p15_three_hundred_steps_at_rate_one_saturate_without_diverging(norm) ->
     ones = torch.ones(10, 8)
     sizes = {}
     for step in range(1, 301):
-        heads = H.head_step(heads, f, H.label_targets(ones), ones, 1.0)
+        heads = H.head_step(heads, f, G.label_targets(ones), ones, 1.0)
         if step in (100, 300):
             sizes[step] = heads.weight.flatten(1).norm(dim=1)
     assert torch.isfinite(heads.weight).all() and torch.isfinite(heads.bias).all()
@@ -181,31 +182,6 @@ def test_p15_three_hundred_steps_at_rate_one_saturate_without_diverging(norm) ->
 
 def test_beta_outside_01_and_unknown_scope_are_refused() -> None:
     with pytest.raises(CoterieError, match="beta"):
-        H.critical_mask(head(), head(1), 1.5)
+        G.critical_mask(head(), head(1), 1.5)
     with pytest.raises(CoterieError, match="mask_scope"):
-        H.critical_mask(head(), head(1), 0.5, "tensors")
-
-
-# ---- FedCAC, CD2-pFed ------------------------------------------------------------------------------------------------
-def test_overlap_is_one_with_itself_and_counts_common_entries() -> None:
-    masks = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]]).bool()
-    assert M.overlap(masks).tolist() == [[1, 0.5, 0], [0.5, 1, 0.5], [0, 0.5, 1]]
-    assert torch.equal(M.overlap(torch.zeros(2, 3).bool()), torch.ones(2, 2, dtype=torch.float64))
-
-
-def test_collaborators_thin_out_and_nobody_is_left_after_beta_rounds() -> None:
-    o = torch.tensor([[1.0, 0.9, 0.1], [0.9, 1.0, 0.5], [0.1, 0.5, 1.0]], dtype=torch.float64)
-    assert M.collaborators(o, 0, 100).tolist() == [[True, True, False], [True, True, True], [False, True, True]]
-    assert torch.equal(M.collaborators(o, 90, 100), torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 1]]).bool())
-    assert torch.equal(M.collaborators(o, 101, 100), torch.eye(3).bool())
-    for n in range(2, 30):  # some of these means round above the value
-        assert M.collaborators(torch.full((n, n), 0.7, dtype=torch.float64), 500, 100).all()
-    assert M.collaborators(torch.ones(1, 1), 1, 100).tolist() == [[True]]
-
-
-def test_private_channels_grow_and_stay() -> None:
-    w = torch.randn(8, 4, 3, 3)
-    small, large = M.private_entries(w, 0.25), M.private_entries(w, 0.5)
-    assert int(small.sum()) == 2 * 36 and int(large.sum()) == 4 * 36 and bool((large | ~small).all())
-    assert int(M.private_entries(w, 0.5, dim=1).sum()) == 8 * 2 * 9
-    assert not M.private_entries(w, 0.0).any() and M.private_entries(w, 1.0).all()
+        G.critical_mask(head(), head(1), 0.5, "tensors")

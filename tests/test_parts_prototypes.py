@@ -1,9 +1,10 @@
-"""FedPC section 8: rho (1, 3, 4, 5), prototypes (2, 6), loss (9, 10), snapshot mixing (12)."""
+"""Prototypes and how FedPC mixes them: weights, class means, the pull of the loss."""
 
 import pytest
 import torch
 from torch.func import grad, vmap
 
+from coterie.methods.fedpc import mixing as X
 from coterie.parts import prototypes as P
 from coterie.parts.prototypes import Prototypes
 
@@ -18,7 +19,7 @@ def sets(n: int, absent: float = 0.0) -> Prototypes:
 
 @pytest.mark.parametrize("sim_map", ["clip", "shift01", "softmax"])
 def test_p1_rho_rows_are_a_distribution_with_the_maximum_on_the_diagonal(sim_map) -> None:
-    rho = P.group_weights(sets(5, 0.4), sim_map)
+    rho = X.group_weights(sets(5, 0.4), sim_map)
     assert float(rho.min()) >= 0
     torch.testing.assert_close(rho.sum(1), torch.ones(5, dtype=torch.float64))
     assert torch.equal(rho.diagonal(), rho.amax(1))
@@ -26,15 +27,14 @@ def test_p1_rho_rows_are_a_distribution_with_the_maximum_on_the_diagonal(sim_map
 
 def test_p2_one_group_is_the_plain_mean_of_prototypes() -> None:
     p = sets(6)
-    value, mask = P.group_means(p, torch.zeros(6, dtype=torch.int64), 1)
+    value, mask = X.group_means(p, torch.zeros(6, dtype=torch.int64), 1)
     torch.testing.assert_close(value[0], p.value.mean(0))
-    assert mask.all() and P.group_weights(Prototypes(value, mask)).tolist() == [[1.0]]
-    torch.testing.assert_close(P.masked_mean(p).value, value[0])
+    assert mask.all() and X.group_weights(Prototypes(value, mask)).tolist() == [[1.0]]
 
 
 def test_p3_identical_groups_have_equal_weights() -> None:
     one = sets(1, 0.3)
-    rho = P.group_weights(Prototypes(one.value.expand(3, -1, -1), one.mask.expand(3, -1)))
+    rho = X.group_weights(Prototypes(one.value.expand(3, -1, -1), one.mask.expand(3, -1)))
     torch.testing.assert_close(rho, torch.full((3, 3), 1 / 3, dtype=torch.float64))
 
 
@@ -42,9 +42,9 @@ def test_p4_orthogonal_groups_or_groups_without_common_class_do_not_mix() -> Non
     value = torch.zeros(3, K, D)
     value[0, 0, 0] = value[1, 0, 1] = value[2, 1, 0] = 1
     mask = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]]).bool()
-    assert torch.equal(P.group_weights(Prototypes(value, mask)), torch.eye(3, dtype=torch.float64))
-    assert float(P.group_weights(Prototypes(value, mask), "shift01")[0, 2]) == 0
-    mixed = P.masked_mix(P.group_weights(Prototypes(value, mask)), Prototypes(value, mask))
+    assert torch.equal(X.group_weights(Prototypes(value, mask)), torch.eye(3, dtype=torch.float64))
+    assert float(X.group_weights(Prototypes(value, mask), "shift01")[0, 2]) == 0
+    mixed = X.masked_mix(X.group_weights(Prototypes(value, mask)), Prototypes(value, mask))
     assert torch.equal(mixed.value, value) and torch.equal(mixed.mask, mask)
 
 
@@ -52,12 +52,12 @@ def test_p5_scaling_one_group_leaves_rho_unchanged() -> None:
     p = sets(4, 0.3)
     scaled = p.value.clone()
     scaled[2] *= 7.5
-    torch.testing.assert_close(P.group_weights(Prototypes(scaled, p.mask)), P.group_weights(p))
+    torch.testing.assert_close(X.group_weights(Prototypes(scaled, p.mask)), X.group_weights(p))
 
 
 def test_cosine_of_groups_uses_common_classes_only() -> None:
     p = sets(5, 0.4)
-    cos, common = P.group_cosine(p)
+    cos, common = X.group_cosine(p)
     for i in range(5):
         for j in range(5):
             both = p.mask[i] & p.mask[j]
@@ -120,7 +120,7 @@ def test_p10_absent_classes_add_nothing_to_group_prototypes() -> None:
     p = sets(6, 0.5)
     noisy = Prototypes(torch.where(p.mask[..., None], p.value, torch.full_like(p.value, 99.0)), p.mask)
     groups = torch.tensor([0, 1, 0, 1, 2, 2])
-    value, mask = P.group_means(noisy, groups, 3)
+    value, mask = X.group_means(noisy, groups, 3)
     for j in range(3):
         for k in range(K):
             held = p.value[(groups == j) & p.mask[:, k], k]
@@ -177,7 +177,7 @@ def test_p12_mixing_uses_the_snapshot() -> None:
     p = sets(4, 0.3)
     order = torch.tensor([2, 0, 3, 1])
     swapped = Prototypes(p.value[order], p.mask[order])
-    mixed, again = (P.masked_mix(P.group_weights(s), s) for s in (p, swapped))
+    mixed, again = (X.masked_mix(X.group_weights(s), s) for s in (p, swapped))
     torch.testing.assert_close(again.value, mixed.value[order])
     assert torch.equal(again.mask, mixed.mask[order])
 
@@ -185,10 +185,10 @@ def test_p12_mixing_uses_the_snapshot() -> None:
 def test_masked_mix_renormalises_over_the_groups_that_hold_a_class() -> None:
     value = torch.tensor([[[1.0]], [[5.0]], [[9.0]]])
     mask = torch.tensor([[True], [False], [True]])
-    mixed = P.masked_mix(torch.tensor([[0.2, 0.5, 0.3]]), Prototypes(value, mask))
+    mixed = X.masked_mix(torch.tensor([[0.2, 0.5, 0.3]]), Prototypes(value, mask))
     assert float(mixed.value) == pytest.approx((0.2 * 1 + 0.3 * 9) / 0.5)
     # only groups that lack the class have weight: nothing is known of it
-    assert not P.masked_mix(torch.tensor([[0.0, 1.0, 0.0]]), Prototypes(value, mask)).mask.any()
+    assert not X.masked_mix(torch.tensor([[0.0, 1.0, 0.0]]), Prototypes(value, mask)).mask.any()
 
 
 def test_nearest_prototype_never_names_an_absent_class() -> None:

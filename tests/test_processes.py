@@ -10,13 +10,13 @@ import hashlib, json, sys, tempfile
 from pathlib import Path
 from coterie import codec
 from coterie.methods import find, known
-from coterie.testing import Bench, _frozen_parts
+from coterie.testing import Bench, decided
 
 out = {}
 for name in known():
     with tempfile.TemporaryDirectory() as tmp:
         loop = Bench(find(name), {}).play(Path(tmp))
-        parts = codec.dumps(_frozen_parts(loop)) + (Path(tmp) / "events.jsonl").read_bytes()
+        parts = bytes(codec.pack(decided(loop))) + (Path(tmp) / "events.jsonl").read_bytes()
         out[name] = hashlib.sha256(parts).hexdigest()
 print(json.dumps(out))
 """

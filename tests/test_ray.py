@@ -1,38 +1,26 @@
 """The Ray runtime: the same run to the bit, over two nodes, and when actors or nodes die."""
 
-import importlib
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from coterie import codec
 from coterie.config import Engine, settings
 from coterie.errors import CoterieError
-from coterie.flat import ALIGN, pack, unpack
-from coterie.runtimes.states import Remote, StateLostError, Store
-from coterie.session import execute, prepare
+from coterie.messages import Job, TrainRequest
+from coterie.runtimes import ray as module
+from coterie.runtimes.inline import Inline
+from coterie.runtimes.states import StateLostError
+from coterie.session import client_states, execute, prepare
 
 
 # ---- without Ray -----------------------------------------------------------------------------------------------------
-def test_a_packed_value_comes_back_to_the_bit_with_aligned_memory_of_its_own() -> None:
-    value = {
-        "a": torch.randn(3, 5), "b": [torch.arange(7), torch.empty(0, 4), None, 1.5], 3: {"x": torch.tensor(True)},
-        "h": torch.randn(9).to(torch.bfloat16), "t": torch.randn(4, 6).t(), "nan": torch.tensor([float("nan"), -0.0]),
-    }  # fmt: skip
-    packed = pack(value)
-    back = unpack(packed)
-    assert codec.equal(value, back)
-    packed.buffer[:] = 0
-    assert codec.equal(value, back)
-    assert all(t.data_ptr() % ALIGN == 0 for t in codec.split(back)[1] if t.numel())
-
-
 def test_without_ray_one_sentence_says_how_to_get_it(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(CoterieError, match=r"runtime = ray needs Ray, which `pip install 'coterie\[ray\]'` brings"):
@@ -45,45 +33,51 @@ def test_an_address_without_ray_is_refused(tmp_path) -> None:
         execute(session, tmp_path / "run")
 
 
-class Elsewhere(Remote):
-    def __init__(self, state):
-        self.state, self.fetched = state, 0
-
-    def fetch(self):
-        self.fetched += 1
-        return self.state
-
-
-def test_a_state_that_lies_elsewhere_is_fetched_only_for_files(tmp_path) -> None:
-    store = Store(tmp_path, 3, disk=False)
-    there = Elsewhere({"own": {"w": torch.ones(2)}})
-    store.put(1, there, 4)
-    assert store.handle(1) is there and there.fetched == 0
-    store.commit()
-    store.commit()
-    assert there.fetched == 1 and store.handle(1) is there
-    again = Store(tmp_path, 3, disk=False)
-    again.restore(store.version, store.checksum)
-    assert codec.equal(again.get(1), there.state)
-
-
 def test_lost_states_send_the_run_back_to_its_checkpoint_and_it_ends_the_same(tmp_path, monkeypatch) -> None:
-    import coterie.loop as loop
-
     whole, broken, said = tmp_path / "whole", tmp_path / "broken", []
-    execute(_session("local"), whole)
-    original, failed = loop.Loop._train, []
+    execute(_session("local", workers=1), whole)
+    original, failed = Inline.train, []
 
-    def failing(self, ids, downloads, t):
+    def failing(self, requests):
+        t = requests[0].round
         if t in (2, 5) and t not in failed:  # before the first checkpoint, and after it
             failed.append(t)
             raise StateLostError("gone")
-        return original(self, ids, downloads, t)
+        return original(self, requests)
 
-    monkeypatch.setattr(loop.Loop, "_train", failing)
-    assert execute(_session("local"), broken, say=said.append)
+    monkeypatch.setattr(Inline, "train", failing)
+    assert execute(_session("local", workers=1), broken, say=said.append)
     assert failed == [2, 5] and sum("gone; going on" in s for s in said) == 2
     _same_runs(whole, broken)
+
+
+def test_an_actor_answers_as_the_clients_do_and_keeps_their_states_apart(tmp_path) -> None:
+    """What an actor does between hand-over and hand-back, without a cluster."""
+    session = _session("local", workers=1)
+    clients, runtime = session.clients(), Inline(session.clients(), client_states(session, tmp_path))
+    server = session.method.setup()
+    first = [TrainRequest(i, 1, server["w"]) for i in range(3)]
+    actor = module.Actor(module._without_items(clients), session.federation.dataset.x.numpy(), True)
+    assert len(module._without_items(clients).federation.dataset.x) == 0 < len(clients.federation.dataset.x)
+
+    def done(round, states):
+        held = [module.Beside(i) for i in range(3)] if states else [None] * 3
+        jobs = [Job(replace(r, round=round), h) for r, h in zip(first, held, strict=True)]
+        (kind, packed), *left = actor.work("train", module._packed(jobs), *states)
+        assert kind == "r"
+        answers = module._unpacked(packed)
+        assert [a.state for a in answers] == [module.Beside(i) for i in range(3)]
+        return answers, left
+
+    answers, states = done(1, [])
+    expected, _ = runtime.train(first)
+    for a in answers:
+        assert codec.equal(a.answer, expected[a.answer.client])
+        assert codec.equal(module._unpacked(states[a.answer.client]), runtime._pending[a.answer.client])
+    runtime.keep(1, [0, 1, 2], {})
+    again, _ = done(2, states)
+    expected, _ = runtime.train([replace(r, round=2) for r in first])
+    assert all(codec.equal(a.answer, expected[a.answer.client]) for a in again)
 
 
 # ---- with Ray --------------------------------------------------------------------------------------------------------
@@ -96,10 +90,10 @@ def _same_runs(a: Path, b: Path) -> None:
     """Everything but the clock, byte for byte."""
     names = {p.relative_to(a) for p in a.rglob("*") if p.is_file()}
     assert names == {p.relative_to(b) for p in b.rglob("*") if p.is_file()}
-    for name in names - {Path("timing.jsonl")}:
+    for name in names - {Path("timing.jsonl"), Path("settings.json")}:  # settings name the runtime
         if name.parts[0] == "checkpoints":
-            x, y = (codec.load(f / name) for f in (a, b))
-            assert codec.equal({**x, "timing": 0}, {**y, "timing": 0}), name
+            x, y = (replace(codec.load(f / name), timing=0) for f in (a, b))
+            assert codec.equal(x, y), name
         elif name.suffix == ".npz":
             x, y = (dict(np.load(f / name)) for f in (a, b))
             assert x.keys() == y.keys() and all(np.array_equal(x[k], y[k]) for k in x), name
@@ -126,15 +120,14 @@ def test_two_nodes_give_the_run_of_one_machine_to_the_bit(method, state, cluster
     for place in ("local", "ray"):
         session = _session(place, cluster.address if place == "ray" else None, method)
         engine = session.engine.model_copy(update={"state": state})
-        execute(type(session)(session.settings, engine, session.federation, session.method), tmp_path / place)
+        execute(replace(session, engine=engine), tmp_path / place)
     _same_runs(tmp_path / "local", tmp_path / "ray")
 
 
 @pytest.mark.long
-def test_actors_sit_on_both_nodes(cluster) -> None:
-    from coterie.runtimes.ray_runtime import RayRuntime
-
-    runtime = RayRuntime(_session("ray").device(), 2, cluster.address)
+def test_actors_sit_on_both_nodes(cluster, tmp_path) -> None:
+    session = _session("ray")
+    runtime = module.RayRuntime(session.clients(), client_states(session, tmp_path), 2, cluster.address)
     try:
         ask = lambda member: __import__("ray").get_runtime_context().get_node_id()  # noqa: E731 - goes there by value
         where = [m.__ray_call__.remote(ask) for m in runtime._members]
@@ -145,15 +138,14 @@ def test_actors_sit_on_both_nodes(cluster) -> None:
 
 @pytest.mark.long
 def test_an_actor_that_dies_is_replaced_and_the_run_is_the_same(cluster, tmp_path, monkeypatch) -> None:
-    import coterie.runtimes.ray_runtime as module
-
     deaths = []
     original = module.RayRuntime._send
 
-    def killing(self, i, request):
-        refs = original(self, i, request)
-        if request["op"] == "train" and request["round"] in (2, 4) and request["round"] not in deaths:
-            deaths.append(request["round"])
+    def killing(self, i, what, jobs):
+        refs = original(self, i, what, jobs)
+        round = jobs[0].request.round
+        if what == "train" and round in (2, 4) and round not in deaths:
+            deaths.append(round)
             self.ray.kill(self._members[i])
         return refs
 
@@ -169,8 +161,6 @@ def test_a_node_that_dies_takes_states_with_it_and_the_run_is_the_same(tmp_path,
     """Big states, so that they lie on the node; the one left does all the work, from the newest checkpoint on."""
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
-
-    import coterie.runtimes.ray_runtime as module
 
     monkeypatch.setattr(module, "READY", 3.0)
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -210,7 +200,6 @@ def test_the_command_runs_on_a_cluster_of_its_own_and_leaves_the_stop_handler_al
         assert done.returncode == 0 and done.stdout == "" and done.stderr == "", done.stderr
     _same_runs(tmp_path / "local", tmp_path / "ray")
     before = signal.getsignal(signal.SIGTERM)
-    module = importlib.import_module("coterie.runtimes.ray_runtime")
     ray = module._ray()
     if not ray.is_initialized():
         module._connect(ray, 1, None)

@@ -8,13 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from coterie import codec
+from coterie import checkpoint, codec, disk
+from coterie.checkpoint import Checkpoint
+from coterie.config import Engine, settings
 from coterie.errors import CoterieError
+from coterie.folder import checkpoints
+from coterie.session import execute, prepare, rebuild
 
 SETTINGS = ["--rounds", "40", "--clients", "8", "--epochs", "2", "--set", "checkpoint_every=3", "--set", "eval_every=4"]
 CFL_SPLITS = ["--set", "eps1=10", "--set", "eps2=0.01", "--set", "first_round=5"]
@@ -36,19 +41,22 @@ def same_results(a: Path, b: Path) -> None:
     for file in sorted((a / "eval").iterdir()):
         with np.load(file) as x, np.load(b / "eval" / file.name) as y:
             assert all(np.array_equal(x[k], y[k]) for k in x.files)
-    last = sorted((a / "checkpoints").iterdir())[-1].name
-    one, two = (codec.load(p / "checkpoints" / last) for p in (a, b))
-    for saved in (one, two):
-        saved.pop("timing")  # wall-clock lines have no fixed length
-    assert codec.equal(one, two)
-    states = (
-        sorted(p.relative_to(a) for p in (a / "clients").rglob("*.safetensors")) if (a / "clients").exists() else []
-    )
-    newest = {int(c): int(v) for c, v in enumerate(one["version"].tolist()) if v >= 0}
-    for path in states:
-        client, version = map(int, path.stem.split("-"))
-        if newest.get(client) == version:
-            assert (a / path).read_bytes() == (b / path).read_bytes()
+    one, two = newest(a), newest(b)
+    assert codec.equal(replace(one, timing=0), replace(two, timing=0))  # wall-clock lines have no fixed length
+    for client, version in enumerate(one.clients.version.tolist()):
+        if version >= 0:
+            files = [state_file(p, client, version) for p in (a, b)]
+            assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def newest(folder: Path) -> Checkpoint:
+    saved = codec.load(checkpoints(folder)[-1])
+    assert isinstance(saved, Checkpoint)
+    return saved
+
+
+def state_file(folder: Path, client: int, version: int) -> Path:
+    return next((folder / "clients").rglob(f"{client}-{version:06d}.state"))
 
 
 def killed_and_resumed(method: str, tmp_path: Path, kills: int, seed: int, *more: str) -> None:
@@ -109,9 +117,6 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 @pytest.fixture
 def paused(tmp_path: Path) -> Path:
     """A run of six rounds that stopped after the fourth, with checkpoints at 3 and 4."""
-    from coterie.config import Engine, settings
-    from coterie.session import execute, prepare
-
     chosen = settings(method="fedrep", rounds=6, clients=5, epochs=1, checkpoint_every=3, eval_every=2)
     seen: list[int] = []
     session = prepare(chosen, Engine(workers=1))
@@ -121,27 +126,22 @@ def paused(tmp_path: Path) -> Path:
 
 
 def resumed(folder: Path) -> list[str]:
-    from coterie.config import Engine
-    from coterie.session import execute, rebuild
-
     said: list[str] = []
     execute(rebuild(folder, Engine(workers=1)), folder, resume=True, say=said.append)
     return said
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(paused: Path) -> None:
-    newest = sorted((paused / "checkpoints").iterdir())[-1]
-    newest.write_bytes(newest.read_bytes()[:-100])
+    last = checkpoints(paused)[-1]
+    last.write_bytes(last.read_bytes()[:-100])
     said = resumed(paused)
-    assert len(said) == 1 and newest.name in said[0] and "before it" in said[0]
+    assert len(said) == 1 and last.name in said[0] and "before it" in said[0]
     same_results(paused.parent / "whole", paused)
 
 
 def test_a_damaged_client_state_falls_back_too(paused: Path) -> None:
-    saved = codec.load(sorted((paused / "checkpoints").iterdir())[-1])
-    client = int(np.argmax(saved["version"].numpy()))
-    state = next((paused / "clients").rglob(f"{client}-000004.safetensors"))
-    state.write_bytes(b"\0" * 50)
+    client = int(newest(paused).clients.version.argmax())
+    state_file(paused, client, 4).write_bytes(b"\0" * 50)
     assert "damaged" in resumed(paused)[0]
     same_results(paused.parent / "whole", paused)
 
@@ -153,16 +153,32 @@ def test_without_any_sound_checkpoint_the_run_starts_again(paused: Path) -> None
     same_results(paused.parent / "whole", paused)
 
 
-def test_a_checkpoint_of_another_method_is_refused(paused: Path) -> None:
+def test_edited_settings_are_refused(paused: Path) -> None:
     file = paused / "settings.json"
     file.write_text(file.read_text().replace('"method": "fedrep"', '"method": "fedper"'))
-    with pytest.raises(CoterieError, match="checkpoint of FedRep, not of FedPer"):
+    with pytest.raises(CoterieError, match=r"settings\.json was damaged or edited"):
         resumed(paused)
 
 
+def test_a_checkpoint_says_whose_it_is(paused: Path) -> None:
+    with pytest.raises(CoterieError, match="checkpoint of FedRep, not of FedPer"):
+        checkpoint.read(checkpoints(paused)[-1], "FedPer")
+
+
+def test_a_checkpoint_of_another_method_is_passed_over(paused: Path, tmp_path: Path) -> None:
+    chosen = settings(method="fedper", rounds=6, clients=5, epochs=1, checkpoint_every=3, eval_every=2)
+    execute(prepare(chosen, Engine(workers=1)), tmp_path / "other")
+    file = sorted((paused / "checkpoints").iterdir())[0]
+    file.write_bytes((tmp_path / "other" / "checkpoints" / file.name).read_bytes())
+    sorted((paused / "checkpoints").iterdir())[-1].unlink()
+    assert "another run" in resumed(paused)[0]
+    same_results(paused.parent / "whole", paused)
+
+
 def test_a_changed_partition_is_refused(paused: Path) -> None:
-    file = paused / "settings.json"
-    file.write_text(file.read_text().replace('"test_share": 0.25', '"test_share": 0.3', 1))
+    found = disk.read_json(paused / "settings.json")
+    found["settings"]["federation"]["test_share"] = 0.3
+    disk.write_json(paused / "settings.json", found)
     with pytest.raises(CoterieError, match="have changed"):
         resumed(paused)
 

@@ -10,7 +10,7 @@ from coterie.config import Engine, settings
 from coterie.data.dataset import Dataset
 from coterie.data.federation import PartitionSettings, federate
 from coterie.errors import CoterieError
-from coterie.session import execute, prepare
+from coterie.session import Objects, execute, prepare
 
 
 def _many(clients: int, samples: int) -> Dataset:
@@ -26,7 +26,7 @@ def _session(clients: int = 30, **more):
     return prepare(
         settings(method="fedrep", data="many", clients=clients, **base),
         Engine(workers=1, state="disk"),
-        dataset=_many(clients, 8),
+        Objects(dataset=_many(clients, 8)),
     )
 
 
@@ -43,7 +43,7 @@ def test_eval_clients_scores_the_same_few_every_time_and_changes_nothing_else(tm
             assert np.array_equal(part[key], whole[key][rows]), key
     first, last = (np.load(few / "eval" / n)["clients"] for n in ("000002.npz", "000004.npz"))
     assert np.array_equal(first, last)
-    states = [sorted(p.name for p in (f / "clients").rglob("*.safetensors")) for f in (all_, few)]
+    states = [sorted(p.name for p in (f / "clients").rglob("*.state")) for f in (all_, few)]
     assert states[0] == states[1]
 
 
@@ -65,7 +65,7 @@ def test_a_round_writes_only_the_states_of_its_participants(tmp_path) -> None:
     grown: list[int] = []
 
     def tell(progress) -> None:
-        now = {str(p): p.stat().st_mtime_ns for p in (run / "clients").rglob("*.safetensors")}
+        now = {str(p): p.stat().st_mtime_ns for p in (run / "clients").rglob("*.state")}
         grown.append(sum(written.get(k) != v for k, v in now.items()))
         written.update(now)
 

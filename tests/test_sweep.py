@@ -11,6 +11,7 @@ import pytest
 
 from coterie.config import Engine, settings
 from coterie.errors import CoterieError
+from coterie.folder import Folder
 from coterie.runs import sweep as module
 from coterie.runs.run import Run
 from coterie.runs.sweep import Cell, sweep
@@ -59,14 +60,27 @@ sweep(cells(Path({out!r}), 2, rounds=40, checkpoint_every=2), Engine(workers=2))
 """
 
 
+def await_lock(folder: Path) -> None:
+    """A cell that was killed is not dead at once."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return Folder(folder).close()
+        except CoterieError:
+            assert time.monotonic() < deadline, f"{folder} is still locked"
+            time.sleep(0.02)
+
+
 def test_a_killed_sweep_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     text = CHILD.format(tests=str(Path(__file__).parent), out=str(tmp_path / "killed"))
     process = subprocess.Popen([sys.executable, "-c", text], start_new_session=True)
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not list((tmp_path / "killed").glob("*/checkpoints/*.safetensors")):
+    while time.monotonic() < deadline and not list((tmp_path / "killed").glob("*/checkpoints/*.state")):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)  # the sweep and its cells, all at once
     process.wait()
+    for s in ("s0", "s1"):
+        await_lock(tmp_path / "killed" / s)
     wanted = {"rounds": 40, "checkpoint_every": 2}
     assert not sweep(cells(tmp_path / "killed", 2, **wanted), Engine(workers=2)).failed
     sweep(cells(tmp_path / "whole", 2, **wanted), Engine(workers=1))

@@ -2,21 +2,24 @@
 
 import copy
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from coterie import testing
 from coterie import tree as T
+from coterie.exchange import preview
 from coterie.folder import Folder
 from coterie.loop import Loop, Schedule
 from coterie.method import ClientData, Context, Split, Upload
 from coterie.models.net import Net
-from coterie.runtimes.states import Store
-from coterie.runtimes.workers import start
-from coterie.train.clients import Device
+from coterie.round import Rules
+from coterie.runtimes.inline import Inline
+from coterie.runtimes.states import ClientStates
+from coterie.runtimes.workers import Workers
+from coterie.train.clients import Clients
 from coterie.train.optim import Optimiser
 
 _count = itertools.count()
@@ -25,7 +28,7 @@ W = 51  # scalars of mlp() without batch norm
 
 @dataclass(frozen=True)
 class Toy:
-    """What a device asks of a federation; everybody is tested on the training data."""
+    """What clients ask of a federation; everybody is tested on the training data."""
 
     parts: list[tuple[torch.Tensor, torch.Tensor]]
     classes: int
@@ -87,19 +90,16 @@ def open_toy(
     data = data or clients()
     method = bind(cls, own, model=model, data=data, **ctx)
     folder = Folder(tmp / f"toy{next(_count)}")
-    device = Device(method, data, Optimiser(optimizer, momentum, weight_decay))
-    plan = Schedule(
-        method.ctx.rounds,
-        method.ctx.seed,
-        1,
-        1,
-        watch=watch,
-        dropout=dropout,
-        stragglers=stragglers,
-        final_trained=False,
-    )
-    store = Store(folder.path, len(data.parts), disk)
-    return Loop(method, start(device, workers), store, folder, lambda i: len(data.parts[i][1]), plan)
+    rules = Rules(method.ctx.seed, dropout, stragglers, watch)
+    schedule = Schedule(method.ctx.rounds, rules, eval_every=1, checkpoint_every=1, final_trained=False)
+    doing = Clients(method, data, Optimiser(optimizer, momentum, weight_decay))
+    states = ClientStates(folder.path, len(data.parts), disk)
+
+    def cost(client):
+        return len(data.parts[client][1])
+
+    runtime = Workers(doing, states, workers, cost) if workers > 1 else Inline(doing, states, cost)
+    return Loop(method, runtime, folder, schedule)
 
 
 def play(cls, tmp: Path, own=None, **settings) -> Loop:
@@ -108,31 +108,45 @@ def play(cls, tmp: Path, own=None, **settings) -> Loop:
     try:
         loop.run()
     finally:
-        loop.runtime.close()
-        loop.folder.close()
+        testing.close_loop(loop)
     return loop
 
 
 def begin(loop: Loop) -> Loop:
-    """Set up without running, for tests that go round by round."""
-    loop.server = loop.method.setup()
-    loop.folder.open_logs()
+    """Set up without running, for tests that go round by round with `loop.step()`."""
+    loop.start()
     return loop
 
 
+def rounds(loop: Loop, n: int = 1) -> Loop:
+    """So many further rounds."""
+    for _ in range(n):
+        loop.step()
+    return loop
+
+
+def state(loop: Loop, client: int):
+    """What a client keeps; None if it has nothing yet."""
+    return loop.runtime.states.get(client)
+
+
+def handed(loop: Loop, client: int) -> T.Tree:
+    """What a client would be handed in the next round, as one tree."""
+    shared, own = preview(loop.method, loop.server, loop.edges, [client], loop.done + 1)[client]
+    return {**shared, **own}
+
+
 def events(loop: Loop) -> list[dict]:
-    return [json.loads(line) for line in (loop.folder.path / "events.jsonl").read_bytes().splitlines()]
+    return testing.events(loop.folder.path)
 
 
 def models(loop: Loop) -> dict:
     """What `personal` gives every client now."""
-    method, out = loop.method, {}
-    sent = method.down(loop.server, method.ctx.clients, loop.done + 1)
-    data = loop.runtime.device.federation
-    for i in method.ctx.clients:
-        own = loop.store.get(i)
-        state = own if own is not None else method.init_client(data.data(i))
-        out[i] = method.personal(state, sent.to(i), data.data(i))[0]
+    method, data, out = loop.method, loop.runtime.clients.federation, {}
+    for i, (shared, own) in preview(method, loop.server, loop.edges, method.ctx.clients, loop.done + 1).items():
+        kept = state(loop, i)
+        kept = method.init_client(data.data(i)) if kept is None else kept
+        out[i] = method.personal(kept, {**shared, **own}, data.data(i))[0]
     return out
 
 

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from coterie.api import compare, open_run, resume, run
     from coterie.data.arrays import from_arrays, from_torch
     from coterie.errors import CoterieError
-    from coterie.method import Download, Method, Phase, Settings, Upload
+    from coterie.method import Card, Download, Method, Phase, Settings, Upload
 
 _HOME = {
     "compare": "api", "open_run": "api", "resume": "api", "run": "api",
     "from_arrays": "data.arrays", "from_torch": "data.arrays",
     "CoterieError": "errors",
-    "Download": "method", "Method": "method", "Phase": "method", "Settings": "method", "Upload": "method",
+    "Card": "method", "Download": "method", "Method": "method", "Phase": "method", "Settings": "method",
+    "Upload": "method",
 }  # fmt: skip
 
 
@@ -30,6 +31,6 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "CoterieError", "Download", "Method", "Phase", "Settings", "Upload", "compare", "from_arrays", "from_torch",
-    "open_run", "resume", "run",
+    "Card", "CoterieError", "Download", "Method", "Phase", "Settings", "Upload", "compare", "from_arrays",
+    "from_torch", "open_run", "resume", "run",
 ]  # fmt: skip

@@ -1,31 +1,35 @@
 """The same things from Python: run, compare, resume, open_run."""
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
-from coterie.config import Engine, RunSettings, settings
+from coterie.config import engine as engine_of
+from coterie.config import method_class, owner, settings
 from coterie.data.dataset import Dataset
 from coterie.errors import CoterieError, unknown
 from coterie.folders import fresh_folder
 from coterie.method import Method
-from coterie.methods import find
 from coterie.runs.comparison import Comparison
+from coterie.runs.found import APART
 from coterie.runs.run import Run
 from coterie.runs.sweep import Cell, sweep
 from coterie.session import Factory, Objects, execute, prepare, rebuild
 
 State = Literal["memory", "disk"]
-Where = Literal["local", "ray"]
+Where = Literal["local", "ray", "flower"]
 Training = Literal["loop", "stack", "auto"]
+log = logging.getLogger("coterie")
 
 
 def run(
     method: str | type[Method] = "fedavg",
-    data: str | Dataset = "digits",
+    data: str | Path | Dataset = "digits",
     model: str | nn.Module | Factory | None = None,
     *,
     out: str | Path | None = None,
@@ -38,19 +42,21 @@ def run(
     **more: Any,
 ) -> Run:
     """One run; `more` are settings of the run, of the federation or of the method. Returns what it wrote, readable."""
-    named, objects = _named(method, data, model)
-    place = Path(data_dir) if data_dir else None
-    how = Engine(workers=workers, state=state, runtime=runtime, address=address, engine=engine, data_dir=place)
-    chosen = _settings(method, named, more)
-    session = prepare(chosen, how, method=objects.method, dataset=objects.dataset, model=objects.model)
-    folder = Path(out) if out else fresh_folder(f"{named['method']}-{named['data']}")
-    execute(session, folder)
-    return Run(folder, session)
+    named, objects = _named(data, model)
+    how = engine_of(
+        workers=workers, state=state, runtime=runtime, address=address, engine=engine, data_dir=_path(data_dir)
+    )
+    chosen = settings(**{**more, "method": method, **named})
+    objects = replace(objects, method=None if isinstance(method, str) else method)
+    session = prepare(chosen, how, objects)
+    folder = _path(out) or fresh_folder(f"{chosen.method}-{chosen.data}")
+    execute(session, folder, say=log.warning)
+    return _told(Run(folder, session))
 
 
 def compare(
     methods: Sequence[str | type[Method]],
-    data: str | Dataset = "digits",
+    data: str | Path | Dataset = "digits",
     model: str | Factory | None = None,
     *,
     seeds: int | Sequence[int] = 1,
@@ -61,92 +67,137 @@ def compare(
     **more: Any,
 ) -> Comparison:
     """Several methods on the same clients; Local-Only is always among them."""
-    how = Engine(workers=workers, engine=engine, data_dir=Path(data_dir) if data_dir else None)
-    folder = Path(out) if out else fresh_folder("compare")
+    how = engine_of(workers=workers, engine=engine, data_dir=_path(data_dir))
+    folder = _path(out) or fresh_folder("compare")
     cells = comparison_cells(methods, data, model, seeds, folder, **more)
     status = sweep(cells, how)
     if status.failed:
         path, reason = next(iter(status.failed.items()))
         raise CoterieError(f"{path.name} failed: {reason}")
-    return Comparison([Run(c.out) for c in cells])
+    table = Comparison([Run(c.out, objects=c.objects) for c in cells])
+    for sentence in [*status.said, *table.warnings()]:
+        log.warning(sentence)
+    return table
 
 
 def comparison_cells(
     methods: Sequence[str | type[Method]],
-    data: str | Dataset,
+    data: str | Path | Dataset,
     model: str | nn.Module | Factory | None,
     seeds: int | Sequence[int],
     folder: Path,
     **more: Any,
 ) -> list[Cell]:
-    """The runs of a comparison. A setting that only some of the methods have goes to those; `method.setting` to one."""
-    named = [(m, _named(m, data, model)) for m in methods]
-    if not any(n["method"] == "local" for _, (n, _) in named):
-        named.insert(0, ("local", _named("local", data, model)))
-    everybody = {k for m, _ in named for k in _class(m).Settings.model_fields}
-    marked = {k: v for k, v in more.items() if "." in k}
-    for k in marked:
-        if k.partition(".")[0] not in [n["method"] for _, (n, _) in named]:
-            raise unknown("method in the setting", k.partition(".")[0], [n["method"] for _, (n, _) in named])
+    """The runs of a comparison. Settings of run and federation go to all methods, others to the methods that have
+    them; `method.setting` to that one."""
+    named, objects = _named(data, model)
+    if isinstance(methods, str) or not isinstance(methods, Sequence):
+        raise CoterieError(f"methods = {methods!r} is not possible: compare takes a list of methods")
+    for k, instead in (("method", "a list of methods"), ("seed", "seeds")):
+        if k in more:
+            raise CoterieError(f"compare takes {instead}; leave out {k}")
+    names = [m if isinstance(m, str) else m.__name__ for m in methods if method_class(m)]
+    chosen = dict(zip(names, methods, strict=True))
+    if len({method_class(m) for m in methods}) < len(methods) or len(chosen) < len(methods):
+        raise CoterieError(f"a method is named twice: {', '.join(names)}")
+    if method_class("local") not in map(method_class, methods):
+        chosen = {"local": "local", **chosen}
+    classes = {name: method_class(m) for name, m in chosen.items()}
+    shared = {k: v for k, v in more.items() if "." not in k}
+    single = {k: v for k, v in more.items() if "." in k}
+    for k in single:
+        whose, _, setting = k.partition(".")
+        if whose not in classes:
+            raise unknown("method in the setting", whose, classes)
+        if owner(setting, classes[whose]) == "federation" and setting not in APART:
+            raise CoterieError(
+                f"{k} is not possible: {setting} is a setting of the federation, and all methods share it"
+            )
+    some = {k for k in shared if k not in ("settings", "federation") and owner(k, *classes.values()) == "method"}
     cells = []
-    for m, (names, objects) in named:
-        own = _class(m).Settings.model_fields
-        shared = {k: v for k, v in more.items() if k not in marked and (k not in everybody or k in own)}
-        mark = f"{names['method']}."
-        mine = shared | {k.removeprefix(mark): v for k, v in marked.items() if k.startswith(mark)}
-        for seed in range(seeds) if isinstance(seeds, int) else seeds:
-            chosen = _settings(m, names, {**mine, "seed": seed})
-            cells.append(Cell(chosen, folder / f"{names['method']}-s{seed}", objects))
+    for name, method in chosen.items():
+        mine = {k: v for k, v in shared.items() if k not in some or k in classes[name].Settings.model_fields}
+        mine |= {k.removeprefix(f"{name}."): v for k, v in single.items() if k.startswith(f"{name}.")}
+        theirs = replace(objects, method=None if isinstance(method, str) else method)
+        for seed in _seeds(seeds):
+            cell = settings(**{**mine, "method": method, "seed": seed, **named})
+            cells.append(Cell(cell, folder / f"{name}-s{seed}", theirs))
     return cells
+
+
+def _seeds(seeds: Any) -> list[int]:
+    many = list(range(seeds)) if isinstance(seeds, int) else list(seeds) if isinstance(seeds, Iterable) else []
+    if not many or not all(isinstance(s, int) for s in many) or len(set(many)) < len(many):
+        raise CoterieError(f"seeds = {seeds!r} is not possible: it is a number above 0, or a list of different seeds")
+    return many
 
 
 def resume(
     path: str | Path,
     *,
+    method: type[Method] | None = None,
+    data: Dataset | None = None,
+    model: nn.Module | Factory | None = None,
     workers: int | None = None,
-    runtime: Where = "local",
+    state: State | None = None,
+    runtime: Where | None = None,
     address: str | None = None,
     data_dir: str | Path | None = None,
 ) -> Run:
-    """Continue a run that was interrupted, to the same bits as one that was not."""
-    folder = Path(path)
-    place = Path(data_dir) if data_dir else None
-    session = rebuild(folder, Engine(workers=workers, runtime=runtime, address=address, data_dir=place))
-    execute(session, folder, resume=True)
-    return Run(folder, session)
+    """Continue a run that was interrupted, to the same bits as one that was not.
+
+    A run made with a method, data or a model of your own needs the same objects again."""
+    folder = _folder(path)
+    how = engine_of(workers=workers, state=state, runtime=runtime, address=address, data_dir=_path(data_dir))
+    session = rebuild(folder, how, Objects(method, data, model))
+    execute(session, folder, resume=True, say=log.warning)
+    return _told(Run(folder, session))
 
 
-def open_run(path: str | Path) -> Run:
-    return Run(path)
+def open_run(
+    path: str | Path,
+    *,
+    method: type[Method] | None = None,
+    data: Dataset | None = None,
+    model: nn.Module | Factory | None = None,
+) -> Run:
+    """A run's results; `personal` of a run made with objects of your own needs the same objects again."""
+    return Run(_folder(path), objects=Objects(method, data, model))
 
 
-def _class(method: str | type[Method]) -> type[Method]:
-    return find(method) if isinstance(method, str) else method
+def _told(found: Run) -> Run:
+    for sentence in found.warnings():
+        log.warning(sentence)
+    return found
 
 
-def _settings(method: str | type[Method], named: dict[str, Any], more: dict[str, Any]) -> RunSettings:
-    """Checked settings; those of a class, which need not have a registered name, are sorted out here."""
-    if isinstance(method, str):
-        return settings(**named, **more)
-    fields = method.Settings.model_fields
-    own = {**more.get("settings", {}), **{k: v for k, v in more.items() if k in fields}}
-    rest = {k: v for k, v in more.items() if k not in fields and k != "settings"}
-    chosen = settings(**{**named, "method": "fedavg"}, **rest)
-    return chosen.model_copy(update={"method": named["method"], "settings": own})
-
-
-def _named(
-    method: str | type[Method], data: str | Dataset, model: str | nn.Module | Factory | None
-) -> tuple[dict[str, Any], Objects]:
+def _named(data: str | Path | Dataset, model: str | nn.Module | Factory | None) -> tuple[dict[str, Any], Objects]:
     """Names for the settings, and the objects that stand behind names nobody could look up."""
-    objects = Objects(
-        None if isinstance(method, str) else method,
-        None if isinstance(data, str) else data,
-        None if model is None or isinstance(model, str) else model,
-    )
-    names: dict[str, Any] = {
-        "method": method if isinstance(method, str) else method.__name__,
-        "data": os.fspath(data) if isinstance(data, str) else data.name,
-        "model": model if model is None or isinstance(model, str) else getattr(model, "__name__", type(model).__name__),
+    own_data, own_model = isinstance(data, Dataset), not (model is None or isinstance(model, str))
+    if not own_data and not isinstance(data, str | Path):
+        raise CoterieError(f"data = {data!r} is not possible: it is a name, a path or a data set")
+    if own_model and not callable(model):
+        raise CoterieError(
+            f"model = {model!r} is not possible: it is a name, an nn.Module or a function that makes one"
+        )
+    names = {
+        "data": data.name if isinstance(data, Dataset) else os.fspath(data),
+        "model": getattr(model, "__name__", type(model).__name__) if own_model else model,
     }
-    return names, objects
+    return names, Objects(None, data if isinstance(data, Dataset) else None, None if isinstance(model, str) else model)
+
+
+def _path(given: str | Path | None) -> Path | None:
+    if not given:
+        return None
+    try:
+        return Path(given).expanduser()
+    except (TypeError, RuntimeError) as e:
+        raise CoterieError(f"{given!r} is not a path: {e}") from None
+
+
+def _folder(given: str | Path) -> Path:
+    path = _path(given)
+    if path is None:
+        raise CoterieError("name the folder of a run")
+    return path

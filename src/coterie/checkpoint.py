@@ -1,82 +1,92 @@
-"""Checkpoints of a loop: written atomically, and read back to the same bits."""
+"""Checkpoints: written atomically, and read back to the same bits."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
-import torch
 
 from coterie import codec
 from coterie.errors import CoterieError
-
-if TYPE_CHECKING:
-    from coterie.loop import Loop
+from coterie.folder import Folder, checkpoints, read_checkpoint
+from coterie.ledger import Page
+from coterie.method import EdgeId, State
+from coterie.runtimes.base import Runtime
+from coterie.runtimes.states import Index
 
 
 class WrongMethodError(CoterieError):
     """The checkpoint is sound but belongs to another method."""
 
 
-def write(loop: Loop) -> None:
+@codec.register
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything a run needs to go on after this round."""
+
+    round: int
+    method: str
+    server: State
+    edges: dict[EdgeId, State]
+    clients: Index
+    bytes: Page  # since the start of the run
+    events: int  # length of events.jsonl
+    timing: int
+
+
+def write(folder: Folder, runtime: Runtime, made: Callable[[Index], Checkpoint]) -> None:
     """Client states first, then the file that names them: a crash in between leaves the checkpoint before it whole."""
-    loop.store.commit()
-    events, timing = loop.folder.offsets()
-    kept = loop.folder.write_checkpoint(
-        loop.done,
-        {
-            "round": loop.done,
-            "method": type(loop.method).__name__,
-            "server": loop.server,
-            "edges": loop.edges,
-            "version": torch.from_numpy(loop.store.version),
-            "checksum": torch.from_numpy(loop.store.checksum),
-            "bytes": loop.ledger.totals,
-            "events": events,
-            "timing": timing,
-        },
-    )
-    loop.store.collect(min(kept))
+    saved = made(runtime.save())
+    kept = folder.write_checkpoint(saved.round, codec.pack(saved))
+    runtime.forget(min(kept))
 
 
-def resume(loop: Loop) -> list[str]:
-    """Continue from the newest sound checkpoint; returns a sentence for each that was not."""
+def resume(folder: Folder, runtime: Runtime, method: str) -> tuple[Checkpoint | None, list[str]]:
+    """Go back to the newest sound checkpoint; and a sentence for each that was not.
+
+    Without one, the run starts again from its first round."""
     complaints: list[str] = []
-    paths = loop.folder.checkpoints()
-    method = type(loop.method).__name__
+    paths = checkpoints(folder.path)
     for i in range(len(paths) - 1, -1, -1):
+        older: list[Index] = []
+        if i > 0:
+            with suppress(CoterieError):
+                older.append(read(paths[i - 1], method).clients)
         try:
             saved = read(paths[i], method)
-            loop.store.restore(saved["version"].numpy(), saved["checksum"].numpy())
-            loop.store.verify()
-            loop.folder.open_logs(saved["events"], saved["timing"])
+            runtime.restore(saved.clients, older)
+            folder.open_logs(saved.events, saved.timing)
         except WrongMethodError:
             raise
         except CoterieError as e:
             complaints.append(f"{e}; falling back to the checkpoint before it")
             continue
-        kept = [saved["version"].numpy()]
-        if i > 0:
-            with suppress(CoterieError):
-                kept.insert(0, read(paths[i - 1], method)["version"].numpy())
         for bad in paths[i + 1 :]:
             bad.unlink()
-        loop.store.sweep(kept)
-        loop.server, loop.edges, loop.done = saved["server"], saved["edges"], saved["round"]
-        loop.ledger.totals = saved["bytes"]
-        return complaints
-    nothing = np.full_like(loop.store.version, -1)
-    loop.store.restore(nothing, np.zeros_like(loop.store.checksum))
-    loop.store.sweep([nothing])
-    return [*complaints, "no sound checkpoint was found, so the run starts from its first round"]
+        return saved, complaints
+    runtime.restore(None)
+    return None, [*complaints, "no sound checkpoint was found, so the run starts from its first round"]
 
 
-def read(path: Path, method: str) -> codec.Value:
-    saved = codec.load(path)
-    if not isinstance(saved, dict) or "method" not in saved:
+def read(path: Path, method: str) -> Checkpoint:
+    try:
+        saved = codec.unpack(read_checkpoint(path))
+    except CoterieError as e:
+        raise CoterieError(f"{path} cannot be used: {e}") from e
+    if not isinstance(saved, Checkpoint):
         raise CoterieError(f"{path} is not a checkpoint")
-    if saved["method"] != method:
-        raise WrongMethodError(f"{path} is a checkpoint of {saved['method']}, not of {method}")
+    if saved.method != method:
+        raise WrongMethodError(f"{path} is a checkpoint of {saved.method}, not of {method}")
     return saved
+
+
+def newest(path: Path, method: str) -> Checkpoint:
+    """The newest sound checkpoint in a run's folder, which is only read."""
+    complaint: CoterieError | None = None
+    for file in reversed(checkpoints(path)):
+        try:
+            return read(file, method)
+        except WrongMethodError:
+            raise
+        except CoterieError as e:
+            complaint = complaint or e
+    raise complaint or CoterieError(f"{path} has no checkpoint yet")

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.codec import Value
+from coterie.messages import ScoreAnswer, TrainAnswer
 from coterie.method import ClientId
 
 
 def statistics(hits: np.ndarray, total: np.ndarray, loss: np.ndarray) -> dict[str, float]:
-    """Of clients with at least one sample; hits and total [clients, classes], loss [clients] summed."""
+    """Of clients with at least one sample; hits and total [clients, classes], loss [clients] summed.
+
+    `nonfinite`, where there are any: clients whose models give NaN or infinity."""
     n = total.sum(1)
     seen = n > 0
     if not seen.any():
@@ -30,6 +32,7 @@ def statistics(hits: np.ndarray, total: np.ndarray, loss: np.ndarray) -> dict[st
         "pooled": float(hits.sum() / n.sum()),
         "loss": float(loss.sum() / n.sum()),
         "clients": int(seen.sum()),
+        **({"nonfinite": broken} if (broken := int((~np.isfinite(loss[seen])).sum())) else {}),
     }
 
 
@@ -44,17 +47,16 @@ class Evaluation:
     loss: dict[str, np.ndarray]  # [clients]
 
     @staticmethod
-    def of(answers: Sequence[Value], newcomers: set[ClientId]) -> "Evaluation":
-        keys = sorted({k for a in answers for k in a if "/" in k})
-        classes = next((len(v["hits"]) for a in answers for v in a.values() if isinstance(v, dict)), 0)
+    def of(answers: Sequence[ScoreAnswer], newcomers: set[ClientId]) -> "Evaluation":
+        keys = sorted({k for a in answers for k in a.scores})
+        classes = next((len(s.hits) for a in answers for s in a.scores.values()), 0)
         hits = {k: np.zeros((len(answers), classes), np.int64) for k in keys}
         total = {k: np.zeros((len(answers), classes), np.int64) for k in keys}
         loss = {k: np.zeros(len(answers)) for k in keys}
         for i, a in enumerate(answers):
-            for k in keys:
-                if k in a:
-                    hits[k][i], total[k][i], loss[k][i] = a[k]["hits"].numpy(), a[k]["total"].numpy(), a[k]["loss"]
-        clients = [a["client"] for a in answers]
+            for k, s in a.scores.items():
+                hits[k][i], total[k][i], loss[k][i] = s.hits.numpy(), s.total.numpy(), s.loss
+        clients = [a.client for a in answers]
         return Evaluation(clients, np.array([c in newcomers for c in clients]), hits, total, loss)
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -76,6 +78,11 @@ class Evaluation:
     def headline(self) -> float | None:
         return self.summary()["personal/test"]["mean"] if "personal/test" in self.hits else None
 
+    def nonfinite(self) -> int:
+        """Clients whose personal models give NaN or infinity."""
+        loss = self.loss.get("personal/test", np.zeros(0))
+        return int((~np.isfinite(loss)).sum())
+
 
 @dataclass(frozen=True)
 class Watch:
@@ -84,12 +91,12 @@ class Watch:
     when: dict[str, tuple[np.ndarray, np.ndarray]]  # before, after -> hits, total [participants]
 
     @staticmethod
-    def of(answers: Sequence[Value]) -> "Watch":
+    def of(answers: Sequence[TrainAnswer]) -> "Watch":
         when = {}
         for name in ("before", "after"):
-            rows = [a[name] for a in answers if name in a]
+            rows = [s for a in answers if (s := getattr(a, name)) is not None]
             if rows:
-                hits, total = ([int(r[k].sum()) for r in rows] for k in ("hits", "total"))
+                hits, total = [int(s.hits.sum()) for s in rows], [int(s.total.sum()) for s in rows]
                 when[name] = (np.array(hits), np.array(total))
         return Watch(when)
 
@@ -109,14 +116,14 @@ class Watch:
         return float(self.summary()["before"]["mean"]) if "before" in self.when else None
 
 
-def notes(answers: list[Value]) -> dict[str, float]:
+def notes(answers: Sequence[TrainAnswer]) -> dict[str, float]:
     """The clients' own numbers, averaged over those who gave them."""
-    names = sorted({k for a in answers for k in a["note"]})
-    out = {
-        k: sum(a["note"][k] for a in answers if k in a["note"]) / sum(k in a["note"] for a in answers) for k in names
-    }
-    if moves := [a["move"] for a in answers if "move" in a]:
-        D = torch.stack(moves)  # [participants, P]
+    out = {}
+    for k in sorted({k for a in answers for k in a.note}):
+        given = [a.note[k] for a in answers if k in a.note]
+        out[k] = sum(given) / len(given)
+    if updates := [a.update for a in answers if a.update is not None]:
+        D = torch.stack(updates)  # [participants, P]
         each = D.norm(dim=1)
         out |= {"aun": float(D.mean(0).norm()), "mean_update": float(each.mean()), "largest_update": float(each.max())}
     return out

@@ -1,119 +1,271 @@
-"""A run's folder as it is written: settings, append-only events, evaluations, checkpoints.
+"""A run's folder: settings, append-only events, evaluations, checkpoints. Every file is covered by a checksum.
 
 settings.json     what was asked for, fully resolved, with the identity of the partition
 events.jsonl      one line per round; a function of settings and seed alone, byte for byte
 timing.jsonl      wall-clock per round; not reproducible, so kept apart
-eval/NNNNNN.npz   hits, totals and losses of every client, view and part
+eval/NNNNNN.npz   hits, totals and losses of every client, view and part; the event of the round has the digest
 checkpoints/      the last two, whole or not there at all
-clients/          private state of the clients, one file each
+clients/          private state of the clients, one file each; the checkpoint has the checksums
 """
 
 import fcntl
 import io
-import json
-import math
 import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
-import torch
 
-from coterie import codec
+from coterie import disk
 from coterie.errors import CoterieError
 
 KEPT = 2  # checkpoints
+EVENTS, TIMING, SETTINGS = "events.jsonl", "timing.jsonl", "settings.json"
+_TIMES = 1  # checksums of times start from here, so that no event passes for one
+_open: set[Path] = set()  # folders written by this process; a record lock does not keep out its own threads
+_guard = threading.Lock()
 
 
 class Folder:
-    """Opens and locks a run's folder; a second process is refused as long as this one lives."""
+    """Opens and locks a run's folder; nobody else may write to it until it is closed."""
 
     def __init__(self, path: Path):
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        # a record lock is not inherited by forked workers, so it ends with this process, however it ends
-        self._lock = (path / "lock").open("w")
+        self._events: io.FileIO | None = None
+        self._timing: io.FileIO | None = None
+        self._crc = 0  # of the newest event
+        self._evaluated: tuple[int, str] | None = None  # round and digest of the newest evaluation
+        self._unsynced: list[Path] = []
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise CoterieError(f"{path} is in use by another process") from None
-        self._events: IO[bytes] | None = None
-        self._timing: IO[bytes] | None = None
+            path.mkdir(parents=True, exist_ok=True)
+            self._real = path.resolve()
+            with _guard:
+                if self._real in _open:
+                    raise CoterieError(f"{path} is in use by another run of this process")
+                # a record lock is not inherited by forked workers, so it ends with this process, however it ends
+                self._lock = (path / "lock").open("w")
+                try:
+                    fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as e:
+                    self._lock.close()
+                    if isinstance(e, BlockingIOError | PermissionError):
+                        raise CoterieError(f"{path} is in use by another process") from None
+                    raise
+                _open.add(self._real)
+            for part in (path, path / "eval", path / "checkpoints"):
+                for left in part.glob(disk.TEMPORARY):
+                    left.unlink(missing_ok=True)
+        except (OSError, ValueError) as e:
+            reason = getattr(e, "strerror", None) or e
+            raise CoterieError(f"{path} cannot be used as the folder of a run ({reason})") from None
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self.close()
 
     def close(self) -> None:
+        """Let others in. A folder that holds no run is left as it was found."""
         for f in (self._events, self._timing):
             if f is not None:
-                f.close()
-        self._lock.close()
+                with suppress(OSError):  # nothing is buffered, so nothing can be lost here
+                    f.close()
+        with _guard:
+            if self._real in _open:
+                _open.discard(self._real)
+                if not (self.path / SETTINGS).exists():
+                    with suppress(OSError):
+                        (self.path / "lock").unlink()
+                        self.path.rmdir()  # refuses a folder that holds something
+                self._lock.close()
 
     # ---- settings ----------------------------------------------------------------------------------------------------
     def write_settings(self, settings: dict[str, Any]) -> None:
-        codec.write_atomic(self.path / "settings.json", json.dumps(settings, indent=2).encode() + b"\n")
-
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        codec.write_atomic(self.path / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
+        disk.write_json(self.path / SETTINGS, settings)
 
     # ---- events ------------------------------------------------------------------------------------------------------
-    def open_logs(self, events_at: int = 0, timing_at: int = 0) -> None:
-        """Continue both logs from the given lengths: what a crash left behind them is cut off."""
-        self._events = _log(self.path / "events.jsonl", events_at)
-        self._timing = _log(self.path / "timing.jsonl", timing_at)
+    def open_logs(self, events_at: int = 0, timing_at: int = 0, complain: Callable[[str], None] | None = None) -> None:
+        """Continue both logs from the given lengths: what a crash left behind them is cut off.
+
+        Raises if events or evaluations before that are damaged: computing them again is the way to mend them. Where
+        that is impossible, `complain` gets the sentences, and what is damaged is taken out."""
+        log = read_log(self.path / EVENTS, events_at)
+        damage = [*([log.damage] if log.damage else []), *evaluation_damage(self.path, log.rows)]
+        if damage and complain is None:
+            raise CoterieError(damage[0])
+        self._crc = log.crc
+        if damage and complain is not None:
+            for sentence in damage:
+                complain(sentence)
+            events_at, self._crc = _mend(self.path, log.rows)
+        self._events = _appending(self.path / EVENTS, events_at)
+        self._timing = _appending(self.path / TIMING, timing_at)
 
     def event(self, **fields: Any) -> None:
-        assert self._events is not None
-        _append(self._events, fields)
+        """One line; that of an evaluated round covers the evaluation's file."""
+        if self._evaluated is not None and self._evaluated[0] == fields.get("round"):
+            fields["evaluation"] = self._evaluated[1]
+        line, crc = disk.seal(fields, self._crc)
+        _append(self._events, line)
+        self._crc = crc
 
     def timing(self, **fields: Any) -> None:
-        assert self._timing is not None
-        _append(self._timing, fields)
+        _append(self._timing, disk.seal(fields, _TIMES)[0])
 
     def offsets(self) -> tuple[int, int]:
         assert self._events is not None and self._timing is not None
         return self._events.tell(), self._timing.tell()
 
     def evaluation(self, round: int, arrays: dict[str, np.ndarray]) -> None:
+        """Before the event of the same round."""
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)  # type: ignore[arg-type]
-        codec.write_atomic(self.path / "eval" / f"{round:06d}.npz", buffer.getvalue(), durable=False)
+        path = evaluation_file(self.path, round)
+        disk.write_atomic(path, buffer.getvalue(), durable=False)
+        self._unsynced.append(path)
+        self._evaluated = round, disk.digest(buffer.getvalue()).hex()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
-    def checkpoints(self) -> list[Path]:
-        """Oldest first."""
-        return sorted((self.path / "checkpoints").glob("[0-9]*.safetensors"))
+    def write_checkpoint(self, round: int, blob: disk.Blob) -> list[int]:
+        """Write it atomically, drop all but the last two, return the rounds that are kept.
 
-    def write_checkpoint(self, round: int, value: codec.Value) -> list[int]:
-        """Write it atomically, drop all but the last two, return the rounds that are kept."""
+        Everything this folder wrote before survives a power cut together with it."""
         for f in (self._events, self._timing):
             if f is not None:
                 os.fsync(f.fileno())
-        codec.save(self.path / "checkpoints" / f"{round:06d}.safetensors", value)
-        for old in self.checkpoints()[:-KEPT]:
+        disk.sync(self._unsynced)
+        self._unsynced.clear()
+        run = fingerprint(self.path)
+        sealed = [blob, run, disk.digest(blob, run, b"%d" % round)]
+        disk.write_atomic(self.path / "checkpoints" / f"{round:06d}.state", sealed)
+        for old in checkpoints(self.path)[:-KEPT]:
             old.unlink()
-        return [int(p.name.split(".")[0]) for p in self.checkpoints()]
+        return [round_of(p) for p in checkpoints(self.path)]
 
 
-def _log(path: Path, length: int) -> IO[bytes]:
-    f = path.open("ab")
-    if f.tell() < length:
-        f.close()
-        raise CoterieError(f"{path} is shorter than the checkpoint says; an older checkpoint is needed")
-    f.truncate(length)
-    f.seek(length)
+# ---- reading, which locks nothing ------------------------------------------------------------------------------------
+def read_settings(path: Path) -> dict[str, Any]:
+    """settings.json of a run's folder."""
+    if not (path / SETTINGS).exists():
+        raise CoterieError(f"{path} holds no run ({SETTINGS} is missing)")
+    return disk.read_json(path / SETTINGS)
+
+
+def fingerprint(path: Path) -> bytes:
+    """Of the settings of a run's folder; its checkpoints carry the same."""
+    return bytes.fromhex(disk.fingerprint(read_settings(path))) if (path / SETTINGS).exists() else bytes(32)
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """Checkpoint files of a run's folder, oldest first."""
+    return sorted((path / "checkpoints").glob("[0-9]*.state"), key=round_of)
+
+
+def round_of(path: Path) -> int:
+    """The round that a checkpoint or an evaluation is named after; -1 if that is no number."""
+    return int(path.stem) if path.stem.isdecimal() else -1
+
+
+def read_checkpoint(path: Path) -> bytearray:
+    """What `write_checkpoint` got; a sentence if it is damaged or belongs to a run with other settings."""
+    blob = disk.read(path)
+    content, whose, found = (memoryview(blob)[a:b] for a, b in ((0, -64), (-64, -32), (-32, None)))
+    if len(blob) < 64 or disk.digest(content, whose, b"%d" % round_of(path)) != found:
+        raise CoterieError(f"{path} is damaged: its checksum does not fit")
+    if whose != fingerprint(path.parent.parent):
+        raise CoterieError(f"{path} is a checkpoint of another run, or of one with other settings")
+    for view in (content, whose, found):
+        view.release()
+    del blob[-64:]
+    return blob
+
+
+@dataclass(frozen=True)
+class Log:
+    rows: list[dict[str, Any]]
+    crc: int = 0  # of the last row
+    damage: str = ""  # one sentence
+
+
+def read_log(path: Path, length: int | None = None) -> Log:
+    """The sound rows of events.jsonl; a last line that a crash cut short is left out."""
+    blob = bytes(disk.read(path)) if path.exists() else b""
+    damage = f"{path} is shorter than the checkpoint says" if length is not None and len(blob) < length else ""
+    *lines, rest = blob[:length].split(b"\n")
+    if rest and (length is not None or b'"crc"' in rest):
+        lines.append(rest)
+    rows, crc = [], 0
+    for number, line in enumerate(lines, 1):
+        found = disk.unseal(line, crc)
+        if found is None:
+            damage = damage or f"{path} is damaged in line {number}"
+            crc = disk.stated(line)
+        else:
+            rows.append(found[0])
+            crc = found[1]
+    return Log(rows, crc, damage)
+
+
+def read_timing(path: Path) -> Log:
+    """The sound rows of timing.jsonl, wherever they stand."""
+    lines = bytes(disk.read(path)).split(b"\n") if path.exists() else []
+    found = [disk.unseal(line, _TIMES) for line in lines]
+    bad = [n for n, (line, row) in enumerate(zip(lines, found, strict=True), 1) if row is None and line]
+    return Log([row[0] for row in found if row], 0, f"{path} is damaged in line {bad[0]}" if bad else "")
+
+
+def evaluation_file(path: Path, round: int) -> Path:
+    return path / "eval" / f"{round:06d}.npz"
+
+
+def read_evaluation(path: Path, event: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays of the evaluation that this event of the run in `path` covers."""
+    file = evaluation_file(path, event["round"])
+    blob = disk.read(file)
+    if disk.digest(blob).hex() != event["evaluation"]:
+        raise CoterieError(f"{file} is damaged: its checksum does not fit")
+    with np.load(io.BytesIO(blob), allow_pickle=False) as z:
+        return {k: z[k] for k in z.files}
+
+
+def evaluation_damage(path: Path, events: list[dict[str, Any]]) -> list[str]:
+    """A sentence for each evaluation that is missing or damaged."""
+    out = []
+    for event in events:
+        if "evaluation" in event:
+            try:
+                read_evaluation(path, event)
+            except CoterieError as e:
+                out.append(str(e))
+    return out
+
+
+def _mend(path: Path, rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """Write the sound rows anew, without damaged evaluations; returns the length and the last checksum."""
+    lines, crc = [], 0
+    for row in rows:
+        if evaluation_damage(path, [row]):
+            row = {k: v for k, v in row.items() if k != "evaluation"}
+        line, crc = disk.seal(row, crc)
+        lines.append(line)
+    disk.write_atomic(path / EVENTS, b"".join(lines))
+    return sum(map(len, lines)), crc
+
+
+def _appending(path: Path, length: int) -> io.FileIO:
+    """Unbuffered, so that a full disk is met where the line is written and not when the file is closed."""
+    f = io.FileIO(path, "a")
+    f.truncate(min(length, f.seek(0, os.SEEK_END)))
+    f.seek(0, os.SEEK_END)
     return f
 
 
-def _append(f: IO[bytes], fields: dict[str, Any]) -> None:
-    f.write(json.dumps(_finite(fields), allow_nan=False).encode() + b"\n")
-    f.flush()
-
-
-def _finite(value: Any) -> Any:
-    """Plain JSON: arrays as lists, and null for what is no number (other languages cannot read NaN)."""
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _append(f: io.FileIO | None, line: bytes) -> None:
+    assert f is not None, "open_logs comes first"
+    while line:
+        line = line[f.write(line) :]

@@ -1,41 +1,33 @@
 """Bytes, counted where values cross a link, from the payload itself."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-import torch
-from torch import Tensor
+Page = dict[str, dict[str, dict[str, int]]]  # link -> "up", "down" -> heading -> bytes
 
-Part = Callable[[str], str]
+DEVICE_CLOUD, DEVICE_EDGE, EDGE_CLOUD = "device-cloud", "device-edge", "edge-cloud"
 
 
-def weigh(tree: Mapping[str, Tensor], part: Part) -> dict[str, int]:
-    """Bytes of a payload by part; booleans weigh one bit each."""
-    total: dict[str, int] = {}
-    for name, v in tree.items():
-        size = (v.numel() + 7) // 8 if v.dtype == torch.bool else v.numel() * v.element_size()
-        total[part(name)] = total.get(part(name), 0) + size
-    return total
+def add(page: Page, link: str, direction: str, sizes: Mapping[str, int]) -> None:
+    """Write the bytes of one payload down, by heading."""
+    line = page.setdefault(link, {}).setdefault(direction, {})
+    for part, size in sizes.items():
+        line[part] = line.get(part, 0) + size
 
 
-class Ledger:
-    """Totals per link ("device-cloud", "device-edge", "edge-cloud"), direction ("up", "down") and part."""
+def total(pages: Iterable[Page]) -> Page:
+    """The sum of several pages."""
+    out: Page = {}
+    for page in pages:
+        for link, directions in page.items():
+            for direction, sizes in directions.items():
+                add(out, link, direction, sizes)
+    return out
 
-    def __init__(self, part: Part):
-        self.part = part
-        self.totals: dict[str, dict[str, dict[str, int]]] = {}
-        self._round: dict[str, dict[str, dict[str, int]]] = {}
 
-    def count(self, link: str, direction: str, tree: Mapping[str, Tensor], times: int = 1) -> int:
-        """Write down `times` copies of a payload; returns the bytes of one."""
-        sizes = weigh(tree, self.part)
-        for book in (self.totals, self._round):
-            page = book.setdefault(link, {}).setdefault(direction, {})
-            for part, size in sizes.items():
-                page[part] = page.get(part, 0) + size * times
-        return sum(sizes.values())
-
-    def close_round(self) -> dict[str, Any]:
-        """The bytes of the round that ends."""
-        page, self._round = self._round, {}
-        return page
+def summed(sizes: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of several payloads, by heading."""
+    out: dict[str, int] = {}
+    for one in sizes:
+        for part, size in one.items():
+            out[part] = out.get(part, 0) + size
+    return out

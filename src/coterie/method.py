@@ -3,10 +3,12 @@
 Everything that crosses the network is a Download or an Upload. Server hooks see their own state and uploads; client
 hooks see the client's own data, its own state and what was sent to it. State is made of numbers, text, tensors, lists
 and dictionaries (codec.py), so that it can be checkpointed and deployed; hooks never keep anything on `self`.
+Methods whose clients talk to edge servers also derive from EdgeMethod (edges.py).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from coterie import tree as T
 from coterie.models.layers import Names
 from coterie.models.net import Net
 from coterie.rng import torch_rng
+from coterie.schema import Link, Schema, like
 from coterie.tree import Names as Predicate
 from coterie.tree import Tree, everything
 
@@ -25,7 +28,6 @@ ClientId = int
 EdgeId = int
 State = dict[str, Any]  # of a server, a client or an edge; see codec.py for what it may hold
 Extras = dict[str, Any]  # what the losses of one client need beside parameters and batch
-ANNOUNCE = "announce:"  # mark of the entries a device may send ahead of the rest of its upload (see Method.calls)
 
 
 class Batch(NamedTuple):
@@ -70,8 +72,6 @@ class Phase:
     trains: Predicate = everything  # masks the update, not the gradient; batch norm of a frozen layer stands still
     epochs: float | None = None
     steps: int | None = None  # instead of epochs
-    lr: float | None = None
-    split: Literal["train", "val"] = "train"
     stream: int = 0  # phases with equal streams see equal batch orders
     batches_per_step: int = 1  # then loss or update gets a tuple of batches
     update: Update | None = None  # (params, batch, extras, rng) -> params, instead of loss and optimiser
@@ -79,7 +79,6 @@ class Phase:
     clip: float | None = None  # largest gradient norm
     decays: Predicate = everything  # which entries weight decay acts on
     weight_decay: float | None = None
-    momentum: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,22 +96,12 @@ class Download:
 
 @dataclass(frozen=True)
 class Upload:
-    """What a client (or an edge) sends. `tree` is the payload and is counted; `note` holds numbers for the log."""
+    """What a client (or an edge) sends. `tree` is the payload and is counted; `note` holds numbers for the log only."""
 
     tree: Tree
     note: Mapping[str, float] = field(default_factory=dict)
     sender: int = -1  # client or edge id, written by the runtime
     samples: int = 0  # training samples behind it, written by the runtime
-
-
-@dataclass(frozen=True)
-class Edge:
-    """An aggregator between clients and cloud, as its hooks see it."""
-
-    id: EdgeId
-    clients: tuple[ClientId, ...]  # attached, whether sampled or not
-    state: State
-    download: Download  # what it received this round
 
 
 @dataclass(frozen=True)
@@ -168,31 +157,40 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
 class Settings(BaseModel):
     """Typed settings of a method; a subclass lists them with defaults, bounds and a line of description."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Payload(NamedTuple):
-    """Declared bytes of one participant in one ordinary round."""
+@dataclass(frozen=True)
+class Moment:
+    """Which payload is meant: that of a client (or edge) in a round, by what the server knows before it."""
 
-    up: int
-    down: int
+    server: State
+    client: ClientId
+    round: int
+
+
+@dataclass(frozen=True)
+class Card:
+    """What describes a method and changes nothing: for tables, pages and `coterie show`."""
+
+    title: str = ""  # as the papers write it
+    paper: str = ""  # authors, venue, year, DOI or arXiv number
+    year: int = 0
+    family: str = ""  # letters: G global, F fine-tuning, S split, R regularised, M mixing, C clusters, P prototypes
+    personal: str = "nothing"  # which part of a client's model is its own
+    # A: checked against the authors' code, B: against others' code, P: written from the paper itself,
+    # C: reconstructed from published descriptions only, with open points; marked in tables
+    certainty: str = "A"
 
 
 class Method:
     """FedAvg with a private part: names for which `private` holds stay on the client, all others travel."""
 
     Settings: ClassVar[type[Settings]] = Settings
-    title: ClassVar[str] = ""  # as the papers write it
-    paper: ClassVar[str] = ""
-    year: ClassVar[int] = 0
-    family: ClassVar[str] = ""  # letters of spec: G F S R M C P
-    personal_part: ClassVar[str] = "nothing"
+    card: ClassVar[Card] = Card()
     needs: ClassVar[tuple[str, ...]] = ()  # of: bn, val, head, public, full
     weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
     trial: ClassVar[Mapping[str, Any]] = {}  # own settings for the battery's small task, if the defaults do not fit it
-    # A: checked against the authors' code, B: against others' code, P: written from the paper itself,
-    # C: reconstructed from published descriptions only, with open points; marked in tables
-    certainty: ClassVar[str] = "A"
 
     ctx: Context  # bound by the runtime before any hook is called
     hp: Any  # the settings; a method annotates it with its own class
@@ -212,14 +210,17 @@ class Method:
         """private, and the batch-norm statistics when the run keeps those local."""
         return self.private(name) or (self.ctx.bn_stats == "local" and name in self.ctx.group("bn_stats"))
 
-    def payload(self, labels: int, round: int = 1) -> Payload:
-        """Declared bytes for a client with `labels` classes: the shared part each way."""
-        size = T.nbytes(T.drop(self.ctx.w0, self.stays))
-        return Payload(size, size)
+    # ---- what may cross a link -----------------------------------------------------------------------------------
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The entries of a payload on this link: exactly those of one client and round, or of any (`now` is None).
 
-    def payload_of(self, server: State, client: ClientId, labels: int, round: int) -> Payload:
-        """The same for one client and round when it depends on what the server knows before that round."""
-        return self.payload(labels, round)
+        The default is the shared part of the model on every link."""
+        return self.model_schema
+
+    @cached_property
+    def model_schema(self) -> Schema:
+        """The shared part of the model."""
+        return Schema(like(T.drop(self.ctx.w0, self.stays)))
 
     # ---- server: sees its own state and uploads ---------------------------------------------------------------------
     def setup(self) -> State:
@@ -258,33 +259,9 @@ class Method:
     def predict_global(self, params: Tree, x: Tensor) -> Tensor:
         return self.ctx.forward(params, x)
 
-    def part(self, name: str) -> str:
-        """Under which heading the ledger counts this entry of a payload."""
-        return "model"
-
     def facts(self, server: State) -> dict[str, Any]:
         """What a reader of the log wants to know of the server's state (clusters, norms); JSON."""
         return {}
-
-    # ---- edges: only for methods with an edge tier -----------------------------------------------------
-    def edges(self, server: State) -> dict[EdgeId, list[ClientId]] | None:
-        return None
-
-    def init_edge(self, edge: EdgeId, clients: Sequence[ClientId]) -> State:
-        return {}
-
-    def relay(self, edge: Edge, ids: Sequence[ClientId], round: int) -> Download:
-        """What an edge hands on to its sampled clients; default: as received."""
-        got = edge.download
-        return Download({**got.shared, **got.edge.get(edge.id, {})}, {i: got.each[i] for i in ids if i in got.each})
-
-    def calls(self, edge: Edge, announced: Sequence[Upload], round: int) -> Collection[ClientId] | None:
-        """Who is to send the rest, judged by the entries marked ANNOUNCE alone; None: everybody sends all at once."""
-        return None
-
-    def merge(self, edge: Edge, uploads: Sequence[Upload], round: int) -> tuple[State, Upload]:
-        """What an edge makes of its clients' uploads; default: their mean, weighted as the run says."""
-        return edge.state, Upload(T.mean([u.tree for u in uploads], self.weights(uploads)))
 
     # ---- client: sees its own data, its own state and what was sent to it ------------------------------
     def init_client(self, data: ClientData) -> State:
@@ -323,6 +300,6 @@ class Method:
 
 
 __all__ = [
-    "ANNOUNCE", "Batch", "ClientData", "ClientId", "Context", "Download", "Edge", "EdgeId", "Extras", "Method",
-    "Payload", "Phase", "Settings", "Split", "State", "Tree", "Upload", "cross_entropy", "replace",
+    "Batch", "Card", "ClientData", "ClientId", "Context", "Download", "EdgeId", "Extras", "Method", "Moment", "Phase",
+    "Schema", "Settings", "Split", "State", "Tree", "Upload", "cross_entropy", "replace",
 ]  # fmt: skip

@@ -1,25 +1,22 @@
-"""The official test part (setting `official`): every personal model on it, and one model for all.
+"""The official test part (setting `official`, for FedPC's tables): every personal model on it, and one model for all.
 
 A method without a global model is given one for this purpose alone: the mean of the personal models by training
 samples, with the mean of their heads or the initial head (`gm_head`). Nothing of it is sent in a federation, so nothing
 is counted; a method whose models are not plain (extras, or entries missing) gets none.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 import torch
 
-from coterie.codec import Value
 from coterie.data.federation import Federation
 from coterie.errors import CoterieError
-from coterie.method import ClientId, Extras, Method
+from coterie.messages import Score, ScoreAnswer
+from coterie.method import ClientId, Method
 from coterie.train.score import score
 from coterie.tree import Tree
-
-if TYPE_CHECKING:
-    from coterie.runtimes.workers import Runtime
 
 VIEW = "official"
 
@@ -31,49 +28,37 @@ def check(federation: Federation) -> None:
         )
 
 
-def plain(method: Method, federation: Federation, tree: Tree, extras: Extras, shared: bool = False) -> dict[str, Any]:
-    """Score of one model on the official part."""
-    split = federation.official()
-    assert split is not None
-    s = score(method, tree, extras, split, shared)
-    return {"hits": s.hits, "total": s.total, "loss": float(s.loss)}
-
-
 class Official:
-    """What one evaluation needs beside its requests: the model for all, scored once."""
+    """Scores of one model for all, written beside those of the personal models."""
 
-    def __init__(
-        self, runtime: Runtime, method: Method, whole: Tree | None, newcomers: tuple[ClientId, ...], head: str = "mean"
-    ):
-        self.runtime, self.method, self.newcomers, self.head = runtime, method, set(newcomers), head
-        self.sums = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in method.ctx.w0.items()}
-        self.samples, self.whole_sum = 0, True
-        self.known = None if whole is None else self._ask(whole)
+    def __init__(self, method: Method, federation: Federation, head: Literal["mean", "init"] = "mean"):
+        self.method, self.federation, self.head = method, federation, head
 
-    def _ask(self, model: Tree) -> Value:
-        return self.runtime.run([{"op": "whole", "round": 0, "model": model, "jobs": [{"client": -1}]}])[0][0]
+    def added(self, answers: Sequence[ScoreAnswer], whole: Tree | None, newcomers: set[ClientId]) -> list[ScoreAnswer]:
+        """The answers with the score of the model for all, also where a personal model is just that model."""
+        model = whole if whole is not None else self._mean([a for a in answers if a.client not in newcomers])
+        if model is None:
+            return [replace(a, model=None) for a in answers]
+        known = self._score(model)
+        alike = {} if whole is None else {f"personal/{VIEW}": known}
+        return [replace(a, model=None, scores={**alike, **a.scores, f"global/{VIEW}": known}) for a in answers]
 
-    def take(self, answers: list[Value]) -> None:
-        """Take the personal models out of the answers and add them up, in order."""
+    def _score(self, model: Tree) -> Score:
+        split = self.federation.official()
+        assert split is not None
+        return score(self.method, model, {}, split, shared=True)
+
+    def _mean(self, answers: Sequence[ScoreAnswer]) -> Tree | None:
+        if not answers or any(a.model is None for a in answers):
+            return None
+        w0 = self.method.ctx.w0
+        sums = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in w0.items()}
         for a in answers:
-            model, n = a.pop("model", None), a.pop("samples", 0)
-            if a["client"] in self.newcomers or self.known is not None:
-                continue
-            if model is None:
-                self.whole_sum = False
-                continue
-            self.samples += n
-            for k, total in self.sums.items():
-                total.add_(model[k], alpha=n)
-
-    def finish(self, answers: list[Value]) -> None:
-        """The model for all has one score, written beside every client's."""
-        if self.known is None and self.whole_sum and self.samples:
-            w0 = self.method.ctx.w0
-            model = {k: (v / self.samples).to(w0[k].dtype) for k, v in self.sums.items()}
-            if self.head == "init":
-                model |= {k: w0[k] for k in self.method.ctx.group("head")}
-            self.known = self._ask(model)
-        if self.known is not None:
-            for a in answers:
-                a[f"global/{VIEW}"] = self.known
+            for k, total in sums.items():
+                assert a.model is not None
+                total.add_(a.model[k], alpha=a.samples)
+        samples = sum(a.samples for a in answers)
+        model = {k: (v / samples).to(w0[k].dtype) for k, v in sums.items()}
+        if self.head == "init":
+            model |= {k: w0[k] for k in self.method.ctx.group("head")}
+        return model

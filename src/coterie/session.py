@@ -1,35 +1,41 @@
 """From settings to a run: data, model, method and loop put together, and everything checked before work starts."""
 
-import json
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import nn
 
-from coterie import checkpoint, native, official
+from coterie import native, official
 from coterie.config import Engine, RunSettings
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
 from coterie.data.sources import load
 from coterie.errors import CoterieError
-from coterie.folder import Folder
+from coterie.folder import Folder, read_settings
 from coterie.loop import Loop, Progress, Schedule
 from coterie.method import Context, Method
 from coterie.methods import build as build_method
 from coterie.models.net import Net
 from coterie.models.registry import build as build_model
 from coterie.models.registry import default_for
+from coterie.official import Official
 from coterie.rng import key
-from coterie.runtimes.states import StateLostError, Store
-from coterie.runtimes.workers import Runtime, start
-from coterie.train import choose
-from coterie.train.clients import Device
+from coterie.round import Rules
+from coterie.runtimes.base import Interrupted, Runtime
+from coterie.runtimes.inline import Inline
+from coterie.runtimes.states import ClientStates, StateLostError
+from coterie.runtimes.workers import Workers, can_fork
+from coterie.train.choose import Choice, choose
+from coterie.train.clients import Clients
 from coterie.train.optim import Optimiser
 from coterie.train.stack import Stacker
 
@@ -44,6 +50,16 @@ class Objects:
     dataset: Dataset | None = None
     model: nn.Module | Factory | None = None
 
+    def described(self) -> dict[str, str]:
+        """Where each of them comes from: such a run can be continued only with the same objects."""
+        given = {"method": self.method, "data": self.dataset, "model": self.model}
+        return {k: _origin(v) for k, v in given.items() if v is not None}
+
+
+def _origin(thing: object) -> str:
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}:{getattr(named, '__qualname__', '')}"
+
 
 @dataclass(frozen=True)
 class Session:
@@ -53,16 +69,25 @@ class Session:
     engine: Engine
     federation: Federation
     method: Method
+    objects: Objects = field(default_factory=Objects)
 
     @property
     def newcomers(self) -> tuple[int, ...]:
         return self.federation.clients[len(self.federation.clients) - self.settings.newcomers :]
 
-    def device(self) -> Device:
+    def clients(self) -> Clients:
         s = self.settings
         rule = Optimiser(s.optimizer, s.momentum, s.weight_decay, s.opt_state == "keep")
         stacker = Stacker(self.method.ctx, rule) if self.engine.engine == "stack" else None
-        return Device(self.method, self.federation, rule, stacker)
+        return Clients(self.method, self.federation, rule, stacker)
+
+    def cost(self, client: int) -> int:
+        """How long a client takes, in any unit."""
+        return int(self._costs[client])
+
+    @cached_property
+    def _costs(self) -> Any:
+        return self.federation.sizes("train") * self.settings.epochs * 3 + self.federation.sizes("test") * 2
 
     def described(self) -> dict[str, Any]:
         """What settings.json holds."""
@@ -70,11 +95,12 @@ class Session:
             "settings": self.settings.model_dump(mode="json"),
             "method": {
                 "name": type(self.method).__name__,
-                "title": self.method.title or type(self.method).__name__,
+                "title": self.method.card.title or type(self.method).__name__,
                 "settings": self.method.hp.model_dump(mode="json"),
                 "weighting": self.settings.weighting or self.method.weighting,
-                "certainty": self.method.certainty,
+                "certainty": self.method.card.certainty,
             },
+            "objects": self.objects.described(),
             "partition": self.federation.identity,
             "data_dir": str(self.engine.data_dir.resolve()) if self.engine.data_dir else None,
             "normalisation": {"mean": self.federation.dataset.mean, "std": self.federation.dataset.std},
@@ -92,17 +118,17 @@ class Session:
 def prepare(
     settings: RunSettings,
     engine: Engine | None = None,
-    *,
-    method: type[Method] | None = None,
-    dataset: Dataset | None = None,
-    model: nn.Module | Factory | None = None,
+    objects: Objects | None = None,
+    loaded: Dataset | None = None,
 ) -> Session:
-    """Load, deal out, build and check; objects given here stand in for what the settings name."""
+    """Load, deal out, build and check; objects stand in for what the settings name, `loaded` are the data they name."""
+    objects = objects or Objects()
     torch.set_num_threads(1)
     engine = engine or Engine()
-    bound = build_method(method or settings.method, settings.settings)
-    dataset = dataset or load(settings.data, engine.data_dir, settings.subset)
-    return bind(settings, engine, bound, federate(dataset, settings.federation, settings.seed), model)
+    bound = build_method(objects.method or settings.method, settings.settings)
+    dataset = objects.dataset or loaded or load(settings.data, engine.data_dir, settings.subset)
+    session = bind(settings, engine, bound, federate(dataset, settings.federation, settings.seed), objects.model)
+    return replace(session, objects=objects)
 
 
 def bind(
@@ -152,7 +178,7 @@ def _net(settings: RunSettings, federation: Federation, model: nn.Module | Facto
         seed=key(settings.seed, "init"),
         dtype=example.dtype,
         vocab=data.vocab,
-        **settings.model_options,
+        options=settings.model_options,
     )
     net = Net(module, example)
     if net.layout.of_kind("conv"):
@@ -173,46 +199,67 @@ def _check_needs(method: Method, federation: Federation) -> None:
     for need in method.needs:
         holds, words = _NEEDS[need]
         if not holds(method, federation):
-            raise CoterieError(f"{method.title} needs {words}")
+            raise CoterieError(f"{method.card.title} needs {words}")
 
 
-def make_loop(session: Session, folder: Folder, runtime: Any) -> Loop:
-    s, f = session.settings, session.federation
-    work = f.sizes("train") * s.epochs * 3 + f.sizes("test") * 2
+def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
+    s = session.settings
+    rules = Rules(s.seed, s.dropout, s.stragglers, s.watch, s.log_updates)
     return Loop(
         session.method,
         runtime,
-        Store(folder.path, len(f.clients), session.engine.state == "disk"),
         folder,
-        lambda client: int(work[client]),
         Schedule(
             rounds=s.rounds,
-            seed=s.seed,
+            rules=rules,
             eval_every=s.eval_every,
-            eval_clients=s.eval_clients,
-            checkpoint_every=s.checkpoint_every,
-            watch=s.watch,
+            checkpoint_every=1 if session.engine.runtime == "flower" else s.checkpoint_every,  # devices keep two states
             final_trained=s.final_trained,
-            log_updates=s.log_updates,
-            official=s.official,
-            gm_head=s.gm_head,
-            dropout=s.dropout,
-            stragglers=s.stragglers,
             newcomers=session.newcomers,
+            eval_clients=s.eval_clients,
         ),
+        Official(session.method, session.federation, s.gm_head) if s.official else None,
     )
 
 
-def open_runtime(session: Session) -> Runtime:
-    """The processes a run's clients are computed in; the choice changes no result."""
-    e = session.engine
-    if e.runtime == "ray":
-        from coterie.runtimes.ray_runtime import RayRuntime
+def client_states(session: Session, folder: Path) -> ClientStates:
+    return ClientStates(folder, len(session.federation.clients), session.engine.state == "disk")
 
-        return RayRuntime(session.device(), e.workers, e.address)
-    if e.address is not None:
+
+Opener = Callable[[Session, Path, Callable[[], bool]], AbstractContextManager[Runtime]]
+OPENERS = {"flower": "coterie.runtimes.flower.here:open_here"}
+
+
+def open_runtime(session: Session, folder: Path, stopped: Callable[[], bool]) -> AbstractContextManager[Runtime]:
+    """What computes a run's clients; the choice changes no result."""
+    e = session.engine
+    if e.address is not None and e.runtime != "ray":
         raise CoterieError(f"address = {e.address} is of a Ray cluster and needs runtime = ray")
-    return start(session.device(), e.workers or os.cpu_count() or 1)
+    if e.runtime in OPENERS:  # by name, because such a runtime is built on sessions
+        opener: Opener = resolve_name(OPENERS[e.runtime])
+        return opener(session, folder, stopped)
+    return _open_simulation(session, folder)
+
+
+@contextmanager
+def _open_simulation(session: Session, folder: Path) -> Iterator[Runtime]:
+    e = session.engine
+    states = client_states(session, folder)
+    workers = e.workers or os.cpu_count() or 1
+    torch.set_num_threads(1)
+    runtime: Runtime
+    if e.runtime == "ray":
+        from coterie.runtimes.ray import RayRuntime
+
+        runtime = RayRuntime(session.clients(), states, e.workers, e.address, session.cost)
+    elif workers > 1 and can_fork():
+        runtime = Workers(session.clients(), states, workers, session.cost)
+    else:
+        runtime = Inline(session.clients(), states, session.cost)
+    try:
+        yield runtime
+    finally:
+        runtime.close()
 
 
 def execute(
@@ -223,60 +270,86 @@ def execute(
     tell: Callable[[Progress], None] = lambda p: None,
     say: Callable[[str], None] = lambda text: None,
     stopped: Callable[[], bool] = lambda: False,
+    opened: Opener = open_runtime,
 ) -> bool:
     """Run in the folder `out`; True when it came to its end, False when `stopped` asked for a pause."""
+    if session.engine.runtime == "flower" and session.engine.engine != "loop":
+        raise CoterieError(f"engine = {session.engine.engine} needs many clients in one process; devices have one each")
     if not resume and (out / "settings.json").exists():
         raise CoterieError(f"{out} already holds a run; continue it with --resume {out} or choose another folder")
-    folder = Folder(out)
-    try:
-        if not resume:
-            folder.write_settings(session.described())
-        choice = choose.settle(out, session.device(), session.engine.engine, resume)
-        if session.engine.engine != "loop" or choice.engine != "loop":
-            say(choice.sentence)
-        kind = session.engine
-        workers = kind.workers or (choice.workers if kind.runtime == "local" else None)
-        session = replace(session, engine=kind.model_copy(update={"engine": choice.engine, "workers": workers}))
-        runtime = open_runtime(session)
+    choice = _kept(session, out) if resume else choose(session.clients(), session.engine.engine)
+    if session.engine.engine != "loop" or choice.engine != "loop":
+        say(choice.sentence)
+    local = session.engine.runtime == "local"
+    workers = session.engine.workers or (choice.workers if local else None)
+    session = replace(session, engine=session.engine.model_copy(update={"engine": choice.engine, "workers": workers}))
+    with Folder(out) as folder:
         try:
-            while True:
-                loop = make_loop(session, folder, runtime)
-                if resume:
-                    for complaint in checkpoint.resume(loop):
-                        say(complaint)
-                try:
-                    return loop.run(tell, stopped)
-                except StateLostError as e:  # only a cluster's; what is repeated comes out the same
-                    say(f"{e}; going on from the newest checkpoint")
-                    resume = True
-        finally:
-            runtime.close()
-    except OSError as e:
-        raise CoterieError(f"writing to {out} failed ({e.strerror or e}); what was written before is kept") from e
-    finally:
-        folder.close()
+            with opened(session, out, stopped) as runtime:
+                if not resume:
+                    engine = {**asdict(choice), "state": session.engine.state, "runtime": session.engine.runtime}
+                    folder.write_settings({**session.described(), "engine": engine})
+                return _drive(session, folder, runtime, resume, tell, say, stopped)
+        except Interrupted:
+            return False
+        except OSError as e:
+            raise CoterieError(f"writing to {out} failed ({e.strerror or e}); what was written before is kept") from e
 
 
-def rebuild(path: Path, engine: Engine | None = None) -> Session:
-    """The session of a run's folder, if its settings name everything it used; refuses data that changed since."""
-    found = stored(path)
-    engine = engine or Engine()
+def _drive(
+    session: Session,
+    folder: Folder,
+    runtime: Runtime,
+    resume: bool,
+    tell: Callable[[Progress], None],
+    say: Callable[[str], None],
+    stopped: Callable[[], bool],
+) -> bool:
+    while True:
+        loop = make_loop(session, folder, runtime)
+        for complaint in loop.resume() if resume else []:
+            say(complaint)
+        try:
+            return loop.run(tell, stopped)
+        except StateLostError as e:  # only a cluster's; what is repeated comes out the same
+            say(f"{e}; going on from the newest checkpoint")
+            resume = True
+
+
+def _kept(session: Session, out: Path) -> Choice:
+    """The engine a run began with, and a refusal if what computes convolutions has changed since."""
+    found = read_settings(out)
+    then, here = found["versions"]["convolutions"], native.status()
+    if session.method.ctx.net.layout.of_kind("conv") and then != here:
+        raise CoterieError(f'{out} began with "{then}" and cannot be continued to the same bits with "{here}"')
+    began = found["engine"].get("runtime", "local")
+    if "flower" in (began, session.engine.runtime) and began != session.engine.runtime:
+        where = "on its devices" if began == "flower" else "in its folder"
+        raise CoterieError(
+            f"{out} began with runtime = {began} and its clients' states are {where}; continue it with the same runtime"
+        )
+    kept = {k: found["engine"][k] for k in ("engine", "why", "workers")}
+    asked = session.engine.engine
+    return Choice(**kept | ({"why": "as the run began"} if asked not in ("auto", kept["engine"]) else {}))
+
+
+def rebuild(path: Path, engine: Engine | None = None, objects: Objects | None = None) -> Session:
+    """The session of a run's folder; refuses data that changed since, and a run whose objects are not given."""
+    found = read_settings(path)
+    engine, objects = engine or Engine(), objects or Objects()
     if engine.data_dir is None and found["data_dir"]:
         engine = engine.model_copy(update={"data_dir": Path(found["data_dir"])})
-    session = prepare(RunSettings(**found["settings"]), engine)
+    if "state" not in engine.model_fields_set:
+        engine = engine.model_copy(update={"state": found["engine"]["state"]})
+    if "runtime" not in engine.model_fields_set and found["engine"].get("runtime") == "flower":
+        engine = engine.model_copy(update={"runtime": "flower"})
+    given = objects.described()
+    for name, origin in found["objects"].items():
+        if given.get(name) != origin:
+            raise CoterieError(f"{path} was made with a {name} of your own ({origin}); give the same one again")
+    session = prepare(RunSettings(**found["settings"]), engine, objects)
     here, then = session.federation.identity, found["partition"]
     if here != then:
         changed = sorted(k for k in {*here, *then} if here.get(k) != then.get(k))
         raise CoterieError(f"the data of {path} have changed since it ran ({', '.join(changed)})")
     return session
-
-
-def stored(path: Path) -> dict[str, Any]:
-    """settings.json of a run's folder."""
-    try:
-        found: dict[str, Any] = json.loads((path / "settings.json").read_text())
-        return found
-    except FileNotFoundError:
-        raise CoterieError(f"{path} holds no run (settings.json is missing)") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise CoterieError(f"{path}/settings.json is damaged") from None

@@ -8,9 +8,11 @@ def test_my_method(name): check(MyMethod, name)
 """
 
 import json
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,17 +22,23 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from coterie import checkpoint, codec
-from coterie.config import Engine, RunSettings, settings
+from coterie import codec
+from coterie.config import Engine, RunSettings, settings, shared_names
 from coterie.data.dataset import Dataset
+from coterie.edges import EdgeMethod
 from coterie.errors import CoterieError
-from coterie.folder import Folder
+from coterie.exchange import merge, receive, relay
+from coterie.folder import Folder, read_log
 from coterie.loop import Loop
-from coterie.method import Method, Upload
+from coterie.messages import TrainAnswer, TrainRequest
+from coterie.method import ClientId, Method, Moment
 from coterie.methods import build, find
-from coterie.runtimes.workers import start
-from coterie.session import Session, make_loop, prepare
-from coterie.train.clients import clone_value
+from coterie.round import RoundAnswers, RoundPlan, close
+from coterie.runtimes.base import Replies
+from coterie.runtimes.inline import Inline
+from coterie.runtimes.workers import Workers
+from coterie.schema import Entry, Schema
+from coterie.session import Objects, Session, client_states, make_loop, prepare
 
 
 class SmallNet(nn.Module):
@@ -64,7 +72,7 @@ class Bench:
     """A small federation to try a method on."""
 
     method: type[Method]
-    own: dict[str, Any]
+    own: dict[str, Any]  # settings of the method
 
     def session(self, **changes: Any) -> Session:
         base: dict[str, Any] = {
@@ -75,71 +83,199 @@ class Bench:
             update={"method": self.method.__name__, "settings": self.own}
         )
         torch.manual_seed(0)
-        return prepare(run, Engine(workers=1), method=self.method, dataset=small_data(), model=SmallNet())
+        return prepare(run, Engine(workers=1), Objects(self.method, small_data(), SmallNet()))
 
     def play(self, folder: Path, session: Session | None = None, workers: int = 1, **changes: Any) -> Loop:
-        """Run to the end; the loop that did it, with its server, edges, store and ledger."""
+        """Run to the end; the loop that did it, with its server, edges, client states and bytes."""
         loop = open_loop(session or self.session(**changes), folder, workers)
         try:
             loop.run()
         finally:
-            loop.runtime.close()
-            loop.folder.close()
+            close_loop(loop)
         return loop
 
 
 def open_loop(session: Session, folder: Path, workers: int = 1) -> Loop:
-    return make_loop(session, Folder(folder), start(session.device(), workers))
+    """A loop over a real runtime, before its first round."""
+    states = client_states(session, folder)
+    if workers > 1:
+        return make_loop(session, Folder(folder), Workers(session.clients(), states, workers, session.cost))
+    return make_loop(session, Folder(folder), Inline(session.clients(), states, session.cost))
 
 
-def _frozen_parts(loop: Loop) -> codec.Value:
+def close_loop(loop: Loop) -> None:
+    loop.runtime.close()
+    loop.folder.close()
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return read_log(folder / "events.jsonl").rows
+
+
+def decided(loop: Loop) -> codec.Value:
     """Everything a run decides, for comparisons to the bit."""
-    return clone_value(
-        {
-            "server": loop.server,
-            "edges": loop.edges,
-            "clients": {i: loop.store.get(i) for i in loop.method.ctx.clients},
-            "bytes": loop.ledger.totals,
-        }
-    )
+    states = {i: loop.runtime.states.get(i) for i in loop.method.ctx.clients}  # type: ignore[attr-defined]
+    return codec.clone({"server": loop.server, "edges": loop.edges, "clients": states, "bytes": loop.bytes})
 
 
-def _events(folder: Path) -> bytes:
-    return (folder / "events.jsonl").read_bytes()
+# ---- one run that many checks look at --------------------------------------------------------------------------------
+@dataclass
+class Standard:
+    """A run of three rounds, kept with everything that crossed a link in it and what its hooks changed."""
+
+    session: Session
+    folder: Path
+    loop: Loop
+    rounds: list["Watched"] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)  # hooks that changed what they were given
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One round: the state before it, the plan, and what came back."""
+
+    server: Any
+    edges: Any
+    plan: RoundPlan
+    requests: Mapping[ClientId, TrainRequest]  # as they reached the clients
+    answers: RoundAnswers
+    states: Mapping[ClientId, Any]  # of all clients, before the round
+    bytes: Any
+
+
+class _Spy(Inline):
+    """Keeps what it was asked and what was answered."""
+
+    requests: dict[ClientId, TrainRequest]
+
+    def train(self, requests: Sequence[TrainRequest]) -> Replies[TrainAnswer]:
+        self.requests = {r.client: codec.clone(r) for r in requests}
+        return super().train(requests)
+
+
+_standards: dict[Any, Standard] = {}
+
+
+def standard(bench: Bench) -> Standard:
+    """The same run for all checks of one method in this process."""
+    name = (type(bench), bench.method, json.dumps(bench.own, sort_keys=True, default=str))
+    if name not in _standards:
+        for old in _standards.values():
+            shutil.rmtree(old.folder, ignore_errors=True)
+        _standards.clear()
+        _standards[name] = _standard(bench)
+    return _standards[name]
+
+
+def _standard(bench: Bench) -> Standard:
+    session = bench.session()
+    folder = Path(tempfile.mkdtemp(prefix="coterie-battery-"))
+    runtime = _Spy(session.clients(), client_states(session, folder), session.cost)
+    loop = make_loop(session, Folder(folder), runtime)
+    made = Standard(session, folder, loop)
+    with _guarded(session.method, made.changed):
+        loop.start()
+        while loop.done < session.settings.rounds:
+            server, edges = codec.clone(loop.server), codec.clone(loop.edges)
+            states = codec.clone({i: runtime.states.get(i) for i in session.method.ctx.clients})
+            kept: list[tuple[RoundPlan, RoundAnswers]] = []
+            run, before = runtime.run, loop.bytes
+
+            def spy(planned: RoundPlan, run: Any = run, kept: Any = kept) -> RoundAnswers:
+                answers = run(planned)
+                kept.append((planned, codec.clone(answers)))
+                return answers  # type: ignore[no-any-return]
+
+            runtime.run = spy  # type: ignore[method-assign, assignment]
+            loop.step()
+            runtime.run = run  # type: ignore[method-assign]
+            loop.folder.timing(round=loop.done, seconds=0.0)
+            loop.checkpoint()
+            planned, answers = kept[0]
+            made.rounds.append(
+                Watched(server, edges, planned, dict(runtime.requests), answers, states, _minus(loop.bytes, before))
+            )
+    close_loop(loop)
+    return made
+
+
+def _minus(after: Any, before: Any) -> Any:
+    """The bytes of one round, by link and direction."""
+    return {
+        (link, way): sum(parts.values()) - sum(before.get(link, {}).get(way, {}).values())
+        for link, ways in after.items()
+        for way, parts in ways.items()
+    }
+
+
+GUARDED = (
+    "down", "deliver", "aggregate", "begin", "end", "trained", "personal", "global_model", "facts", "relay", "calls",
+    "merge",
+)  # fmt: skip
+
+
+@contextmanager
+def _guarded(method: Method, changed: list[str]) -> Iterator[None]:
+    """Notes the hooks that change what they are given."""
+
+    def guard(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any) -> Any:
+            held = [a for a in args if _is_value(a)]
+            before = codec.clone(held)
+            out = hook(*args)
+            if not codec.equal(before, held):
+                changed.append(name)
+            return out
+
+        return guarded
+
+    names = [n for n in GUARDED if hasattr(method, n)]
+    for name in names:
+        setattr(method, name, guard(name, getattr(method, name)))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(method, name)
+
+
+def _is_value(thing: Any) -> bool:
+    try:
+        codec.tensors_of(thing)
+    except CoterieError:
+        return False
+    return True
 
 
 # ---- the checks ------------------------------------------------------------------------------------------------------
 def same_bits_for_any_number_of_workers(bench: Bench, tmp: Path) -> None:
-    one, two = bench.play(tmp / "1"), bench.play(tmp / "2", workers=2)
-    assert _events(tmp / "1") == _events(tmp / "2"), "events differ between 1 and 2 workers"
-    assert codec.equal(_frozen_parts(one), _frozen_parts(two)), "state differs between 1 and 2 workers"
+    one, two = standard(bench), bench.play(tmp / "2", workers=2)
+    assert events(one.folder) == events(tmp / "2"), "events differ between 1 and 2 workers"
+    assert codec.equal(decided(one.loop), decided(two)), "state differs between 1 and 2 workers"
 
 
 def same_bits_after_a_resume(bench: Bench, tmp: Path) -> None:
-    whole = bench.play(tmp / "whole")
-    loop = open_loop(bench.session(), tmp / "cut")
+    whole = standard(bench)
+    loop = open_loop(bench.session(), tmp)
     assert not loop.run(stopped=lambda: loop.done >= 1)
-    loop.folder.close()
-    again = open_loop(bench.session(), tmp / "cut")
-    assert checkpoint.resume(again) == []
+    close_loop(loop)
+    again = open_loop(bench.session(), tmp)
+    assert again.resume() == []
     assert again.done == 1
     again.run()
-    again.folder.close()
-    assert _events(tmp / "whole") == _events(tmp / "cut"), "events differ after a resume"
-    assert codec.equal(_frozen_parts(whole), _frozen_parts(again)), "state differs after a resume"
+    close_loop(again)
+    assert events(whole.folder) == events(tmp), "events differ after a resume"
+    assert codec.equal(decided(whole.loop), decided(again)), "state differs after a resume"
 
 
 def an_unsampled_client_keeps_its_state(bench: Bench, tmp: Path) -> None:
-    loop = open_loop(bench.session(rounds=4), tmp)
-    loop.server = loop.method.setup()
-    loop.folder.open_logs()
-    for t in range(0 if loop.method.opening() else 1, 5):
-        before = clone_value({i: loop.store.get(i) for i in loop.method.ctx.clients})
-        loop._round(t)
-        asked = json.loads(_events(tmp).splitlines()[-1])["participants"]
-        for i in set(before) - set(asked):
-            assert codec.equal(before[i], loop.store.get(i)), f"client {i} changed in round {t} without being sampled"
-    loop.folder.close()
+    made = standard(bench)
+    last = decided(made.loop)["clients"]
+    after = [*(w.states for w in made.rounds[1:]), last]
+    for watched, new in zip(made.rounds, after, strict=True):
+        for i in set(new) - set(watched.plan.participants):
+            same = codec.equal(watched.states[i], new[i])
+            assert same, f"client {i} changed in round {watched.plan.round} without being sampled"
 
 
 def permuting_ids_permutes_results(bench: Bench, tmp: Path) -> None:
@@ -147,7 +283,7 @@ def permuting_ids_permutes_results(bench: Bench, tmp: Path) -> None:
     order = [3, 0, 4, 1, 2]
     scores = []
     for name, permutation in (("plain", None), ("mixed", order)):
-        session = bench.session(join=1.0, batch=1000, lr=0.05)
+        session = bench.session(join=1.0, batch=1000, lr=0.05, eval_every=3, checkpoint_every=3)
         if permutation is not None:
             session = replace(session, federation=_Renamed(session.federation, permutation))  # type: ignore[arg-type]
         bench.play(tmp / name, session)
@@ -181,119 +317,213 @@ class _Renamed:
 
 
 def any_subset_of_answers_is_aggregated(bench: Bench, tmp: Path) -> None:
-    loop = bench.play(tmp, dropout=0.6, stragglers=0.5, rounds=5, join=1.0)
-    assert loop.done == 5
-    for value in (loop.server, loop.edges):
-        _, tensors = codec.split(value)
-        assert all(bool(torch.isfinite(t).all()) for t in tensors if t.is_floating_point()), "not finite"
+    """Clients fail and straggle in every round, the opening included; then nobody at all answers the first round."""
+    quiet: dict[str, Any] = {"watch": False, "final_trained": False, "eval_every": 100, "checkpoint_every": 100}
+    loops = [bench.play(tmp / "some", dropout=0.6, stragglers=0.5, rounds=5, join=1.0, **quiet)]
+    loop = open_loop(bench.session(join=1.0, **quiet), tmp / "none")
+    train, first = loop.runtime.train, loop.first
+
+    def nobody(requests: Sequence[TrainRequest]) -> Replies[TrainAnswer]:
+        gone = {r.client: "it is not connected" for r in requests if r.round == first}
+        found, missing = train([r for r in requests if r.client not in gone])
+        return found, {**missing, **gone}
+
+    loop.runtime.train = nobody  # type: ignore[method-assign]
+    loop.run()
+    close_loop(loop)
+    for done in [*loops, loop]:
+        tensors = codec.tensors_of([done.server, done.edges])
+        assert all(_sound(t) for t in tensors), "the server's state is not finite"
+
+
+def _sound(t: Tensor) -> bool:
+    """Finite; NaN alone marks what is absent."""
+    return not t.is_floating_point() or not bool(torch.isinf(t).any())
 
 
 def payload_is_what_is_declared(bench: Bench, tmp: Path) -> None:
-    session = bench.session()
-    loop = open_loop(session, tmp)
-    loop.server = loop.method.setup()
-    loop.folder.open_logs()
-    counts = (session.federation.label_counts("train") > 0).sum(1)
-    for t in range(0 if loop.method.opening() else 1, 4):
-        before = clone_value(loop.server)
-        loop._round(t)
-        event = json.loads(_events(tmp).splitlines()[-1])
-        if t == 0:
+    """Every payload is exactly what the schema of its link declares for this client and round, bytes included."""
+    made = standard(bench)
+    method = made.session.method
+    labels = (made.session.federation.label_counts("train") > 0).sum(1)
+    for w in made.rounds:
+        t, declared = w.plan.round, {"up": 0, "down": 0}
+        for i, request in w.requests.items():
+            answer = w.answers.trained[i]
+            for link, tree in (("down", request.download), ("up", answer.upload)):
+                exact = method.schema(link, Moment(w.server, i, t))  # type: ignore[arg-type]
+                exact.check(tree, f"round {t}, {link} of client {i}")
+                method.schema(link).check(tree, f"round {t}, {link} of client {i}, in general")  # type: ignore[arg-type]
+                if tree or not exact.may_be_empty:
+                    declared[link] += exact.nbytes(labels=int(labels[i]))
+        for e, merged in w.answers.merged.items():
+            method.schema("edge_up", Moment(w.server, e, t)).check(merged.upload, f"round {t}, edge {e}")
+            method.schema("edge_up").check(merged.upload, f"round {t}, edge {e}, in general")
+        for way, promised in declared.items():
+            counted = w.bytes.get(("device-edge", way), 0) + w.bytes.get(("device-cloud", way), 0)
+            assert counted == promised, f"round {t}, {way}: {counted} bytes sent, {promised} declared"
+
+
+def a_spoiled_upload_is_refused(bench: Bench, tmp: Path) -> None:
+    """Each entry of each round's uploads, spoiled in turn: refused with one sentence, and the round goes on."""
+    made = standard(bench)
+    method = made.session.method
+    for w in made.rounds:
+        victim = next((i for i in sorted(w.requests) if w.answers.trained[i].upload), None)
+        if victim is None:
             continue
-        declared = [session.method.payload_of(before, i, int(counts[i]), t) for i in event["participants"]]
-        books = [event["bytes"].get(link, {}) for link in ("device-edge", "device-cloud")]
-        for direction in ("up", "down"):
-            counted = sum(sum(book.get(direction, {}).values()) for book in books)
-            promised = sum(getattr(p, direction) for p in declared)
-            assert counted == promised, f"round {t}, {direction}: {counted} bytes sent, {promised} declared"
-    loop.folder.close()
+        schema = method.schema("up", Moment(w.server, victim, w.plan.round))
+        tree = w.answers.trained[victim].upload
+        worst: tuple[str, dict[str, Tensor]] | None = None
+        for what, spoiled in _spoiled(schema, tree):
+            answer = replace(w.answers.trained[victim], upload=spoiled)
+            got = receive({victim: schema}, [answer])
+            assert not got.uploads, f"round {w.plan.round}: an upload with {what} was accepted"
+            reason = got.refused.get(victim, "")
+            assert "\n" not in reason
+            worst = (what, spoiled)
+        assert worst is not None
+        with_it = _closed(method, w, {victim: worst[1]})
+        without = _closed(method, w, {victim: None})
+        assert victim in with_it.reasons or victim in with_it.nonfinite
+        same = codec.equal([with_it.server, with_it.edges], [without.server, without.edges])
+        assert same, f"an upload with {worst[0]} changed the server although it was refused"
+
+
+def _spoiled(schema: Schema, tree: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    yield "an entry of an unknown name", {**tree, "x:unknown": torch.zeros(3)}
+    for name, v in tree.items():
+        e = schema.entries[name]
+        if not e.optional and (len(tree) > 1 or not schema.may_be_empty):
+            yield f"no {name}", {k: x for k, x in tree.items() if k != name}
+        for what, bad in _wrong(e, v):
+            yield f"{what} in {name}", {**tree, name: bad}
+
+
+def _wrong(e: Entry, v: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield "another type", v.to(torch.float64 if v.dtype != torch.float64 else torch.float32)
+    yield "another number of axes", v[None]
+    if v.numel() and not isinstance(e.shape[0] if e.shape else 0, str):
+        yield "another length", torch.cat([v, v]) if v.ndim else torch.stack([v, v])
+    if not v.numel() or v.dtype == torch.bool:
+        return
+    if v.is_floating_point():
+        if not e.nan:
+            yield "NaN", torch.full_like(v, float("nan"))
+        yield "infinity", torch.full_like(v, float("inf"))
+        yield "huge values", torch.full_like(v, 3e38 if v.dtype == torch.float32 else 1e300)
+        return
+    limits = torch.iinfo(v.dtype)
+    for bad in (e.low - 1, e.high + 1):
+        if limits.min <= bad <= limits.max:
+            yield f"{bad:g}", torch.full_like(v, int(bad))
+    if e.distinct and v.numel() > 1:
+        yield "equal ids", v[:1].expand_as(v).clone()
+
+
+def _closed(method: Method, w: Watched, changed: Mapping[ClientId, Mapping[str, Tensor] | None]) -> Any:
+    """The round with other uploads of some clients (None: no answer); edges merge anew."""
+    trained = dict(w.answers.trained)
+    for i, tree in changed.items():
+        if tree is None:
+            del trained[i]
+        else:
+            trained[i] = replace(trained[i], upload=dict(tree))
+    merged = {}
+    for task in w.plan.edges:
+        assert isinstance(method, EdgeMethod)
+        _, down = relay(method, task)
+        answers = [trained[r.client] for r in task.requests if r.client in trained]
+        merged[task.edge.id] = merge(method, task, answers, down)
+    return close(method, w.server, w.edges, w.plan, RoundAnswers(trained, merged))
 
 
 def nothing_private_is_uploaded(bench: Bench, tmp: Path) -> None:
-    session = bench.session()
-    method, seen = session.method, []
-    end = method.end
+    """By value: what is private is in no upload, under whatever name; and an entry that is not declared to hold
+    parameters (`model`, `update`) is not a parameter of the client's model."""
+    made = standard(bench)
+    method = made.session.method
+    w0 = method.ctx.w0
+    names = [k for k in w0 if w0[k].numel() >= 8]
+    for w, new in zip(made.rounds, [*(x.states for x in made.rounds[1:]), decided(made.loop)["clients"]], strict=True):
+        for i in w.requests:
+            upload = w.answers.trained[i].upload
+            schema = method.schema("up", Moment(w.server, i, w.plan.round))
+            for name in upload:
+                assert name not in w0 or not method.stays(name), f"{name} is private and was uploaded"
+            held = {}
+            for k, v in _named_tensors(new[i] or {}):
+                plain = k.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+                if plain in names and v.shape == w0[plain].shape and not torch.equal(v, w0[plain]):
+                    held[k] = (plain, v)
+            for sent, v in upload.items():
+                declared = schema.entries[sent].kind in ("model", "update")
+                for plain, own in held.values():
+                    if (method.private(plain) or not declared) and _contains(v, own):
+                        raise AssertionError(f"{plain} of the client's own model was uploaded as {sent}")
 
-    def spy(*args: Any) -> Any:
-        state, upload = end(*args)
-        seen.append(upload)
-        return state, upload
 
-    setattr(method, "end", spy)  # noqa: B010
-    bench.play(tmp, session)
-    assert seen
-    for upload in seen:
-        assert isinstance(upload, Upload)
-        for name in upload.tree:
-            plain = name.rsplit(":", 1)[-1]
-            if ":" not in name and plain in method.ctx.w0:
-                assert not method.private(plain), f"{name} is private and was uploaded"
+def _named_tensors(value: Any, at: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield at, value
+    elif isinstance(value, Mapping):
+        for k, v in value.items():
+            yield from _named_tensors(v, f"{at}/{k}")
+    elif isinstance(value, list | tuple):
+        for k, v in enumerate(value):
+            yield from _named_tensors(v, f"{at}/{k}")
+
+
+def _contains(sent: Tensor, own: Tensor) -> bool:
+    """Are the numbers of `own` among those sent, nearly all of them?"""
+    if not sent.is_floating_point() or sent.numel() < own.numel():
+        return False
+    here = torch.isin(own.reshape(-1).float(), sent.reshape(-1).float())
+    return bool(here.float().mean() > 0.9) and len(torch.unique(own)) > 4
 
 
 def hooks_do_not_change_what_they_are_given(bench: Bench, tmp: Path) -> None:
-    session = bench.session()
-    method = session.method
-    changed: list[str] = []
-
-    def guard(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(*args: Any) -> Any:
-            held = [a for a in args if isinstance(a, dict)]
-            before = clone_value(held)
-            out = hook(*args)
-            if not codec.equal(before, held):
-                changed.append(name)
-            return out
-
-        return guarded
-
-    for name in ("down", "aggregate", "begin", "personal", "global_model", "facts"):
-        setattr(method, name, guard(name, getattr(method, name)))
-    bench.play(tmp, session)
+    changed = standard(bench).changed
     assert not changed, f"{changed[0]} changed a tree or state it was given"
 
 
 def state_survives_the_codec(bench: Bench, tmp: Path) -> None:
-    loop = bench.play(tmp)
-    parts = _frozen_parts(loop)
-    assert codec.equal(codec.loads(codec.dumps(parts)), parts)
+    parts = decided(standard(bench).loop)
+    assert codec.equal(codec.unpack(codec.pack(parts)), parts)
 
 
 def learns_a_small_task(bench: Bench, tmp: Path) -> None:
     bench = Bench(bench.method, {**bench.method.trial, **bench.own})
-    session = bench.session(rounds=12, join=1.0, epochs=2, eval_every=12, partition="dirichlet(0.3)")
-    loop = open_loop(session, tmp)
-    loop.server = loop.method.setup()
-    loop.folder.open_logs()
-    start_loss = loop.evaluate(0).summary()["personal/test"]
-    for t in range(0 if loop.method.opening() else 1, 13):
-        loop._round(t)
-        loop.done = t
-    result = loop.evaluate(12).summary()
-    loop.folder.close()
-    best = max(result[v]["mean"] for v in ("personal/test", "adapted/test", "trained/test") if v in result)
-    assert best > 0.5, f"only {best:.2f} after 12 rounds on ten classes (started at {start_loss['mean']:.2f})"
+    quiet: dict[str, Any] = {"watch": False, "final_trained": False, "checkpoint_every": 100, "eval_every": 12}
+    loop = bench.play(tmp, rounds=12, join=1.0, epochs=2, partition="dirichlet(0.3)", **quiet)
+    result = events(tmp)[-1]["eval"]
+    views = ("personal/test", "adapted/test", "trained/test")
+    best = max(result[v]["mean"] for v in views if v in result)
+    assert best > 0.5, f"only {best:.2f} after {loop.done} rounds on ten classes"
 
 
 def bad_settings_get_a_sentence(bench: Bench, tmp: Path) -> None:
-    for bad in ({"no_such_setting": 1}, {"no_such_setting": "x"}):
-        try:
-            build(bench.method, bad)
-        except CoterieError as e:
-            assert "no_such_setting" in str(e) and "\n" not in str(e)
-        else:
-            raise AssertionError(f"{bad} was accepted")
+    bad: list[dict[str, Any]] = [{"no_such_setting": 1}, {"no_such_setting": "x"}]
     for name, info in bench.method.Settings.model_fields.items():
         if info.annotation in (int, float):
-            try:
-                build(bench.method, {name: "many"})
-            except CoterieError as e:
-                assert name in str(e) and "\n" not in str(e)
-            else:
-                raise AssertionError(f"{name} = 'many' was accepted")
+            bad += [{name: "many"}, {name: float("inf")}, {name: float("nan")}]
+    for one in bad:
+        try:
+            build(bench.method, one)
+        except CoterieError as e:
+            assert next(iter(one)) in str(e) and "\n" not in str(e)
+        else:
+            raise AssertionError(f"{one} was accepted")
+
+
+def settings_have_names_of_their_own(bench: Bench, tmp: Path) -> None:
+    """A name that a run or federation setting has too would reach one of them only."""
+    twice = shared_names(bench.method)
+    assert not twice, f"{twice[0]} is a setting of every run too; give the method's setting another name"
 
 
 def a_newcomer_gets_a_model(bench: Bench, tmp: Path) -> None:
-    bench.play(tmp, newcomers=1)
+    bench.play(tmp, newcomers=1, watch=False, eval_every=3, checkpoint_every=3, final_trained=False)
     with np.load(tmp / "eval" / "000003.npz") as z:
         assert z["newcomer"].sum() == 1
         assert np.isfinite(z["personal/test/loss"][z["newcomer"]]).all()
@@ -308,11 +538,13 @@ CHECKS: dict[str, Callable[[Bench, Path], None]] = {
         permuting_ids_permutes_results,
         any_subset_of_answers_is_aggregated,
         payload_is_what_is_declared,
+        a_spoiled_upload_is_refused,
         nothing_private_is_uploaded,
         hooks_do_not_change_what_they_are_given,
         state_survives_the_codec,
         learns_a_small_task,
         bad_settings_get_a_sentence,
+        settings_have_names_of_their_own,
         a_newcomer_gets_a_model,
     )
 }
@@ -325,4 +557,4 @@ def check(method: str | type[Method], name: str, **own: Any) -> None:
         CHECKS[name](Bench(cls, own), Path(folder))
 
 
-__all__ = ["CHECKS", "Bench", "SmallNet", "check", "open_loop", "small_data"]
+__all__ = ["CHECKS", "Bench", "SmallNet", "check", "close_loop", "decided", "events", "open_loop", "small_data"]

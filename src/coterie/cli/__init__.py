@@ -15,6 +15,11 @@ def main() -> None:
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(0)
+    except OSError as e:
+        if e.filename is None:
+            raise
+        print(f"coterie: {e.filename} cannot be used ({e.strerror})", file=sys.stderr)
+        sys.exit(2)
 
 
 __all__ = ["main"]

@@ -51,6 +51,7 @@ def run(
 ) -> None:
     """Run one method, or continue an interrupted run."""
     from coterie.config import settings
+    from coterie.disk import finite
     from coterie.errors import CoterieError
     from coterie.folders import fresh_folder
     from coterie.session import execute, prepare, rebuild
@@ -69,22 +70,24 @@ def run(
         folder = out or fresh_folder(f"{given['method']}-{session.settings.data}")
     silent = quiet or as_json
     stop = Stop()
-    with stop.listening(), bar(session.method.title, session.settings.rounds, silent) as update:
+    with stop.listening(), bar(session.method.card.title, session.settings.rounds, silent) as update:
         ended = execute(
             session,
             folder,
             resume=resume is not None,
             tell=lambda p: update(p.round, "" if p.accuracy is None else f"accuracy {100 * p.accuracy:.1f}"),
-            say=lambda text: typer.echo(f"coterie: {text}", err=True),
+            say=_complain,
             stopped=stop,
         )
     from coterie.runs.run import Run  # brings pandas, which a run itself does not need
 
     found = Run(folder, session)
     if as_json:
-        typer.echo(json.dumps({"run": str(folder), "finished": ended, **found.summary()}))
+        typer.echo(json.dumps(finite({"run": str(folder), "finished": ended, **found.summary()})))
     elif not quiet:
         _show_run(found)
+    for sentence in found.warnings():
+        _complain(sentence)
     if not ended:
         typer.echo(f"stopped after round {found.last_round}; continue with: coterie run --resume {folder}", err=True)
         raise typer.Exit(130)
@@ -129,7 +132,7 @@ def compare(
     with stop.listening(), bar("compare", sum(c.settings.rounds for c in cells), quiet or as_json) as update:
         status = sweep(cells, engine_from(workers, None, data_dir, engine=engine), lambda s: update(s.done(), ""), stop)
     for sentence in status.said:
-        typer.echo(f"coterie: {sentence}", err=True)
+        _complain(sentence)
     done = [c for c in cells if c.out not in status.failed and c.finished()]
     if done:
         table = Comparison([Run(c.out) for c in done])
@@ -140,8 +143,11 @@ def compare(
         elif not quiet:
             _show_table(table, "accuracy in percent, mean over clients; bytes and time per round")
             console.print(f"runs, table.csv and table.md are in {folder}", soft_wrap=True, highlight=False)
-    for path, reason in status.failed.items():
-        typer.echo(f"coterie: {path.name} failed: {reason}", err=True)
+        for sentence in table.warnings():
+            _complain(sentence)
+    for reason in dict.fromkeys(status.failed.values()):
+        names = [path.name for path, why in status.failed.items() if why == reason]
+        _complain(f"{', '.join(names)} failed: {reason}")
     if stop.asked:
         typer.echo("stopped; the same command with --out " + str(folder) + " goes on", err=True)
         raise typer.Exit(130)
@@ -155,23 +161,37 @@ def runs(folder: Annotated[Path, Argument(help="where to look")] = Path("runs"))
     import pandas as pd
 
     from coterie.errors import CoterieError
+    from coterie.runs.found import run_folders
     from coterie.runs.run import Run
 
-    found = [Run(p.parent) for p in sorted(folder.rglob("settings.json"))]
-    if not found:
+    paths = run_folders(folder)
+    if not paths:
         raise CoterieError(f"there are no runs in {folder}")
-    rows: list[dict[str, Any]] = []
-    for r in found:
-        s = r.summary()
-        personal = s.get("personal", {}).get("last")
-        rows.append({
+    rows: dict[str, dict[str, Any]] = {}
+    damaged: list[str] = []
+    for path in paths:
+        try:
+            r = Run(path)
+            s = r.summary()
+        except CoterieError as e:  # one damaged run must not hide the others
+            damaged.append(str(e))
+            continue
+        personal = s.get("personal", {})
+        accuracy = f"{100 * personal['last']:.1f}" if personal else ""
+        if personal and personal["nonfinite"]:
+            accuracy += f" (diverged: {personal['nonfinite']} of {personal['clients']} clients)"
+        rows[str(path)] = {
             "method": r.title, "data": r.settings["data"], "partition": r.settings["federation"]["partition"],
-            "seed": r.settings["seed"], "round": f"{r.last_round}/{r.settings['rounds']}",
-            "personal": "" if personal is None else f"{100 * personal:.1f}",
-        })  # fmt: skip
-    frame = pd.DataFrame(rows, index=[str(r.path) for r in found])
-    frame.index.name = "run"
-    console.print(frame_table(frame))
+            "seed": r.settings["seed"], "round": f"{r.last_round}/{r.settings['rounds']}", "personal": accuracy,
+        }  # fmt: skip
+    if rows:
+        frame = pd.DataFrame(rows.values(), index=list(rows))
+        frame.index.name = "run"
+        console.print(frame_table(frame))
+    for sentence in damaged:
+        _complain(sentence)
+    if damaged:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -193,17 +213,13 @@ def export(
 
 
 def engine_from(workers: int | None, state: str | None, data_dir: Path | None, **more: str | None) -> Any:
-    from pydantic import ValidationError
+    from coterie.config import engine
 
-    from coterie.config import Engine
-    from coterie.errors import CoterieError
-    from coterie.methods import sentence
+    return engine(workers=workers, state=state, data_dir=data_dir, **more)
 
-    try:
-        given = {k: v for k, v in {"state": state, **more}.items() if v is not None}
-        return Engine(workers=workers, data_dir=data_dir, **given)
-    except ValidationError as e:
-        raise CoterieError(sentence("options", e)) from None
+
+def _complain(sentence: str) -> None:
+    typer.echo(f"coterie: {sentence}", err=True)
 
 
 def _show_table(comparison: Any, title: str) -> None:
@@ -229,4 +245,9 @@ def report(
     """Write one HTML page about one or several runs; it opens offline."""
     from coterie.report.page import write
 
-    console.print(f"report: {write(folders, out, title)}", soft_wrap=True, highlight=False)
+    damaged: list[str] = []
+    console.print(f"report: {write(folders, out, title, damaged.append)}", soft_wrap=True, highlight=False)
+    for sentence in damaged:
+        _complain(sentence)
+    if damaged:
+        raise typer.Exit(1)

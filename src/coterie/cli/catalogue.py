@@ -49,8 +49,9 @@ def _methods(model: str | None, data: str | None, data_dir: Path | None) -> None
             table.add_row(name, str(e))
             continue
         up, down = sizes.of(name)
-        mark = " [C]" if m.certainty == "C" else ""
-        table.add_row(name, m.title + mark, m.family, str(m.year or ""), m.personal_part, up, down, " ".join(m.needs))
+        card, mark = m.card, " [C]" if m.card.certainty == "C" else ""
+        year, needs = str(card.year or ""), " ".join(m.needs)
+        table.add_row(name, card.title + mark, card.family, year, card.personal, up, down, needs)
     console.print(table)
     console.print("[C]: reconstructed from the published description only", markup=False, highlight=False)
 
@@ -86,12 +87,13 @@ def show(method: Annotated[str, Argument(help="a method's name")]) -> None:
     from coterie.methods import find
 
     m = find(method)
-    console.print(f"[bold]{m.title}[/bold] ({m.paper})", highlight=False)
+    console.print(f"[bold]{m.card.title}[/bold] ({m.card.paper})", highlight=False)
     text = inspect.getdoc(inspect.getmodule(m)) or ""
     console.print("\n" + text.partition("\n\n")[2].strip() + "\n", markup=False, highlight=False)
     needs = ", ".join(m.needs) or "nothing special"
-    facts = f"personal: {m.personal_part}; family {m.family}; weighting by default: {m.weighting}; needs: {needs}"
-    console.print(facts + f"; certainty {m.certainty}", markup=False, highlight=False)
+    card = m.card
+    facts = f"personal: {card.personal}; family {card.family}; weighting by default: {m.weighting}; needs: {needs}"
+    console.print(facts + f"; certainty {card.certainty}", markup=False, highlight=False)
     fields = m.Settings.model_fields
     if not fields:
         console.print("no settings of its own")

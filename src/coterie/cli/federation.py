@@ -19,6 +19,10 @@ CertsDir = Annotated[Path, Option("--certs", help="the directory that `coterie c
 Ca = Annotated[Path, Option(help="the authority's certificate (ca.crt) of whom this host connects to")]
 Key = Annotated[Path, Option(help="this node's private key")]
 Deadline = Annotated[float, Option(min=0.1, help="seconds a round waits for answers")]
+AllowModule = Annotated[
+    list[str] | None,
+    Option(help="a model package.module:name (or package.module:*) that a plan may name; may be repeated"),
+]
 MethodName = Annotated[str | None, Argument(help="a method; `coterie list methods` names them")]
 
 
@@ -47,15 +51,21 @@ def certs_add(
     root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")],
     names: Annotated[list[str], Argument(metavar="NAME...", help="names of nodes")],
     public: Annotated[Path | None, Option(help="the public half of a key made on the device itself")] = None,
+    edge: Annotated[bool, Option("--edge", help="the node is an edge that speaks for --devices alone")] = False,
+    devices: Annotated[
+        str | None, Option(help="names of an edge's devices, with commas; * and ? are patterns, as in ward-*")
+    ] = None,
 ) -> None:
-    """Register nodes; without --public their keys are made here."""
+    """Register nodes, as devices or as an edge; without --public their keys are made here."""
     from coterie.errors import CoterieError
     from coterie.runtimes.flower import certs
 
     if public is not None and len(names) != 1:
         raise CoterieError("--public is the key of one node; give one name")
+    attached = [name.strip() for name in (devices or "").split(",") if name.strip()]
     for name in names:
-        console.print(str(certs.add_node(root, name, public)), soft_wrap=True, highlight=False)
+        made = certs.add_node(root, name, public, "edge" if edge else "device", attached)
+        console.print(str(made), soft_wrap=True, highlight=False)
 
 
 @certs_app.command("remove-node")
@@ -124,7 +134,8 @@ def serve(
     from coterie.errors import CoterieError
     from coterie.folders import fresh_folder
     from coterie.runtimes.flower import serve as s
-    from coterie.runtimes.flower.processes import die_with_parent, use_flower
+    from coterie.runtimes.flower.processes import die_with_parent
+    from coterie.runtimes.flower.transport import use_flower
 
     die_with_parent()
     _log()
@@ -142,11 +153,11 @@ def serve(
             )
         chosen = settings(**given)
         items = _shape(shape, classes)
-        cloud = s.Cloud(
+        cloud = s.CloudSettings(
             str(certs), host, port, min_clients, deadline, items, classes, str(data_dir) if data_dir else None
         )
         folder = out or fresh_folder(f"{chosen.method}-federation")
-        again = (folder / "cloud.json").exists()
+        again = (folder / "cloud.json").exists() and (folder / "settings.json").exists()
         if again:
             then, kept = s.reopen(folder)
             if then != chosen:
@@ -191,16 +202,18 @@ def join(
     state: Annotated[Path, Option(help="the directory for this device's private state and model")],
     client: Annotated[int | None, Option(min=0, help="take this client's share of named data, for trying")] = None,
     data_dir: o.DataDir = None,
+    allow_module: AllowModule = None,
 ) -> None:
     """Be a device: train on this host's data whenever the cloud asks, until stopped."""
-    from coterie.runtimes.flower.device import Member
-    from coterie.runtimes.flower.device import join as answer
-    from coterie.runtimes.flower.processes import die_with_parent, use_flower
+    from coterie.runtimes.flower import device, permits
+    from coterie.runtimes.flower.processes import die_with_parent
+    from coterie.runtimes.flower.transport import use_flower
 
+    allow = permits.allowed(allow_module or ())
     use_flower(state / "flwr")
     die_with_parent()
     _log()
-    answer(cloud, ca, key, Member(data, state, client, data_dir))
+    device.join(cloud, ca, key, device.DeviceHandler(data, state, client, data_dir, allow))
 
 
 @federation_app.command()
@@ -211,19 +224,23 @@ def edge(
     listen: Annotated[str, Option(help="[HOST]:PORT for this edge's own devices")],
     certs: CertsDir = Path("certs"),
     state: Annotated[Path, Option(help="the directory for this edge's SuperLink")] = Path("edge"),
+    allow_module: AllowModule = None,
 ) -> None:
     """Be an edge: a node to the cloud and a server to devices of its own, with certificates of its own."""
     from coterie.errors import CoterieError
+    from coterie.runtimes.flower import permits
     from coterie.runtimes.flower.edge import bridge
-    from coterie.runtimes.flower.processes import die_with_parent, use_flower
+    from coterie.runtimes.flower.processes import die_with_parent
+    from coterie.runtimes.flower.transport import use_flower
 
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise CoterieError(f'listen "{listen}" must be :PORT or HOST:PORT')
+    allow = permits.allowed(allow_module or ())
     use_flower(state / "flwr")
     die_with_parent()
     _log()
-    bridge(up, ca, key, host or "0.0.0.0", int(port), certs, state)
+    bridge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allow)
 
 
 @federation_app.command()

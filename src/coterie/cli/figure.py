@@ -32,7 +32,10 @@ def figure(
 
     if kind not in figures.KINDS:
         raise unknown("kind of figure", kind, figures.KINDS)
-    runs = find_runs(folders)
+    damaged: list[str] = []
+    runs = find_runs(folders, damaged.append)
+    for sentence in damaged:
+        typer.echo(f"coterie: {sentence}", err=True)
     names = {n for r in runs for n in (r.title, str(r.settings["method"]))}
     wanted = _commas(methods)
     for m in wanted:
@@ -45,3 +48,5 @@ def figure(
     drawn = figures.draw(kind, runs, view=view, axis=axis)
     for file in figures.save(drawn, out or Path(kind)):
         console.print(f"figure: {file}", soft_wrap=True, highlight=False)
+    if damaged:
+        raise typer.Exit(1)

@@ -19,7 +19,9 @@ Seed = Annotated[int | None, Option(help="seed of everything random (default 0)"
 Workers = Annotated[int | None, Option(help="processes (default: the cores); changes no result (stacked: rounding)")]
 Training = Annotated[str | None, Option("--engine", help="loop, stack (many clients at once) or auto: the faster")]
 StateAt = Annotated[str | None, Option("--state", help="memory or disk: where client state is kept")]
-RuntimeAt = Annotated[str | None, Option("--runtime", help="local or ray: whose processes compute; changes no result")]
+RuntimeAt = Annotated[
+    str | None, Option("--runtime", help="local, ray or flower (a device per client): who computes; changes no result")
+]
 Address = Annotated[str | None, Option(help="of a Ray cluster, with --runtime ray (default: one on this machine)")]
 Set = Annotated[list[str] | None, Option("--set", help="key=value; any setting of method, run or federation")]
 Config = Annotated[Path | None, Option(help="a TOML file with settings; the command line wins over it")]
@@ -30,11 +32,11 @@ Json = Annotated[bool, Option("--json", help="print the result as JSON")]
 
 def gather(config: Path | None, assignments: list[str] | None, **options: Any) -> dict[str, Any]:
     """File, then options, then --set: the later wins."""
-    from coterie.config import from_toml, parse_assignment
+    from coterie.config import from_toml, parse_assignment, table
 
     found: dict[str, Any] = from_toml(config) if config else {}
-    for table in ("federation", "settings"):  # flat, so that an option can win over a table's entry
-        found = {**found.pop(table, {}), **found}
+    for name in ("federation", "settings"):  # flat, so that an option can win over a table's entry
+        found = {**table(name, found.pop(name, None)), **found}
     found |= {k: v for k, v in options.items() if v is not None}
     found |= dict(parse_assignment(a) for a in assignments or [])
     return found

@@ -1,13 +1,19 @@
-"""Declared bytes of every method for one model, without running anything."""
+"""Declared bytes of every method for one model, without training anything."""
 
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from coterie.config import settings
 from coterie.errors import CoterieError
-from coterie.method import Method
+from coterie.method import Method, Moment, State, Upload
 from coterie.methods import find
+from coterie.schema import Entry, Link, Schema
 from coterie.session import Session, prepare
+from coterie.tree import Tree
+
+ANSWERS = 8  # clients, more than any method's default number of groups or models
 
 
 class Traffic:
@@ -30,14 +36,54 @@ class Traffic:
 
     def of(self, name: str) -> tuple[str, str]:
         """KB up and down in a late round for a client with all classes; a dash where the method does not fit."""
-        method: Method = find(name)()
+        method = find(name)()
         method.ctx = self._session.method.ctx
         try:
             method.check()
-            p = method.payload(method.ctx.classes, method.ctx.rounds)
+            up, down = declared(method)
         except (CoterieError, KeyError):
             return "-", "-"
-        return f"{p.up / 1024:.1f}", f"{p.down / 1024:.1f}"
+        return f"{up / 1024:.1f}", f"{down / 1024:.1f}"
+
+
+def declared(method: Method) -> tuple[int, int]:
+    """Bytes up and down of a client with all classes in the last round.
+
+    Where they depend on what the server knows, it is what it knows after a few clients have answered once."""
+    server = _answered_once(method)
+    links: tuple[Link, Link] = ("up", "down")
+    sizes = []
+    for link in links:
+        try:
+            schema = method.schema(link, Moment(server, method.ctx.clients[0], method.ctx.rounds))
+        except (LookupError, TypeError):  # a state that this server does not have yet
+            schema = method.schema(link)
+        sizes.append(schema.nbytes())
+    return sizes[0], sizes[1]
+
+
+def _answered_once(method: Method) -> State:
+    """The server after a few clients have sent zeros; its first state, if the method can make nothing of them."""
+    server = first = method.setup()
+    try:
+        for t in (0, 1) if method.opening() else (1,):
+            payloads = {i: _zeros(method.schema("up", Moment(server, i, t))) for i in method.ctx.clients[:ANSWERS]}
+            server = method.aggregate(server, [Upload(p, sender=i, samples=1) for i, p in payloads.items()], t)
+    except Exception:  # zeros may be a model that some rule cannot do with
+        return first
+    return server
+
+
+def _zeros(schema: Schema) -> Tree:
+    longest = {word: most for word, (_, most) in schema.lengths.items()}
+    return {name: _zero(entry, longest) for name, entry in schema.entries.items()}
+
+
+def _zero(entry: Entry, lengths: dict[str, int]) -> torch.Tensor:
+    shape = [lengths[n] if isinstance(n, str) else n for n in entry.shape]
+    if entry.distinct:
+        return torch.arange(int(entry.low), int(entry.low) + shape[0], dtype=entry.dtype)
+    return torch.tensor(max(0, int(entry.low)), dtype=entry.dtype).expand(shape)  # takes no memory
 
 
 def traffic(model: str | None, data: str, data_dir: Path | None) -> Traffic:

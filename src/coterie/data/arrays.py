@@ -69,7 +69,13 @@ def dataset(name: str, raw: Raw) -> Dataset:
     if n_train == 0:
         raise CoterieError(f"{name} has no training samples")
     y = raw.y.reshape(n_train, -1)
-    y = y if not test or raw.y_test is None else np.concatenate([y, raw.y_test.reshape(len(raw.y_test), -1)])
+    if test and raw.y_test is not None:
+        more = raw.y_test.reshape(len(raw.y_test), -1)
+        if more.shape[1] != y.shape[1]:
+            raise CoterieError(
+                f"training and test labels of {name} differ in shape: {y.shape[1:]} and {more.shape[1:]}"
+            )
+        y = np.concatenate([y, more])
     labels, classes = _labels(name, y, raw.classes)
     items = _items_form(name, x)
     is_test = torch.arange(len(labels)) >= n_train
@@ -96,7 +102,11 @@ def moments(x: Tensor, train: Tensor) -> tuple[tuple[float, ...] | None, tuple[f
 
 def _items_form(name: str, x: Array) -> Tensor:
     """Channels first; bytes stay bytes, half and double become float32, texts become token ids."""
+    if x.size == 0:
+        raise CoterieError(f"items of {name} are empty: one has shape {x.shape[1:]}")
     if x.dtype.kind == "U":
+        if x.size != len(x):
+            raise CoterieError(f"items of {name} must be one text each, but have shape {x.shape[1:]}")
         return torch.from_numpy(tokens(x.reshape(len(x))))
     if x.dtype.kind not in "buif":
         raise CoterieError(f"items of {name} are of type {x.dtype}; numbers or texts are needed")
@@ -170,7 +180,10 @@ def _items(source: Any, name: str) -> tuple[Array, Array]:
 
 
 def _plain(values: Any) -> Array:
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    try:
+        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    except (TypeError, ValueError) as e:
+        raise CoterieError(f"these are no arrays of numbers or texts: {e}") from None
     if array.dtype == object and array.ndim == 1 and all(isinstance(v, str) for v in array):
         return array.astype(str)
     return array

@@ -132,7 +132,8 @@ class Federation:
 
     def _identity(self) -> dict[str, Any]:
         digest = hashlib.sha256()
-        for array in (self._index.numpy(), self._bounds, self._public.numpy(), self.dataset.y.numpy()):
+        digest.update(self.dataset.digest.encode())
+        for array in (self._index.numpy(), self._bounds, self._public.numpy()):
             digest.update(str(array.shape).encode() + np.ascontiguousarray(array, "<i8").tobytes())
         return {
             **self.settings.model_dump(mode="json"),
@@ -141,6 +142,7 @@ class Federation:
             "seed": self.seed,
             "data": self.dataset.name,
             "samples": len(self.dataset),
+            "items": self.dataset.digest,
             "dealt": len(self._index),
             "sha256": digest.hexdigest(),
         }

@@ -58,11 +58,15 @@ def _arrays(path: Path) -> dict[str, Array]:
             raise ValueError("it does not begin like one")
     with np.load(path, allow_pickle=False) as z:
         try:
-            return {k: z[k] for k in z.files}
+            found = {k: z[k] for k in z.files}
         except ValueError as e:
             if "allow_pickle" in str(e):
                 raise ValueError("it holds Python objects, and these are never loaded") from None
             raise
+    for k, array in found.items():
+        if not isinstance(array, np.ndarray):
+            raise ValueError(f"its part {k} is no array")
+    return found
 
 
 def idx(path: Path) -> Array:
@@ -135,6 +139,8 @@ def svhn(files: Sequence[Path]) -> Raw:
 
 def folder(root: Path) -> Raw:
     """Pictures in train/CLASS and test/CLASS (valid counts as training), or just in CLASS folders."""
+    if root.resolve() == Path(root.anchor or "/"):
+        raise CoterieError(f"{root} is the whole disk; name the folder that the data are in")
     if (root / "train").is_dir():
         trains = [root / "train"] + ([root / "valid"] if (root / "valid").is_dir() else [])
         test = next((root / d for d in ("test", "val") if (root / d).is_dir()), None)
@@ -165,10 +171,15 @@ def tiny_imagenet(root: Path) -> Raw:
 
 
 def _labelled(part: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
-    """(file, class number), in order of names so that sample numbers are the same on every machine."""
-    return [
-        (f, c) for c, d in enumerate(classes) for f in sorted((part / d).rglob("*")) if f.suffix.lower() in _PICTURES
-    ]
+    """(file, class number), in order of names so that sample numbers are the same on every machine.
+
+    Looks two folders deep below the class: a wrong folder must not have the whole disk searched."""
+    found = []
+    for c, d in enumerate(classes):
+        with reading(part / d, "a folder of pictures"):
+            inside = [f for depth in ("*", "*/*", "*/*/*") for f in (part / d).glob(depth)]
+        found += [(f, c) for f in sorted(inside) if f.suffix.lower() in _PICTURES]
+    return found
 
 
 def _pictures(train: list[tuple[Path, int]], test: list[tuple[Path, int]], classes: Sequence[str]) -> Raw:

@@ -13,7 +13,7 @@ from coterie.errors import CoterieError, unknown
 class PartitionSettings(BaseModel):
     """Who gets what, and how each client's own samples are split."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     partition: str = "dirichlet(0.1)"
     clients: int | None = None  # None: 20, and with `natural` everybody the data name

@@ -2,7 +2,7 @@
 
 import importlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -80,14 +80,14 @@ def _load(name: str, folder: Path | None) -> Dataset:
     if name.startswith("hub:"):
         return dataset(name, hub.read(name.removeprefix("hub:")))
     beside = (folder or data_dir()) / f"{name}.npz"
-    if "/" not in name and beside.is_file():
+    if "/" not in name and _path(str(beside))[1] == "file":
         return dataset(name, files.npz(beside))
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path, kind = _path(name)
+    if kind == "folder":
         return dataset(path.resolve().name, files.folder(path))
-    if path.suffix == ".npz" or path.is_file():
+    if kind == "file" or path.suffix == ".npz":
         return dataset(path.stem, files.npz(path))
-    if ":" in name and not path.exists():
+    if ":" in name and not kind:
         return _called(name)
     if "/" in name:
         raise CoterieError(
@@ -97,6 +97,15 @@ def _load(name: str, folder: Path | None) -> Dataset:
     raise unknown("data", name, [*KNOWN, *(p.stem for p in root.glob("*.npz"))])
 
 
+def _path(name: str) -> tuple[Path, Literal["file", "folder", ""]]:
+    """A name as a path, and what is there."""
+    try:
+        path = Path(name).expanduser()
+        return path, "folder" if path.is_dir() else "file" if path.is_file() else ""
+    except (OSError, ValueError, RuntimeError) as e:  # too long, a character no name may have, no such user
+        raise CoterieError(f'data "{name[:80]}" cannot be a name or a path: {e}') from None
+
+
 def _called(name: str) -> Dataset:
     """The Dataset that the user's own function returns."""
     module, _, function = name.partition(":")
@@ -104,7 +113,12 @@ def _called(name: str) -> Dataset:
         made = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as e:
         raise CoterieError(f'data "{name}" cannot be imported: {e}') from e
-    got = made()
+    try:
+        got = made()
+    except CoterieError:
+        raise
+    except Exception as e:  # a user's code may raise anything
+        raise CoterieError(f'data "{name}" failed: {type(e).__name__}: {e}') from e
     if not isinstance(got, Dataset):
         raise CoterieError(f'data "{name}" returned {type(got).__name__}; it must return a coterie.data.Dataset')
     return got

@@ -1,4 +1,4 @@
-"""Methods, one file each; found by the entry-point group `coterie.methods`, so other packages can add theirs."""
+"""Methods, one file or folder each; found by the entry points `coterie.methods`, so other packages can add theirs."""
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import Batch, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload, cross_entropy
+from coterie.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload, cross_entropy
 
 ALPHA = "a:alpha"
 
@@ -25,11 +25,7 @@ class APFLSettings(Settings):
 class APFL(Method):
     Settings = APFLSettings
     hp: APFLSettings
-    title = "APFL"
-    paper = "Deng et al., arXiv 2003.13461, 2020"
-    year = 2020
-    family = "M"
-    personal_part = "a second model and its weight"
+    card = Card("APFL", "Deng et al., arXiv 2003.13461, 2020", 2020, "M", personal="a second model and its weight")
 
     def init_client(self, data: ClientData) -> State:
         return {**super().init_client(data), "v": T.clone(self.ctx.w0), "alpha": torch.tensor(self.hp.alpha)}
@@ -48,8 +44,8 @@ class APFL(Method):
         with torch.no_grad():
             v, w = self._outputs(params, batch.x)
         alpha = params[ALPHA].detach().clone().requires_grad_()
-        slope = torch.autograd.grad(cross_entropy(alpha * v + (1 - alpha) * w, batch), alpha)[0]
-        new = alpha.detach() - extras["lr"] * (slope + self.hp.decay * alpha.detach())
+        gradient = torch.autograd.grad(cross_entropy(alpha * v + (1 - alpha) * w, batch), alpha)[0]
+        new = alpha.detach() - extras["lr"] * (gradient + self.hp.decay * alpha.detach())
         return {**params, ALPHA: new.clamp(0, 1)}
 
     def _outputs(self, params: Tree, x: Tensor) -> tuple[Tensor, Tensor]:

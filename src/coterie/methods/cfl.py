@@ -11,29 +11,32 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from sklearn.cluster import AgglomerativeClustering
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import ClientData, ClientId, Download, Extras, Method, Settings, State, Tree, Upload
-from coterie.parts.bipartition import bipartition
+from coterie.method import Card, ClientData, ClientId, Download, Extras, Method, Moment, Settings, State, Tree, Upload
+from coterie.schema import Link, Schema, like
 
 
 class CFLSettings(Settings):
     eps1: float = Field(0.4, ge=0, description="split only if the norm of the mean update is below this")
     eps2: float = Field(1.6, ge=0, description="and the largest norm of an update above this")
-    min_size: int = Field(2, ge=1, description="clusters of this size or smaller are not split")
+    min_cluster: int = Field(2, ge=1, description="clusters of this size or smaller are not split")
     first_round: int = Field(20, ge=0, description="no split up to and including this round")
 
 
 class CFL(Method):
     Settings = CFLSettings
     hp: CFLSettings
-    title = "CFL"
-    paper = "Sattler et al., IEEE TNNLS 2021, arXiv 1910.01991"
-    year = 2021
-    family = "C"
-    personal_part = "the cluster's model"
+    card = Card("CFL", "Sattler et al., IEEE TNNLS 2021, arXiv 1910.01991", 2021, "C", personal="the cluster's model")
     weighting = "uniform"
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """Up go updates, down a cluster's model."""
+        if link == "up":
+            return Schema(like(T.drop(self.ctx.w0, self.stays), "update"))
+        return self.model_schema
 
     def setup(self) -> State:
         return {
@@ -55,30 +58,31 @@ class CFL(Method):
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         models, cluster = list(server["models"]), dict(server["cluster"])
-        D = torch.stack([T.flatten(u.tree) for u in uploads])  # [answers, P]
+        D = torch.stack([T.flatten(u.tree) for u in uploads])  # updates [answers, P]
         last = {**server["last"], **{u.sender: d for u, d in zip(uploads, _unit(D), strict=True)}}
         for c in range(len(server["models"])):
             rows = [r for r, u in enumerate(uploads) if server["cluster"].get(u.sender, 0) == c]
             if not rows:
                 continue
-            halves = [rows]
+            halves, numbers = [rows], [c]
             if self._wants_split(D[rows], round):
                 halves = [[rows[p] for p in half] for half in bipartition(D[rows])]  # positions back to uploads
-                slots = [c, len(models)]
+                numbers = [c, len(models)]
                 models.append(models[c])
                 means = torch.stack([_unit(D[half]).mean(0) for half in halves])
-                for i in (i for i, slot in server["cluster"].items() if slot == c and i in last):
-                    cluster[i] = slots[int((_unit(means) @ last[i]).argmax())]
-                for half, slot in zip(halves, slots, strict=True):
-                    cluster |= {uploads[r].sender: slot for r in half}
-            for half, slot in zip(halves, [c, len(models) - 1], strict=False):
+                for i, number in server["cluster"].items():
+                    if number == c and i in last:
+                        cluster[i] = numbers[int((_unit(means) @ last[i]).argmax())]
+                for half, number in zip(halves, numbers, strict=True):
+                    cluster |= {uploads[r].sender: number for r in half}
+            for half, number in zip(halves, numbers, strict=True):
                 members = [uploads[r] for r in half]
                 step = T.mean([u.tree for u in members], self.weights(members))
-                models[slot] = T.add(server["models"][c], step)
+                models[number] = T.add(server["models"][c], step)
         return {"models": models, "cluster": cluster, "last": last}
 
     def _wants_split(self, D: Tensor, round: int) -> bool:
-        if round <= self.hp.first_round or len(D) <= self.hp.min_size:
+        if round <= self.hp.first_round or len(D) <= self.hp.min_cluster:
             return False
         return bool(D.mean(0).norm() < self.hp.eps1) and bool(D.norm(dim=1).max() > self.hp.eps2)
 
@@ -88,6 +92,19 @@ class CFL(Method):
     def facts(self, server: State) -> dict[str, Any]:
         of = list(server["cluster"].values())
         return {"clusters": [of.count(c) for c in range(len(server["models"]))]}
+
+
+def bipartition(updates: Tensor) -> tuple[list[int], list[int]]:
+    """Positions of the two halves with the smallest largest cosine across (complete linkage on minus the cosine).
+
+    The half that holds position 0 comes first, so the answer does not depend on the solver's labels.
+    """
+    unit = _unit(updates.double())
+    labels = AgglomerativeClustering(n_clusters=2, metric="precomputed", linkage="complete").fit_predict(
+        (1 - unit @ unit.T).clamp(min=0).numpy()
+    )
+    first = [i for i, c in enumerate(labels) if c == labels[0]]
+    return first, [i for i, c in enumerate(labels) if c != labels[0]]
 
 
 def _unit(V: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from coterie import tree as T
-from coterie.method import ClientId, Download, State, Tree, Upload
+from coterie.method import Card, ClientId, Download, State, Tree, Upload
 from coterie.methods.pfedme import PFedMe, PFedMeSettings
 from coterie.parts import bank
 from coterie.parts.clustering import warm_kmeans
@@ -29,12 +29,10 @@ class CGPFLSettings(PFedMeSettings):
 class CGPFL(PFedMe):
     Settings = CGPFLSettings
     hp: CGPFLSettings
-    title = "CGPFL"
-    paper = "Tang et al., IJCAI 2022, arXiv 2106.13044"
-    year = 2022
-    family = "C,R"
+    card = Card(
+        "CGPFL", "Tang et al., IJCAI 2022, arXiv 2106.13044", 2022, "C,R", personal=PFedMe.card.personal, certainty="C"
+    )
     weighting = "uniform"
-    certainty = "C"
 
     def setup(self) -> State:
         w = T.drop(self.ctx.w0, self.stays)
@@ -43,7 +41,7 @@ class CGPFL(PFedMe):
         return {"contexts": contexts, "cluster": {}, "bank": empty, "grouped": False}
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
-        """Who was never met gets the largest cluster's context."""
+        """Who never answered gets the largest cluster's context."""
         count = sizes(server["cluster"], self.hp.groups)
         largest = count.index(max(count))
         return Download(each={i: server["contexts"][server["cluster"].get(i, largest)] for i in ids})

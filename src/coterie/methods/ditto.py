@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import Batch, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload
+from coterie.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload
 
 
 class DittoSettings(Settings):
@@ -20,11 +20,7 @@ class DittoSettings(Settings):
 class Ditto(Method):
     Settings = DittoSettings
     hp: DittoSettings
-    title = "Ditto"
-    paper = "Li et al., ICML 2021, arXiv 2012.04221"
-    year = 2021
-    family = "R"
-    personal_part = "a second model"
+    card = Card("Ditto", "Li et al., ICML 2021, arXiv 2012.04221", 2021, "R", personal="a second model")
     weighting = "uniform"
 
     def init_client(self, data: ClientData) -> State:

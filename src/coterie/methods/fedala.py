@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from coterie import tree as T
-from coterie.method import Batch, ClientData, Extras, Method, Settings, State, Tree, Upload
+from coterie.method import Batch, Card, ClientData, Extras, Method, Settings, State, Tree, Upload
 from coterie.parts.groups import last_layers
 
 
@@ -27,11 +27,13 @@ class FedALASettings(Settings):
 class FedALA(Method):
     Settings = FedALASettings
     hp: FedALASettings
-    title = "FedALA"
-    paper = "Zhang et al., AAAI 2023, arXiv 2212.01197"
-    year = 2023
-    family = "M"
-    personal_part = "the whole model, merged on the client"
+    card = Card(
+        "FedALA",
+        "Zhang et al., AAAI 2023, arXiv 2212.01197",
+        2023,
+        "M",
+        personal="the whole model, merged on the client",
+    )
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         old = state.get("o")
@@ -45,15 +47,16 @@ class FedALA(Method):
         """Weights after up to `epochs` passes; they stop when the losses of the last batches have settled."""
         names = [k for k in A if k in self.ctx.net.trainable]
         n = len(data.train)
-        lot = torch.randperm(n, generator=self.ctx.rng("ala", round, data.client))[: max(1, int(self.hp.share * n))]
+        order = torch.randperm(n, generator=self.ctx.rng("ala", round, data.client))
+        drawn = order[: max(1, int(self.hp.share * n))]
         losses: list[float] = []
         for _ in range(epochs if names and n else 0):
-            for part in torch.split(lot, self.ctx.batch):
+            for part in torch.split(drawn, self.ctx.batch):
                 theta = merged(old, new, A)
                 leaves = [theta[k].requires_grad_() for k in names]
                 loss = self.ctx.ce(theta, Batch(data.train.x[part], data.train.y[part]))
-                slopes = torch.autograd.grad(loss, leaves)
-                step = {k: g * (new[k] - old[k]) for k, g in zip(names, slopes, strict=True)}
+                gradients = torch.autograd.grad(loss, leaves)
+                step = {k: g * (new[k] - old[k]) for k, g in zip(names, gradients, strict=True)}
                 A = {**A, **{k: (A[k] - self.hp.eta * s).clamp(0, 1) for k, s in step.items()}}
             losses.append(float(loss.detach()))
             last = torch.tensor(losses[-self.hp.window :])
@@ -63,10 +66,10 @@ class FedALA(Method):
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         upload = Upload(T.drop(params, self.stays), {"weight": _mean(extras["A"])} if extras.get("A") else {})
-        A = extras["A"] if "A" in extras else self._first()
+        A = extras["A"] if "A" in extras else self._first_weights()
         return {"o": params, "A": A, "settled": "A" in extras}, upload
 
-    def _first(self) -> Tree:
+    def _first_weights(self) -> Tree:
         top = last_layers(self.ctx.net.layout, self.hp.layers)
         return {k: torch.full_like(v, self.hp.start) for k, v in self.ctx.w0.items() if k in top and not self.stays(k)}
 

@@ -14,8 +14,23 @@ from torch import Tensor
 
 from coterie import tree as T
 from coterie.errors import CoterieError
-from coterie.method import Batch, ClientData, ClientId, Download, Extras, Method, Settings, State, Tree, Upload
+from coterie.method import (
+    Batch,
+    Card,
+    ClientData,
+    ClientId,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Settings,
+    State,
+    Tree,
+    Upload,
+    replace,
+)
 from coterie.parts import bank
+from coterie.schema import Link, Schema
 
 
 class FedAMPSettings(Settings):
@@ -29,12 +44,23 @@ class FedAMPSettings(Settings):
 class FedAMP(Method):
     Settings = FedAMPSettings
     hp: FedAMPSettings
-    title = "FedAMP"
-    paper = "Huang et al., AAAI 2021, arXiv 2007.03797"
-    year = 2021
-    family = "M,R"
-    personal_part = "the whole model, mixed on the server"
-    certainty = "B"
+    card = Card(
+        "FedAMP",
+        "Huang et al., AAAI 2021, arXiv 2007.03797",
+        2021,
+        "M,R",
+        personal="the whole model, mixed on the server",
+        certainty="B",
+    )
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """Somebody whose model the server does not have is sent nothing."""
+        if link == "down":
+            if now is None:
+                return replace(self.model_schema, may_be_empty=True)
+            if now.client not in now.server["bank"]["ids"]:
+                return Schema({})
+        return self.model_schema
 
     def setup(self) -> State:
         return {"bank": bank.fill(T.drop(self.ctx.w0, self.stays), self.ctx.clients)}
@@ -69,7 +95,7 @@ class FedAMP(Method):
         return {"w": T.clone(self.ctx.w0)}
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        return state["w"], {"u": download or state["w"]}  # somebody the server has not met mixes with nobody
+        return state["w"], {"u": download or state["w"]}  # a client the server does not know mixes with nobody
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         ce = self.ctx.ce(params, batch)

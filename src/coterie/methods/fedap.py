@@ -14,11 +14,12 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import ClientData, ClientId, Download, Extras, Payload, Phase, State, Tree, Upload
+from coterie.method import Card, ClientData, ClientId, Download, Extras, Moment, Phase, State, Tree, Upload
 from coterie.methods.fedbn import FedBN, FedBNSettings
 from coterie.parts import bank
 from coterie.parts.norms import input_moments
 from coterie.parts.similarity import inverse_distances, with_self
+from coterie.schema import Entry, Link, Schema
 
 
 class FedAPSettings(FedBNSettings):
@@ -30,10 +31,13 @@ class FedAPSettings(FedBNSettings):
 class FedAP(FedBN):
     Settings = FedAPSettings
     hp: FedAPSettings
-    title = "FedAP"
-    paper = "Lu et al., IEEE Trans. Big Data 2022, arXiv 2112.00734"
-    year, family = 2022, "M,S"
-    personal_part = "batch norm and a mixture of the others"
+    card = Card(
+        "FedAP",
+        "Lu et al., IEEE Trans. Big Data 2022, arXiv 2112.00734",
+        2022,
+        "M,S",
+        personal="batch norm and a mixture of the others",
+    )
 
     def _exchange(self) -> int:
         """The round of the exchange; 0, the opening, without warm rounds."""
@@ -45,9 +49,15 @@ class FedAP(FedBN):
         names = self.ctx.net.layout.of_kind("bn")[-1 if self.hp.layers == "last" else 0 :]
         return {name: self.ctx.w0[min(self.ctx.group(f"layer:{name}"))].numel() for name in names}
 
-    def payload(self, labels: int, round: int = 1) -> Payload:
-        up, down = super().payload(labels, round)
-        return Payload(8 * sum(self._compared().values()) if round == self._exchange() else up, down)
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The model; in the exchange, up go means and deviations of what enters the batch-norm layers instead."""
+        channels = sum(self._compared().values())
+        statistics = Schema({"x:stats": Entry((2, channels), kind="statistic")})
+        if link == "down":
+            return self.model_schema
+        if now is None:
+            return (self.model_schema | statistics).optional()
+        return statistics if now.round == self._exchange() else self.model_schema
 
     def opening(self) -> bool:
         return self._exchange() == 0

@@ -4,12 +4,8 @@ Everybody trains a copy of one model; the server averages the copies by sample c
 Its personal model is the global one; `trained` is FedAvg followed by local training.
 """
 
-from coterie.method import Method
+from coterie.method import Card, Method
 
 
 class FedAvg(Method):
-    title = "FedAvg"
-    paper = "McMahan et al., AISTATS 2017, arXiv 1602.05629"
-    year = 2017
-    family = "G"
-    certainty = "B"
+    card = Card("FedAvg", "McMahan et al., AISTATS 2017, arXiv 1602.05629", 2017, "G", certainty="B")

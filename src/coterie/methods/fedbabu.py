@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from coterie import tree as T
-from coterie.method import Method, Phase, Settings, State, Tree
+from coterie.method import Card, Method, Phase, Settings, State, Tree
 
 
 class FedBABUSettings(Settings):
@@ -21,11 +21,9 @@ class FedBABUSettings(Settings):
 class FedBABU(Method):
     Settings = FedBABUSettings
     hp: FedBABUSettings
-    title = "FedBABU"
-    paper = "Oh et al., ICLR 2022, arXiv 2106.06042"
-    year = 2022
-    family = "S,F"
-    personal_part = "the whole model, by fine-tuning"
+    card = Card(
+        "FedBABU", "Oh et al., ICLR 2022, arXiv 2106.06042", 2022, "S,F", personal="the whole model, by fine-tuning"
+    )
     needs = ("head",)
     weighting = "uniform"
 

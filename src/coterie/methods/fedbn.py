@@ -7,7 +7,7 @@ The mean is by samples, so that without batch norm it would be FedAvg; the autho
 
 from pydantic import Field
 
-from coterie.method import ClientData, Extras, Method, Settings, State, Tree, Upload
+from coterie.method import Card, ClientData, Extras, Method, Settings, State, Tree, Upload
 from coterie.parts.norms import recalibrated
 
 
@@ -18,11 +18,7 @@ class FedBNSettings(Settings):
 class FedBN(Method):
     Settings = FedBNSettings
     hp: FedBNSettings
-    title = "FedBN"
-    paper = "Li et al., ICLR 2021, arXiv 2102.07623"
-    year = 2021
-    family = "S"
-    personal_part = "batch norm"
+    card = Card("FedBN", "Li et al., ICLR 2021, arXiv 2102.07623", 2021, "S", personal="batch norm")
     needs = ("bn",)
 
     def private(self, name: str) -> bool:
@@ -30,10 +26,10 @@ class FedBN(Method):
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, params, extras, data, round)
-        return ({**state, "met": True} if state else state), upload
+        return ({**state, "trained": True} if state else state), upload
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         params, extras = super().personal(state, download, data)
-        if self.hp.recalibrate and not state.get("met"):
+        if self.hp.recalibrate and not state.get("trained"):
             params = recalibrated(self.ctx.net, params, data.train.x)
         return params, extras

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import ClientData, ClientId, Download, Extras, Method, Payload, Settings, State, Tree, Upload
+from coterie.method import Card, ClientData, ClientId, Download, Extras, Method, Moment, Settings, State, Tree, Upload
 from coterie.parts import bank
-from coterie.parts.masks import collaborators, criticality, overlap, top_share, write_in
+from coterie.parts.masks import criticality, top_share, write_in
+from coterie.schema import Entry, Link, Schema, like
 
 
 class FedCACSettings(Settings):
@@ -26,26 +28,21 @@ class FedCACSettings(Settings):
 class FedCAC(Method):
     Settings = FedCACSettings
     hp: FedCACSettings
-    title = "FedCAC"
-    paper = "Wu et al., ICCV 2023, arXiv 2309.11103"
-    year = 2023
-    family = "M,S"
-    personal_part = "the critical entries"
+    card = Card("FedCAC", "Wu et al., ICCV 2023, arXiv 2309.11103", 2023, "M,S", personal="the critical entries")
 
     def _masked(self) -> Tree:
         """The entries that can be critical, at the start of the run."""
         return {k: v for k, v in self.ctx.w0.items() if k in self.ctx.net.trainable and not self.stays(k)}
 
-    def _bytes(self, known: bool) -> Payload:
-        size = T.nbytes(T.drop(self.ctx.w0, self.stays))
-        bits = sum((v.numel() + 7) // 8 for v in self._masked().values())
-        return Payload(size + bits, size + T.nbytes(self._masked()) * known)
-
-    def payload(self, labels: int, round: int = 1) -> Payload:
-        return self._bytes(round > 1)
-
-    def payload_of(self, server: State, client: ClientId, labels: int, round: int) -> Payload:
-        return self._bytes(client in server["bank"]["ids"])
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """Up go the model and the masks of its critical entries, down the global model and the customised one."""
+        masked = self._masked()
+        if link == "up":
+            masks = {f"mask:{k}": Entry(tuple(v.shape), torch.bool, "statistic") for k, v in masked.items()}
+            return self.model_schema | Schema(masks)
+        if now is not None and now.client not in now.server["bank"]["ids"]:
+            return self.model_schema
+        return self.model_schema | Schema(like(T.prefix("c:", masked), optional=now is None))
 
     def setup(self) -> State:
         stored = bank.fill(self._masked(), [])
@@ -89,3 +86,25 @@ class FedCAC(Method):
         if "mask" not in state or not custom:
             return w, {}
         return {**w, **write_in({k: w[k] for k in custom}, custom, state["mask"])}, {}
+
+
+def overlap(masks: Tensor) -> Tensor:
+    """O_ij = 1 - |M_i - M_j|_1 / (2 |M_i|) of masks [n, p], float64 [n, n]; an empty mask has overlap 1."""
+    m = masks.double()
+    size = m.sum(1)
+    differ = size[:, None] + size[None, :] - 2 * (m @ m.T)
+    full = torch.where(size > 0, 2 * size, torch.ones_like(size))[:, None]
+    return torch.where(size[:, None] > 0, 1 - differ / full, torch.ones_like(differ))
+
+
+def collaborators(overlaps: Tensor, round: int, beta: float) -> Tensor:
+    """Who shares critical entries with whom [n, n]: everybody with itself, and pairs whose overlap reaches a bar.
+
+    The bar rises from the mean overlap of all pairs to beyond the largest within beta rounds.
+    """
+    eye = torch.eye(len(overlaps), dtype=torch.bool, device=overlaps.device)
+    pairs = overlaps[~eye].double()
+    if not len(pairs):
+        return eye
+    bar = pairs.mean() + round / beta * (pairs.max() - pairs.mean())
+    return (overlaps.double() >= bar - 1e-9) | eye  # equal overlaps must pass whatever the rounding of their mean

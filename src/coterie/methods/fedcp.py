@@ -13,9 +13,22 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import Batch, ClientData, Extras, Method, Payload, Phase, Settings, State, Upload, cross_entropy
-from coterie.parts import extra
+from coterie.method import (
+    Batch,
+    Card,
+    ClientData,
+    Extras,
+    Method,
+    Moment,
+    Phase,
+    Settings,
+    State,
+    Upload,
+    cross_entropy,
+)
+from coterie.parts import small_layers
 from coterie.parts.distill import mmd
+from coterie.schema import Link, Schema, like
 from coterie.tree import Tree
 
 
@@ -27,28 +40,22 @@ class FedCPSettings(Settings):
 class FedCP(Method):
     Settings = FedCPSettings
     hp: FedCPSettings
-    title = "FedCP"
-    paper = "Zhang et al., KDD 2023, arXiv 2307.01217"
-    year, family = 2023, "S"
-    personal_part = "a second head"
+    card = Card("FedCP", "Zhang et al., KDD 2023, arXiv 2307.01217", 2023, "S", personal="a second head")
     needs = ("head",)
 
     def private(self, name: str) -> bool:
         return name.startswith("p:")
 
-    def payload(self, labels: int, round: int = 1) -> Payload:
-        size = super().payload(labels, round).up + T.nbytes(self._policy())
-        return Payload(size, size)
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The model and the policy, both ways."""
+        return self.model_schema | Schema(like(self._policy(), part="policy"))
 
     def _head(self, name: str) -> bool:
         return name in self.ctx.group("head")
 
-    def part(self, name: str) -> str:
-        return "policy" if name.startswith("q:") else "model"
-
     def _policy(self) -> Tree:
         d = self.ctx.net.width
-        return {**extra.linear("q:1", d, 2 * d, self.ctx.rng("policy")), **extra.layer_norm("q:2", 2 * d)}
+        return {**small_layers.linear("q:1", d, 2 * d, self.ctx.rng("policy")), **small_layers.layer_norm("q:2", 2 * d)}
 
     def setup(self) -> State:
         return {"w": {**super().setup()["w"], **self._policy()}}
@@ -73,7 +80,8 @@ class FedCP(Method):
 
     def shares(self, params: Tree, z: Tensor, extras: Extras, noise: bool) -> Tensor:
         """Personal and global share of every feature [2, batch, d]; they sum to 1."""
-        q = extra.run_layer_norm(params, "q:2", extra.run_linear(params, "q:1", z * extras["context"])).relu()
+        q = small_layers.run_linear(params, "q:1", z * extras["context"])
+        q = small_layers.run_layer_norm(params, "q:2", q).relu()
         pair = q.reshape(len(z), 2, -1)
         soft = F.gumbel_softmax(pair, self.hp.tau, dim=1) if noise else (pair / self.hp.tau).softmax(1)
         return soft.transpose(0, 1)

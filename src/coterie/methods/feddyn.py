@@ -15,7 +15,8 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import Batch, ClientData, Download, Extras, Method, Payload, Phase, Settings, State, Upload
+from coterie.method import Batch, Card, ClientData, Download, Extras, Method, Moment, Phase, Settings, State, Upload
+from coterie.schema import Entry, Link, Schema, like
 from coterie.tree import Tree
 
 
@@ -28,19 +29,23 @@ class FedDynSettings(Settings):
 class FedDyn(Method):
     Settings = FedDynSettings
     hp: FedDynSettings
-    title = "FedDyn"
-    paper = "Acar et al., ICLR 2021, arXiv 2111.04263"
-    year = 2021
-    family = "G,R"
-    personal_part = "a dual vector, no model"
+    card = Card("FedDyn", "Acar et al., ICLR 2021, arXiv 2111.04263", 2021, "G,R", personal="a dual vector, no model")
     weighting = "uniform"
 
     def _zero(self) -> Tree:
         return {k: torch.zeros_like(v) for k, v in self.ctx.w0.items() if k in self.ctx.net.trainable}
 
-    def payload(self, labels: int, round: int = 1) -> Payload:
-        up, down = super().payload(labels, round)
-        return Payload(up, down + 4 * self.hp.scale_alpha)
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The model both ways; to be scored, clients are handed the mean of the models as well (avg:)."""
+        if now is not None and now.round == 0:
+            return Schema({})
+        model = self.model_schema
+        if link == "down":
+            if self.hp.scale_alpha:
+                model |= Schema({"x:mean_samples": Entry((1,), kind="statistic", low=0)})
+            if now is None:
+                model |= Schema(like(T.prefix("avg:", T.drop(self.ctx.w0, self.stays)), optional=True))
+        return model.optional() if now is None and self.opening() else model
 
     def setup(self) -> State:
         w = super().setup()["w"]

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from pydantic import Field
 
-from coterie import tree as T
-from coterie.method import ClientData, Extras, Method, Payload, Settings, State, Tree, Upload
+from coterie.method import Card, ClientData, Extras, Method, Moment, Settings, State, Tree, Upload
 from coterie.parts.heads import Heads, train_heads
 from coterie.parts.prototypes import collect
+from coterie.schema import Entry, Link, Schema, class_ids
 
 
 class FedGHSettings(Settings):
@@ -27,21 +27,21 @@ class FedGHSettings(Settings):
 class FedGH(Method):
     Settings = FedGHSettings
     hp: FedGHSettings
-    title = "FedGH"
-    paper = "Yi et al., ACM MM 2023, arXiv 2303.13137"
-    year = 2023
-    family = "P,S"
-    personal_part = "the body"
+    card = Card("FedGH", "Yi et al., ACM MM 2023, arXiv 2303.13137", 2023, "P,S", personal="the body")
     needs = ("head",)
 
     def private(self, name: str) -> bool:
         return name in self.ctx.group("body")
 
-    def payload(self, labels: int, round: int = 1) -> Payload:
-        return Payload(4 * labels * (self.ctx.net.width + 1), T.nbytes(T.drop(self.ctx.w0, self.stays)))
-
-    def part(self, name: str) -> str:
-        return "prototypes" if name.startswith("x:") else "model"
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """Up go the means of the client's own classes, down the head."""
+        if link == "down":
+            return self.model_schema
+        entries = {
+            "x:means": Entry(("labels", self.ctx.net.width), kind="prototype", part="prototypes"),
+            "x:labels": class_ids("labels", self.ctx.classes, "prototypes"),
+        }
+        return Schema(entries, {"labels": (0, self.ctx.classes)})
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         state, _ = super().end(state, params, extras, data, round)

@@ -15,9 +15,22 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import ClientData, ClientId, Download, Extras, Method, Phase, Settings, State, Tree, Upload
+from coterie.method import (
+    Card,
+    ClientData,
+    ClientId,
+    Context,
+    Download,
+    Extras,
+    Method,
+    Phase,
+    Settings,
+    State,
+    Tree,
+    Upload,
+)
 from coterie.parts.clustering import kmeans, svd_features
-from coterie.parts.clusters import across, of_cluster, sizes, vectors
+from coterie.parts.clusters import of_cluster, sizes, vectors
 from coterie.parts.similarity import cosine
 from coterie.rng import key
 
@@ -32,11 +45,7 @@ class FedGroupSettings(Settings):
 class FedGroup(Method):
     Settings = FedGroupSettings
     hp: FedGroupSettings
-    title = "FedGroup"
-    paper = "Duan et al., IEEE ISPA 2021, arXiv 2010.06870"
-    year = 2021
-    family = "C"
-    personal_part = "the group's model"
+    card = Card("FedGroup", "Duan et al., IEEE ISPA 2021, arXiv 2010.06870", 2021, "C", personal="the group's model")
 
     def setup(self) -> State:
         w = T.clone(T.drop(self.ctx.w0, self.stays))
@@ -51,7 +60,7 @@ class FedGroup(Method):
         return Download(each={i: models[of[i]] if i in of else common for i in ids})
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        start = download if state.get("met") else T.drop(self.ctx.w0, self.stays)
+        start = download if state.get("trained") else T.drop(self.ctx.w0, self.stays)
         return {**start, **state.get("own", {})}, {}
 
     def phases(self, round: int) -> list[Phase]:
@@ -59,7 +68,7 @@ class FedGroup(Method):
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, params, extras, data, round)
-        return {**state, "met": True}, upload
+        return {**state, "trained": True}, upload
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         if not server["cluster"]:
@@ -71,9 +80,13 @@ class FedGroup(Method):
         return self._join({**server, "models": across(self.ctx, models, self.hp.eta_g)}, uploads)
 
     def _join(self, server: State, uploads: Sequence[Upload]) -> State:
+        """Who has no group yet joins the one with the nearest direction."""
         new = [u for u in uploads if u.sender not in server["cluster"]]
-        nearest = cosine(self._updates(new), server["directions"]).argmax(1).tolist() if new else []
-        return {**server, "cluster": {**server["cluster"], **{u.sender: g for u, g in zip(new, nearest, strict=True)}}}
+        if not new:
+            return server
+        nearest = cosine(self._updates(new), server["directions"]).argmax(1).tolist()
+        joined = {u.sender: g for u, g in zip(new, nearest, strict=True)}
+        return {**server, "cluster": {**server["cluster"], **joined}}
 
     def _updates(self, uploads: Sequence[Upload]) -> Tensor:
         """Pre-training updates [n, P]: always from w_0."""
@@ -97,3 +110,11 @@ class FedGroup(Method):
 
     def facts(self, server: State) -> dict[str, Any]:
         return {"clusters": sizes(server["cluster"], len(server["models"]))}
+
+
+def across(ctx: Context, models: Sequence[Tree], eta: float) -> list[Tree]:
+    """Each model mixed with every other one at weight eta / norm of that one, from one snapshot."""
+    if eta == 0:
+        return list(models)
+    pull = [eta / float(v.norm()) for v in vectors(ctx, models)]
+    return [T.mean(models, [1.0 if h == g else p for h, p in enumerate(pull)]) for g in range(len(models))]

@@ -15,12 +15,25 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import Batch, ClientData, Extras, Method, Payload, Phase, Settings, State, Upload, cross_entropy
+from coterie.method import (
+    Batch,
+    Card,
+    ClientData,
+    Extras,
+    Method,
+    Moment,
+    Phase,
+    Settings,
+    State,
+    Upload,
+    cross_entropy,
+)
 from coterie.parts.prototypes import collect
-from coterie.parts.sphere import move_rows, spread_rows
+from coterie.schema import Entry, Link, Schema, counts, like
 from coterie.tree import Tree
 
 COUNTS, SCALE = "x:counts", "x:scale"
+UNIT = 1 + 1e-5  # largest entry of a unit row, with room for rounding
 
 
 class FedNHSettings(Settings):
@@ -34,11 +47,9 @@ class FedNHSettings(Settings):
 class FedNH(Method):
     Settings = FedNHSettings
     hp: FedNHSettings
-    title = "FedNH"
-    paper = "Dai et al., AAAI 2023, arXiv 2212.02758"
-    year = 2023
-    family = "P"
-    personal_part = "the model after its own training"
+    card = Card(
+        "FedNH", "Dai et al., AAAI 2023, arXiv 2212.02758", 2023, "P", personal="the model after its own training"
+    )
     needs = ("head",)
     weighting = "uniform"
 
@@ -49,16 +60,21 @@ class FedNH(Method):
     def _head(self, name: str) -> bool:
         return name in self.ctx.group("head")
 
-    def payload(self, labels: int, round: int = 1) -> Payload:
-        body = T.nbytes(T.drop(self.ctx.w0, lambda k: self._head(k) or self.stays(k)))
-        down = body + 4 * (self.ctx.classes * self.ctx.net.width + self.hp.learn_scale)
-        return Payload(down + 4 * self.ctx.classes, down)
+    def _body(self) -> Tree:
+        """What is trained and averaged, at the start of the run."""
+        return T.drop(self.ctx.w0, lambda k: self._head(k) or self.stays(k))
 
-    def part(self, name: str) -> str:
-        return "prototypes" if name in (self._weight, COUNTS) else "model"
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The body and, in the place of the head's weight, unit rows: prototypes down, mean directions up."""
+        classes, part = self.ctx.classes, "prototypes"
+        rows = Entry((classes, self.ctx.net.width), kind="prototype", part=part, low=-UNIT, high=UNIT)
+        entries = {**like(self._body()), self._weight: rows}
+        if self.hp.learn_scale:
+            entries[SCALE] = Entry((), summable=True)
+        return Schema({**entries, COUNTS: counts(classes, part)} if link == "up" else entries)
 
     def setup(self) -> State:
-        w = T.clone(T.drop(self.ctx.w0, lambda k: self._head(k) or self.stays(k)))
+        w = T.clone(self._body())
         w[self._weight] = spread_rows(self.ctx.classes, self.ctx.net.width, self.ctx.rng("prototypes"))
         return {"w": w | ({SCALE: torch.tensor(self.hp.scale)} if self.hp.learn_scale else {})}
 
@@ -86,8 +102,8 @@ class FedNH(Method):
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, params, extras, data, round)
-        means, counts = collect(lambda x: self._direction(params, x), data.train.x, data.train.y, data.classes)
-        tree = T.drop(upload.tree, self._head) | {self._weight: F.normalize(means.value, dim=1), COUNTS: counts.int()}
+        means, samples = collect(lambda x: self._direction(params, x), data.train.x, data.train.y, data.classes)
+        tree = T.drop(upload.tree, self._head) | {self._weight: F.normalize(means.value, dim=1), COUNTS: samples.int()}
         return {**state, "model": params}, Upload(tree)
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
@@ -95,11 +111,37 @@ class FedNH(Method):
         old, special = server["w"], (self._weight, COUNTS)
         mean = T.mean([T.drop(u.tree, lambda k: k in special) for u in uploads], self.weights(uploads))
         w = {k: torch.lerp(old[k], v, self.hp.server_lr) for k, v in mean.items()}
-        directions, counts = (torch.stack([u.tree[k] for u in uploads]) for k in special)
-        return {"w": {**w, self._weight: move_rows(old[self._weight], directions, counts, self.hp.rho)}}
+        directions, samples = (torch.stack([u.tree[k] for u in uploads]) for k in special)
+        return {"w": {**w, self._weight: move_rows(old[self._weight], directions, samples, self.hp.rho)}}
 
     def global_model(self, server: State) -> Tree | None:
         return super().global_model({"w": self._complete(server["w"])})
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         return (state["model"] if "model" in state else self.begin(state, download, data, 0)[0]), {}
+
+
+def spread_rows(rows: int, width: int, rng: torch.Generator, steps: int = 500, sharpness: float = 20.0) -> Tensor:
+    """Unit rows [rows, width]: orthonormal if they fit, else with their largest cosines pushed down."""
+    draw = torch.randn(rows, width, generator=rng, dtype=torch.float64)
+    if rows <= width:
+        basis: Tensor = torch.linalg.qr(draw.T).Q
+        return basis.T.float().contiguous()
+    eye = torch.eye(rows, dtype=torch.bool)
+    P = F.normalize(draw, dim=1)
+    for _ in range(steps):
+        # gradient of the soft maximum of the cosines in a row, followed by a return to the sphere
+        pull = (sharpness * (P @ P.T)).masked_fill(eye, -torch.inf).softmax(1)
+        P = F.normalize(P - 0.1 * (pull + pull.T) @ P, dim=1)
+    return P.float()
+
+
+def move_rows(P: Tensor, directions: Tensor, counts: Tensor, rho: float) -> Tensor:
+    """unit(rho P + (1 - rho) M), M the mean of directions [n, classes, d] by counts [n, classes].
+
+    Rows that nobody has an opinion on come back bit for bit, and all of them with rho = 1.
+    """
+    mean = torch.einsum("nk,nkd->kd", counts.to(directions), directions)
+    moved = F.normalize(rho * P + (1 - rho) * F.normalize(mean, dim=1), dim=1)
+    still = (mean.norm(dim=1, keepdim=True) == 0) | (rho == 1)
+    return torch.where(still, P, moved)

@@ -5,7 +5,7 @@ The last layers stay on the client, the others are averaged; all are trained tog
 
 from pydantic import Field
 
-from coterie.method import Method, Settings
+from coterie.method import Card, Method, Settings
 from coterie.parts.groups import last_layers
 
 
@@ -16,12 +16,7 @@ class FedPerSettings(Settings):
 class FedPer(Method):
     Settings = FedPerSettings
     hp: FedPerSettings
-    title = "FedPer"
-    paper = "Arivazhagan et al., arXiv 1912.00818, 2019"
-    year = 2019
-    family = "S"
-    personal_part = "the head"
-    certainty = "B"
+    card = Card("FedPer", "Arivazhagan et al., arXiv 1912.00818, 2019", 2019, "S", personal="the head", certainty="B")
 
     def private(self, name: str) -> bool:
         return name in last_layers(self.ctx.net.layout, self.hp.layers)

@@ -16,8 +16,21 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.method import Batch, ClientData, Download, Extras, Method, Payload, Settings, State, Upload, cross_entropy
+from coterie.method import (
+    Batch,
+    Card,
+    ClientData,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Settings,
+    State,
+    Upload,
+    cross_entropy,
+)
 from coterie.parts.prototypes import Prototypes, collect, nearest_logits, prototype_loss
+from coterie.schema import Entry, Link, Schema, class_ids, counts
 from coterie.tree import Tree
 
 
@@ -29,23 +42,25 @@ class FedProtoSettings(Settings):
 class FedProto(Method):
     Settings = FedProtoSettings
     hp: FedProtoSettings
-    title = "FedProto"
-    paper = "Tan et al., AAAI 2022, arXiv 2105.00243"
-    year = 2022
-    family = "P,R"
-    personal_part = "the whole model"
+    card = Card("FedProto", "Tan et al., AAAI 2022, arXiv 2105.00243", 2022, "P,R", personal="the whole model")
     needs = ("head",)
     weighting = "uniform"
 
     def private(self, name: str) -> bool:
         return True
 
-    def payload(self, labels: int, round: int = 1) -> Payload:
-        d = self.ctx.net.width
-        return Payload(4 * labels * (d + 1 + self._counted()), 4 * self.ctx.classes * d)
-
-    def part(self, name: str) -> str:
-        return "prototypes"
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """Up go the means of the client's own classes, down one prototype for every class."""
+        classes, width, part = self.ctx.classes, self.ctx.net.width, "prototypes"
+        if link == "down":
+            return Schema({"x:prototypes": Entry((classes, width), kind="prototype", part=part, nan=True)})
+        entries = {
+            "x:means": Entry(("labels", width), kind="prototype", part=part),
+            "x:labels": class_ids("labels", classes, part),
+        }
+        if self._counted():
+            entries["x:counts"] = counts("labels", part)
+        return Schema(entries, {"labels": (0, classes)})
 
     def _counted(self) -> bool:
         return (self.ctx.weighting or self.weighting) == "samples"
@@ -71,10 +86,10 @@ class FedProto(Method):
         return ce + self.hp.lam * pull / n
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        means, counts = collect(lambda x: self.ctx.features(params, x), data.train.x, data.train.y, data.classes)
+        means, samples = collect(lambda x: self.ctx.features(params, x), data.train.x, data.train.y, data.classes)
         tree = {"x:means": means.value[means.mask], "x:labels": means.mask.nonzero()[:, 0].int()}
         if self._counted():
-            tree["x:counts"] = counts[means.mask].int()
+            tree["x:counts"] = samples[means.mask].int()
         return {**state, "own": params}, Upload(tree)
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:

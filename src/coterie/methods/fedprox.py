@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import Batch, ClientData, Extras, Method, Settings, State, Tree
+from coterie.method import Batch, Card, ClientData, Extras, Method, Settings, State, Tree
 
 
 class FedProxSettings(Settings):
@@ -18,11 +18,7 @@ class FedProxSettings(Settings):
 class FedProx(Method):
     Settings = FedProxSettings
     hp: FedProxSettings
-    title = "FedProx"
-    paper = "Li et al., MLSys 2020, arXiv 1812.06127"
-    year = 2020
-    family = "G,R"
-    certainty = "B"
+    card = Card("FedProx", "Li et al., MLSys 2020, arXiv 1812.06127", 2020, "G,R", certainty="B")
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         params, extras = super().begin(state, download, data, round)

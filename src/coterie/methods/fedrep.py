@@ -6,7 +6,7 @@ frozen. Departs from the authors' code in one place: batch norm inside the froze
 
 from pydantic import Field
 
-from coterie.method import Method, Phase, Settings
+from coterie.method import Card, Method, Phase, Settings
 
 
 class FedRepSettings(Settings):
@@ -17,11 +17,7 @@ class FedRepSettings(Settings):
 class FedRep(Method):
     Settings = FedRepSettings
     hp: FedRepSettings
-    title = "FedRep"
-    paper = "Collins et al., ICML 2021, arXiv 2102.07078"
-    year = 2021
-    family = "S"
-    personal_part = "the head"
+    card = Card("FedRep", "Collins et al., ICML 2021, arXiv 2102.07078", 2021, "S", personal="the head")
     needs = ("head",)
 
     def private(self, name: str) -> bool:

@@ -11,9 +11,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import Batch, ClientData, Extras, Method, Payload, Settings, State, Tree, cross_entropy
-from coterie.parts import extra
+from coterie.method import Batch, Card, ClientData, Extras, Method, Moment, Settings, State, Tree, cross_entropy
+from coterie.parts import small_layers
 from coterie.parts.distill import balanced_logits
+from coterie.schema import Link, Schema, like
 
 
 class FedRoDSettings(Settings):
@@ -25,23 +26,17 @@ class FedRoDSettings(Settings):
 class FedRoD(Method):
     Settings = FedRoDSettings
     hp: FedRoDSettings
-    title = "FedRoD"
-    paper = "Chen and Chao, ICLR 2022, arXiv 2107.00778"
-    year = 2022
-    family = "S"
-    personal_part = "a second head"
-    certainty = "B"
+    card = Card(
+        "FedRoD", "Chen and Chao, ICLR 2022, arXiv 2107.00778", 2022, "S", personal="a second head", certainty="B"
+    )
     needs = ("head",)
 
     def private(self, name: str) -> bool:
         return name.startswith("p:")
 
-    def payload(self, labels: int, round: int = 1) -> Payload:
-        size = super().payload(labels, round).up + T.nbytes(self._hyper_net())
-        return Payload(size, size)
-
-    def part(self, name: str) -> str:
-        return "hyper-network" if name.startswith("h:") else "model"
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The model with its generic head and, with `hyper`, the network that makes personal heads; both ways."""
+        return self.model_schema | Schema(like(self._hyper_net(), part="hyper-network"))
 
     def _second_head(self) -> Tree:
         return T.prefix("p:", T.keep(self.ctx.w0, lambda k: k in self.ctx.group("head")))
@@ -51,8 +46,8 @@ class FedRoD(Method):
         if not self.hp.hyper:
             return {}
         head, rng = T.flatten(self._second_head()), self.ctx.rng("hyper")
-        net = extra.linear("h:1", self.ctx.classes, self.hp.hyper_width, rng)
-        return {**net, **extra.linear("h:2", self.hp.hyper_width, len(head), rng), "h:2.bias": head}
+        net = small_layers.linear("h:1", self.ctx.classes, self.hp.hyper_width, rng)
+        return {**net, **small_layers.linear("h:2", self.hp.hyper_width, len(head), rng), "h:2.bias": head}
 
     def setup(self) -> State:
         return {"w": {**super().setup()["w"], **self._hyper_net()}}
@@ -74,7 +69,7 @@ class FedRoD(Method):
         if not self.hp.hyper:
             return self.ctx.logits(T.strip("p:", params), z)
         shares = extras["counts"] / extras["counts"].sum().clamp(min=1)
-        flat = extra.run_linear(params, "h:2", extra.run_linear(params, "h:1", shares).relu())
+        flat = small_layers.run_linear(params, "h:2", small_layers.run_linear(params, "h:1", shares).relu())
         return self.ctx.logits(T.strip("p:", T.unflatten(flat, self._second_head())), z)
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:

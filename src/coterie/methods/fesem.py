@@ -15,9 +15,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import ClientId, Download, Method, Settings, State, Upload
+from coterie.errors import CoterieError
+from coterie.method import Card, ClientId, Download, Method, Settings, State, Upload
 from coterie.parts.clustering import assign
-from coterie.parts.clusters import first_groups, need_participants, of_cluster, sizes, vectors
+from coterie.parts.clusters import first_groups, of_cluster, sizes, vectors
 
 
 class FeSEMSettings(Settings):
@@ -27,15 +28,17 @@ class FeSEMSettings(Settings):
 class FeSEM(Method):
     Settings = FeSEMSettings
     hp: FeSEMSettings
-    title = "FeSEM"
-    paper = "Xie et al., World Wide Web J. 2023, arXiv 2005.01026"
-    year = 2020
-    family = "C"
-    personal_part = "the cluster's model"
+    card = Card(
+        "FeSEM", "Xie et al., World Wide Web J. 2023, arXiv 2005.01026", 2020, "C", personal="the cluster's model"
+    )
     weighting = "uniform"
 
     def check(self) -> None:
-        need_participants(self.ctx, self.title, self.hp.groups)
+        participants = max(1, int(self.ctx.join * len(self.ctx.clients) + 0.5))
+        if self.hp.groups > participants:  # the first grouping needs as many models as groups in one round
+            raise CoterieError(
+                f"FeSEM: groups = {self.hp.groups} is more than the {participants} participants of a round"
+            )
 
     def setup(self) -> State:
         w = T.drop(self.ctx.w0, self.stays)

@@ -2,8 +2,8 @@
 
 After n rounds of FedAvg there is one round in which everybody trains from w; the updates are clustered
 agglomeratively, and from then on each cluster is a FedAvg of its own.
-Metric, linkage and threshold of the paper are unconfirmed: l2 and ward, cut at a quantile of the merge heights, are
-where the card says to start. The clustering round's training counts: a cluster starts at the mean of its members.
+Metric, linkage and threshold of the paper are unconfirmed: l2 and ward, cut at a quantile of the merge heights, are our
+choice. The clustering round's training counts: a cluster starts at the mean of its members.
 Who missed that round receives w from before it and, on answering, joins the cluster whose mean update is nearest (l2).
 """
 
@@ -15,7 +15,7 @@ from pydantic import Field
 
 from coterie import tree as T
 from coterie.errors import CoterieError
-from coterie.method import ClientId, Download, Method, Settings, State, Tree, Upload
+from coterie.method import Card, ClientId, Download, Method, Settings, State, Tree, Upload
 from coterie.parts.clustering import Linkage, Metric, agglomerate, assign
 from coterie.parts.clusters import of_cluster, sizes, vectors
 
@@ -32,12 +32,9 @@ class FLHCSettings(Settings):
 class FLHC(Method):
     Settings = FLHCSettings
     hp: FLHCSettings
-    title = "FL+HC"
-    paper = "Briggs et al., IJCNN 2020, arXiv 2004.11791"
-    year = 2020
-    family = "C"
-    personal_part = "the cluster's model"
-    certainty = "B"
+    card = Card(
+        "FL+HC", "Briggs et al., IJCNN 2020, arXiv 2004.11791", 2020, "C", personal="the cluster's model", certainty="B"
+    )
 
     def check(self) -> None:
         if self.hp.linkage == "ward" and self.hp.metric != "l2":
@@ -52,13 +49,13 @@ class FLHC(Method):
         """Everybody in the clustering round; afterwards at least one client of each cluster."""
         if not server["models"]:
             return super().sample(server, round, rng) if round <= self.hp.warmup else list(self.ctx.clients)
-        homes: dict[int, list[ClientId]] = {}  # -1: missed the clustering round
+        clusters: dict[int, list[ClientId]] = {}  # -1: missed the clustering round
         for i in self.ctx.clients:
-            homes.setdefault(server["cluster"].get(i, -1), []).append(i)
+            clusters.setdefault(server["cluster"].get(i, -1), []).append(i)
         picked: list[ClientId] = []
-        for _, home in sorted(homes.items()):
-            m = max(1, int(self.ctx.join * len(home) + 0.5))
-            picked += [home[int(p)] for p in torch.randperm(len(home), generator=rng)[:m]]
+        for _, members in sorted(clusters.items()):
+            m = max(1, int(self.ctx.join * len(members) + 0.5))
+            picked += [members[int(p)] for p in torch.randperm(len(members), generator=rng)[:m]]
         return sorted(picked)
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
@@ -96,5 +93,9 @@ class FLHC(Method):
         return None if server["models"] else super().global_model(server)
 
     def facts(self, server: State) -> dict[str, Any]:
-        found = {"height": server["height"]} if server["height"] < float("inf") else {}
-        return {"clusters": sizes(server["cluster"], len(server["models"])), **found} if server["models"] else {}
+        if not server["models"]:
+            return {}
+        found: dict[str, Any] = {"clusters": sizes(server["cluster"], len(server["models"]))}
+        if server["height"] < float("inf"):
+            found["height"] = server["height"]
+        return found

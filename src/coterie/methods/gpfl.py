@@ -4,7 +4,7 @@ A shared valve turns features into a personal and a global version, conditioned 
 and on the mean of all. The personal version feeds the client's own head; the global one is matched with the shared
 class embeddings, by cosine and by distance to those received. Body, embeddings and valve are averaged.
 Conditions are made from the embeddings just received (the authors' code uses those of a round ago, zeros at first).
-Weight decay acts on embeddings and valve only, as on the card: the run's own weight decay is not used.
+Weight decay acts on embeddings and valve only, as in the paper: the run's own weight decay is not used.
 """
 
 import torch
@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, ClientData, Extras, Method, Payload, Phase, Settings, State, Tree, cross_entropy
-from coterie.parts import extra
+from coterie.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, Settings, State, Tree, cross_entropy
+from coterie.parts import small_layers
+from coterie.schema import Link, Schema, like
 
 CLASSES = "x:classes"
 
@@ -27,28 +27,21 @@ class GPFLSettings(Settings):
 class GPFL(Method):
     Settings = GPFLSettings
     hp: GPFLSettings
-    title = "GPFL"
-    paper = "Zhang et al., ICCV 2023, arXiv 2308.10279"
-    year = 2023
-    family = "S,P"
-    personal_part = "the head"
+    card = Card("GPFL", "Zhang et al., ICCV 2023, arXiv 2308.10279", 2023, "S,P", personal="the head")
     needs = ("head",)
 
     def private(self, name: str) -> bool:
         return name in self.ctx.group("head")
 
-    def payload(self, labels: int, round: int = 1) -> Payload:
-        size = super().payload(labels, round).up + T.nbytes(self._extras())
-        return Payload(size, size)
-
-    def part(self, name: str) -> str:
-        return "embeddings and valve" if name.startswith("x:") else "model"
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The body with class embeddings and valve, both ways."""
+        return self.model_schema | Schema(like(self._extras(), part="embeddings and valve"))
 
     def _extras(self) -> Tree:
         d, rng = self.ctx.net.width, self.ctx.rng("valve")
         tree = {CLASSES: torch.randn(self.ctx.classes, d, generator=rng)}
         for branch in ("x:gamma", "x:beta"):
-            tree |= {**extra.linear(branch, d, d, rng), **extra.layer_norm(branch + ".norm", d)}
+            tree |= {**small_layers.linear(branch, d, d, rng), **small_layers.layer_norm(branch + ".norm", d)}
         return tree
 
     def setup(self) -> State:
@@ -64,12 +57,12 @@ class GPFL(Method):
 
     def valve(self, params: Tree, z: Tensor, condition: Tensor) -> Tensor:
         """relu((gamma(c) + 1) z + beta(c)) of features z [batch, d] and conditions c [..., d]: [..., batch, d]."""
-        gamma, beta = (
-            extra.run_layer_norm(params, branch + ".norm", extra.run_linear(params, branch, condition).relu())
-            for branch in ("x:gamma", "x:beta")
-        )
-        gamma, beta = gamma.unsqueeze(-2), beta.unsqueeze(-2)
+        gamma, beta = (self._branch(params, branch, condition).unsqueeze(-2) for branch in ("x:gamma", "x:beta"))
         return ((gamma + 1) * z + beta).relu()
+
+    def _branch(self, params: Tree, branch: str, condition: Tensor) -> Tensor:
+        hidden = small_layers.run_linear(params, branch, condition).relu()
+        return small_layers.run_layer_norm(params, branch + ".norm", hidden)
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         both = torch.stack([extras["own"], extras["common"]])

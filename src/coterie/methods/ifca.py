@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from coterie import tree as T
-from coterie.method import ClientData, ClientId, Download, Extras, Method, Payload, Settings, State, Tree, Upload
+from coterie.method import Card, ClientData, ClientId, Download, Extras, Method, Moment, Settings, State, Tree, Upload
 from coterie.parts.starts import starts
+from coterie.schema import Entry, Link, Schema
 
+PICKED = "x:picked"
 CHUNK = 256  # samples per forward pass when the models are compared
 
 
@@ -26,19 +28,20 @@ class IFCASettings(Settings):
 class IFCA(Method):
     Settings = IFCASettings
     hp: IFCASettings
-    title = "IFCA"
-    paper = "Ghosh et al., NeurIPS 2020, arXiv 2006.04088"
-    year = 2020
-    family = "C"
-    personal_part = "the best of the clusters' models"
+    card = Card(
+        "IFCA", "Ghosh et al., NeurIPS 2020, arXiv 2006.04088", 2020, "C", personal="the best of the clusters' models"
+    )
     weighting = "uniform"
 
     def check(self) -> None:
         starts(self.ctx, min(2, self.hp.groups))
 
-    def payload(self, labels: int, round: int = 1) -> Payload:
-        up, down = super().payload(labels, round)
-        return Payload(up + 4, down * self.hp.groups)
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """Up goes the trained model with the number of the one picked, down go all G models."""
+        model = self.model_schema.entries
+        if link == "down":
+            return Schema({f"{g}:{k}": e for g in range(self.hp.groups) for k, e in model.items()})
+        return Schema({**model, PICKED: Entry((), torch.int32, "control", low=0, high=self.hp.groups - 1)})
 
     def setup(self) -> State:
         models = [T.drop(m, self.stays) for m in starts(self.ctx, self.hp.groups)]
@@ -69,13 +72,13 @@ class IFCA(Method):
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, params, extras, data, round)
-        return state, Upload({**upload.tree, "x:picked": torch.tensor(extras["picked"], dtype=torch.int32)})
+        return state, Upload({**upload.tree, PICKED: torch.tensor(extras["picked"], dtype=torch.int32)})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        models, picked = list(server["models"]), [int(u.tree["x:picked"]) for u in uploads]
+        models, picked = list(server["models"]), [int(u.tree[PICKED]) for u in uploads]
         for g in set(picked):
             members = [u for u, p in zip(uploads, picked, strict=True) if p == g]
-            trees = [T.drop(u.tree, lambda name: name == "x:picked") for u in members]
+            trees = [T.drop(u.tree, lambda name: name == PICKED) for u in members]
             models[g] = T.mean(trees, self.weights(members))
         return {"models": models, "picked": [picked.count(g) for g in range(self.hp.groups)]}
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from coterie import tree as T
-from coterie.method import ClientData, ClientId, Download, Extras, Method, Payload, Settings, State, Tree, Upload
+from coterie.method import Card, ClientData, ClientId, Download, Extras, Method, Moment, Settings, State, Tree, Upload
 from coterie.parts.groups import last_layers
+from coterie.schema import Link, Schema, like
 
 
 class LGFedAvgSettings(Settings):
@@ -22,11 +23,7 @@ class LGFedAvgSettings(Settings):
 class LGFedAvg(Method):
     Settings = LGFedAvgSettings
     hp: LGFedAvgSettings
-    title = "LG-FedAvg"
-    paper = "Liang et al., arXiv 2001.01523, 2020"
-    year = 2020
-    family = "S"
-    personal_part = "the body"
+    card = Card("LG-FedAvg", "Liang et al., arXiv 2001.01523, 2020", 2020, "S", personal="the body")
     weighting = "uniform"
 
     def private(self, name: str) -> bool:
@@ -39,26 +36,25 @@ class LGFedAvg(Method):
     def _warm(self, round: int) -> bool:
         return round <= self.hp.warm_rounds
 
-    def _bytes(self, round: int, handed_over: bool) -> Payload:
-        whole, part = (T.nbytes(T.drop(self.ctx.w0, names)) for names in (self._local, self.stays))
-        warm = self._warm(round)
-        return Payload(whole if warm else part, part if handed_over and not warm else whole)
-
-    def payload(self, labels: int, round: int = 1) -> Payload:
-        return self._bytes(round, round != self.hp.warm_rounds + 1 or self.hp.warm_rounds == 0)
-
-    def payload_of(self, server: State, client: ClientId, labels: int, round: int) -> Payload:
-        return self._bytes(round, client in server["met"] or self.hp.warm_rounds == 0)
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The last layers; in warm rounds, and once after them on the way down, the body as well."""
+        if self.hp.warm_rounds == 0:
+            return self.model_schema
+        whole = T.drop(self.ctx.w0, self._local)
+        if now is None:
+            return self.model_schema | Schema(like(T.keep(whole, self.stays), optional=True))
+        body_too = self._warm(now.round) or (link == "down" and now.client not in now.server["answered"])
+        return Schema(like(whole)) if body_too else self.model_schema
 
     def setup(self) -> State:
         shared = self._local if self.hp.warm_rounds else self.stays
-        return {"w": T.clone(T.drop(self.ctx.w0, shared)), "met": []}
+        return {"w": T.clone(T.drop(self.ctx.w0, shared)), "answered": []}
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         if self._warm(round):
             return Download(shared=server["w"])
         body = T.keep(server["w"], self.stays)  # empty without warm rounds
-        return Download(T.drop(server["w"], self.stays), {i: body for i in ids if i not in server["met"]})
+        return Download(T.drop(server["w"], self.stays), {i: body for i in ids if i not in server["answered"]})
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         return {**state.get("own", {}), **download}, {}  # a body that was sent replaces the client's
@@ -69,11 +65,13 @@ class LGFedAvg(Method):
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         mean = T.mean([u.tree for u in uploads], self.weights(uploads))
-        met = server["met"] if self._warm(round) else sorted({*server["met"], *(u.sender for u in uploads)})
-        return {"w": {**server["w"], **mean}, "met": met}
+        answered = server["answered"]  # since the split
+        if not self._warm(round):
+            answered = sorted({*answered, *(u.sender for u in uploads)})
+        return {"w": {**server["w"], **mean}, "answered": answered}
 
     def global_model(self, server: State) -> Tree | None:
-        return None if self.hp.warm_rounds and server["met"] else super().global_model(server)
+        return None if self.hp.warm_rounds and server["answered"] else super().global_model(server)
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         return {**state.get("own", {}), **download}, {}

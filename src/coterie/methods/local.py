@@ -6,16 +6,13 @@ rounds in which it is sampled, so that its compute equals that of the other meth
 
 from collections.abc import Sequence
 
-from coterie.method import ClientId, Download, Method, State, Upload
+from coterie.method import Card, ClientId, Download, Method, State, Upload
 
 
 class Local(Method):
-    title = "Local-Only"
-    paper = "no collaboration (reference)"
-    year = 0
-    family = "-"
-    personal_part = "the whole model"
-    certainty = "B"
+    card = Card(
+        title="Local-Only", paper="no collaboration (reference)", family="-", personal="the whole model", certainty="B"
+    )
 
     def private(self, name: str) -> bool:
         return True

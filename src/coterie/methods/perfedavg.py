@@ -2,7 +2,7 @@
 
 The shared model is a start from which one gradient step on a client's own data does well: clients descend the loss
 after such an inner step, by its first-order approximation (FO) or with the Hessian by differences of gradients (HF).
-b is the run's lr unless set (0.001 in the card's sources). What is scored as `adapted` is a copy after the inner step.
+b is the run's lr unless set (0.001 in others' code). What is scored as `adapted` is a copy after the inner step.
 Batch-norm statistics move in the outer pass only; the inner step and the Hessian leave them alone.
 """
 
@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import Batch, ClientData, Extras, Method, Phase, Settings, State, Tree
+from coterie.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, replace
 from coterie.parts.gradient import grad, still
 
 
@@ -54,13 +54,15 @@ def meta_gradient(
 class PerFedAvg(Method):
     Settings = PerFedAvgSettings
     hp: PerFedAvgSettings
-    title = "Per-FedAvg"
-    paper = "Fallah et al., NeurIPS 2020, arXiv 2002.07948"
-    year = 2020
-    family = "F"
-    personal_part = "an adapted copy"
+    card = Card(
+        "Per-FedAvg",
+        "Fallah et al., NeurIPS 2020, arXiv 2002.07948",
+        2020,
+        "F",
+        personal="an adapted copy",
+        certainty="B",
+    )
     weighting = "uniform"
-    certainty = "B"
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         params, extras = super().begin(state, download, data, round)
@@ -75,13 +77,13 @@ class PerFedAvg(Method):
     def outer(self, params: Tree, batches: Sequence[Batch], extras: Extras, rng: torch.Generator) -> Tree:
         losses = [lambda p, b=b: self.loss(p, b, extras) for b in batches]
         names, stats = self._names(params), self.ctx.group("bn_stats")
-        slope = meta_gradient(losses, params, names, self.hp.alpha, self.hp.delta, stats)
-        return {**params, **T.add(T.keep(params, names.__contains__), slope, -extras["b"])}
+        gradient = meta_gradient(losses, params, names, self.hp.alpha, self.hp.delta, stats)
+        return {**params, **T.add(T.keep(params, names.__contains__), gradient, -extras["b"])}
 
     def inner(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
         names, stats = self._names(params), self.ctx.group("bn_stats")
-        slope = grad(lambda p: self.loss(p, batch, extras), still(params, stats), names)
-        return {**params, **T.add(T.keep(params, names.__contains__), slope, -self.hp.alpha)}
+        gradient = grad(lambda p: self.loss(p, batch, extras), still(params, stats), names)
+        return {**params, **T.add(T.keep(params, names.__contains__), gradient, -self.hp.alpha)}
 
     def adapt(self) -> list[Phase]:
         return [Phase(update=self.inner, steps=self.hp.adapt_steps)]
@@ -90,4 +92,4 @@ class PerFedAvg(Method):
 class PerFedAvgHF(PerFedAvg):
     Settings = PerFedAvgHFSettings
     hp: PerFedAvgHFSettings
-    title = "Per-FedAvg (HF)"
+    card = replace(PerFedAvg.card, title="Per-FedAvg (HF)")

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from coterie import tree as T
 from coterie.errors import CoterieError
-from coterie.method import Batch, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload
+from coterie.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload
 from coterie.parts.clusters import towards
 from coterie.parts.gradient import grad
 
@@ -30,18 +30,15 @@ class PFedMeSettings(Settings):
 class PFedMe(Method):
     Settings = PFedMeSettings
     hp: PFedMeSettings
-    title = "pFedMe"
-    paper = "Dinh et al., NeurIPS 2020, arXiv 2006.08848"
-    year = 2020
-    family = "R"
-    personal_part = "a second model"
-    certainty = "A"
+    card = Card("pFedMe", "Dinh et al., NeurIPS 2020, arXiv 2006.08848", 2020, "R", personal="a second model")
 
     def check(self) -> None:
         for name, rate in (("personal_lr", self.hp.personal_lr), ("eta", self.hp.eta or self.ctx.lr)):
             if rate * self.hp.lam >= 2:
-                said = f"{name} * lam = {rate * self.hp.lam:g}"
-                raise CoterieError(f"{self.title}: {said} is 2 or more, so training diverges; lower lam, {name} or lr")
+                raise CoterieError(
+                    f"{self.card.title}: {name} * lam = {rate * self.hp.lam:g} is 2 or more, so training diverges; "
+                    f"lower lam, {name} or lr"
+                )
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         w, _ = super().begin(state, download, data, round)
@@ -57,9 +54,9 @@ class PFedMe(Method):
         names = [k for k in w if k in self.ctx.net.trainable]
         lr, anchor = self.hp.personal_lr, [w[k] for k in names]
         for _ in range(self.hp.inner_steps):
-            slope = grad(lambda p: self.loss(p, batch, extras), theta, names)
+            gradient = grad(lambda p: self.loss(p, batch, extras), theta, names)
             moved = torch._foreach_lerp([theta[k] for k in names], anchor, lr * self.hp.lam)
-            torch._foreach_add_(moved, [slope[k] for k in names], alpha=-lr)
+            torch._foreach_add_(moved, [gradient[k] for k in names], alpha=-lr)
             theta = {**theta, **dict(zip(names, moved, strict=True))}
         w = {**w, **towards(T.keep(w, names.__contains__), theta, extras["step"])}
         return {**T.prefix("w:", w), **T.prefix("t:", theta)}

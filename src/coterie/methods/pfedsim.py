@@ -14,9 +14,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import ClientData, ClientId, Download, Extras, Method, Payload, Settings, State, Tree, Upload
+from coterie.method import Card, ClientData, ClientId, Download, Extras, Method, Moment, Settings, State, Tree, Upload
 from coterie.parts import bank, pairs
 from coterie.parts.similarity import cosine_rows, neg_log_weights, normalise_rows
+from coterie.schema import Link, Schema, like
 
 
 class PFedSimSettings(Settings):
@@ -27,34 +28,31 @@ class PFedSimSettings(Settings):
 class PFedSim(Method):
     Settings = PFedSimSettings
     hp: PFedSimSettings
-    title = "pFedSim"
-    paper = "Tan et al., arXiv 2305.15706, 2023"
-    year = 2023
-    family = "M,S"
-    personal_part = "the head, and a mixture of bodies"
+    card = Card(
+        "pFedSim", "Tan et al., arXiv 2305.15706, 2023", 2023, "M,S", personal="the head, and a mixture of bodies"
+    )
     needs = ("head",)
 
-    def _first(self) -> int:
+    def _fedavg_rounds(self) -> int:
         """Rounds of FedAvg."""
         return int(self.hp.rho * self.ctx.rounds + 0.5)
 
     def _head(self, name: str) -> bool:
         return name in self.ctx.group("head")
 
-    def _bytes(self, round: int, has_head: bool) -> Payload:
-        size = T.nbytes(T.drop(self.ctx.w0, self.stays))
-        head = T.nbytes(T.keep(self.ctx.w0, self._head))
-        return Payload(size, size - head if has_head and round > self._first() else size)
-
-    def payload(self, labels: int, round: int = 1) -> Payload:
-        return self._bytes(round, round != self._first() + 1)
-
-    def payload_of(self, server: State, client: ClientId, labels: int, round: int) -> Payload:
-        return self._bytes(round, client in server.get("met", []))
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The whole model up; down without the head for who has answered in the second phase."""
+        if link == "up":
+            return self.model_schema
+        shared = T.drop(self.ctx.w0, self.stays)
+        if now is None:
+            return Schema(like(T.drop(shared, self._head)) | like(T.keep(shared, self._head), optional=True))
+        has_head = now.client in now.server.get("answered", [])
+        return Schema(like(T.drop(shared, self._head))) if has_head else self.model_schema
 
     def setup(self) -> State:
         server = super().setup()
-        return server if self._first() else {**server, **pairs.opened(server["w"], self.ctx.clients)}
+        return server if self._fedavg_rounds() else {**server, **pairs.opened(server["w"], self.ctx.clients)}
 
     def mixing(self, similarity: Tensor, rows: Tensor) -> Tensor:
         """Weights [rows, clients] from s [clients, clients]."""
@@ -66,9 +64,9 @@ class PFedSim(Method):
         known, V = bank.known(server["bank"], ids), server["bank"]["flat"]
         rows = bank.rows(server["bank"], known)
         mixed = bank.trees(self.mixing(server["similarity"], rows).to(V) @ V, server["w"])
-        each: dict[ClientId, Tree] = {i: dict(server["w"]) for i in ids}  # for whom the server has not met
+        each: dict[ClientId, Tree] = {i: dict(server["w"]) for i in ids}  # for those the server does not know
         for i, r, tree in zip(known, rows.tolist(), mixed, strict=True):
-            own = {} if i in server["met"] else T.keep(T.unflatten(V[r], server["w"]), self._head)
+            own = {} if i in server["answered"] else T.keep(T.unflatten(V[r], server["w"]), self._head)
             each[i] = {**T.drop(tree, self._head), **own}
         return Download(each=each)
 
@@ -77,12 +75,12 @@ class PFedSim(Method):
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, params, extras, data, round)
-        return ({**state, "w": params} if round > self._first() else state), upload
+        return ({**state, "w": params} if round > self._fedavg_rounds() else state), upload
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        if round <= self._first():
+        if round <= self._fedavg_rounds():
             server = super().aggregate(server, uploads, round)
-            return {**server, **(pairs.opened(server["w"], self.ctx.clients) if round == self._first() else {})}
+            return {**server, **(pairs.opened(server["w"], self.ctx.clients) if round == self._fedavg_rounds() else {})}
         server, rows = pairs.received(server, {u.sender: u.tree for u in uploads})
         weight, _ = self.ctx.net.head_names
         heads = torch.stack([u.tree[weight] for u in uploads])  # as trained, [answers, classes, d]
@@ -90,7 +88,7 @@ class PFedSim(Method):
         return server
 
     def global_model(self, server: State) -> Tree | None:
-        return None if server.get("met") or not self._first() else super().global_model(server)
+        return None if server.get("answered") or not self._fedavg_rounds() else super().global_model(server)
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         if self.hp.score == "own" and "w" in state:

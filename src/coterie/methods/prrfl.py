@@ -10,19 +10,42 @@ is the first epoch of each local training: the deputy has just been changed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import Batch, ClientData, Download, Extras, Method, Phase, Settings, State, Upload, cross_entropy
+from coterie.method import (
+    Batch,
+    Card,
+    ClientData,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Phase,
+    Settings,
+    State,
+    Upload,
+    cross_entropy,
+    replace,
+)
 from coterie.parts import bank
-from coterie.parts.deputy import LISTENS, lessons, macro_f1, stage
+from coterie.parts.distill import kl
 from coterie.parts.fourier import Treatment, fourier_aggregate, prrfl_window
+from coterie.schema import Link, Schema
 from coterie.tree import Tree
+
+Stage = Literal["recover", "exchange", "sublimate"]
+LISTENS: dict[str, tuple[bool, bool]] = {  # (personal, deputy)
+    "recover": (False, True),
+    "exchange": (True, True),
+    "sublimate": (True, False),
+}
 
 
 class PRRFLSettings(Settings):
@@ -35,15 +58,26 @@ class PRRFLSettings(Settings):
 class PRRFL(Method):
     Settings = PRRFLSettings
     hp: PRRFLSettings
-    title = "PRR-FL"
-    paper = "Chen et al., MICCAI 2021, arXiv 2110.00394"
-    year = 2021
-    family = "S,R"
-    personal_part = "the whole model; the deputy's batch norm"
+    card = Card(
+        "PRR-FL",
+        "Chen et al., MICCAI 2021, arXiv 2110.00394",
+        2021,
+        "S,R",
+        personal="the whole model; the deputy's batch norm",
+    )
     weighting = "uniform"
 
     def private(self, name: str) -> bool:
         return name in self.ctx.group("bn")
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """Somebody whose deputy the server does not have is sent nothing."""
+        if link == "down":
+            if now is None:
+                return replace(self.model_schema, may_be_empty=True)
+            if now.client not in now.server["bank"]["ids"]:
+                return Schema({})
+        return self.model_schema
 
     def setup(self) -> State:
         return {"bank": bank.fill(self._like(), self.ctx.clients)}
@@ -105,3 +139,28 @@ class PRRFL(Method):
 
     def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
         return state["w"], {}
+
+
+def stage(deputy: float, personal: float, alpha1: float, alpha2: float) -> Stage:
+    """Who teaches, from the scores of both: a deputy that is far behind only learns, a good one only teaches."""
+    if deputy < alpha1 * personal:
+        return "recover"
+    return "exchange" if deputy < alpha2 * personal else "sublimate"
+
+
+def lessons(personal: Tensor, deputy: Tensor, now: Stage, weight: Tensor | None = None) -> Tensor:
+    """Sum of KL(teacher || student) over those who listen; teachers are detached."""
+    total = personal.new_zeros(())
+    if LISTENS[now][0]:
+        total = total + kl(deputy, personal, weight)
+    return total + kl(personal, deputy, weight) if LISTENS[now][1] else total
+
+
+@torch.no_grad()
+def macro_f1(forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, chunk: int = 512) -> float:
+    """Mean F1 over the classes that occur or are guessed, as scikit-learn's (whose call costs more than the pass)."""
+    logits = torch.cat([forward(part) for part in torch.split(x, chunk)])
+    guess, classes = logits.argmax(1), logits.shape[1]
+    hits = torch.bincount(y[guess == y], minlength=classes)
+    both = torch.bincount(torch.cat([y, guess]), minlength=classes)
+    return float((2 * hits[both > 0] / both[both > 0]).mean())

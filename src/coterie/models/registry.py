@@ -5,6 +5,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -44,13 +45,13 @@ def build(
     seed: int | None = None,
     dtype: torch.dtype | None = None,
     vocab: int | None = None,
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """A model for items of `shape`: by name, by 'package.module:factory', or a user's own factory, class or instance.
 
     With a seed its first values are a function of the seed alone and `initial` leaves them so; an instance keeps the
     values it has. `dtype` and `vocab` are facts of the data, if known: the type of an item, the number of tokens."""
-    shape, name = tuple(shape), _name(source)
+    shape, name, options = tuple(shape), _name(source), dict(options or {})
     if isinstance(source, str):
         source = _factory(source)
     with torch.random.fork_rng(devices=[]):  # building a model must not disturb anybody's random numbers
@@ -191,8 +192,22 @@ def _fit(name: str, module: nn.Module, shape: Shape, classes: int, dtype: torch.
             continue
         if width != classes:
             raise CoterieError(f"the model {name} gives {width} scores per item, but the data have {classes} classes")
+        _keeps_input(name, module, torch.zeros(2, *shape, dtype=kind))
         return
     raise CoterieError(f"{name}: {failures[0]}") from failures[0]
+
+
+def _keeps_input(name: str, module: nn.Module, example: torch.Tensor) -> None:
+    """Refuses a model that writes to its input: items are shared by everything that is computed from them."""
+    was, held = module.training, {k: v.clone() for k, v in module.state_dict().items()}
+    version, before = example._version, example.clone()
+    with torch.no_grad(), suppress(Exception):  # a model that cannot train on two items says so when it trains
+        for training in (False, True):
+            module.train(training)(example)
+    module.load_state_dict(held)  # training moves running statistics
+    module.train(was)
+    if example._version != version or not torch.equal(example, before):
+        raise CoterieError(f"the model {name} changes its input in place (such as x -= 1); it must not, take x = x - 1")
 
 
 def _width(module: nn.Module, example: torch.Tensor) -> int:

@@ -39,13 +39,14 @@ class BuildError(Exception):
 def library() -> ctypes.CDLL:
     """The compiled code, from the cache if it is there."""
     compiler = find_compiler()
-    path = cache_dir() / f"block-{fingerprint(compiler)}.so"
-    if path.exists():
-        with suppress(OSError, AttributeError):  # a damaged file is built anew
-            return _open(path)
+    cache = cache_dir()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
+        _own(cache)
+        path = cache / f"block-{fingerprint(compiler)}.so"
+        if path.exists():
+            with suppress(OSError, AttributeError):  # a damaged file is built anew
+                return _open(path)
+        handle, name = tempfile.mkstemp(suffix=".so", dir=cache)
     except OSError:  # no home to write to: build for this process only
         handle, name = tempfile.mkstemp(suffix=".so")
         path = Path(name)
@@ -61,7 +62,7 @@ def library() -> ctypes.CDLL:
     finally:
         if made != path:
             made.unlink(missing_ok=True)
-        elif path.parent != cache_dir():
+        elif path.parent != cache:
             path.unlink(missing_ok=True)
 
 
@@ -75,9 +76,17 @@ def find_compiler() -> str:
 def cache_dir() -> Path:
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        base = tempfile.gettempdir()
+    except RuntimeError:  # no home
+        base = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
     return Path(base) / "coterie" / "native"
+
+
+def _own(folder: Path) -> None:
+    """Makes the folder; code from a folder that somebody else made, or may write to, is never loaded."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    ours = all(part.lstat().st_uid in (os.getuid(), 0) for part in (folder, folder.parent, folder.parent.parent))
+    if not ours or folder.lstat().st_mode & 0o022:
+        raise PermissionError(f"{folder} belongs to somebody else")
 
 
 def fingerprint(compiler: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from coterie import codec
+from coterie import disk
 from coterie.config import Engine, RunSettings, settings
 from coterie.data.arrays import from_arrays
 from coterie.data.names import KNOWN
@@ -69,7 +69,7 @@ class Calibration:
         if name not in mine:
             mine[name] = measure(s, shape, classes)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            codec.write_atomic(self.path, json.dumps(self.known, indent=1).encode())
+            disk.write_atomic(self.path, json.dumps(self.known, indent=1).encode())
         return mine[name]
 
 
@@ -82,7 +82,7 @@ def measure(s: RunSettings, shape: tuple[int, ...], classes: int, budget: float 
         method="fedavg", model=s.model, batch=s.batch, optimizer=s.optimizer, lr=1e-4, epochs=1, clients=1,
         partition="iid", test_share=0.2, val_share=0, min_size=1, rounds=1, join=1.0, bn_stats=s.bn_stats,
     )  # fmt: skip
-    session = prepare(plain, Engine(workers=1), dataset=from_arrays(x, y, name="stand-in", classes=names))
+    session = prepare(plain, Engine(workers=1), loaded=from_arrays(x, y, name="stand-in", classes=names))
     method, data = session.method, session.federation.data(0)
     rule = Optimiser(plain.optimizer, 0.0, 0.0)
     times: list[float] = []
@@ -106,7 +106,7 @@ def samples(s: RunSettings, whole: tuple[int, int]) -> float:
     work = join * (learn * s.epochs + 2 * FORWARD * test * s.watch)
     scored = math.ceil(s.rounds / s.eval_every) * FORWARD * 2 * test
     if s.official:  # every personal model on the whole official part; one model for all is scored once
-        models = 1 if "G" in find(s.method).family.split(",") else s.federation.clients or 1
+        models = 1 if "G" in find(s.method).card.family.split(",") else s.federation.clients or 1
         scored += math.ceil(s.rounds / s.eval_every) * FORWARD * models * whole[1]
     return work + scored + (learn * s.epochs if s.final_trained else 0)
 

@@ -1,6 +1,5 @@
 """What `coterie paper` leaves behind for an item: item.json, side.csv, side.md, figures and report.html."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from coterie import codec
+from coterie import disk
 from coterie.errors import CoterieError
 from coterie.papers import presets, public, side
 from coterie.papers.presets import Item
@@ -42,7 +41,7 @@ def write(it: Item, runs: Cells, folder: Path, note: str) -> tuple[pd.DataFrame,
     seeds = len({seed for _, _, seed in runs})
     head = f"{it.name}: {it.what}; {seeds} {'seed' if seeds == 1 else 'seeds'}; {note}."
     lines = [f"# {presets.title(it.paper)}", "", head, "", side.to_markdown(text), *(f"- {v}" for v in verdicts)]
-    codec.write_atomic(folder / "side.md", ("\n".join(lines) + "\n").encode())
+    disk.write_atomic(folder / "side.md", ("\n".join(lines) + "\n").encode())
     described = {
         "paper": it.paper, "item": it.name, "title": presets.title(it.paper), "what": it.what, "note": note,
         "columns": [str(text.index.name), *map(str, text.columns)],
@@ -53,7 +52,7 @@ def write(it: Item, runs: Cells, folder: Path, note: str) -> tuple[pd.DataFrame,
             for (row, column, seed), run in runs.items()
         ],
     }  # fmt: skip
-    codec.write_atomic(folder / ITEM, (json.dumps(described, indent=1) + "\n").encode())
+    disk.write_json(folder / ITEM, described)
     missing = draw(it, find_runs([folder]), folder / "figures")
     page.write([folder], folder / "report.html")
     return text, verdicts, missing

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from coterie.config import RunSettings, settings
 from coterie.data.names import KNOWN
 from coterie.errors import CoterieError, unknown
+from coterie.folder import read_settings
 from coterie.methods import build, find
 from coterie.runs.sweep import Cell
-from coterie.session import stored
 
 LEAST = 10  # samples of a client, however much a protocol is shrunk
 PAPERS = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")
@@ -247,7 +247,7 @@ def _earlier(wanted: RunSettings, out: Path, name: str) -> Cell | None:
     """A run of the same settings that is there already, also from a version that had fewer settings to write."""
     for path in sorted(out.glob(f"{name}-????????/settings.json")):
         try:
-            found = RunSettings(**stored(path.parent)["settings"])
+            found = RunSettings(**read_settings(path.parent)["settings"])
             if _written_out(found) == _written_out(wanted):
                 return Cell(found, path.parent)
         except (CoterieError, ValidationError, KeyError, TypeError):

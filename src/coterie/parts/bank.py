@@ -31,7 +31,7 @@ def known(bank: State, ids: Sequence[ClientId]) -> list[ClientId]:
 
 
 def put(bank: State, models: Mapping[ClientId, Mapping[str, Tensor]]) -> State:
-    """A bank with these models replaced, or added for clients it has not met."""
+    """A bank with these models replaced, or added for clients it does not have yet."""
     new = [i for i in models if i not in set(bank["ids"])]
     flat = torch.cat([bank["flat"], bank["flat"].new_zeros(len(new), bank["flat"].shape[1])]) if new else bank["flat"]
     out: State = {"ids": [*bank["ids"], *new], "flat": flat if new else flat.clone()}

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.errors import CoterieError
 from coterie.method import ClientId, Context, Upload
 from coterie.parts.clustering import coordinates, kmeans
 from coterie.parts.similarity import pairwise_sqdist
@@ -25,13 +24,6 @@ def first_groups(ctx: Context, x: Tensor, groups: int) -> Tensor:
     if groups == 1:
         return torch.zeros(len(x), dtype=torch.int64)
     return kmeans(coordinates(pairwise_sqdist(x)), groups, key(ctx.seed, "first-groups"))
-
-
-def need_participants(ctx: Context, title: str, groups: int) -> None:
-    """The first grouping needs as many models as groups in one round."""
-    m = max(1, int(ctx.join * len(ctx.clients) + 0.5))
-    if groups > m:
-        raise CoterieError(f"{title}: groups = {groups} is more than the {m} participants of a round")
 
 
 def sizes(cluster: Mapping[ClientId, int], count: int) -> list[int]:
@@ -53,11 +45,3 @@ def of_cluster(uploads: Sequence[Upload], cluster: Mapping[ClientId, int], c: in
 def towards(a: Mapping[str, Tensor], b: Mapping[str, Tensor], step: float) -> Tree:
     """(1 - step) a + step b, exact at 0 and 1."""
     return {k: torch.lerp(v, b[k], step) for k, v in a.items()}
-
-
-def across(ctx: Context, models: Sequence[Tree], eta: float) -> list[Tree]:
-    """Each model mixed with every other one at weight eta / norm of that one, from one snapshot (FedGroup)."""
-    if eta == 0:
-        return list(models)
-    pull = [eta / float(v.norm()) for v in vectors(ctx, models)]
-    return [T.mean(models, [1.0 if h == g else p for h, p in enumerate(pull)]) for g in range(len(models))]

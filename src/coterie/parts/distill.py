@@ -23,11 +23,6 @@ def batch_mean(each: Tensor, weight: Tensor | None = None) -> Tensor:
     return each.mean() if weight is None else (each * weight).sum() / weight.sum().clamp(min=1)
 
 
-def accepts(agent: float, own: float, factor: float) -> bool:
-    """May the agent replace the local model? Validation accuracies; factor 0 always says yes."""
-    return agent >= factor * own
-
-
 def balanced_logits(logits: Tensor, counts: Tensor, gamma: float = 1.0, floor: float = 1e-12) -> Tensor:
     """Logits + gamma * log counts [classes]: their cross-entropy is the balanced softmax (FedRoD)."""
     return logits + gamma * counts.to(logits.dtype).clamp(min=floor).log()

@@ -1,4 +1,4 @@
-"""Scalar Gaussians fitted to tensors, distances between them, and the layer votes built on them (FedCPMD)."""
+"""Scalar Gaussians fitted to tensors, distances between them, and the layer votes built on them (FedCPMD, FedCMD)."""
 
 import math
 from collections.abc import Callable
@@ -65,12 +65,6 @@ def encode_labels(y: Tensor, classes: int, encoding: Literal["index", "onehot"] 
     raise unknown("label_encoding", encoding, ("index", "onehot"))
 
 
-def fit_labels(
-    y: Tensor, classes: int, encoding: Literal["index", "onehot"] = "index", sigma_min: float = 1e-3
-) -> Gaussian:
-    return fit(encode_labels(y, classes, encoding), "none", sigma_min)
-
-
 def pooled(g: Gaussian) -> Gaussian:
     """The scalar Gaussian with the moments of an even mixture of all entries of `g`."""
     variance = g.sigma.square().mean() + g.mu.var(correction=0)
@@ -133,7 +127,7 @@ DISTANCES: dict[str, Distance] = {
 
 
 def distance(name: str, js_sqrt: bool = False, w2_sigma: bool = True) -> Distance:
-    """The distance of that name, with the options of A16 bound."""
+    """The distance of that name with its options: the root of js, w2 without deviations."""
     if name not in DISTANCES:
         raise unknown("distance", name, DISTANCES)
     if name == "js":

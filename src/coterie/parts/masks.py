@@ -1,4 +1,4 @@
-"""Masks over the entries of models: most critical share (FedCAC, FedGMH), overlaps, private channels (CD2-pFed)."""
+"""Masks over the entries of models: the share that is largest or most critical (FedCAC, FedGMH, CD2-pFed)."""
 
 import math
 from collections.abc import Mapping
@@ -47,37 +47,3 @@ def top_share(scores: Mapping[str, Tensor], share: float, scope: Scope = "tensor
 def write_in(own: Mapping[str, Tensor], other: Mapping[str, Tensor], mask: Mapping[str, Tensor]) -> Tree:
     """`other` where the mask is set, `own` elsewhere, bit for bit."""
     return {k: torch.where(mask[k], other[k], v) for k, v in own.items()}
-
-
-def overlap(masks: Tensor) -> Tensor:
-    """O_ij = 1 - |M_i - M_j|_1 / (2 |M_i|) of masks [n, p], float64 [n, n]; an empty mask has overlap 1."""
-    m = masks.double()
-    size = m.sum(1)
-    differ = size[:, None] + size[None, :] - 2 * (m @ m.T)
-    full = torch.where(size > 0, 2 * size, torch.ones_like(size))[:, None]
-    return torch.where(size[:, None] > 0, 1 - differ / full, torch.ones_like(differ))
-
-
-def collaborators(overlaps: Tensor, round: int, beta: float) -> Tensor:
-    """Who shares critical entries with whom [n, n]: overlap above a bar that rises from the mean to beyond the maximum
-    of all pairs within beta rounds; everybody with itself."""
-    if beta <= 0:
-        raise CoterieError(f"FedCAC's beta must be positive, got {beta}.")
-    eye = torch.eye(len(overlaps), dtype=torch.bool, device=overlaps.device)
-    pairs = overlaps[~eye].double()
-    if not len(pairs):
-        return eye
-    bar = pairs.mean() + round / beta * (pairs.max() - pairs.mean())
-    return (overlaps.double() >= bar - 1e-9) | eye  # equal overlaps must pass whatever the rounding of their mean
-
-
-def channel_mask(channels: int, share: float) -> Tensor:
-    """Private channels [channels]: the first floor(share * channels), so that a growing share only adds to them."""
-    return torch.arange(channels) < share_count(share, channels)
-
-
-def private_entries(tensor: Tensor, share: float, dim: int = 0) -> Tensor:
-    """Mask of the tensor's shape, set on private channels along `dim` (0: outputs; 1: inputs, for the classifier)."""
-    view = [1] * tensor.ndim
-    view[dim] = -1
-    return channel_mask(tensor.shape[dim], share).to(tensor.device).reshape(view).expand(tensor.shape)

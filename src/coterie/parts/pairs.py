@@ -1,6 +1,7 @@
 """What a server keeps of all clients when it mixes their models by pairs: a bank, a matrix, and who has answered.
 
-The state is {"bank": ..., "similarity": [clients, clients] float64 in the order of the bank's ids, "met": [client]}.
+The state is {"bank": ..., "similarity": [clients, clients] float64 in the order of the bank's ids,
+"answered": [client]}.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from coterie.parts import bank
 def opened(tree: Mapping[str, Tensor], clients: Sequence[ClientId]) -> State:
     """Everybody at the same model, nobody like anybody."""
     n = len(clients)
-    return {"bank": bank.fill(tree, clients), "similarity": torch.zeros(n, n, dtype=torch.float64), "met": []}
+    return {"bank": bank.fill(tree, clients), "similarity": torch.zeros(n, n, dtype=torch.float64), "answered": []}
 
 
 def received(kept: State, models: Mapping[ClientId, Mapping[str, Tensor]]) -> tuple[State, Tensor]:
@@ -24,5 +25,5 @@ def received(kept: State, models: Mapping[ClientId, Mapping[str, Tensor]]) -> tu
     stored = bank.put(kept["bank"], models)
     more = len(stored["ids"]) - len(kept["similarity"])
     similarity = F.pad(kept["similarity"], (0, more, 0, more)) if more else kept["similarity"].clone()
-    state = {**kept, "bank": stored, "similarity": similarity, "met": sorted({*kept["met"], *models})}
+    state = {**kept, "bank": stored, "similarity": similarity, "answered": sorted({*kept["answered"], *models})}
     return state, bank.rows(stored, list(models))

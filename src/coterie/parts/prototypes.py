@@ -1,4 +1,4 @@
-"""Class prototypes with presence masks: means, losses, group means and mixing (FedPC, FedProto, FedGH).
+"""Class prototypes with presence masks: means and losses (FedPC, FedProto, FedGH).
 
 A prototype set is a tensor [..., classes, d] with a boolean mask [..., classes]; absent classes hold zeros. Functions
 used in losses have static shapes and no data-dependent branches, so that they can be mapped over clients.
@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from coterie.errors import unknown
-from coterie.parts.similarity import map_similarity, normalise_rows, softmax_rows
 
 ProtoLoss = Literal["batch_mean", "per_sample", "mse"]
-GroupMap = Literal["clip", "shift01", "softmax"]
 EPS = 1e-12  # under the root: a finite gradient where mean and prototype coincide
 FAR = -1e9  # logit of an absent class; finite, so that a row without any class has no NaN gradient
 
@@ -112,52 +110,3 @@ def prototype_loss(
 def nearest_logits(z: Tensor, prototypes: Prototypes) -> Tensor:
     """Scores [batch, classes]: minus the distance to each prototype, far below all others for absent classes."""
     return (-torch.cdist(z, prototypes.value)).masked_fill(~prototypes.mask, FAR)
-
-
-def masked_mix(rows: Tensor, prototypes: Prototypes) -> Prototypes:
-    """Mixtures [m, classes, d] of n prototype sets by rows [m, n], each class over the sets that hold it.
-
-    A class is present in a mixture if a set that holds it has positive weight.
-    """
-    value, mask = prototypes
-    rows = rows.to(value)
-    held = mask.to(value)
-    total = rows @ held
-    sums = torch.einsum("mn,nkd->mkd", rows, value * held.unsqueeze(-1))
-    return from_sums(sums, total)
-
-
-def masked_mean(prototypes: Prototypes, weight: Tensor | None = None) -> Prototypes:
-    """Mean [classes, d] over the sets [n, classes, d] that hold a class, by weight [n] (default: equal)."""
-    rows = torch.ones(1, len(prototypes.mask)) if weight is None else weight[None]
-    value, mask = masked_mix(rows, prototypes)
-    return Prototypes(value[0], mask[0])
-
-
-def group_means(prototypes: Prototypes, groups: Tensor, count: int, weight: Tensor | None = None) -> Prototypes:
-    """masked_mean within each of `count` groups [n]: [groups, classes, d]."""
-    return masked_mix(one_hot(groups, count, weight, torch.float64).T, prototypes)
-
-
-def group_cosine(prototypes: Prototypes) -> tuple[Tensor, Tensor]:
-    """Cosines [j, j] of sets flattened over their common classes (1 on the diagonal), and who has common classes."""
-    value, mask = prototypes
-    held = mask.double()
-    p = value.double() * held.unsqueeze(-1)
-    product = p.flatten(1) @ p.flatten(1).T
-    norms = (p.square().sum(-1) @ held.T).sqrt()  # [j, q]: norm of j over the classes of q
-    scale = norms * norms.T
-    cos = torch.where(scale > 0, product / torch.where(scale > 0, scale, 1.0), 0.0).clamp(-1, 1)
-    eye = torch.eye(len(value), dtype=torch.bool, device=value.device)
-    return torch.where(eye, 1.0, cos), (held @ held.T > 0) | eye
-
-
-def group_weights(prototypes: Prototypes, sim_map: GroupMap = "clip") -> Tensor:
-    """rho [j, j], rows that sum to 1: how much of group q enters group j; no common class, no mixing."""
-    cos, common = group_cosine(prototypes)
-    if sim_map == "softmax":
-        return softmax_rows(cos, known=common)
-    if sim_map not in ("clip", "shift01"):
-        raise unknown("sim_map", sim_map, ("clip", "shift01", "softmax"))
-    similarity = torch.where(common, map_similarity(cos, sim_map), 0.0)
-    return normalise_rows(similarity, torch.eye(len(cos), device=cos.device))

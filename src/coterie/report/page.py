@@ -1,14 +1,14 @@
 """One self-contained HTML file about one or several runs: opens offline, on a phone too."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
 
-from coterie import codec
+from coterie import disk
 from coterie.errors import CoterieError
 from coterie.runs.comparison import Comparison
 from coterie.runs.found import find_items, find_runs
@@ -25,17 +25,29 @@ VIEWS = {
 }
 
 
-def write(paths: Sequence[Path], out: Path, title: str = "") -> Path:
-    """The report of all runs found under `paths`, and of the papers' items written there."""
-    runs = [r for r in find_runs(paths) if r.events]
+def write(
+    paths: Sequence[Path], out: Path, title: str = "", complain: Callable[[str], None] = lambda sentence: None
+) -> Path:
+    """The report of all runs found under `paths`, and of the papers' items written there.
+
+    Damaged runs are left out and named, on the page and to `complain`."""
+    damaged: list[str] = []
+    runs = [r for r in find_runs(paths, damaged.append) if r.events]
     if not runs:
-        raise CoterieError("none of these runs has finished a round yet")
-    html = render(runs, title, find_items(paths))
-    codec.write_atomic(out, html.encode())
+        raise CoterieError("; ".join(damaged) or "none of these runs has finished a round yet")
+    for sentence in damaged:
+        complain(sentence)
+    html = render(runs, title, find_items(paths), [f"Left out: {sentence}." for sentence in damaged])
+    try:
+        disk.write_atomic(out, html.encode())
+    except OSError as e:
+        raise CoterieError(f"{out} cannot be written ({e.strerror or e})") from None
     return out
 
 
-def render(runs: Sequence[Run], title: str = "", items: Sequence[dict[str, Any]] = ()) -> str:
+def render(
+    runs: Sequence[Run], title: str = "", items: Sequence[dict[str, Any]] = (), warnings: Sequence[str] = ()
+) -> str:
     """One part per group of runs that have the same clients; `items` are printed and measured tables."""
     groups = {g: Comparison([r for r in runs if r.group == g]) for g in dict.fromkeys(r.group for r in runs)}
     environment = Environment(loader=PackageLoader("coterie.report"), autoescape=True, trim_blocks=True)
@@ -43,7 +55,7 @@ def render(runs: Sequence[Run], title: str = "", items: Sequence[dict[str, Any]]
         title=title or _title(runs, items),
         items=items,
         groups=[_part(name, comparison) for name, comparison in groups.items()],
-        warnings=_warnings(runs),
+        warnings=[*warnings, *_warnings(runs), *(w for c in groups.values() for w in c.warnings())],
         curves=_script({"views": VIEWS, "groups": {g: _lines(c) for g, c in groups.items()}}),
         clients=_script({g: _clients(c) for g, c in groups.items()}),
         settings=_settings(runs),
@@ -76,7 +88,7 @@ def _title(runs: Sequence[Run], items: Sequence[dict[str, Any]] = ()) -> str:
 
 def _script(value: Any) -> str:
     """JSON that cannot end the script element it stands in."""
-    return json.dumps(value).replace("</", "<\\/")
+    return json.dumps(disk.finite(value)).replace("</", "<\\/")
 
 
 def _best(comparison: Comparison) -> dict[str, str]:
@@ -121,7 +133,7 @@ def _clients(comparison: Comparison) -> dict[str, Any]:
         for r in runs[:1]:
             try:
                 frame = r.clients()
-            except CoterieError:
+            except CoterieError:  # not evaluated yet, or damaged: then a warning says so
                 continue
             samples |= {int(i): int(n) for i, n in frame["samples"].items()}
             columns[title] = {int(i): round(100 * float(v), 2) for i, v in frame["personal/test"].items()}
@@ -153,14 +165,6 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
             out.append(f"{name}: {s['failed']} times a sampled client failed.")
         if r.description["method"].get("certainty") == "C":
             out.append(f"{r.title} is reconstructed from its published description only.")
-    for group in dict.fromkeys(r.group for r in runs):
-        mine = [r for r in runs if r.group == group]
-        first = [r for r in mine if r.settings["seed"] == mine[0].settings["seed"]]
-        # a validation part is cut from the training part, which changes the fingerprint but not who has what
-        alike = {(r.description["partition"]["sha256"], r.settings["federation"]["val_share"]) for r in first}
-        if len(alike) > len({share for _, share in alike}):
-            where = f" of {group}" if group else ""
-            out.append(f"The runs{where} do not share one partition, so their numbers are not comparable.")
     return list(dict.fromkeys(out))
 
 

@@ -38,16 +38,25 @@ class Comparison:
         self.titles = list(dict.fromkeys(r.title for r in self.runs))
 
     def table(self) -> pd.DataFrame:
-        """One row per method: accuracy columns (mean), their std over seeds (`± ...`), bytes and seconds per round."""
+        """One row per method: accuracy columns (mean), their std over seeds (`± ...`), bytes and seconds per round.
+
+        `diverged` counts, of all scored `clients`, those whose personal models give NaN or infinity; where all of them
+        do, there is no accuracy."""
         rows = {}
         for title in self.titles:
             summaries = [r.summary() for r in self.runs if r.title == title]
             row: dict[str, Any] = {"seeds": len(summaries), "rounds": min(s["rounds"] for s in summaries)}
             for name, (view, statistic) in COLUMNS.items():
-                values = [s[view][statistic] for s in summaries if statistic in s.get(view, {})]
+                sound = [s[view] for s in summaries if view in s and not _diverged(s[view], statistic)]
+                values = [v[statistic] for v in sound if statistic in v and not np.isnan(v[statistic])]
                 if values:
                     row[name] = float(np.mean(values))
                     row[f"± {name}"] = float(np.std(values, ddof=1)) if len(values) > 1 else np.nan
+                elif any(view in s and statistic in s[view] for s in summaries):
+                    row[name] = row[f"± {name}"] = np.nan
+            scored = [s["personal"] for s in summaries if "personal" in s]
+            row["diverged"] = sum(v["nonfinite"] for v in scored)
+            row["clients"] = sum(v["clients"] for v in scored)
             for direction in ("up", "down"):
                 per_round = [
                     sum(v for k, v in s["bytes_per_round"].items() if k.endswith(direction)) for s in summaries
@@ -64,16 +73,29 @@ class Comparison:
         frame = self.table()
         out = pd.DataFrame(index=frame.index)
         for name in BRIEF if brief else COLUMNS:
-            if name in frame and frame[name].notna().any():
-                spread = frame[f"± {name}"]
-                out[name] = [
-                    "" if pd.isna(v) else f"{100 * v:.1f}" + ("" if pd.isna(s) else f" ± {100 * s:.1f}")
-                    for v, s in zip(frame[name], spread, strict=True)
-                ]
+            if name in frame and (frame[name].notna().any() or name == "personal"):
+                out[name] = [_percent(row, name) for _, row in frame.iterrows()]
+        if frame["diverged"].any():
+            out["diverged"] = [f"{d:.0f} of {n:.0f}" for d, n in zip(frame["diverged"], frame["clients"], strict=True)]
         out["MB up"] = [f"{v:.3g}" for v in frame["MB up"]]
         out["MB down"] = [f"{v:.3g}" for v in frame["MB down"]]
-        out["s/round"] = [f"{v:.3f}" for v in frame["s/round"]]
+        out["s/round"] = ["" if pd.isna(v) else f"{v:.3f}" for v in frame["s/round"]]
         return out
+
+    def warnings(self) -> list[str]:
+        """A sentence for each thing that a reader of the numbers must know."""
+        out = [w for r in self.runs for w in r.warnings()]
+        seeds: dict[int, set[tuple[str, float]]] = {}
+        for r in self.runs:
+            # a validation part is cut from the training part, which changes the fingerprint but not who has what
+            mark = r.description["partition"]["sha256"], r.settings["federation"]["val_share"]
+            seeds.setdefault(r.settings["seed"], set()).add(mark)
+        if any(len(marks) > len({share for _, share in marks}) for marks in seeds.values()):
+            where = f" of {self.runs[0].group}" if self.runs[0].group else ""
+            out.append(
+                f"The runs{where} do not share one partition of the same data: their numbers are not comparable."
+            )
+        return list(dict.fromkeys(out))
 
     def markdown(self) -> str:
         frame = self.readable()
@@ -91,3 +113,14 @@ class Comparison:
             found = [r.curve(view, part, statistic) for r in self.runs if r.title == title]
             columns[title] = pd.concat(found, axis=1).mean(axis=1)
         return pd.DataFrame(columns)
+
+
+def _diverged(view: dict[str, Any], statistic: str) -> bool:
+    """Did every model of the view diverge by the last evaluation, so that its statistics mean nothing?"""
+    return view["nonfinite"] == view["clients"] and statistic not in ("selected", "best")
+
+
+def _percent(row: pd.Series, name: str) -> str:
+    if pd.isna(row[name]):
+        return "diverged" if row["diverged"] and COLUMNS[name][0] == "personal" else ""
+    return f"{100 * row[name]:.1f}" + ("" if pd.isna(row[f"± {name}"]) else f" ± {100 * row[f'± {name}']:.1f}")

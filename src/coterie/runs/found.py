@@ -2,15 +2,17 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from coterie import disk
 from coterie.errors import CoterieError
+from coterie.folder import EVENTS, SETTINGS
 from coterie.runs.run import Run
 
 ITEM = "item.json"  # what `coterie paper` writes about a table or figure
-_APART = ("val_share",)  # some methods need a validation part; the clients are the same
+APART = ("val_share",)  # some methods need a validation part; the clients are the same
 
 
 def find_items(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -18,15 +20,14 @@ def find_items(paths: Sequence[Path]) -> list[dict[str, Any]]:
     found = []
     for path in paths:
         for file in sorted({*path.glob(ITEM), *path.glob(f"*/{ITEM}")}):
-            try:
-                found.append({**json.loads(file.read_text()), "at": file.parent})
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                raise CoterieError(f"{file} is damaged") from None
+            found.append({**disk.read_json(file), "at": file.parent})
     return found
 
 
-def find_runs(paths: Sequence[Path]) -> list[Run]:
-    """Runs in these folders, themselves or below them, or those of a paper's item, named and grouped."""
+def find_runs(paths: Sequence[Path], complain: Callable[[str], None] | None = None) -> list[Run]:
+    """Runs in these folders, themselves or below them, or those of a paper's item, named and grouped.
+
+    Damaged runs are left out, with a sentence for `complain`; without it the first one is raised."""
     names: dict[Path, str] = {}
     for item in find_items(paths):
         names |= {(item["at"] / c["run"]).resolve(): c["row"] for c in reversed(item["cells"])}
@@ -35,16 +36,29 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
         if (path / ITEM).exists():
             item = find_items([path])[0]
             here = list(dict.fromkeys((path / c["run"]).resolve() for c in item["cells"]))
-        elif (path / "settings.json").exists():
-            here = [path]
         else:
-            here = sorted(p.parent for p in path.rglob("settings.json"))
+            here = run_folders(path)
         if not here:
             raise CoterieError(f"there are no runs in {path}")
         for p in here:
-            if p.resolve() not in found:
-                found[p.resolve()] = Run(p, title=names.get(p.resolve(), ""))
+            if p.resolve() in found:
+                continue
+            try:
+                run = Run(p, title=names.get(p.resolve(), ""))
+                _ = run.events
+                found[p.resolve()] = run
+            except CoterieError as e:
+                if complain is None:
+                    raise
+                complain(str(e))
     return grouped(list(found.values()))
+
+
+def run_folders(path: Path) -> list[Path]:
+    """The folder itself if it is a run's, else those below it; also if one of the files that tell it is lost."""
+    if any((path / name).exists() for name in (SETTINGS, EVENTS)):
+        return [path]
+    return sorted({p.parent for name in (SETTINGS, EVENTS) for p in path.rglob(name)})
 
 
 def grouped(runs: Sequence[Run]) -> list[Run]:
@@ -82,7 +96,7 @@ def _flat(run: Run) -> dict[str, Any]:
 
 
 def _clients(run: Run) -> str:
-    fed = {k: v for k, v in run.settings["federation"].items() if k not in _APART}
+    fed = {k: v for k, v in run.settings["federation"].items() if k not in APART}
     return json.dumps({"data": run.settings["data"], "subset": run.settings["subset"], **fed}, sort_keys=True)
 
 

@@ -1,22 +1,22 @@
 """Personal models taken out of a run's folder."""
 
 import copy
+import json
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from coterie.codec import load
+from coterie import disk
+from coterie.checkpoint import Checkpoint, read
 from coterie.errors import CoterieError
-from coterie.folder import Folder
-from coterie.loop import Loop
+from coterie.exchange import preview
+from coterie.folder import checkpoints
 from coterie.method import Extras, Method
 from coterie.runs.run import Run
-from coterie.runtimes.states import Store
-from coterie.runtimes.workers import Inline
-from coterie.session import Session, make_loop
+from coterie.runtimes.states import ClientStates
+from coterie.session import Session, client_states
 from coterie.tree import Tree, clone
 
 
@@ -31,77 +31,85 @@ class PersonalModel(nn.Module):
         return self._method.predict(self._params, x, self._extras)
 
 
-def personal_tree(run: Run, client: int) -> tuple[Session, Tree, Extras]:
-    """Parameters and extras of a client's personal model at the newest checkpoint."""
-    session = run.session()
-    if client not in session.federation.clients:
-        raise CoterieError(
-            f"the run has no client {client}; they are numbered 0 to {len(session.federation.clients) - 1}"
-        )
-    loop = _frozen(session, run.path)
-    data = session.federation.data(client)
-    state = loop.store.get(client)
-    if state is None:
-        state = session.method.init_client(data)
-    with torch.no_grad():
-        params, extras = session.method.personal(state, loop.download(client), data)
-    return session, clone(params), extras
+class Saved:
+    """A run as its newest checkpoint left it; the folder is only read."""
+
+    def __init__(self, run: Run):
+        if (run.description.get("engine") or {}).get("runtime") == "flower":
+            raise CoterieError(f"the devices of {run.path} keep their models themselves, each in model.safetensors")
+        self.session: Session = run.session()
+        self.method = self.session.method
+        files = checkpoints(run.path)
+        if not files:
+            raise CoterieError(f"{run.path / 'checkpoints'} holds no checkpoint yet")
+        last = files[-1].with_name(f"{run.last_round:06d}.state")
+        if run.finished and files[-1] != last:
+            raise CoterieError(f"{last} is missing; `coterie run --resume {run.path}` computes it again")
+        self.checkpoint: Checkpoint = read(files[-1], type(self.method).__name__)
+        self.states: ClientStates = client_states(self.session, run.path)
+        self.states.look(self.checkpoint.clients)
+
+    def personal(self, client: int) -> tuple[Tree, Extras]:
+        """Parameters and extras of a client's personal model."""
+        federation, saved = self.session.federation, self.checkpoint
+        if client not in federation.clients:
+            raise CoterieError(f"the run has no client {client}; they are numbered 0 to {len(federation.clients) - 1}")
+        data = federation.data(client)
+        state = self.states.get(client)
+        if state is None:
+            state = self.method.init_client(data)
+        shared, own = preview(self.method, saved.server, saved.edges, [client], saved.round + 1)[client]
+        with torch.no_grad():
+            params, extras = self.method.personal(state, {**shared, **own}, data)
+        return clone(params), extras
+
+    def plain(self, extras: Extras) -> bool:
+        """Is the personal model just the network with these parameters?"""
+        return not extras and type(self.method).predict is Method.predict
 
 
 def personal_trees(run: Run) -> tuple[Session, dict[int, Tree]]:
     """Parameters of every client's personal model at the newest checkpoint; newcomers are left out."""
-    session = run.session()
-    loop = _frozen(session, run.path)
-    out = {}
-    with torch.no_grad():
-        for client in session.method.ctx.clients:
-            data, state = session.federation.data(client), loop.store.get(client)
-            if state is None:
-                state = session.method.init_client(data)
-            out[int(client)] = clone(session.method.personal(state, loop.download(client), data)[0])
-    return session, out
+    saved = Saved(run)
+    return saved.session, {int(i): saved.personal(i)[0] for i in saved.method.ctx.clients}
 
 
 def personal_module(run: Run, client: int) -> nn.Module:
-    session, params, extras = personal_tree(run, client)
-    if extras or type(session.method).predict is not Method.predict:
-        return PersonalModel(session.method, params, extras).eval()
-    net = session.method.ctx.net
+    saved = Saved(run)
+    params, extras = saved.personal(client)
+    if not saved.plain(extras):
+        return PersonalModel(saved.method, params, extras).eval()
+    net = saved.method.ctx.net
     net.load({k: nn.Parameter(v) if k in net.trainable else v for k, v in params.items()})
     module = copy.deepcopy(net.module)
-    net.load(session.method.ctx.w0)
+    net.load(saved.method.ctx.w0)
     return module.eval()
 
 
 def export(run: Run, client: int, path: Path) -> str:
     """Write the personal model as safetensors; returns how to load it."""
-    session, params, extras = personal_tree(run, client)
-    plain = not extras and type(session.method).predict is Method.predict
+    saved = Saved(run)
+    params, extras = saved.personal(client)
+    plain = saved.plain(extras)
     meta = {
         "method": run.title,
         "client": str(client),
-        "round": str(run.last_round),
+        "round": str(saved.checkpoint.round),
         "data": str(run.settings["data"]),
         "model": str(run.settings["model"] or "default"),
         "plain": str(plain).lower(),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.contiguous() for k, v in params.items()}, path, metadata=meta)
+    disk.write_atomic(path, _in_order(save({k: v.contiguous() for k, v in params.items()}, meta)))
     if plain:
         return f"from safetensors.torch import load_file\nmodel.load_state_dict(load_file({str(path)!r}), strict=False)"
     return f"import coterie\nmodel = coterie.open_run({str(run.path)!r}).personal({client})"
 
 
-def _frozen(session: Session, path: Path) -> Loop:
-    """A loop that stands where the newest checkpoint left it; the folder is only read."""
-    files = sorted((path / "checkpoints").glob("[0-9]*.safetensors"))
-    if not files:
-        raise CoterieError(f"{path} has no checkpoint yet")
-    saved: dict[str, Any] = load(files[-1])
-    folder = Folder.__new__(Folder)
-    folder.path = path
-    loop = make_loop(session, folder, Inline(session.device()))
-    loop.store = Store(path, len(session.federation.clients), disk=True)
-    loop.store.restore(saved["version"].numpy(), saved["checksum"].numpy())
-    loop.server, loop.edges, loop.done = saved["server"], saved["edges"], saved["round"]
-    return loop
+def _in_order(blob: bytes) -> list[bytes]:
+    """The same safetensors file with its metadata sorted: the library writes them in any order."""
+    start = 8 + int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8:start])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little"), text, blob[start:]]

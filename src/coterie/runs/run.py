@@ -1,6 +1,5 @@
 """A finished or unfinished run, read back from its folder as data frames, curves and models."""
 
-import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -11,26 +10,30 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
+from coterie import folder
 from coterie.errors import CoterieError
 from coterie.runs.statistics import summarise
-from coterie.session import Session, rebuild, stored
+from coterie.session import Objects, Session, rebuild
+
+_NEEDED = ("settings", "method", "partition", "versions", "data", "subset", "federation", "rounds", "seed")
 
 
 class Run:
-    """Reads what is there; never writes. `session` is given for a run made here with objects of its own."""
+    """Reads what is there; never writes. `objects` are those that stand behind names in the settings, if any."""
 
     group = ""  # runs of one group have the same clients and can be compared
     base = ""  # the name without what tells it from other runs of the same method
     apart: Mapping[str, Any] = MappingProxyType({})  # what tells it
 
-    def __init__(self, path: str | Path, session: Session | None = None, title: str = ""):
+    def __init__(
+        self, path: str | Path, session: Session | None = None, title: str = "", objects: Objects | None = None
+    ):
         self.path = Path(path)
-        self.description = stored(self.path)
-        if missing := {"settings", "method", "partition", "versions"} - set(self.description):
-            raise CoterieError(
-                f"{self.path} was written by another version of Coterie ({', '.join(sorted(missing))} is missing)"
-            )
-        self._session, self._title = session, title
+        self.description = folder.read_settings(self.path)
+        settings = self.description.get("settings") or {}
+        if missing := [k for k in _NEEDED if k not in self.description and k not in settings]:
+            raise CoterieError(f"{self.path} was written by another version of Coterie ({missing[0]} is missing)")
+        self._session, self._title, self._objects = session, title, objects
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.title}, round {self.last_round} of {self.settings['rounds']})"
@@ -47,15 +50,26 @@ class Run:
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """One dictionary per finished round; a line that a crash cut short is left out."""
-        out = []
-        path = self.path / "events.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                out.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        return out
+        """One dictionary per finished round; a last line that a crash cut short is left out.
+
+        Raises if others are damaged: no number may be missing from a table without a word."""
+        log = folder.read_log(self.path / folder.EVENTS)
+        saved = max((folder.round_of(p) for p in folder.checkpoints(self.path)), default=-1)
+        damage = log.damage
+        if not damage and (log.rows[-1]["round"] if log.rows else -1) < saved:
+            damage = f"{self.path / folder.EVENTS} ends before round {saved}, of which there is a checkpoint"
+        if damage:
+            raise CoterieError(f"{damage}; {self._mend}")
+        return log.rows
+
+    @property
+    def _mend(self) -> str:
+        return f"`coterie run --resume {self.path}` computes again what is lost"
+
+    @cached_property
+    def damage(self) -> list[str]:
+        """A sentence for each evaluation that is damaged or missing; events that are, raise."""
+        return folder.evaluation_damage(self.path, self.events)
 
     @property
     def last_round(self) -> int:
@@ -70,7 +84,7 @@ class Run:
         """One row per round: loss, bytes, seconds, participants' accuracy before and after, evaluated statistics."""
         rows = []
         for e in self.events:
-            row = {"round": e["round"], "loss": e["loss"], "participants": len(e["participants"])}
+            row: dict[str, Any] = {"round": e["round"], "loss": e["loss"], "participants": len(e["participants"])}
             row |= {"failed": len(e["failed"]), "nonfinite": len(e["nonfinite"])}
             for link, directions in e["bytes"].items():
                 for direction, parts in directions.items():
@@ -80,16 +94,26 @@ class Run:
             for view, stats in e["eval"].items():
                 row |= {f"{view}/{k}": v for k, v in stats.items()}
             row |= {f"note/{k}": v for k, v in e["notes"].items()}
-            rows.append(row)
+            rows.append({k: np.nan if v is None else v for k, v in row.items()})
         frame = pd.DataFrame(rows).set_index("round") if rows else pd.DataFrame()
-        times = self._timing()
-        return frame.join(times) if len(times) and len(frame) else frame
+        if seconds := {row["round"]: row["seconds"] for row in self._timing.rows}:
+            frame["seconds"] = frame.index.map(seconds).astype(float)
+        return frame
 
-    def _timing(self) -> pd.DataFrame:
-        path = self.path / "timing.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        rows = [json.loads(x) for x in lines if x.endswith("}")]
-        return pd.DataFrame(rows).drop_duplicates("round", keep="last").set_index("round") if rows else pd.DataFrame()
+    @cached_property
+    def _timing(self) -> folder.Log:
+        return folder.read_timing(self.path / folder.TIMING)
+
+    def warnings(self) -> list[str]:
+        """A sentence for each thing that a reader of the numbers must know."""
+        out = [f"{sentence}; {self._mend}" for sentence in self.damage]
+        out += [f"{self._timing.damage}; seconds are incomplete"] if self._timing.damage else []
+        found = self.summary().get("personal", {})
+        if found.get("nonfinite"):
+            name = f"{self.title}, seed {self.settings['seed']}"
+            many = f"{found['nonfinite']} of {found['clients']} clients"
+            out.append(f"{name}: training diverged, the personal models of {many} give NaN or infinity")
+        return out
 
     def curve(self, view: str = "personal", part: str = "test", statistic: str = "mean") -> pd.Series:
         """A statistic over the evaluated rounds, e.g. curve("global", statistic="pooled")."""
@@ -100,14 +124,10 @@ class Run:
 
     def evaluation(self, round: int | None = None) -> dict[str, np.ndarray]:
         """Raw arrays of one evaluation (default: the last): hits and totals [clients, classes], losses [clients]."""
-        files = sorted((self.path / "eval").glob("*.npz"))
-        files = [f for f in files if int(f.stem) <= self.last_round]
-        if round is not None:
-            files = [f for f in files if int(f.stem) == round]
-        if not files:
+        found = [e for e in self.events if "evaluation" in e and round in (None, e["round"])]
+        if not found:
             raise CoterieError(f"{self.path} has no evaluation" + (f" of round {round}" if round is not None else ""))
-        with np.load(files[-1], allow_pickle=False) as z:
-            return {k: z[k] for k in z.files}
+        return folder.read_evaluation(self.path, found[-1])
 
     def clients(self, round: int | None = None) -> pd.DataFrame:
         """One row per client: test samples and accuracy of every view."""
@@ -128,7 +148,7 @@ class Run:
     def session(self) -> Session:
         """The run's data, model and method, built again from its settings."""
         if self._session is None:
-            self._session = rebuild(self.path)
+            self._session = rebuild(self.path, objects=self._objects)
         return self._session
 
     def personal(self, client: int) -> nn.Module:

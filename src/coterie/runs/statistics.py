@@ -16,7 +16,7 @@ def summarise(rounds: pd.DataFrame, planned: int) -> dict[str, Any]:
     for mark in ("", "newcomers/"):
         for view in VIEWS:
             name = f"{mark}{view}/test"
-            if f"{name}/mean" in rounds:
+            if f"{name}/mean" in rounds and rounds[f"{name}/mean"].notna().any():
                 out[f"{mark}{view}"] = _view(rounds, name, f"{mark}{view}/val/mean", final)
     for when in ("before", "after"):
         if (column := f"participants/{when}/pooled") in rounds:
@@ -35,16 +35,21 @@ def summarise(rounds: pd.DataFrame, planned: int) -> dict[str, Any]:
 def _view(rounds: pd.DataFrame, name: str, chosen_by: str, final: int) -> dict[str, Any]:
     seen = rounds[f"{name}/mean"].dropna()
     last = int(seen.index.max())
+    clients = rounds[f"{name}/clients"]
+    broken = rounds[f"{name}/nonfinite"].fillna(0) if f"{name}/nonfinite" in rounds else clients * 0
+    sound = seen[(broken < clients)[seen.index]]  # where every model diverged there is nothing to choose
     stats: dict[str, Any] = {
         "last": float(seen[last]),
         "round": last,
         "last10": float(seen[seen.index > final - 10].mean()),
-        "best": float(seen.max()),
-        "best_round": int(seen.idxmax()),
+        "best": float(sound.max()),
+        "best_round": int(sound.idxmax()) if len(sound) else last,
+        "clients": int(clients[last]),
+        "nonfinite": int(broken[last]),  # clients whose models give NaN or infinity
     }
     stats |= {k: float(rounds[f"{name}/{k}"][last]) for k in ("std", "worst10", "pooled", "loss")}
-    if chosen_by in rounds and rounds[chosen_by].notna().any():
-        pick = int(rounds[chosen_by].dropna().idxmax())
+    if chosen_by in rounds and rounds[chosen_by][sound.index].notna().any():
+        pick = int(rounds[chosen_by][sound.index].dropna().idxmax())
         stats |= {"selected": float(seen[pick]), "selected_round": pick}
     return stats
 

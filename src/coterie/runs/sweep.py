@@ -30,7 +30,7 @@ class Cell:
     objects: Objects = field(default_factory=Objects)
 
     def finished(self) -> bool:
-        """Done already, with the same settings; other settings in the same folder are refused."""
+        """Done already and undamaged, with the same settings; other settings in the same folder are refused."""
         if not (self.out / "settings.json").exists():
             return False
         run = Run(self.out)
@@ -43,7 +43,10 @@ class Cell:
             ) from e
         if not same:
             raise CoterieError(f"{self.out} holds a run with other settings; choose another folder or remove it")
-        return run.finished
+        try:
+            return run.finished and not run.damage
+        except CoterieError:
+            return False  # going on names what is damaged, and computes it again
 
 
 @dataclass
@@ -86,7 +89,7 @@ def sweep(
             waiting.append(cell)
     tell(status)
     workers = engine.workers or os.cpu_count() or 1
-    data = _Shelf(engine)
+    data = _Loaded(engine)
     side_by_side = min(workers, len(waiting))
     inner = engine.model_copy(update={"workers": max(1, workers // max(1, side_by_side))})
     live: dict[Any, tuple[Cell, Any]] = {}
@@ -147,12 +150,14 @@ def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
             asked.append(1)  # the parent is gone
 
     try:
-        objects = cell.objects
-        session = prepare(cell.settings, engine, method=objects.method, dataset=dataset, model=objects.model)
+        session = prepare(cell.settings, engine, cell.objects, loaded=dataset)
+        resume = (cell.out / "settings.json").exists()
+        if resume and Run(cell.out).description["partition"] != session.federation.identity:
+            raise CoterieError(f"the data of {cell.out} have changed since it ran; choose another folder or remove it")
         execute(
             session,
             cell.out,
-            resume=(cell.out / "settings.json").exists(),
+            resume=resume,
             tell=lambda p: send("round", (p.round, p.accuracy)),
             say=lambda text: send("said", text),
             stopped=lambda: bool(asked),
@@ -164,7 +169,7 @@ def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
     pipe.close()
 
 
-class _Shelf:
+class _Loaded:
     """Data sets, loaded once each and inherited by the cells' processes."""
 
     def __init__(self, engine: Engine):
@@ -175,4 +180,5 @@ class _Shelf:
         key = (settings.data, settings.subset)
         if key not in self.loaded:
             self.loaded[key] = load(settings.data, self.engine.data_dir, settings.subset)
+            _ = self.loaded[key].digest  # computed once, here
         return self.loaded[key]

@@ -1,136 +1,144 @@
 """Worker processes on one machine: forked, one thread each, values handed over in shared memory."""
 
-import json
 import mmap
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import tempfile
 import traceback
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from coterie.codec import Value, join, split
+from coterie import codec
+from coterie.codec import Value
 from coterie.errors import CoterieError
-from coterie.flat import fill, lay_out, view
-from coterie.train.clients import Device, clone_value
+from coterie.messages import Job, ScoreAnswer, Trained
+from coterie.runtimes.base import Cost, Simulation
+from coterie.runtimes.states import ClientStates
+from coterie.train.clients import Clients
 
-ARENA = 16 << 30  # address space of one arena; only pages that were written cost memory
-
-
-class Runtime(Protocol):
-    """Runs requests, one per worker, and returns the replies in the same order."""
-
-    workers: int
-
-    def run(self, requests: Sequence[Value]) -> list[Value]: ...
-    def close(self) -> None: ...
-
-
-class Inline:
-    """No processes: everything here, with the same hand-over by value."""
-
-    workers = 1
-
-    def __init__(self, device: Device):
-        self.device = device
-
-    def run(self, requests: Sequence[Value]) -> list[Value]:
-        return [clone_value(self.device.handle(clone_value(r))) for r in requests]
-
-    def close(self) -> None:
-        pass
+What = Literal["train", "score"]
 
 
 class Arena:
-    """Shared memory that two processes of one fork write and read in turn."""
+    """Shared memory that two processes of one fork write and read in turn; it grows with what is written."""
 
     def __init__(self) -> None:
-        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self.map = mmap.mmap(-1, ARENA, flags=flags)
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("coterie")
+        else:
+            with tempfile.TemporaryFile() as f:
+                self._file = os.dup(f.fileno())
+        self._map: mmap.mmap | None = None
 
-    def write(self, value: Value) -> bytes:
-        """Lay the tensors down and return the small message that finds them again."""
-        skeleton, tensors = split(value)
-        places, size = lay_out(tensors)
-        if size > ARENA:
-            raise CoterieError("one message is larger than 16 GiB; use fewer clients per round or more workers")
-        fill(self.map, tensors, places)
-        return json.dumps([skeleton, places]).encode()
+    def write(self, value: Value) -> int:
+        """Lay the value down and return its size, with which the other process finds it."""
+        made = codec.layout(value)
+        if self._map is None or made.size > len(self._map):
+            os.ftruncate(self._file, made.size + made.size // 4)
+        codec.write(made, self._mapped(made.size))
+        return made.size
 
-    def read(self, message: bytes) -> Value:
-        """The value, as views into the arena: valid until the next write."""
-        skeleton, places = json.loads(message)
-        return join(skeleton, [view(self.map, place) for place in places])
+    def read(self, size: int, copy: bool = False) -> Value:
+        """The value; without a copy its tensors are valid until the next write."""
+        return codec.unpack(self._mapped(size), copy)
+
+    def _mapped(self, size: int) -> mmap.mmap:
+        if self._map is None or size > len(self._map):
+            self._map = mmap.mmap(self._file, os.fstat(self._file).st_size)
+        return self._map
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
-class Pool:
-    """Forked workers; one that dies is replaced and its request is run again (same keys, same bits)."""
+class Worker(NamedTuple):
+    process: Any
+    pipe: Any
 
-    def __init__(self, device: Device, workers: int):
-        self.device, self.workers = device, workers
+
+class Workers(Simulation):
+    """Forked workers; one that dies is replaced and its jobs are run again (same keys, same bits)."""
+
+    def __init__(self, clients: Clients, states: ClientStates, workers: int, cost: Cost = lambda client: 1):
+        super().__init__(clients.method, states, cost)
+        self.clients, self.workers = clients, workers
         self._fork = multiprocessing.get_context("fork")
         self._arenas = [(Arena(), Arena()) for _ in range(workers)]
-        self._members: list[tuple[Any, Any]] = [self._start(i) for i in range(workers)]
+        self._members = [self._start(i) for i in range(workers)]
 
-    def _start(self, i: int) -> tuple[Any, Any]:
+    def _train(self, jobs: Sequence[Job]) -> list[Trained]:
+        return self._spread("train", jobs)
+
+    def _score(self, jobs: Sequence[Job]) -> list[ScoreAnswer]:
+        return self._spread("score", jobs)
+
+    def _start(self, i: int) -> Worker:
         ours, theirs = self._fork.Pipe()
-        process = self._fork.Process(target=_serve, args=(self.device, theirs, ours, *self._arenas[i]), daemon=True)
+        process = self._fork.Process(target=_serve, args=(self.clients, theirs, ours, *self._arenas[i]), daemon=True)
         process.start()
         theirs.close()
-        return process, ours
+        return Worker(process, ours)
 
-    def run(self, requests: Sequence[Value]) -> list[Value]:
-        replies: list[Value] = [None] * len(requests)
+    def _spread(self, what: What, jobs: Sequence[Job]) -> list[Any]:
+        """Answers of all jobs, in any order."""
+        heaps = self._balanced(jobs, self.workers)
+        answers: list[Any] = []
         deaths = 0
-        waiting: dict[Any, int] = {}
-        for i, request in enumerate(requests):
-            waiting[self._send(i, request)] = i
+        waiting = {self._send(i, what, heap): i for i, heap in enumerate(heaps)}
         while waiting:
             ready: list[Any] = multiprocessing.connection.wait(list(waiting))
             for pipe in ready:
                 i = waiting.pop(pipe)
                 try:
                     kind, message = pipe.recv_bytes(), pipe.recv_bytes()
-                except (EOFError, ConnectionResetError):
+                except (EOFError, OSError):
                     deaths += 1
-                    if deaths > 2 * len(requests):
-                        raise RuntimeError("worker processes keep dying (out of memory?)") from None
-                    self._members[i][0].join()
-                    self._members[i] = self._start(i)
-                    waiting[self._send(i, requests[i])] = i
+                    if deaths > 2 * len(heaps):
+                        raise CoterieError("worker processes keep dying; is there enough memory?") from None
+                    self._replace(i)
+                    waiting[self._send(i, what, heaps[i])] = i
                     continue
                 if kind == b"e":
                     raise CoterieError(message.decode())
                 if kind == b"x":
                     raise RuntimeError(message.decode())
-                replies[i] = clone_value(self._arenas[i][1].read(message))
-        return replies
+                answers += self._arenas[i][1].read(int(message), copy=True)
+        return answers
 
-    def _send(self, i: int, request: Value) -> Any:
-        pipe = self._members[i][1]
-        message = self._arenas[i][0].write(request)
-        try:
-            pipe.send_bytes(message)
-        except (BrokenPipeError, ConnectionResetError):
-            self._members[i] = self._start(i)
-            pipe = self._members[i][1]
-            pipe.send_bytes(message)
-        return pipe
+    def _send(self, i: int, what: What, jobs: Sequence[Job]) -> Any:
+        size = self._arenas[i][0].write(jobs)
+        message = f"{what} {size}".encode()
+        for _ in range(3):
+            try:
+                self._members[i].pipe.send_bytes(message)
+                return self._members[i].pipe
+            except OSError:
+                self._replace(i)
+        raise CoterieError("worker processes keep dying; is there enough memory?")
+
+    def _replace(self, i: int) -> None:
+        self._members[i].pipe.close()
+        self._members[i].process.join()
+        self._members[i] = self._start(i)
 
     def close(self) -> None:
-        for _, pipe in self._members:  # all of them first: a later worker holds copies of the earlier ones' pipes
-            pipe.close()
-        for process, _ in self._members:
-            process.join(2)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for member in self._members:  # all of them first: a later worker holds copies of the earlier ones' pipes
+            member.pipe.close()
+        for member in self._members:
+            member.process.join(2)
+            if member.process.is_alive():
+                member.process.kill()
+                member.process.join()
+        for pair in self._arenas:
+            for arena in pair:
+                arena.close()
 
 
-def _serve(device: Device, pipe: Any, parents_end: Any, inbox: Arena, outbox: Arena) -> None:
+def _serve(clients: Clients, pipe: Any, parents_end: Any, inbox: Arena, outbox: Arena) -> None:
     """The life of a worker: it ends when the parent's end of the pipe closes."""
     parents_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -138,12 +146,13 @@ def _serve(device: Device, pipe: Any, parents_end: Any, inbox: Arena, outbox: Ar
     torch.set_num_threads(1)
     while True:
         try:
-            message = pipe.recv_bytes()
+            what, size = pipe.recv_bytes().decode().split()
         except (EOFError, OSError):
             os._exit(0)
         try:
-            reply = outbox.write(device.handle(inbox.read(message)))
-            kind = b"r"
+            jobs = inbox.read(int(size))
+            done: Value = clients.train(jobs) if what == "train" else clients.score(jobs)
+            kind, reply = b"r", str(outbox.write(done)).encode()
         except CoterieError as e:
             kind, reply = b"e", str(e).encode()
         except Exception:
@@ -151,13 +160,9 @@ def _serve(device: Device, pipe: Any, parents_end: Any, inbox: Arena, outbox: Ar
         try:
             pipe.send_bytes(kind)
             pipe.send_bytes(reply)
-        except (BrokenPipeError, OSError):
+        except OSError:
             os._exit(0)
 
 
-def start(device: Device, workers: int) -> Runtime:
-    """Processes where the system can fork, else everything in this one."""
-    torch.set_num_threads(1)
-    if workers > 1 and "fork" in multiprocessing.get_all_start_methods():
-        return Pool(device, workers)
-    return Inline(device)
+def can_fork() -> bool:
+    return "fork" in multiprocessing.get_all_start_methods()

@@ -1,16 +1,16 @@
-"""Which engine a run uses: client by client or stacked. `auto` tries both on participants of the first round."""
+"""Which engine a run uses: client by client or stacked. `auto` tries both in the first round that trains."""
 
-import json
 import time
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from coterie import codec
+import torch
+
+from coterie.edges import Edge, EdgeMethod
 from coterie.errors import CoterieError
-from coterie.method import ClientData, Extras, Phase
+from coterie.method import ClientData, ClientId, Extras, Method, Phase, State
 from coterie.rng import torch_rng
-from coterie.train.clients import Device
+from coterie.train.clients import Clients
 from coterie.train.stack import Stacker
 from coterie.train.stack_run import LARGEST, Member
 from coterie.train.trainer import train
@@ -18,10 +18,10 @@ from coterie.tree import Tree
 
 Asked = Literal["loop", "stack", "auto"]
 Start = tuple[Tree, Extras, ClientData]
-FILE = "engine.json"
-TRIED = 8  # participants
+TRIED = 8  # participants that are trained
+EXCHANGED = 64  # participants of a round before that trains nothing
 WORTH = 0.9  # of the loop's time: below, stacking is taken
-SPLIT = 0.65  # of the time of all clients: if half of them take more, sharing them out between processes does not pay
+SPLIT = 0.65  # two processes do not pay if half of the clients take more than this share of the time of all
 
 
 @dataclass(frozen=True)
@@ -35,35 +35,24 @@ class Choice:
         return f"engine {self.engine}: {self.why}"
 
 
-def settle(folder: Path, device: Device, asked: Asked, resume: bool) -> Choice:
-    """The engine of the run in `folder`: what it began with, or a new choice, written down there.
-
-    Engines agree to rounding only, so a run that goes on must not change its own."""
-    path = folder / FILE
-    if resume:
-        kept = Choice(**json.loads(path.read_text())) if path.exists() else Choice("loop", "as asked")
-        return replace(kept, why="as the run began") if asked not in ("auto", kept.engine) else kept
-    choice = Choice("loop", "as asked") if asked == "loop" else _choose(device, asked)
-    if asked != "loop":
-        codec.write_atomic(path, json.dumps(asdict(choice)).encode() + b"\n")
-    return choice
-
-
-def _choose(device: Device, asked: Asked) -> Choice:
-    if device.rule.keep:
+def choose(clients: Clients, asked: Asked) -> Choice:
+    """The engine of a new run. Engines agree to rounding only, so a run that is resumed keeps its own."""
+    if asked == "loop":
+        return Choice("loop", "as asked")
+    if clients.rule.keep:
         if asked == "stack":
             raise CoterieError("engine = stack trains without memory of earlier rounds; opt_state = keep needs loop")
         return Choice("loop", "optimisers keep their memory, which stacks do not have")
-    if asked == "auto" and device.method.ctx.net.layout.of_kind("conv"):
+    if asked == "auto" and clients.method.ctx.net.layout.of_kind("conv"):
         return Choice("loop", "convolutions of many clients at once are slower than one after the other")
     try:
-        loop, stack, half, alone = _timed(device)
+        loop, stack, half, alone = _timed(clients)
     except Exception as e:  # a trial must never stop a run: the loop always works
         if asked == "stack":
             return Choice("stack", "as asked")
         return Choice("loop", f"stacking could not be tried ({(str(e).splitlines() or [type(e).__name__])[0][:80]})")
     left = f"; phase {min(alone) + 1} client by client: {alone[min(alone)]}" if alone else ""
-    ctx = device.method.ctx
+    ctx = clients.method.ctx
     one = half > SPLIT * stack and ctx.join * len(ctx.clients) <= LARGEST
     left += "; one process, because half of the clients take nearly as long as all" if one else ""
     if asked == "stack":
@@ -72,25 +61,16 @@ def _choose(device: Device, asked: Asked) -> Choice:
     return Choice("stack", f"{times}{left}", 1 if one else None) if stack < WORTH * loop else Choice("loop", times)
 
 
-def _timed(device: Device) -> tuple[float, float, float, dict[int, str]]:
+def _timed(clients: Clients) -> tuple[float, float, float, dict[int, str]]:
     """Seconds for one epoch of a few clients: one by one, stacked, half of them stacked; and why phases cannot be."""
-    method, ctx = device.method, device.method.ctx
-    t = 0 if method.opening() else 1
-    phases = [_short(p) for p in method.phases(t)]
-    if not phases:
-        raise ValueError("its first round trains nothing")
-    server = method.setup()
-    ids = sorted(set(method.sample(server, t, torch_rng(ctx.seed, "sample", t))))[:TRIED]
-    sent = method.down(server, ids, t)
-    starts: list[Start] = []
-    for i in ids:
-        data = device.federation.data(i)
-        starts.append((*method.begin(method.init_client(data), sent.to(i), data, t), data))
-    stacker = Stacker(ctx, device.rule, patient=False)
+    ctx = clients.method.ctx
+    t, starts = _first_training(clients)
+    phases = [_short(p) for p in clients.method.phases(t)]
+    stacker = Stacker(ctx, clients.rule, patient=False)
 
     def one_by_one(members: list[Start]) -> None:
         for params, extras, data in members:
-            train(ctx, device.rule, phases, params, extras, data, t)
+            train(ctx, clients.rule, phases, params, extras, data, t)
 
     def stacked(members: list[Start]) -> None:
         stacker.train(phases, [Member(*s) for s in members], t)
@@ -103,6 +83,45 @@ def _timed(device: Device) -> tuple[float, float, float, dict[int, str]]:
             last = time.perf_counter() - begin
         took.append(last)
     return took[0], took[1], took[2], {k: v for k, v in stacker.reasons.items() if isinstance(k, int)}
+
+
+def _first_training(clients: Clients) -> tuple[int, list[Start]]:
+    """The first round with phases, and where a few of its participants start; rounds before it are exchanges."""
+    method, ctx = clients.method, clients.method.ctx
+    server = method.setup()
+    states: dict[ClientId, State] = {}
+    for t in range(0 if method.opening() else 1, ctx.rounds + 1):
+        trains = bool(method.phases(t))
+        ids = sorted(set(method.sample(server, t, torch_rng(ctx.seed, "sample", t))))
+        ids = ids[: TRIED if trains else EXCHANGED]
+        downloads = _downloads(method, server, ids, t)
+        starts: list[Start] = []
+        uploads = []
+        for i in ids:
+            data = clients.federation.data(i)
+            state = states[i] if i in states else method.init_client(data)
+            params, extras = method.begin(state, downloads[i], data, t)
+            starts.append((params, extras, data))
+            if not trains:
+                with torch.no_grad():
+                    states[i], upload = method.end(state, params, extras, data, t)
+                uploads.append(replace(upload, sender=i, samples=len(data.train)))
+        if trains:
+            return t, starts
+        server = method.aggregate(server, uploads, t)
+    raise ValueError("it trains nothing")
+
+
+def _downloads(method: Method, server: State, ids: list[ClientId], t: int) -> dict[ClientId, Tree]:
+    """What each of these clients receives, from the cloud or through its edge."""
+    sent = method.down(server, ids, t)
+    found = {i: sent.to(i) for i in ids}
+    if isinstance(method, EdgeMethod):
+        for edge, members in (method.edges(server) or {}).items():
+            if here := [i for i in ids if i in members]:
+                handed = method.relay(Edge(edge, tuple(members), {}, sent), here, t)
+                found |= {i: handed.to(i) for i in here}
+    return found
 
 
 def _short(phase: Phase) -> Phase:

@@ -7,18 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coterie.messages import Score
 from coterie.method import Extras, Method, Split
 from coterie.train.stack_step import Extra, UnstackableError
 from coterie.tree import Tree
 
 CHUNK = 256  # pictures per forward pass: activations of small networks stay in cache
 TOGETHER = 32  # models in one stacked pass
-
-
-class Score(NamedTuple):
-    hits: Tensor  # [classes] int64
-    total: Tensor  # [classes] int64
-    loss: Tensor  # [] summed cross-entropy
 
 
 class Case(NamedTuple):
@@ -39,7 +34,7 @@ def score(method: Method, params: Tree, extras: Extras, split: Split, shared: bo
         logits = method.predict_global(params, x) if shared else method.predict(params, x, extras)
         hits += torch.bincount(y[logits.argmax(1) == y], minlength=classes)
         loss += F.cross_entropy(logits, y, reduction="sum").double()
-    return Score(hits, torch.bincount(split.y, minlength=classes), loss)
+    return Score(hits, torch.bincount(split.y, minlength=classes), float(loss))
 
 
 class Scorer:
@@ -121,11 +116,11 @@ class Scorer:
         at = who * classes + y
         total = torch.bincount(at, minlength=cases * classes).view(cases, classes)
         if not len(y):
-            return [Score(t, t, torch.zeros((), dtype=torch.float64)) for t in total]
+            return [Score(t, t, 0.0) for t in total]
         hits = torch.bincount(at[logits.argmax(1) == y], minlength=cases * classes).view(cases, classes)
         each = F.cross_entropy(logits, y, reduction="none").double()
         loss = torch.zeros(cases, dtype=torch.float64).index_add_(0, who, each)
-        return [Score(*row) for row in zip(hits, total, loss, strict=True)]
+        return [Score(h, t, float(x)) for h, t, x in zip(hits, total, loss, strict=True)]
 
 
 def _one_model(cases: Sequence[Case]) -> bool:

@@ -17,7 +17,7 @@ from coterie import tree as T
 from coterie.method import Batch, Context, Phase
 from coterie.rng import key
 from coterie.train.optim import Optimiser, stepper
-from coterie.train.stack_run import LARGEST, Lot, Member, Stack
+from coterie.train.stack_run import LARGEST, Draws, Member, Stack
 from coterie.train.stack_step import Extra, Recipe, Steps, UnstackableError, identity
 from coterie.train.trainer import clipped, orders, phase_rule, run_phase, starts_of, trained_names
 from coterie.tree import Tree
@@ -49,12 +49,12 @@ class Stacker:
         try:
             if phase.update is not None or phase.every_epoch is not None or phase.batches_per_step > 1:
                 raise UnstackableError("it has a step of its own")
-            name = (at, identity(phase.loss), phase.split)
+            name = (at, identity(phase.loss))
             if name in self.reasons:
                 raise UnstackableError(self.reasons[name])
             groups: dict[Any, list[Member]] = {}
             for m in members:
-                groups.setdefault(self._signature(phase, m), []).append(m)
+                groups.setdefault(self._signature(m), []).append(m)
         except UnstackableError as e:
             self._alone(at, phase, members, round, str(e))
             return
@@ -77,31 +77,30 @@ class Stacker:
             m.noise = torch.default_generator.get_state()
             m.steps, m.samples, m.loss = m.steps + n, m.samples + seen, m.loss + loss
 
-    def _signature(self, phase: Phase, m: Member) -> Any:
+    def _signature(self, m: Member) -> Any:
         """What clients of one stack have in common."""
         tree = tuple((k, tuple(v.shape), v.dtype) for k, v in m.params.items())
-        split = m.data.train if phase.split == "train" else m.data.val
-        return tree, Extra.of(m.extras).key, tuple(split.x.shape[1:]), self._width(len(split))
+        x = m.data.train.x
+        return tree, Extra.of(m.extras).key, tuple(x.shape[1:]), self._width(len(x))
 
     def _width(self, n: int) -> int:
         """Batches of a client with n samples are filled up to this; with batch norm they are not."""
         return self.ctx.batch if self.ctx.net.has_batch_norm else min(self.ctx.batch, -(-n // PADDING) * PADDING)
 
     def _together(self, name: Any, phase: Phase, members: list[Member], round: int) -> None:
-        lots = [_lots(self.ctx, phase, m, round, self._width(_size(phase, m))) for m in members]
-        ranked = sorted(range(len(members)), key=lambda i: -len(lots[i][1]))
-        members, lots = [members[i] for i in ranked], [lots[i] for i in ranked]
-        if not lots or not lots[0][1]:
+        draws = [_draws(self.ctx, phase, m, round, self._width(len(m.data.train))) for m in members]
+        ranked = sorted(range(len(members)), key=lambda i: -len(draws[i][1]))
+        members, draws = [members[i] for i in ranked], [draws[i] for i in ranked]
+        if not draws or not draws[0][1]:
             return
-        recipe = self._recipe(name, phase, members, lots[0], round)
+        recipe = self._recipe(name, phase, members[0], draws[0])
         if recipe is None:
             return
-        lr = torch.tensor(self.ctx.lr_at(round) if phase.lr is None else phase.lr)
-        Stack(self.steps, (name, recipe.padded, recipe.trains, recipe.rule), recipe, phase, members, lots, lr).run()
+        at = (name, recipe.padded, recipe.trains, recipe.decays, recipe.rule, recipe.clip)
+        Stack(self.steps, at, recipe, members, draws, torch.tensor(self.ctx.lr_at(round))).run()
 
-    def _recipe(self, name: Any, phase: Phase, members: list[Member], lot: Any, round: int) -> Recipe | None:
+    def _recipe(self, name: Any, phase: Phase, first: Member, draws: Draws) -> Recipe | None:
         """What a step does; None if nothing is trained. Checked once against a step of one client alone."""
-        first = members[0]
         rule = phase_rule(self.rule, phase)
         trains = trained_names(self.ctx, phase, first.params)
         if not trains:
@@ -121,9 +120,9 @@ class Stacker:
             Extra.of(first.extras),
             not self.ctx.net.has_batch_norm,
         )
-        at = (name, recipe.trains, rule)
+        at = (name, recipe.trains, recipe.decays, rule, phase.clip)
         if at not in self._checked:
-            self._checked[at] = _check(self.ctx, recipe, phase, first, lot[0][0], lot[1][0])
+            self._checked[at] = _check(recipe, phase, first, draws[0][0], draws[1][0])
         padded, unused = self._checked[at]
         live = tuple(k for k in recipe.trains if k not in unused)
         return replace(
@@ -131,13 +130,9 @@ class Stacker:
         )
 
 
-def _size(phase: Phase, m: Member) -> int:
-    return len(m.data.train if phase.split == "train" else m.data.val)
-
-
-def _lots(ctx: Context, phase: Phase, m: Member, round: int, width: int) -> Lot:
+def _draws(ctx: Context, phase: Phase, m: Member, round: int, width: int) -> Draws:
     """Which samples each step of a client takes [steps, width], filled up with its first, and how many are real."""
-    n = _size(phase, m)
+    n = len(m.data.train)
     starts = starts_of(ctx, n)
     found = list(orders(ctx, phase, m.data, round, m.share))
     if not found:
@@ -150,31 +145,29 @@ def _lots(ctx: Context, phase: Phase, m: Member, round: int, width: int) -> Lot:
     return rows, ([min(ctx.batch, n - a) for a in starts] * len(found))[:steps]
 
 
-def _check(
-    ctx: Context, recipe: Recipe, phase: Phase, m: Member, lot: Tensor, real: int
-) -> tuple[bool, tuple[str, ...]]:
+def _check(recipe: Recipe, phase: Phase, m: Member, drawn: Tensor, real: int) -> tuple[bool, tuple[str, ...]]:
     """One step of one client, alone and in a stack of one: may it be padded, and which entries have no gradient?"""
-    split = m.data.train if phase.split == "train" else m.data.val
+    x, y = m.data.train
     short = max(1, real - 1) if recipe.padded else real
     tree = T.clone(m.params)
     leaves = [tree[k].requires_grad_() for k in recipe.trains]
     with torch.random.fork_rng(devices=[]):
-        got: Any = recipe.loss(tree, Batch(split.x[lot[:short]], split.y[lot[:short]]), m.extras)
+        got: Any = recipe.loss(tree, Batch(x[drawn[:short]], y[drawn[:short]]), m.extras)
     loss: Tensor = got[0] if isinstance(got, tuple) else got
     if not loss.requires_grad:
         raise UnstackableError("its loss has no gradient")
-    slopes: Sequence[Tensor | None] = torch.autograd.grad(loss, leaves, allow_unused=True)
-    unused = tuple(k for k, g in zip(recipe.trains, slopes, strict=True) if g is None)
-    slopes = slopes if recipe.clip is None else clipped(slopes, recipe.clip)
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, leaves, allow_unused=True)
+    unused = tuple(k for k, g in zip(recipe.trains, gradients, strict=True) if g is None)
+    gradients = gradients if recipe.clip is None else clipped(gradients, recipe.clip)
     rule = replace(recipe.rule, kind="sgd", momentum=0.0)  # the plain rule shows a wrong gradient best
-    stepper(rule, leaves, list(recipe.decays), 0.1)(slopes)
+    stepper(rule, leaves, list(recipe.decays), 0.1)(gradients)
     live = tuple(k for k in recipe.trains if k not in unused)
     recipe = replace(recipe, trains=live, rule=rule, decays=tuple(phase.decays(k) for k in live))
     for padded in (True, False) if recipe.padded else (False,):
-        took = lot if padded else lot[:short]
+        took = drawn if padded else drawn[:short]
         weight = (torch.arange(len(took)) < short).float()
         trial = replace(recipe, padded=padded)
-        new = _try(trial, m, split.x[took], split.y[took], weight)
+        new = _try(trial, m, x[took], y[took], weight)
         if all(torch.allclose(a, tree[k].detach(), AGREES, AGREES, True) for k, a in new.items()):
             return padded, unused
     raise UnstackableError("a stacked step gives another result")

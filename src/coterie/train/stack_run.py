@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.method import ClientData, Extras, Phase
+from coterie.method import ClientData, Extras
 from coterie.train.stack_step import Extra, Recipe, Steps
 from coterie.train.trainer import Effort
 from coterie.tree import Tree
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32)  # of stacks: few shapes, so few traces
 LARGEST = SIZES[-1]  # clients in one stack
-Lot = tuple[Tensor, list[int]]  # which samples each step takes [steps, width], and how many of them are real
+Draws = tuple[Tensor, list[int]]  # which samples each step takes [steps, width], and how many of them are real
 
 
 @dataclass
@@ -44,26 +44,27 @@ class Stack:
         steps: Steps,
         key: Any,
         recipe: Recipe,
-        phase: Phase,
         members: list[Member],
-        lots: list[Lot],
+        draws: list[Draws],
         lr: Tensor,
     ):
         self.steps, self.key, self.recipe, self.members, self.lr = steps, key, recipe, members, lr
-        splits = [m.data.train if phase.split == "train" else m.data.val for m in members]
-        self.x, self.y = torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits])
-        self.lengths = [len(real) for _, real in lots]
-        self.samples = [sum(real) for _, real in lots]
+        self.x = torch.cat([m.data.train.x for m in members])
+        self.y = torch.cat([m.data.train.y for m in members])
+        self.lengths = [len(real) for _, real in draws]
+        self.samples = [sum(real) for _, real in draws]
         rows = [*range(len(members))] + [len(members) - 1] * (_rows(len(members)) - len(members))
-        most, width = lots[0][0].shape
-        self.lot = torch.zeros(most, len(rows), width, dtype=torch.int64)  # rows of x
+
+        most, width = draws[0][0].shape
+        self.drawn = torch.zeros(most, len(rows), width, dtype=torch.int64)  # rows of x
         for row, i in enumerate(rows):
-            self.lot[: self.lengths[i], row] = lots[i][0]
-        ends = list(accumulate((len(s.y) for s in splits), initial=0))
-        self.lot += torch.tensor([ends[i] for i in rows])[:, None]
-        sizes = [lots[i][1] + [1] * (most - self.lengths[i]) for i in rows]
+            self.drawn[: self.lengths[i], row] = draws[i][0]
+        offsets = list(accumulate((len(m.data.train) for m in members), initial=0))
+        self.drawn += torch.tensor([offsets[i] for i in rows])[:, None]
+        sizes = [draws[i][1] + [1] * (most - self.lengths[i]) for i in rows]
         self.real = torch.tensor(sizes).T  # [steps, rows]
         self.weight = (torch.arange(width) < self.real[:, :, None]).float()
+
         names = [*recipe.trains, *recipe.moves, *recipe.rest]
         self.state = [torch.stack([members[i].params[k] for i in rows]) for k in names]  # [rows, ...]
         self.memory = recipe.memory(self.state[: len(recipe.trains)])
@@ -98,7 +99,7 @@ class Stack:
 
     def _step(self, s: int, active: int, rows: int) -> None:
         if self.recipe.padded:
-            self._advance(s, slice(rows), rows, self.lot.shape[2])
+            self._advance(s, slice(rows), rows, self.drawn.shape[2])
             return
         for size in sorted(set(self.real[s, :active].tolist())):
             where = (self.real[s, :active] == size).nonzero()[:, 0]
@@ -109,9 +110,9 @@ class Stack:
 
     def _advance(self, s: int, where: slice | Tensor, rows: int, size: int) -> None:
         """Step s of the rows `where`, whose batches have this size."""
-        lot = self.lot[s, where, :size].reshape(-1)
-        x = self.x.index_select(0, lot).view(rows, size, *self.x.shape[1:])
-        y = self.y.index_select(0, lot).view(rows, size)
+        drawn = self.drawn[s, where, :size].reshape(-1)
+        x = self.x.index_select(0, drawn).view(rows, size, *self.x.shape[1:])
+        y = self.y.index_select(0, drawn).view(rows, size)
         columns = [*self.state, *self.memory, *self.extras]
         flat = columns if isinstance(where, slice) else [v[where] for v in columns]
         flat = [*flat, x, y, self.weight[s, where, :size], self.lr, torch.tensor(s + 1.0)]

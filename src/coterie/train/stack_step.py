@@ -104,7 +104,7 @@ class Recipe:
         return 2 if self.rule.kind != "sgd" else int(self.rule.momentum > 0)
 
     def stacked(self, *flat: Tensor) -> tuple[Tensor, ...]:
-        """All clients: entries [clients, ...] as `split` has them, then x, y, weight, lr and the number of the step."""
+        """All clients: entries [clients, ...] as `_one` reads them, then x, y, weight, lr and the step's number."""
         *columns, lr, count = flat
         one = functools.partial(self._one, lr, count)
         out: tuple[Tensor, ...] = torch.vmap(one, randomness="error")(*columns)
@@ -131,33 +131,33 @@ class Recipe:
                 beside.append(aux.detach())
             return loss, (moved, beside)
 
-        slopes, (loss, (moved, beside)) = torch.func.grad_and_value(objective, has_aux=True)(tuple(trained))
-        new, kept = self._update(list(trained), list(slopes), list(memory), lr, count)
+        gradients, (loss, (moved, beside)) = torch.func.grad_and_value(objective, has_aux=True)(tuple(trained))
+        new, kept = self._update(list(trained), list(gradients), list(memory), lr, count)
         return (*new, *moved, *kept, loss, *beside)
 
     def _update(
-        self, params: list[Tensor], slopes: list[Tensor], memory: list[Tensor], lr: Tensor, count: Tensor
+        self, params: list[Tensor], gradients: list[Tensor], memory: list[Tensor], lr: Tensor, count: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The rules of optim.py, for one client; `count` is the number of this step, from 1."""
         rule, n = self.rule, len(params)
         if self.clip is not None:
-            norm = torch.stack([g.square().sum() for g in slopes]).sum().sqrt()
+            norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
             factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
-            slopes = [g * factor for g in slopes]
+            gradients = [g * factor for g in gradients]
         if rule.weight_decay and rule.kind != "adamw":
-            slopes = [
-                g + rule.weight_decay * p if d else g for p, g, d in zip(params, slopes, self.decays, strict=True)
+            gradients = [
+                g + rule.weight_decay * p if d else g for p, g, d in zip(params, gradients, self.decays, strict=True)
             ]
         if rule.kind == "sgd" and not rule.momentum:
-            return [p - lr * g for p, g in zip(params, slopes, strict=True)], []
+            return [p - lr * g for p, g in zip(params, gradients, strict=True)], []
         if rule.kind == "sgd":
-            memory = [rule.momentum * m + g for m, g in zip(memory, slopes, strict=True)]
+            memory = [rule.momentum * m + g for m, g in zip(memory, gradients, strict=True)]
             return [p - lr * m for p, m in zip(params, memory, strict=True)], memory
         if rule.weight_decay and rule.kind == "adamw":
             shrink = 1 - lr * rule.weight_decay
             params = [p * shrink if d else p for p, d in zip(params, self.decays, strict=True)]
-        first = [torch.lerp(m, g, 0.1) for m, g in zip(memory[:n], slopes, strict=True)]
-        second = [0.999 * v + 0.001 * g * g for v, g in zip(memory[n:], slopes, strict=True)]
+        first = [torch.lerp(m, g, 0.1) for m, g in zip(memory[:n], gradients, strict=True)]
+        second = [0.999 * v + 0.001 * g * g for v, g in zip(memory[n:], gradients, strict=True)]
         pace, scale = lr / (1 - 0.9**count), (1 - 0.999**count).sqrt()
         moved = [p - pace * m / (v.sqrt() / scale + 1e-8) for p, m, v in zip(params, first, second, strict=True)]
         return moved, [*first, *second]

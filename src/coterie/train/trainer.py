@@ -70,12 +70,11 @@ def run_phase(
         return params, extras, steps, seen, torch.zeros(())
     names = trained_names(ctx, phase, params)
     leaves = [params[k].requires_grad_() for k in names]
-    lr = ctx.lr_at(round) if phase.lr is None else phase.lr
     rule = phase_rule(rule, phase)
     memory = blank(rule, leaves)
     if kept is not None:
         recall(memory, names, *kept)
-    step = stepper(rule, leaves, [phase.decays(k) for k in names], lr, memory)
+    step = stepper(rule, leaves, [phase.decays(k) for k in names], ctx.lr_at(round), memory)
     assert phase.loss is not None
     objective, clip = phase.loss, phase.clip
     auxes: list[Any] = []
@@ -127,8 +126,6 @@ def trained_names(ctx: Context, phase: Phase, params: Tree) -> list[str]:
 
 def phase_rule(rule: Optimiser, phase: Phase) -> Optimiser:
     """The run's rule with what the phase says otherwise."""
-    if phase.momentum is not None:
-        rule = replace(rule, momentum=phase.momentum)
     return rule if phase.weight_decay is None else replace(rule, weight_decay=phase.weight_decay)
 
 
@@ -162,10 +159,9 @@ def _trainable(ctx: Context, name: str) -> bool:
 
 def _epochs(ctx: Context, phase: Phase, data: ClientData, round: int, share: float) -> Iterator[Iterator[Any]]:
     """For each epoch its batches."""
-    split = data.train if phase.split == "train" else data.val
-    starts = starts_of(ctx, len(split))
+    starts = starts_of(ctx, len(data.train))
     for order, limit in orders(ctx, phase, data, round, share):
-        yield _batches(split, order, starts, ctx.batch, phase.batches_per_step, limit)
+        yield _batches(data.train, order, starts, ctx.batch, phase.batches_per_step, limit)
 
 
 def starts_of(ctx: Context, n: int) -> list[int]:
@@ -176,7 +172,7 @@ def starts_of(ctx: Context, n: int) -> list[int]:
 
 def orders(ctx: Context, phase: Phase, data: ClientData, round: int, share: float) -> Iterator[tuple[Tensor, int]]:
     """For each epoch the order of the samples and the number of steps: functions of (seed, round, client, stream)."""
-    n = len(data.train if phase.split == "train" else data.val)
+    n = len(data.train)
     starts = starts_of(ctx, n)
     if not starts:
         return

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from coterie import Method, Settings, Upload
+from coterie import Card, Method, Settings, Upload
 from coterie import tree as T
+from coterie.schema import Schema, like
 
 
 class FedClipSettings(Settings):
@@ -19,10 +20,15 @@ class FedClipSettings(Settings):
 class FedClip(Method):
     Settings = FedClipSettings
     hp: FedClipSettings
-    title, family, personal_part, needs = "FedClip", "S", "the head", ("head",)
+    card = Card(title="FedClip", family="S", personal="the head")
+    needs = ("head",)
 
     def private(self, name):
         return name in self.ctx.group("head")
+
+    def schema(self, link, now=None):
+        """A client sends differences, which have other bounds than a model."""
+        return Schema(like(T.drop(self.ctx.w0, self.stays), "update")) if link == "up" else super().schema(link, now)
 
     def begin(self, state, download, data, round):
         return super().begin(state, download, data, round)[0], {"received": download}

@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from coterie.codec import load
+from coterie.checkpoint import newest
 from coterie.data.show import picture
+from coterie.edges import EdgeMethod
 from coterie.errors import CoterieError
 from coterie.report.figures import style
 from coterie.runs.run import Run
@@ -161,11 +162,9 @@ def sizes(runs: Sequence[Run]) -> Figure:
 def members(run: Run) -> dict[int, int]:
     """client -> cluster at the newest checkpoint; everybody in one if the method has none."""
     session = run.session()
-    files = sorted((run.path / "checkpoints").glob("[0-9]*.safetensors"))
-    if not files:
-        raise CoterieError(f"{run.path} has no checkpoint yet")
-    server = load(files[-1])["server"]
-    edges = session.method.edges(server)
+    method = session.method
+    server = newest(run.path, type(method).__name__).server
+    edges = method.edges(server) if isinstance(method, EdgeMethod) else None
     if edges:
         return {int(i): k for k, (_, ids) in enumerate(sorted(edges.items())) for i in ids}
     of = server.get("cluster")

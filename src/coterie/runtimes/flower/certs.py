@@ -2,6 +2,7 @@
 
 A directory made by `init` belongs on the cloud's host. A device needs two files: `ca.crt` and its own `NAME.key`. The
 public halves in `nodes/` are the list of who may connect: add a file and the node is known, remove it and it is not.
+Beside it lies what an edge may do, NAME.json (registry.py).
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import CoterieError
+from coterie.runtimes.flower.registry import NodeRole, Role
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
@@ -62,6 +64,14 @@ class Certs:
                 found[path.stem] = _public_pem(path)
         return found
 
+    def role_file(self, name: str) -> Path:
+        return self.root / "nodes" / f"{name}.json"
+
+    def roles(self) -> dict[str, NodeRole]:
+        """What every registered node may be, by name; one that was added without a word is a device."""
+        names = sorted(path.stem for path in (self.root / "nodes").glob("*.pub"))
+        return {name: NodeRole.read(self.role_file(name)) for name in names}
+
     def check(self) -> None:
         """A sentence if the directory is not complete."""
         for path in (self.ca, self.server, self.server_key, self.control_key):
@@ -100,15 +110,19 @@ def renew(root: Path, hosts: Sequence[str], days: int = 825) -> Certs:
     names = _subjects(hosts)
     if not certs.ca_key.is_file():
         raise CoterieError(f"certs {root} has no ca.key; a new server certificate needs the authority's key")
-    for path in (certs.server, certs.server_key):
-        path.unlink(missing_ok=True)
     _issue(certs, names, days)
     return certs
 
 
-def add_node(root: Path, name: str, public: Path | None = None) -> Path:
-    """Register a node: make its key pair (private key returned), or take the `public` half made on the device."""
+def add_node(
+    root: Path, name: str, public: Path | None = None, role: Role = "device", devices: Sequence[str] = ()
+) -> Path:
+    """Register a node: make its key pair (private key returned), or take the `public` half made on the device.
+
+    An edge speaks for `devices` alone: names in its own list of nodes, or patterns such as ward-*.
+    """
     certs = Certs(root)
+    about = NodeRole.of(role, devices)
     if not NAME.fullmatch(name):
         raise CoterieError(f'node name "{name}" must be letters, digits, dot, dash or underscore, at most 63')
     if not certs.ca.is_file():
@@ -120,11 +134,11 @@ def add_node(root: Path, name: str, public: Path | None = None) -> Path:
         taken = [n for n, known in certs.nodes().items() if known == pem]
         if taken:
             raise CoterieError(f'public key {public} is already that of node "{taken[0]}"')
+        certs.role_file(name).write_text(about.text())  # before the key, so that no edge is ever taken for a device
         _write(certs.public(name), public.read_bytes())
         return certs.public(name)
-    new_key(certs.key(name))
-    certs.key(name).with_suffix(".pub").chmod(0o644)
-    return certs.key(name)
+    certs.role_file(name).write_text(about.text())
+    return new_key(certs.key(name))
 
 
 def new_key(path: Path) -> Path:
@@ -145,8 +159,8 @@ def remove_node(root: Path, name: str) -> None:
     certs = Certs(root)
     if not certs.public(name).exists():
         raise CoterieError(f'no node "{name}" in {root}; known: {", ".join(certs.nodes()) or "none"}')
-    certs.public(name).unlink()
-    certs.key(name).unlink(missing_ok=True)
+    for path in (certs.public(name), certs.key(name), certs.role_file(name)):
+        path.unlink(missing_ok=True)
 
 
 def load_key(path: Path) -> Any:
@@ -177,8 +191,13 @@ def _issue(certs: Certs, names: list[Any], days: int) -> None:
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(ca_key, _sha256())
     )
-    _write(certs.server_key, _pem(key), secret=True)
-    _write(certs.server, certificate.public_bytes(serialization.Encoding.PEM))
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    new = {path: path.with_name(f".{path.name}.new") for path in (certs.server_key, certs.server)}
+    for path, content in zip(new, (_pem(key), pem), strict=True):
+        new[path].unlink(missing_ok=True)
+        _write(new[path], content, secret=path == certs.server_key)
+    for path, fresh in new.items():  # both lie there whole before either takes the old one's place
+        fresh.replace(path)
 
 
 def _certificate(subject: Any, issuer: Any, public: Any, issuer_public: Any, days: int) -> Any:

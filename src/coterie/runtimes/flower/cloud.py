@@ -1,271 +1,340 @@
-"""The engine's runtime over Flower: jobs go to devices, straight or through edges, and come back checked."""
+"""The cloud's end of a federation: requests go to devices, straight or through edges, and answers come back checked."""
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+import torch
 
 from coterie import tree as T
-from coterie.codec import Value
 from coterie.errors import CoterieError
-from coterie.method import Edge, EdgeId, Method, State, Upload
-from coterie.runtimes.flower import validate as v
-from coterie.runtimes.flower.asking import HELLO, Answers, Asking, passing
-from coterie.runtimes.flower.edge_messages import Shelf, filled, pack_edge
+from coterie.messages import MergeAnswer, MergeRequest, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest, check
+from coterie.method import ClientId, EdgeId, Method
+from coterie.round import RoundAnswers, RoundPlan
+from coterie.runtimes.base import Interrupted, Replies, Runtime
+from coterie.runtimes.flower.arrivals import check_answer, check_merged, check_wire, room, sentence
+from coterie.runtimes.flower.asking import Asking, Link, passing
+from coterie.runtimes.flower.messages import Answer, DeviceJob, EdgeAnswer, EdgeJob, Hello, Job, Kind, Request
 from coterie.runtimes.flower.plan import Plan
-from coterie.runtimes.flower.roster import Roster, Seat
-from coterie.runtimes.flower.transport.link import FlowerLink
+from coterie.runtimes.flower.registry import NodeRole
+from coterie.runtimes.flower.roster import ATTACHED_BYTES, Roster, read_attached, read_hello
+from coterie.runtimes.flower.tier import Tier
 from coterie.runtimes.flower.wirebook import WireBook
+from coterie.runtimes.states import Index
 
 RETRY = 60.0  # seconds after which a refused node is asked again
 MOMENT = 20.0  # seconds a node that is gone is expected back before a round starts
 log = logging.getLogger("coterie.cloud")
 
 
-class FlowerRuntime:
-    """One worker as far as the loop knows: everybody is asked at once."""
+@dataclass(frozen=True)
+class Patience:
+    """How many the cloud waits for, and how long."""
 
-    workers = 1
+    min_clients: int = 1  # before the first round
+    deadline: float = 600.0  # seconds, for the answers of a round
+    stopped: Callable[[], bool] = lambda: False  # has somebody asked to stop?
+    clients: frozenset[ClientId] = frozenset()  # before the first round also these, none of whom may be refused
+
+
+@dataclass
+class _Found:
+    """What came of asking."""
+
+    answers: dict[ClientId, Answer] = field(default_factory=dict)
+    missing: dict[ClientId, str] = field(default_factory=dict)
+    merged: dict[EdgeId, MergeAnswer] = field(default_factory=dict)
+
+
+class FlowerRuntime(Runtime):
+    """Client states lie on the devices: here is only known which version of each counts."""
 
     def __init__(
-        self, link: FlowerLink, plan: Plan, method: Method, roster: Roster, deadline: float,
-        declared: Callable[[int, int], int], min_clients: int = 1,
-        stopped: Callable[[], bool] = lambda: False, seen: Callable[[], None] = lambda: None,
-    ):  # fmt: skip
-        self.link, self.plan, self.method, self.roster = link, plan, method, roster
-        self.deadline, self.declared, self.min_clients = deadline, declared, min_clients
-        self.stopped, self.seen = stopped, seen
-        self.wire = WireBook()
-        self.here: set[int] = set()  # clients that are connected now
-        self.edges: dict[str, list[str]] = {}  # edges that are connected, with their connected devices
+        self,
+        method: Method,
+        link: Link,
+        plan: Plan,
+        roles: Callable[[], Mapping[str, NodeRole]],  # of all registered nodes, as they are now
+        folder: Path,  # for roster.json and wire.jsonl
+        patience: Patience,
+        seen: Callable[["FlowerRuntime"], None] = lambda runtime: None,  # told whenever something has changed
+    ):
+        self.method, self.link, self.plan, self.roles, self.patience, self.seen = (
+            method, link, plan, roles, patience, seen
+        )  # fmt: skip
+        self.roster = Roster(folder / "roster.json", len(method.ctx.clients))
+        self.wire = WireBook(folder / "wire.jsonl")
+        self.here: set[ClientId] = set()  # who is connected now
+        self.edges: dict[str, list[str]] = {}  # edges that are connected, with their connected devices (EDGE/DEVICE)
         self.errors: list[str] = []  # the latest, for a person
-        self.asking = Asking(link, plan.model_dump_json())
+        self.begun = False  # have enough clients come for the first round?
+        self._asking = Asking(link, plan.model_dump_json())
+        self._version = torch.full((plan.places,), -1, dtype=torch.int64)
+        self._round = 0  # the last one that was closed
+        self._roles: Mapping[str, NodeRole] = {}
         self._refused: dict[str, tuple[str, float]] = {}  # why, and when
         self._told: dict[str, str] = {}  # refusals that have been logged
-        self._last_seen: dict[int, float] = {}
+        self._last_seen = dict.fromkeys(
+            self.roster.numbers.values(), time.monotonic()
+        )  # of a resumed run: they come back
         self._edges_asked = 0.0
-        self._attached: Mapping[EdgeId, Edge] = {}  # the method's edges in this round
-        self._merged: dict[EdgeId, tuple[list[int], State, Upload]] = {}  # those that were merged on edges
+
+    # ---- what counts -------------------------------------------------------------------------------------------------
+    def keep(self, round: int, clients: Sequence[ClientId], left_out: Mapping[ClientId, str]) -> None:
+        self._version[list(clients)] = round
+        self._round = round
+        for client, reason in left_out.items():
+            self._trouble(f"round {round}: {self._named(client, reason)}")
+
+    def save(self) -> Index:
+        """The states themselves are durable since the devices answered."""
+        self.wire.close_round(self._round)
+        self.seen(self)
+        return Index(self._version.clone(), torch.zeros_like(self._version))
+
+    def restore(self, index: Index | None, older: Sequence[Index] = ()) -> None:
+        if index is not None and len(index.version) != len(self._version):
+            raise CoterieError(f"the checkpoint has {len(index.version)} clients, the run has {len(self._version)}")
+        self._version = torch.full_like(self._version, -1) if index is None else index.version.clone()
+
+    def forget(self, oldest_kept: int) -> None:
+        """Devices keep two versions, which is what two checkpoints may name."""
+
+    def newcomers(self) -> Sequence[ClientId]:
+        return self.roster.newcomers
 
     def close(self) -> None:
-        pass
+        self.seen(self)
 
-    def trouble(self, text: str) -> None:
+    def _trouble(self, text: str) -> None:
         log.warning("%s", text)
         self.errors = [*self.errors, text][-20:]
+
+    def _named(self, client: ClientId, reason: str) -> str:
+        """The reason with the node's name before it."""
+        entry = self.roster.entries.get(client)
+        name = f"client {client}" if entry is None else entry.name
+        return reason if reason.startswith(name) else f"{name}: {reason}"
 
     # ---- who is here -------------------------------------------------------------------------------------------------
     def look(self) -> None:
         """See who is connected, and say hello to who is new."""
         nodes, now = set(self.link.nodes()), time.monotonic()
-        self._refused = {n: r for n, r in self._refused.items() if n in nodes and now - r[1] < RETRY}
-        known = {s.name for s in self.roster.seats.values() if not s.behind_edge} | self.edges.keys()
-        self._hello(sorted(nodes - known - self._refused.keys()))
-        self.edges = {e: d for e, d in self.edges.items() if e in nodes}
-        self._ask_edges()
+        try:
+            self._roles = self.roles()
+        except CoterieError as e:
+            self._trouble(str(e))  # what was known before counts
+        edges = {n for n in nodes if self._roles.get(n, NodeRole()).is_edge}
+        gone = {n for n in self._refused if n.partition("/")[0] not in nodes}
+        self._refused = {n: r for n, r in self._refused.items() if n not in gone and now - r[1] < RETRY}
+        known = {entry.name for entry in self.roster.entries.values()}
+        self._hello(sorted(nodes - edges - known - self._refused.keys()))
+        self._ask_edges(edges - self._refused.keys())
         behind = {name for devices in self.edges.values() for name in devices}
-        self.here = {c for c, s in self.roster.seats.items() if s.name in (behind if s.behind_edge else nodes)}
+        self.here = {c for c, entry in self.roster.entries.items() if entry.name in behind | (nodes - edges)}
         self._last_seen |= dict.fromkeys(self.here, now)
-        self.seen()
+        self.seen(self)
 
     def _hello(self, nodes: Sequence[str]) -> None:
-        replies, errors = self.asking.hello(nodes)
-        for name, hello in replies.items():
-            if isinstance(hello, dict) and "devices" in hello:
-                self.edges[name] = []
-                log.info("edge %s is here", name)
-            else:
-                self._seat(name, name, hello)
-        for name, reason in errors.items():
-            if not passing(reason):
-                self._refuse(name, reason)
+        replies, errors = self._asking.hello(nodes)
+        for name, reply in replies.items():
+            try:
+                self._admit(name, read_hello(reply))
+            except CoterieError as e:
+                self._refuse(name, str(e))
+        self._refuse_all(errors)
 
-    def _seat(self, name: str, via: str, hello: Value) -> None:
+    def _admit(self, name: str, hello: Hello) -> None:
         try:
-            seat = self.roster.seat(name, via, hello)
-            log.info("%s is client %s%s", name, seat.client, f", behind {via}" if seat.behind_edge else "")
+            log.info("%s is client %s", name, self.roster.admit(name, hello).client)
             self._told.pop(name, None)
         except CoterieError as e:
             self._refuse(name, str(e))
 
+    def _refuse_all(self, reasons: Mapping[str, str]) -> None:
+        for name, reason in reasons.items():
+            if not passing(reason):
+                self._refuse(name, reason)
+
     def _refuse(self, name: str, reason: str) -> None:
         self._refused[name] = reason, time.monotonic()
         if self._told.get(name) != reason:
-            self.trouble(f"{name} is not in the run: {reason.removeprefix(f'{name}: ')}")
+            self._trouble(f"{name} is not in the run: {reason.removeprefix(f'{name}: ')}")
         self._told[name] = reason
 
-    def _ask_edges(self) -> None:
-        """Edges know who is behind them; they pass the plan on themselves and answer with the hellos of new devices."""
-        full = len(self.here) >= self.roster.places and all(self.edges.values())
-        if not self.edges or (full and time.monotonic() - self._edges_asked < MOMENT):
+    def _ask_edges(self, edges: Collection[str]) -> None:
+        """Edges know who is behind them; they pass the plan on and answer with the hellos of their devices."""
+        self.edges = {e: devices for e, devices in self.edges.items() if e in edges}
+        full = len(self.here) >= self.roster.places and all(self.edges.values()) and len(self.edges) == len(edges)
+        if not edges or (full and time.monotonic() - self._edges_asked < MOMENT):
             return  # an edge itself says in a round who is gone; a newcomer is seen a moment later
         self._edges_asked = time.monotonic()
-        text = {"plan": self.asking.plan}
-        replies, _ = self.link.send(dict.fromkeys(self.edges, text), "who", 0, HELLO)
+        replies, errors = self._asking.hello(edges, ATTACHED_BYTES)
+        self.edges = {}
         for edge, reply in replies.items():
-            devices = reply.get("devices", {}) if isinstance(reply, dict) else {}
-            for name, hello in devices.items():
-                seated = self.roster.seats.get(self.roster.numbers.get(name, -1))
-                if (seated is None or seated.via != edge) and name not in self._refused:
-                    self._seat(name, edge, hello)
-            self.edges[edge] = sorted(devices)
-            for name, reason in (reply.get("refused", {}) if isinstance(reply, dict) else {}).items():
-                self._refuse(str(name), str(reason))
-        for edge in set(self.edges) - replies.keys():
-            del self.edges[edge]
-
-    def wait(self, clients: int, seconds: float) -> bool:
-        """Until so many of the places are taken by connected devices; False if time ran out or a stop was asked for."""
-        until = time.monotonic() + seconds
-        while True:
-            self.look()
-            if sum(c < self.roster.places for c in self.here) >= clients:
-                return True
-            if time.monotonic() > until or self.stopped():
-                return False
-            time.sleep(0.3)
+            try:
+                found = read_attached(edge, self._roles[edge], reply)
+            except CoterieError as e:
+                self._refuse(edge, str(e))
+                continue
+            known = {entry.name for entry in self.roster.entries.values()}
+            for name, hello in found.hellos.items():
+                if name not in known and name not in self._refused:
+                    self._admit(name, hello)
+            for name, reason in found.refused.items():
+                self._refuse(name, reason)
+            self.edges[edge] = sorted(found.hellos)
+        self._refuse_all(errors)
 
     def _gather(self) -> None:
-        """Before a round: wait for those who were here a moment ago (a restart), not for those who left."""
-        until = time.monotonic() + self.deadline
-        while not self.stopped():
+        """Wait for enough clients; a resumed run waits for those it had, later rounds for who was just here."""
+        until = time.monotonic() + self.patience.deadline
+        if not self.begun:
+            log.info("waiting for %s clients", self.patience.min_clients)
+        while True:
+            if self.patience.stopped():
+                raise Interrupted
             self.look()
+            if self.patience.clients and self._refused:
+                raise CoterieError(f"not everybody can take part: {self.errors[-1]}")
             here, now = sum(c < self.roster.places for c in self.here), time.monotonic()
             soon = any(now - t < MOMENT for c, t in self._last_seen.items() if c not in self.here)
-            if here >= self.min_clients or (here and not soon) or now > until:
-                return
+            enough = here >= self.patience.min_clients and self.patience.clients <= self.here
+            if (enough and (self.begun or not soon)) or (self.begun and ((here and not soon) or now > until)):
+                break
             time.sleep(0.3)
+        self.begun = True
 
-    # ---- jobs --------------------------------------------------------------------------------------------------------
-    def run(self, requests: Sequence[Value]) -> list[Value]:
-        return [self._ask(r) for r in requests]
+    # ---- a round -----------------------------------------------------------------------------------------------------
+    def train(self, requests: Sequence[TrainRequest]) -> Replies[TrainAnswer]:
+        self._gather()
+        found = self._ask("train", requests)
+        return cast(dict[ClientId, TrainAnswer], found.answers), found.missing
 
-    def _ask(self, request: Value) -> list[Value]:
-        kind, round, jobs = request["op"], request["round"], request["jobs"]
-        if kind == "train":
-            self._gather()
-        common = {k: request[k] for k in ("shared", "watch", "global", "trained") if k in request}
-        common["run"] = self.plan.run
-        answers: dict[int, Value] = {}
-        missing: dict[int, str] = {}
-        asked: dict[str, tuple[Seat, Value]] = {}
-        for job in jobs:
-            client, seat = job["client"], self.roster.seats.get(job["client"])
-            if seat is None or client not in self.here:
-                missing[client] = (
-                    f"client {client} is not connected" if seat is None else f"{seat.name} is not connected"
-                )
-                continue
-            base = -1 if job["state"] is None else int(job["state"])
-            mine = {"client": client, "base": base, "each": job["each"], "share": float(job.get("share", 1.0))}
-            asked[seat.name] = seat, mine
-        self._asked = {seat.client for seat, _ in asked.values()}
-        replies, errors = self._exchange(kind, round, common, asked)
-        for name, (seat, _) in asked.items():
-            if name in errors:
-                missing[seat.client] = errors[name]
-                continue
-            try:
-                answers[seat.client] = self._checked(kind, round, seat, replies[name])
-            except CoterieError as e:
-                missing[seat.client] = f"{name}: {e}"
-        if kind == "train":
-            trees = {c: a["tree"] for c, a in answers.items() if not a.get("checked")}
-            sizes = {c: self.declared(c, round) for c in trees if round > 0}
-            for client, reason in v.odd_ones(trees, sizes).items():
-                missing[client] = f"{self.roster.seats[client].name}: {reason}"
-                del answers[client]
-        for reason in missing.values():
-            self.trouble(f"round {round}, {kind}: {reason}")
-        return [answers.get(j["client"]) or {"client": j["client"], "missing": missing[j["client"]]} for j in jobs]
+    def score(self, requests: Sequence[ScoreRequest]) -> Replies[ScoreAnswer]:
+        found = self._ask("score", requests)
+        for client, reason in found.missing.items():
+            self._trouble(f"after round {self._round}: {self._named(client, reason)}")
+        return cast(dict[ClientId, ScoreAnswer], found.answers), found.missing
 
-    def _checked(self, kind: str, round: int, seat: Seat, answer: Value) -> Value:
-        ctx = self.method.ctx
-        if kind == "train" and any(seat.client in ids for ids, _, _ in self._merged.values()):
-            return {**answer, "state": None}  # checked on its edge
-        if kind == "score":
-            return v.scored(answer, seat.client, ctx)
-        largest = 4 * max(self.declared(seat.client, round), T.nbytes(ctx.w0)) + v.SLACK
-        return {**v.trained(answer, seat.client, ctx, largest), "state": None}  # it stays on the device
+    def run(self, plan: RoundPlan) -> RoundAnswers:
+        """An edge whose clients are all behind one node is relayed and merged there, every other one here."""
+        self._gather()
+        tier = Tier(self.method)
+        there: list[tuple[str, MergeRequest]] = []
+        absent = {r.client for task in plan.edges for r in task.requests} - self.here
+        for whole in plan.edges:
+            task = replace(whole, requests=tuple(r for r in whole.requests if r.client not in absent))
+            nodes = {self.roster.entries[r.client].edge for r in task.requests}
+            if len(nodes) == 1 and (node := nodes.pop()) is not None:
+                there.append((node, task))
+            else:
+                tier.relay(task)
+        found = self._ask("train", [*plan.direct, *tier.requests], there)
+        trained = cast(dict[ClientId, TrainAnswer], found.answers)
+        merged = {**found.merged, **tier.merge(trained)}
+        missing = {**{i: self._absent(i) for i in absent}, **found.missing, **tier.missing}
+        trained = {i: a for i, a in trained.items() if i not in missing}
+        return RoundAnswers(trained, merged, {i: self._named(i, why) for i, why in missing.items()})
+
+    def _absent(self, client: ClientId) -> str:
+        entry = self.roster.entries.get(client)
+        return f"client {client} is not connected" if entry is None else f"{entry.name} is not connected"
 
     # ---- the way there and back --------------------------------------------------------------------------------------
-    def _exchange(self, kind: str, round: int, common: Value, asked: Mapping[str, tuple[Seat, Value]]) -> Answers:
-        """Ask devices, by name, all at once; who is behind an edge is asked through it."""
-        payloads: dict[str, Any] = {n: {"mine": m} for n, (seat, m) in asked.items() if not seat.behind_edge}
-        behind: dict[str, dict[str, Value]] = {}
-        for name, (seat, mine) in asked.items():
-            if seat.behind_edge:
-                behind.setdefault(seat.via, {})[name] = mine
-        held = self._held({s.client: s.via for s, _ in asked.values() if s.behind_edge}) if kind == "train" else {}
-        for via, jobs in behind.items():
-            payloads[via] = {"mine": self._for_edge(jobs, held.get(via, {}), round)}
-        most = max([1, *map(len, behind.values())])
-        size = max([T.nbytes(self.method.ctx.w0), *(self.declared(i, round) for i in self._asked)])
-        self.link.largest = most * (8 * size + 16 * v.SLACK)
-        replies, errors = self.asking.jobs(payloads, kind, round, self.deadline, common)
-        for wires in self.asking.wires:
-            self.wire.count("device-cloud", {n: w for n, w in wires.items() if n not in behind})
-            self.wire.count("edge-cloud", {n: w for n, w in wires.items() if n in behind})
-        self.asking.wires.clear()
-        for via, jobs in behind.items():
-            if via in errors:
-                errors |= dict.fromkeys(jobs, errors.pop(via))
+    def _ask(self, kind: Kind, requests: Sequence[Request], tasks: Sequence[tuple[str, MergeRequest]] = ()) -> _Found:
+        """Ask everybody at once; who is behind an edge is asked through it."""
+        found = _Found()
+        jobs: dict[str, Job] = {}
+        asked: dict[str, list[Request]] = {}  # by node
+        passed: dict[str, list[Request]] = {}  # through an edge, as they are
+        merges: dict[str, list[MergeRequest]] = {}
+        for r in requests:
+            if r.client not in self.here:
+                found.missing[r.client] = self._absent(r.client)
+                continue
+            entry = self.roster.entries[r.client]
+            asked.setdefault(entry.via, []).append(r)
+            if entry.edge is not None:
+                passed.setdefault(entry.edge, []).append(r)
+            else:
+                jobs[entry.name] = DeviceJob(self.plan.run, self._base(r.client), r)
+        for node, task in tasks:
+            merges.setdefault(node, []).append(task)
+            asked.setdefault(node, []).extend(task.requests)
+        for node in sorted({*passed, *merges}):
+            ids = [r.client for r in asked[node]]
+            jobs[node] = EdgeJob(
+                self.plan.run,
+                self.patience.deadline,
+                {i: self.roster.entries[i].device for i in ids},
+                {i: self._base(i) for i in ids},
+                tuple(passed.get(node, ())),
+                tuple(merges.get(node, ())),
+            )
+        round = next((r.round for many in asked.values() for r in many), 0)
+        largest = max((self._room(job) for job in jobs.values()), default=0)
+        replies, errors = self._asking.jobs(jobs, kind, round, self.patience.deadline, largest)
+        for node, job in jobs.items():
+            link = "edge-cloud" if isinstance(job, EdgeJob) else "device-cloud"
+            for traffic in (t for n, t in self._asking.traffic if n == node):
+                self.wire.count(link, traffic)
+            if node in errors:
+                found.missing |= {r.client: errors[node] for r in asked[node]}
                 continue
             try:
-                there, why = self._from_edge(replies.pop(via), jobs, held.get(via, {}))
-                replies, errors = {**replies, **there}, {**errors, **why}
-            except (CoterieError, KeyError, TypeError, ValueError, AttributeError) as e:
-                errors |= dict.fromkeys(jobs, f"{via} answered what cannot be used: {e}")
-        return replies, errors
-
-    def _held(self, via: Mapping[int, str]) -> dict[str, dict[EdgeId, list[int]]]:
-        """The method's edges whose participants are all behind one edge: {edge node: {edge: clients}}."""
-        asked = self._asked
-        found: dict[str, dict[EdgeId, list[int]]] = {}
-        for e, edge in self._attached.items():
-            here = sorted(i for i in edge.clients if i in asked)
-            nodes = {via.get(i, "") for i in here}
-            if len(nodes) == 1 and "" not in nodes:
-                found.setdefault(nodes.pop(), {})[e] = here
+                if isinstance(job, EdgeJob):
+                    self._take(found, asked[node], job, check(replies[node], EdgeAnswer))
+                else:
+                    (r,) = asked[node]
+                    found.answers[r.client] = self._checked(replies[node], r)
+            except CoterieError as e:
+                found.missing |= {r.client: f"{node}: {e}" for r in asked[node]}
+        self._asking.traffic.clear()
         return found
 
-    def _for_edge(self, jobs: dict[str, Value], held: dict[EdgeId, list[int]], round: int) -> Value:
-        shelf, kept = Shelf(), {i for ids in held.values() for i in ids}
-        devices = {}
-        for name, mine in jobs.items():
-            tree = {} if mine["client"] in kept else mine["each"]  # the edge makes it itself
-            devices[name] = {**mine, "each": shelf.put(tree), "declared": self.declared(mine["client"], round)}
-        edges = [pack_edge(self._attached[e], shelf, ids) for e, ids in held.items()]
-        return {"devices": devices, "edges": edges, "tensors": shelf.tensors, "deadline": self.deadline}
+    def _base(self, client: ClientId) -> int:
+        return int(self._version[client]) if client < len(self._version) else -1
 
-    def _from_edge(self, reply: Value, jobs: dict[str, Value], held: dict[EdgeId, list[int]]) -> Answers:
-        ctx = self.method.ctx
-        self.wire.include(reply["wire"])
-        errors = {str(n): str(e) for n, e in reply["errors"].items() if n in jobs}
-        replies = {n: a for n, a in reply["answers"].items() if n in jobs and n not in errors}
-        errors |= {n: f"{n} gave no answer" for n in jobs if n not in replies and n not in errors}
-        name = {mine["client"]: n for n, mine in jobs.items()}
-        done = {int(m["id"]): m for m in reply["merged"]}
-        for e, ids in held.items():
-            there = [i for i in ids if name[i] in replies]
-            if not there:
-                continue
-            v.need(e in done and done[e]["ids"] == there, f"edge {e} was not merged from who answered")
-            largest = len(ids) * (4 * T.nbytes(ctx.w0) + v.SLACK)
-            tree = v.tree(done[e]["tree"], ctx, "the merged upload", largest)
-            self._merged[e] = there, done[e]["state"], Upload(tree, v.note(done[e]["note"]))
-            for i in there:
-                replies[name[i]] = filled(replies[name[i]], i, ctx, largest)
-        return replies, errors
+    def _checked(self, answer: Answer, request: Request) -> Answer:
+        return check_answer(answer, request, self.roster.entries[request.client].samples, self.method.ctx.classes)
 
-    # ---- the loop's edges --------------------------------------------------------------------------------------------
-    def attach(self, edges: Mapping[EdgeId, Edge]) -> None:
-        self._attached, self._merged = edges, {}
+    def _room(self, job: Job) -> int:
+        """Bytes that the answer may have; nobody knows how large the state of an edge may get."""
+        each = room(self.method, ["up"])
+        if isinstance(job, DeviceJob):
+            return each
+        state = (room(self.method, ["edge_up", "up", "down"]) + T.nbytes(self.method.ctx.w0)) * 4
+        return each * len(job.names) + sum(state * (1 + len(task.edge.clients)) for task in job.merges)
 
-    def merge(self, edge: Edge, uploads: Sequence[Upload], round: int) -> tuple[State, Upload]:
-        """What its host made of it, or here if its uploads came through."""
-        if edge.id not in self._merged:
-            return self.method.merge(edge, uploads, round)
-        ids, state, up = self._merged[edge.id]
-        v.need(ids == [u.sender for u in uploads], f"edge {edge.id} was merged from others than those who count")
-        return state, up
+    def _take(self, found: _Found, asked: Sequence[Request], job: EdgeJob, answer: EdgeAnswer) -> None:
+        """What an edge answers for its devices. It can speak for those it was asked about and for nobody else."""
+        self.wire.count("device-edge", check_wire(answer.wire))
+        requests = {r.client: r for r in asked}
+        answers: dict[ClientId, Answer] = {}
+        missing = {i: sentence(why) for i, why in answer.missing.items() if i in requests}
+        for a in answer.answers:
+            if a.client not in requests or a.client in answers or a.client in missing:
+                raise CoterieError(f"it answers for client {a.client}, who was not asked, or twice")
+            try:
+                answers[a.client] = self._checked(a, requests[a.client])
+            except CoterieError as e:
+                missing[a.client] = str(e)
+        done = {m.edge: m for m in answer.merged}
+        for task in job.merges:
+            trained = {r.client: answers[r.client] for r in task.requests if r.client in answers}
+            try:
+                if task.edge.id not in done:
+                    raise CoterieError("it was not merged")
+                got = cast(dict[ClientId, TrainAnswer], trained)
+                checked = check_merged(self.method, done[task.edge.id], task, got)
+                refused = {i: sentence(why) for i, why in checked.refused.items()}
+                found.merged[task.edge.id] = replace(checked, refused=refused)
+            except CoterieError as e:
+                missing |= dict.fromkeys(trained, f"edge {task.edge.id}: {e}")
+        missing |= {i: "it gave no answer" for i in requests if i not in answers and i not in missing}
+        found.answers |= {i: a for i, a in answers.items() if i not in missing}
+        found.missing |= {i: self._named(i, why) for i, why in missing.items()}

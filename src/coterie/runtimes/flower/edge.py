@@ -6,124 +6,148 @@ answer, so an edge that dies loses nothing.
 """
 
 import logging
-import signal
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import cast, get_args
 
-from coterie import tree as T
-from coterie.codec import Value
+from coterie import codec
 from coterie.errors import CoterieError
-from coterie.method import Method, Upload
-from coterie.runtimes.flower import validate as v
-from coterie.runtimes.flower.asking import Asking, passing
+from coterie.messages import TrainAnswer, check
+from coterie.method import ClientId, Method
+from coterie.runtimes.flower.arrivals import check_answer, check_request, check_task, room
+from coterie.runtimes.flower.asking import Asking, Link, passing
 from coterie.runtimes.flower.certs import Certs
 from coterie.runtimes.flower.device import NO_PLAN
-from coterie.runtimes.flower.edge_messages import Shelf, outline, unpack_edge
+from coterie.runtimes.flower.messages import (
+    Answer,
+    Attached,
+    Common,
+    DeviceJob,
+    EdgeAnswer,
+    EdgeJob,
+    Hello,
+    Kind,
+    PlanText,
+    Request,
+    WireBytes,
+    joined,
+)
 from coterie.runtimes.flower.plan import Plan
-from coterie.runtimes.flower.serve import superlink
-from coterie.runtimes.flower.transport.link import FlowerLink
-from coterie.runtimes.flower.wirebook import WireBook
-from coterie.tier import called
+from coterie.runtimes.flower.roster import read_hello
+from coterie.runtimes.flower.tier import Tier
+from coterie.runtimes.flower.transport import FlowerLink, Node, address, superlink
 
 PATIENCE = 0.85  # of the cloud's deadline that devices have; the rest is for the way up
 log = logging.getLogger("coterie.edge")
 
 
+@dataclass(frozen=True)
+class Current:
+    """The run an edge is in, and who of its devices is in it too."""
+
+    plan: Plan
+    method: Method
+    asking: Asking
+    hellos: dict[str, Hello] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass
-class Bridge:
+class EdgeHandler:
     """Answers the cloud by asking the devices of the SuperLink below."""
 
-    link: FlowerLink
-    _plan: str = ""
-    _method: Method | None = None
-    _asking: Asking | None = None
-    _hellos: dict[str, Value] = field(default_factory=dict)
-    _refused: dict[str, str] = field(default_factory=dict)
+    link: Link
+    allow: tuple[str, ...] = ()  # code that a plan may name (permits.py)
+    _current: Current | None = None
 
-    def handle(self, kind: str, round: int, value: Value) -> Value:
-        v.need(isinstance(value, dict), "the message is not a dictionary")
-        if kind in ("hello", "who"):
-            return self.who(str(value.get("plan")))
-        if kind not in ("train", "score"):
+    def handle(self, kind: str, round: int, shared: memoryview | None, own: memoryview) -> memoryview:
+        asked = codec.unpack(own)
+        if kind == "hello":
+            return codec.pack(self.hello(check(asked, PlanText).text))
+        common = Common() if shared is None else check(codec.unpack(shared), Common)
+        job = joined(common, check(asked, EdgeJob))
+        if kind not in get_args(Kind):
             raise CoterieError(f'an edge cannot answer "{kind}"')
-        if self._asking is None or self._method is None:
-            raise CoterieError(NO_PLAN)
-        common, mine = value.get("common"), value.get("mine")
-        v.need(isinstance(common, dict) and isinstance(mine, dict), "the message has no jobs")
-        return self._pass_on(self._asking, self._method, kind, round, common, mine)
+        return codec.pack(self.answer(cast(Kind, kind), round, job))
 
-    def who(self, text: str) -> Value:
+    def hello(self, text: str) -> Attached:
         """Who is attached here, with their hellos; new devices get the plan."""
-        if text != self._plan:
+        if self._current is None or self._current.asking.plan != text:
             plan = Plan.read(text)
-            self._method = plan.session(None, None, None).method
-            self._plan, self._asking, self._hellos = text, Asking(self.link, text), {}
-            log.info("run %s: %s", plan.run[:8], self._method.title)
-        assert self._asking is not None
-        nodes = set(self.link.nodes())
-        self._refused = {n: r for n, r in self._refused.items() if n in nodes}
-        replies, errors = self._asking.hello(nodes - self._hellos.keys() - self._refused.keys())
-        self._hellos |= replies
-        self._refused |= {n: r for n, r in errors.items() if not passing(r)}
-        return {"devices": {n: self._hellos[n] for n in sorted(nodes & self._hellos.keys())}, "refused": self._refused}
+            method = plan.session(None, None, None, self.allow).method
+            self._current = Current(plan, method, Asking(self.link, text))
+            log.info("run %s: %s", plan.run[:8], method.card.title)
+        now, nodes = self._current, set(self.link.nodes())
+        for gone in now.refused.keys() - nodes:
+            del now.refused[gone]
+        replies, errors = now.asking.hello(nodes - now.hellos.keys() - now.refused.keys())
+        for name, reply in replies.items():
+            try:
+                now.hellos[name] = read_hello(reply)
+            except CoterieError as e:
+                now.refused[name] = str(e)
+        now.refused.update({n: r for n, r in errors.items() if not passing(r)})
+        return Attached({n: now.hellos[n] for n in sorted(nodes & now.hellos.keys())}, dict(now.refused))
 
-    def _pass_on(
-        self, asking: Asking, method: Method, kind: str, round: int, common: Any, mine: dict[str, Any]
-    ) -> Value:
-        shelf = Shelf(mine["tensors"])
-        jobs = {str(name): dict(job) for name, job in mine["devices"].items()}
-        names = {job["client"]: name for name, job in jobs.items()}
-        edges = [unpack_edge(e, shelf) for e in mine.get("edges", [])]
-        held: dict[int, Any] = {}
-        each = {job["client"]: shelf.take(job["each"]) for job in jobs.values()}
-        for edge, ids in edges:
-            handed = method.relay(edge, ids, round)
-            each |= {i: handed.to(i) for i in ids}
-            held |= dict.fromkeys(ids, edge)
-        declared = {job["client"]: job.pop("declared") for job in jobs.values()}
-        payloads = {name: {"mine": {**job, "each": each[job["client"]]}} for name, job in jobs.items()}
-        self.link.largest = 8 * max(T.nbytes(method.ctx.w0), *declared.values(), 0) + 16 * v.SLACK
-        replies, errors = asking.jobs(payloads, kind, round, PATIENCE * float(mine["deadline"]), common)
-        for i in held:
-            name = names[i]
-            if name in replies:
-                try:
-                    largest = 4 * max(declared[i], T.nbytes(method.ctx.w0)) + v.SLACK
-                    replies[name] = v.trained(replies[name], i, method.ctx, largest)
-                except CoterieError as e:
-                    errors[name] = f"{name}: {e}"
-                    del replies[name]
-        trees = {i: replies[names[i]]["tree"] for i in held if names[i] in replies}
-        for i, reason in v.odd_ones(trees, declared if round > 0 else {}).items():
-            errors[names[i]] = f"{names[i]}: {reason}"
-            del replies[names[i]]
-        merged = []
-        for edge, ids in edges:
-            here = [replies[names[i]] for i in sorted(ids) if names[i] in replies]
-            uploads = [Upload(a["tree"], a["note"], a["client"], a["samples"]) for a in here]
-            if uploads:
-                state, up = method.merge(edge, called(method, edge, uploads, round), round)
-                who = [u.sender for u in uploads]
-                merged.append({"id": edge.id, "ids": who, "state": state, "tree": up.tree, "note": dict(up.note)})
-        answers = {n: outline(a) if jobs[n]["client"] in held else a for n, a in replies.items()}
-        book = WireBook()
-        for wires in asking.wires:
-            book.count("device-edge", wires)
-        asking.wires.clear()
-        return {"answers": answers, "errors": errors, "merged": merged, "wire": book.close_round()}
+    def answer(self, kind: Kind, round: int, job: EdgeJob) -> EdgeAnswer:
+        now = self._current
+        if now is None or now.plan.run != job.run:
+            raise CoterieError(NO_PLAN)
+        requests: list[Request] = []
+        missing: dict[ClientId, str] = {}
+        for r in job.requests:
+            try:
+                check_request(now.method, r, round)
+                requests.append(r)
+            except CoterieError as e:
+                missing[r.client] = str(e)
+        tier = Tier(now.method)
+        for task in job.merges:
+            check_task(now.method, task, job.names)
+            tier.relay(task)
+        answers, silent = self._ask(now, kind, round, job, [*requests, *tier.requests])
+        merged = tier.merge({i: a for i, a in answers.items() if isinstance(a, TrainAnswer)})
+        missing |= {**silent, **tier.missing}
+        held = {r.client for r in tier.requests}  # their uploads end here
+        kept = tuple(
+            replace(a, upload={}) if i in held and isinstance(a, TrainAnswer) else a
+            for i, a in sorted(answers.items())
+            if i not in missing
+        )
+        traffic, now.asking.traffic = now.asking.traffic, []
+        return EdgeAnswer(kept, missing, tuple(merged.values()), _total(traffic))
+
+    def _ask(
+        self, now: Current, kind: Kind, round: int, job: EdgeJob, requests: Sequence[Request]
+    ) -> tuple[dict[ClientId, Answer], dict[ClientId, str]]:
+        """The answers of devices, all asked at once, and why others gave none."""
+        jobs = {job.names[r.client]: DeviceJob(job.run, job.base[r.client], r) for r in requests}
+        seconds, largest = PATIENCE * job.deadline, room(now.method, ["up"])
+        replies, errors = now.asking.jobs(jobs, kind, round, seconds, largest)
+        answers: dict[ClientId, Answer] = {}
+        missing: dict[ClientId, str] = {}
+        for r in requests:
+            name = job.names[r.client]
+            if name in errors:
+                missing[r.client] = errors[name].removeprefix(f"{name}: ")
+                continue
+            try:
+                known = now.hellos[name].samples if name in now.hellos else 0
+                answers[r.client] = check_answer(replies[name], r, known, now.method.ctx.classes)
+            except CoterieError as e:
+                missing[r.client] = str(e)
+        return answers, missing
 
 
-def bridge(up: str, ca: Path, key: Path, host: str, port: int, certs: Path, state: Path) -> None:
+def _total(traffic: Iterable[tuple[str, WireBytes]]) -> WireBytes:
+    found = [(t.payload_down, t.payload_up, t.total_down, t.total_up) for _, t in traffic]
+    return WireBytes(*map(sum, zip(*found, strict=True))) if found else WireBytes()
+
+
+def bridge(
+    up: str, ca: Path, key: Path, host: str, port: int, certs: Path, state: Path, allow: tuple[str, ...] = ()
+) -> None:
     """Be an edge until told to stop."""
-    from coterie.runtimes.flower.transport.node import Device
-
-    for what, path in (("the authority's certificate", ca), ("the node key", key)):
-        if not path.is_file():
-            raise CoterieError(f"{what} {path} does not exist")
-    here = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    with superlink(Certs(certs), state, host, port), FlowerLink(f"{here}:{port}", certs) as link:
-        device = Device(up, ca, key, Bridge(link).handle)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: device.stopping.set())
-        device.run()
+    with superlink(Certs(certs), state, host, port), FlowerLink(address(host, port), certs) as link:
+        Node(up, ca, key, EdgeHandler(link, allow).handle).stop_on_signals().run()

@@ -1,9 +1,10 @@
 """What the cloud tells every party before work starts: settings, model, versions. JSON, checked on arrival."""
 
 import hashlib
-import inspect
 import json
+import re
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -11,16 +12,19 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from coterie import methods, parts
 from coterie.config import Engine, RunSettings
 from coterie.data.sources import load
 from coterie.errors import CoterieError
 from coterie.method import Method
 from coterie.methods import build, find, sentence
+from coterie.runtimes.flower import permits
 from coterie.runtimes.flower.own_data import OwnData, example, only_client
 from coterie.session import Session, bind, prepare
 from coterie.tree import Tree
 
-FORMAT = 1
+FORMAT = 2
+RUN = re.compile("[0-9a-f]{32}")
 
 
 class Plan(BaseModel):
@@ -29,7 +33,7 @@ class Plan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: int = FORMAT
-    run: str = Field(pattern=r"^[0-9a-f]{32}$")
+    run: str = Field(pattern=f"^{RUN.pattern}$")
     coterie: str
     source: str  # digest of the method's code
     settings: dict[str, Any]  # RunSettings
@@ -69,19 +73,22 @@ class Plan(BaseModel):
         except ValidationError as e:
             raise CoterieError(sentence("the cloud's settings", e)) from None
 
-    def check(self) -> RunSettings:
-        """Is this the same program with the same method? A sentence if not."""
+    def check(self, allow: Sequence[str] = ()) -> RunSettings:
+        """Is this the same program with the same method, and only code that is allowed here? A sentence if not."""
         here = version("coterie")
         if self.format != FORMAT or self.coterie != here:
             raise CoterieError(f"the cloud runs Coterie {self.coterie} (format {self.format}), here is {here}")
         settings = self.run_settings
+        permits.check(settings, allow)
         if source(find(settings.method)) != self.source:
             raise CoterieError(f'the method "{settings.method}" has other code here than at the cloud')
         return settings
 
-    def session(self, data: str | None, client: int | None, data_dir: Path | None) -> Session:
+    def session(
+        self, data: str | None, client: int | None, data_dir: Path | None, allow: Sequence[str] = ()
+    ) -> Session:
         """The run on this host: with a `client` its share of named data, else own data; without data an edge."""
-        settings, engine = self.check(), Engine(data_dir=data_dir)
+        settings, engine = self.check(allow), Engine(data_dir=data_dir)
         torch.set_num_threads(1)
         if client is not None and data is not None:
             session = prepare(settings.model_copy(update={"data": data}), engine)
@@ -101,15 +108,22 @@ class Plan(BaseModel):
 
 
 def source(method: type[Method]) -> str:
-    """Digest of the code of a method and its bases, as installed here."""
+    """Digest of the code of a method and its bases as installed here, with the folders and parts it is made of."""
+    files: set[Path] = set(Path(parts.__file__).parent.glob("*.py"))
     found = hashlib.sha256()
     for cls in method.__mro__:
-        if issubclass(cls, Method):
-            try:
-                text = inspect.getsource(sys.modules[cls.__module__])
-            except (OSError, TypeError):
-                text = cls.__qualname__
-            found.update(text.encode())
+        if not issubclass(cls, Method):
+            continue
+        module = sys.modules[cls.__module__]
+        file = getattr(module, "__file__", None)
+        if file is None:
+            found.update(cls.__qualname__.encode())
+        elif module.__package__ in ("", "coterie", methods.__name__):
+            files.add(Path(file))
+        else:
+            files |= set(Path(file).parent.glob("*.py"))
+    for path in sorted(files, key=lambda p: (p.parent.name, p.name)):
+        found.update(f"{path.parent.name}/{path.name}".encode() + path.read_bytes())
     return found.hexdigest()
 
 

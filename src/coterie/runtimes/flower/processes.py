@@ -1,60 +1,25 @@
-"""The processes of a federation on one machine: started in groups of their own, watched, and always stopped.
-
-Facts about Flower 1.41: `flower-superlink` listens on one port (default 8000) for all; with `--isolation process`
-it starts no further processes; its state is in memory unless `--database FILE` is given (SQLite: registered nodes,
-messages and payload chunks then survive its death, and payloads lie on disk instead of in its memory). Unless told not
-to, Flower writes to ~/.flwr, asks for updates, sends telemetry and installs packages an app names.
-"""
+"""The processes of a federation on one machine: started in groups of their own, watched, and always stopped."""
 
 import atexit
 import contextlib
 import os
 import signal
 import socket
-import ssl
 import subprocess
-import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from coterie.errors import CoterieError
-from coterie.runtimes.flower.certs import Certs
 
 PARENT = "COTERIE_PARENT"
 
 
-def flower_env(home: Path) -> dict[str, str]:
-    """The environment for Flower: a private home; no telemetry, no update check, no installing of packages."""
-    home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    scripts = str(Path(sys.executable).parent)
-    return {
-        **os.environ,
-        "FLWR_HOME": str(home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "PATH": scripts + os.pathsep + os.environ.get("PATH", ""),  # Flower calls its own commands by name
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
-def use_flower(home: Path) -> None:
-    """Make this process's environment the one for Flower, before Flower is imported."""
-    try:
-        os.environ.update(flower_env(home))
-    except OSError as e:
-        raise CoterieError(f"{home} cannot be used: {e.strerror}") from e
-    need_flower()
-
-
 @dataclass
 class Child:
-    """A process we started, with the log it writes; `restart` starts the same again."""
+    """A process we started, with the log it writes; `start` starts the same again."""
 
     name: str
     argv: Sequence[str]
@@ -100,10 +65,6 @@ class Child:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(grace)
         self.kill()
-
-    def restart(self) -> "Child":
-        self.stop()
-        return self.start()
 
     def wait(self, seconds: float) -> int | None:
         """The exit code, or None if it still runs."""
@@ -163,62 +124,3 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
-
-
-def superlink(certs: Certs, state: Path, port: int, host: str = "127.0.0.1", wait: float = 60.0) -> Child:
-    """Start a SuperLink (TLS, node keys, control closed) with its state under `state`; wait until it answers."""
-    certs.check()
-    need_flower()
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((host, port))
-        except OSError as e:
-            raise CoterieError(f"port {port} on {host} cannot be used: {e.strerror}") from e
-    state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    argv = [
-        sys.executable, "-m", "coterie.runtimes.flower.transport.superlink", "--host", host, "--port", str(port),
-        "--ssl-ca-certfile", str(certs.ca), "--ssl-certfile", str(certs.server), "--ssl-keyfile", str(certs.server_key),
-        "--enable-supernode-auth", "--isolation", "process", "--database", str(state / "superlink.db"),
-        "--disable-runtime-dependency-installation",
-    ]  # fmt: skip
-    env = {**bound(flower_env(state / "flwr")), "COTERIE_CONTROL_KEY": str(certs.control_key)}
-    child = Child("superlink", argv, state / "superlink.log", env).start()
-    ready(child, certs, "127.0.0.1" if host in ("0.0.0.0", "::") else host, port, wait)
-    return child
-
-
-def ready(child: Child, certs: Certs, host: str, port: int, wait: float = 60.0) -> None:
-    """Wait until the SuperLink answers on its port."""
-    context = ssl.create_default_context(cafile=str(certs.ca))
-    until = time.monotonic() + wait
-    while True:
-        if not child.alive:
-            child.stop()
-            raise CoterieError(f"the SuperLink ended at once; see {child.log}:\n{child.tail()}")
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(f"https://{host}:{port}/health", timeout=5, context=context),
-        ):
-            return
-        if time.monotonic() > until:
-            child.stop()
-            raise CoterieError(f"the SuperLink did not answer on {host}:{port} within {wait:g} s; see {child.log}")
-        time.sleep(0.1)
-
-
-def device(address: str, ca: Path, key: Path, handler: str, options: str, log: Path, *more: str) -> Child:
-    """Start a device process; `handler` names a Python function (module:function) that makes the answering function."""
-    argv = [
-        sys.executable, "-m", "coterie.runtimes.flower.transport.node", "--superlink", address, "--ca", str(ca),
-        "--key", str(key), "--handler", handler, "--options", options, *more,
-    ]  # fmt: skip
-    return Child(key.stem, argv, log, bound(flower_env(log.parent / "flwr"))).start()
-
-
-def need_flower() -> None:
-    """A sentence if Flower is missing."""
-    try:
-        import flwr  # noqa: F401
-    except ImportError as e:
-        raise CoterieError('a federation needs the extra "flower": pip install coterie[flower]') from e

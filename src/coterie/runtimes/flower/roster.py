@@ -1,27 +1,92 @@
-"""Who is which client: names of nodes to numbers, decided once per run and kept on the cloud's disk."""
+"""Who is which client: names of devices to numbers, decided once per run and kept on the cloud's disk."""
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from coterie import codec
+from coterie.codec import Value
+from coterie.disk import write_atomic
 from coterie.errors import CoterieError
-from coterie.runtimes.flower import validate as v
+from coterie.messages import MOST, check
+from coterie.method import ClientId
+from coterie.runtimes.flower.arrivals import sentence
+from coterie.runtimes.flower.messages import Attached, Hello
+from coterie.runtimes.flower.registry import NodeRole, scoped
+
+NEWCOMERS = 10_000  # no run has more of these
+HELLO_BYTES = 2**16  # a device's hello, with room to spare
+ATTACHED_BYTES = 2**22  # an edge's, with those of its devices
+
+
+class Behind(NamedTuple):
+    """Who is behind an edge, by the cloud's names (EDGE/DEVICE)."""
+
+    hellos: dict[str, Hello]
+    refused: dict[str, str]  # with the reason: the device's own, or that the edge may not speak for it
+
+
+def read_hello(value: Value) -> Hello:
+    """The answer of a node that is registered as a device."""
+    if isinstance(value, Attached):
+        raise CoterieError(
+            "it is registered as a device and answers like an edge; edges are added with "
+            "coterie certs add-node --edge --devices"
+        )
+    return _possible(check(value, Hello))
+
+
+def read_attached(edge: str, role: NodeRole, value: Value) -> Behind:
+    """The answer of an edge. Whatever it says about devices that it was not given is refused and changes nothing."""
+    if not role.is_edge:
+        raise CoterieError(f'"{edge}" is not registered as an edge')
+    if isinstance(value, Hello):
+        raise CoterieError(f'"{edge}" is registered as an edge and answers like a device')
+    answer = check(value, Attached)
+    found = Behind({}, {})
+    for device in sorted(answer.devices.keys() | answer.refused.keys()):
+        name = scoped(edge, device[:63])
+        if not role.speaks_for(device):
+            found.refused[name] = f'edge "{edge}" may not speak for device "{device[:63]}"'
+        elif device in answer.refused:
+            found.refused[name] = sentence(answer.refused[device])
+        else:
+            try:
+                found.hellos[name] = _possible(answer.devices[device])
+            except CoterieError as e:
+                found.refused[name] = str(e)
+    return found
+
+
+def _possible(hello: Hello) -> Hello:
+    for what, value, most in (("client", hello.client or 0, 2**31 - 1), ("samples", hello.samples, MOST)):
+        if not 0 <= value <= most:
+            raise CoterieError(f"its hello has {what} {value}, which must be a whole number from 0 to {most}")
+    return hello
 
 
 @dataclass(frozen=True)
-class Seat:
+class RosterEntry:
     """A device that has said hello."""
 
-    name: str
-    client: int
-    via: str  # the node of the cloud's SuperLink that leads to it: itself, or an edge
-    labels: int
+    name: str  # as the cloud knows it: NODE, or EDGE/NODE
+    client: ClientId
+    samples: int
 
     @property
-    def behind_edge(self) -> bool:
-        return self.via != self.name
+    def via(self) -> str:
+        """The node of the cloud's SuperLink that leads to it: itself, or an edge."""
+        return self.name.partition("/")[0]
+
+    @property
+    def device(self) -> str:
+        """Its name where it is attached."""
+        return self.name.rpartition("/")[2]
+
+    @property
+    def edge(self) -> str | None:
+        """The edge it is behind, if any."""
+        return self.via if "/" in self.name else None
 
 
 @dataclass
@@ -31,32 +96,30 @@ class Roster:
     path: Path
     places: int
     numbers: dict[str, int] = field(default_factory=dict)
-    seats: dict[int, Seat] = field(default_factory=dict)  # who has said hello since this program started
+    entries: dict[ClientId, RosterEntry] = field(default_factory=dict)  # who has said hello since this program started
 
     def __post_init__(self) -> None:
         if self.path.is_file():
             self.numbers = {str(k): int(n) for k, n in json.loads(self.path.read_text()).items()}
 
-    def seat(self, name: str, via: str, hello: Any) -> Seat:
-        """The place of a node; raises when it asks for one that is another's."""
-        v.need(isinstance(hello, dict), "its hello is not a dictionary")
-        wanted, labels = hello.get("client"), v.whole(hello.get("labels"), "labels", 0, 2**31)
-        if wanted is not None:
-            v.whole(wanted, "client", 0, 2**31)
+    def admit(self, name: str, hello: Hello) -> RosterEntry:
+        """The place of a device; raises when it asks for one that is another's."""
         holder = {n: k for k, n in self.numbers.items()}
-        number = self.numbers.get(name)
+        number, wanted = self.numbers.get(name), hello.client
         if number is None:
-            if wanted is not None and holder.get(wanted, name) != name:
+            if wanted is not None and wanted in holder:
                 raise CoterieError(f"client {wanted} is {holder[wanted]} already")
-            free = (n for n in range(len(holder) + self.places + 1) if n not in holder)
+            free = (n for n in range(len(holder) + 1) if n not in holder)
             number = next(free) if wanted is None else wanted
+            if number >= self.places + NEWCOMERS:
+                raise CoterieError(f"client {number} is beyond the {self.places} places and {NEWCOMERS} newcomers")
             self.numbers[name] = number
-            codec.write_atomic(self.path, json.dumps(self.numbers, indent=1).encode())
+            write_atomic(self.path, json.dumps(self.numbers, indent=1).encode())
         elif wanted is not None and wanted != number:
             raise CoterieError(f"it is client {number} of this run and now says it is client {wanted}")
-        found = self.seats[number] = Seat(name, number, via, labels)
+        found = self.entries[number] = RosterEntry(name, number, hello.samples)
         return found
 
     @property
     def newcomers(self) -> list[int]:
-        return sorted(n for n in self.seats if n >= self.places)
+        return sorted(n for n in self.entries if n >= self.places)

@@ -17,16 +17,16 @@ log = logging.getLogger("coterie.device")
 
 
 class States:
-    """Files `state-ROUND.safetensors`, each whole or not there at all."""
+    """Files `ROUND.state`, each whole or not there at all."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def path(self, round: int) -> Path:
-        return self.folder / f"state-{round:06d}.safetensors"
+        return self.folder / f"{round:06d}.state"
 
     def rounds(self) -> list[int]:
-        return sorted(int(p.name[6:-12]) for p in self.folder.glob("state-[0-9]*.safetensors"))
+        return sorted(int(p.stem) for p in self.folder.glob("[0-9]*.state"))
 
     def read(self, base: int) -> State | None:
         """The state after round `base`; None for a client that has none yet (base -1)."""
@@ -34,7 +34,7 @@ class States:
             return None
         if self.path(base).exists():
             found: State = codec.load(self.path(base))
-            return found
+            return found or None  # of a method without client state
         if not self.rounds():
             log.warning(
                 "there is no state of round %s in %s (another or an empty disk?); starting anew", base, self.folder

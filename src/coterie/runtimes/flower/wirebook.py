@@ -1,53 +1,56 @@
 """Bytes on the wire, per link and direction: payloads (the ledger's trees with their names) and what framing adds."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from coterie import codec
-from coterie.runtimes.flower.transport.link import Wire
+from coterie.disk import write_atomic
+from coterie.runtimes.flower.messages import WireBytes
 
 Page = dict[str, dict[str, dict[str, int]]]  # link -> down, up -> payload, framing
 
 
 class WireBook:
-    def __init__(self) -> None:
-        self.totals: Page = {}
-        self._round: Page = {}
+    """A file with a line per round. Rounds that are repeated after a crash replace what it says about them."""
 
-    def count(self, link: str, wires: Mapping[str, Wire]) -> None:
-        for w in wires.values():
-            self.add(link, "down", w.payload_down, w.total_down)
-            self.add(link, "up", w.payload_up, w.total_up)
+    def __init__(self, path: Path):
+        self.path = path
+        self._lines: dict[int, Page] = {}
+        for line in path.read_text().splitlines() if path.is_file() else []:
+            if line.endswith("}"):
+                found = json.loads(line)
+                self._lines[found["round"]] = found["links"]
+        self._now: Page = {}
+        self._whole = False  # is the file, to its last line, what is known here?
 
-    def add(self, link: str, direction: str, payload: int, total: int) -> None:
-        for book in (self.totals, self._round):
-            line = book.setdefault(link, {}).setdefault(direction, {"payload": 0, "framing": 0})
-            line["payload"] += payload
-            line["framing"] += max(0, total - payload)
+    @property
+    def totals(self) -> Page:
+        found: Page = {}
+        for page in (*self._lines.values(), self._now):
+            for link, ways in page.items():
+                for way, line in ways.items():
+                    _add(found, link, way, line["payload"], line["framing"])
+        return found
 
-    def include(self, page: Any) -> None:
-        """What an edge has counted on the links to its devices."""
-        for link, directions in page.items() if isinstance(page, dict) else ():
-            for direction, line in directions.items():
-                payload = int(line["payload"])
-                self.add(str(link), str(direction), payload, payload + int(line["framing"]))
+    def count(self, link: str, traffic: WireBytes) -> None:
+        t = traffic
+        _add(self._now, link, "down", t.payload_down, max(0, t.total_down - t.payload_down))
+        _add(self._now, link, "up", t.payload_up, max(0, t.total_up - t.payload_up))
 
-    def close_round_of(self, path: Path, round: int) -> None:
+    def close_round(self, round: int) -> None:
         """Write the round's bytes as a line of its own."""
-        with path.open("a") as f:
-            f.write(json.dumps({"round": round, "links": self.close_round()}) + "\n")
+        self._whole = self._whole and not any(r >= round for r in self._lines)
+        self._lines = {r: page for r, page in self._lines.items() if r < round} | {round: self._now}
+        self._now = {}
+        lines = [json.dumps({"round": r, "links": page}) + "\n" for r, page in self._lines.items()]
+        if not self._whole:
+            self._whole = True
+            write_atomic(self.path, "".join(lines).encode(), durable=False)
+            return
+        with self.path.open("a") as f:
+            f.write(lines[-1])
 
-    def restore(self, path: Path, last: int) -> None:
-        """The totals up to round `last`; lines of rounds that are repeated are dropped."""
-        lines = path.read_text().splitlines() if path.is_file() else []
-        kept = [x for x in lines if x.endswith("}") and json.loads(x)["round"] <= last]
-        for line in kept:
-            self.include(json.loads(line)["links"])
-        self._round = {}
-        codec.write_atomic(path, "".join(x + "\n" for x in kept).encode(), durable=False)
 
-    def close_round(self) -> Page:
-        page, self._round = self._round, {}
-        return page
+def _add(page: Page, link: str, way: str, payload: int, framing: int) -> None:
+    line = page.setdefault(link, {}).setdefault(way, {"payload": 0, "framing": 0})
+    line["payload"] += payload
+    line["framing"] += framing

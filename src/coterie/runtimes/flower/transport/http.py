@@ -11,7 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from coterie.errors import CoterieError
+from coterie.runtimes.flower.transport import flower_api as fl
+
+HEADER = "x-coterie-control-key"  # what guard.py asks of who controls the SuperLink,
+KEY = "COTERIE_CONTROL_KEY"  # and the variable that tells it where the key lies
 
 
 class UnreachableError(CoterieError):
@@ -37,20 +43,19 @@ class Meter:
 
 
 class Header:
-    """Adds one header to every request."""
+    """Adds one header to every request, once it has a value."""
 
-    def __init__(self, name: str, value: str):
+    def __init__(self, name: str, value: str = ""):
         self.name, self.value = name, value
 
     def intercept(self, context: Any, call_next: Callable[[Any], Any]) -> Any:
-        context.request.headers[self.name] = self.value
+        if self.value:
+            context.request.headers[self.name] = self.value
         return call_next(context)
 
 
 def client(kind: Any, address: str, ca: Path, component: str, interceptors: Sequence[Any] = ()) -> Any:
     """A Flower HTTP client of class `kind` over TLS that trusts `ca` only; its `meter` counts bytes."""
-    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise CoterieError(f'address "{address}" must be HOST:PORT')
@@ -62,7 +67,7 @@ def client(kind: Any, address: str, ca: Path, component: str, interceptors: Sequ
     meter = Meter()
     made = kind(
         f"https://{address}",
-        interceptors=[RuntimeVersionHttpInterceptor(component_name=component), *interceptors, meter],
+        interceptors=[fl.RuntimeVersionHttpInterceptor(component_name=component), *interceptors, meter],
         verify=context,
         timeout=60.0,
     )
@@ -72,8 +77,6 @@ def client(kind: Any, address: str, ca: Path, component: str, interceptors: Sequ
 
 def call(function: Callable[[Any], Any], request: Any) -> Any:
     """One request; what can go wrong becomes UnreachableError, RefusedError or a plain CoterieError."""
-    import httpx
-
     try:
         return function(request)
     except httpx.HTTPStatusError as e:
@@ -93,6 +96,32 @@ def call(function: Callable[[Any], Any], request: Any) -> Any:
         raise UnreachableError(f"the SuperLink does not answer: {text or type(e).__name__}") from e
     except SystemExit as e:  # Flower's way to say that versions differ
         raise CoterieError("the SuperLink runs another version of Flower than this program") from e
+
+
+class Objects:
+    """The parts of messages, which both ends of the wire push, pull and confirm one by one."""
+
+    def __init__(self, client: Any, node: int, run: int):
+        self._client, self._run, self._node = client, run, fl.NodeId(node_id=node)
+
+    def put(self, session: str, key: str, raw: bytes) -> bool:
+        request = fl.objects.PushObjectRequest(
+            node=self._node, run_id=self._run, object_id=key, object_content=raw, session_id=session
+        )
+        return bool(call(self._client.PushObject, request).stored)
+
+    def get(self, key: str) -> bytes | None:
+        """None while it is still on its way."""
+        request = fl.objects.PullObjectRequest(node=self._node, run_id=self._run, object_id=key)
+        found = call(self._client.PullObject, request)
+        if not found.object_found:
+            raise CoterieError("a part of the message is gone")
+        return found.object_content if found.object_available else None
+
+    def confirm(self, message: str) -> None:
+        """The SuperLink may forget the message."""
+        request = fl.objects.ConfirmMessageReceivedRequest(node=self._node, run_id=self._run, message_object_id=message)
+        call(self._client.ConfirmMessageReceived, request)
 
 
 def _reason(text: str) -> str:

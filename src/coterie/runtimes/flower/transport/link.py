@@ -1,23 +1,21 @@
-"""The cloud's end of the wire: one narrow adapter between the round loop and Flower.
+"""The server's end of the wire, for a cloud as for an edge.
 
     with FlowerLink("HOST:PORT", certs) as link:
-        link.nodes()                                              # {name: node id} of who is connected
-        replies, errors = link.send({"alice": value}, "train", round=3, deadline=600)
+        link.nodes()                                              # names of who is connected
+        answers, errors, traffic = link.send({"alice": data}, "train", round=3, deadline=600)
 
-What was learned about Flower 1.41 and is relied on here (runs: run.py, wire format: wire.py):
+What was learned about Flower 1.41 and is relied on here (runs: server_run.py, wire format: wire.py):
 
 - One HTTPS port carries the Fleet (nodes), Control (start runs, register nodes) and Runtime (a server program's
-  messages) interfaces. Only the Fleet asks for keys; superlink.py closes the others.
+  messages) interfaces. Only the Fleet asks for keys; guard.py closes the others.
 - Nodes are known by public key, registered over the Control interface with a name, as `flwr supernode register` does.
   Here the list is the directory nodes/ of the certificates, compared with the SuperLink's at every look.
 - A message is delivered once. A node that dies with it never answers; if it comes back (a later activation) within the
   deadline, the message is sent again under the same ticket.
-- A node believed to be online cannot activate again: a stock SuperNode that was killed is refused for a minute; our
-  devices deactivate their dead predecessor first.
-- A stock SuperNode retries for ever while a SuperLink is down, but ends itself when one that lost its memory answers
-  401; so the SuperLink's state is kept in a database, and our own devices activate anew and go on.
-- A node is taken for gone after two missed heartbeats: 20 s with our devices, 60 s with stock SuperNodes. A device that
-  is started again is gone for a moment, between its predecessor's goodbye and its own activation.
+- A node believed to be online cannot activate again; our nodes deactivate their dead predecessor first.
+- A SuperLink that lost its memory answers 401; so its state is kept in a database, and our nodes activate anew.
+- A node is taken for gone after two missed heartbeats, 20 s. One that is started again is gone for a moment, between
+  its predecessor's goodbye and its own activation.
 - There is no limit on messages; arrays travel in chunks of 5 MB, a request each. A node's clock may be 5 s ahead of
   the SuperLink's and 5 min behind.
 """
@@ -29,31 +27,39 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from coterie.codec import Value
 from coterie.errors import CoterieError
 from coterie.runtimes.flower.certs import Certs
-from coterie.runtimes.flower.processes import need_flower
 from coterie.runtimes.flower.transport import wire
 from coterie.runtimes.flower.transport.http import RefusedError, UnreachableError
-from coterie.runtimes.flower.transport.run import Run
+from coterie.runtimes.flower.transport.server_run import ServerRun
+from coterie.runtimes.flower.transport.wire import Buffer
 
 LOOK = 1.0  # seconds between looks at who is connected while waiting for replies
 GRACE = 15.0  # seconds nodes have to come back after the SuperLink was away
 RETURN = 5.0  # seconds a node has to come back that was there when it was asked
 NODE_UNAVAILABLE = 5  # Flower's code of the reply it makes for a node that is gone
 log = logging.getLogger("coterie.cloud")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Wire:
-    """Bytes of one exchange with one node: the values themselves, and all that went over its link for them."""
+class LinkBytes:
+    """Bytes of one exchange with one node: the payloads, and all that went over its link for them."""
 
     payload_down: int
     payload_up: int
     total_down: int
     total_up: int
+
+
+class Replies(NamedTuple):
+    """What came of asking, by name of the node: answers, why others gave none, and what it took."""
+
+    answers: dict[str, memoryview]
+    errors: dict[str, str]
+    traffic: dict[str, LinkBytes]
 
 
 @dataclass(frozen=True)
@@ -71,10 +77,12 @@ class _Round:
     heads: dict[str, wire.Head]  # of clients without an answer yet
     bodies: Mapping[str, Mapping[str, Any]]
     until: float
+    largest: int
     asked: dict[str, _Asked] = field(default_factory=dict)  # by Flower's message id
     seen: dict[str, float] = field(default_factory=dict)  # when a client that was asked was last connected
-    replies: dict[str, Value] = field(default_factory=dict)
+    answers: dict[str, memoryview] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    traffic: dict[str, LinkBytes] = field(default_factory=dict)
 
     def failed(self, client: str, reason: str) -> None:
         self.heads.pop(client, None)
@@ -85,14 +93,11 @@ class _Round:
 class FlowerLink:
     """A server program's connection to its nodes. A lost or restarted SuperLink is waited for and a new run started."""
 
-    def __init__(self, address: str, certs: Path | Certs, largest: int = wire.LARGEST, poll: float = 0.1):
-        need_flower()
+    def __init__(self, address: str, certs: Path | Certs, poll: float = 0.1):
         self.address = address
         self.certs = certs if isinstance(certs, Certs) else Certs(certs)
-        self.largest = largest  # bytes of one reply
         self.poll = poll  # seconds between questions for replies, at first
-        self.wires: dict[str, Wire] = {}  # of the latest send, by client
-        self._run: Run | None = None
+        self._run: ServerRun | None = None
         self._lost = float("-inf")  # when the SuperLink was last away
 
     def __enter__(self) -> "FlowerLink":
@@ -114,34 +119,33 @@ class FlowerLink:
             self._run.end(completed)
             self._run = None
 
-    def nodes(self, wait: float = 60.0) -> dict[str, int]:
-        """Who is connected now: name to Flower's node id, by name. New keys in the directory are registered."""
+    def nodes(self, wait: float = 60.0) -> list[str]:
+        """Names of who is connected now. New keys in the directory are registered."""
 
-        def look(run: Run) -> dict[str, int]:
+        def look(run: ServerRun) -> list[str]:
             run.register()
-            return {name: int(about.node_id) for name, about in sorted(run.online().items())}
+            return sorted(run.online())
 
-        found: dict[str, int] = self._mended(look, wait)
+        found: list[str] = self._mended(look, wait)
         return found
 
     def send(
-        self, payloads: Mapping[str, Value], kind: str, round: int, deadline: float, shared: Value = None
-    ) -> tuple[dict[str, Value], dict[str, str]]:
-        """Ask clients; return who answered within `deadline` seconds, and for the others why they did not.
+        self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
+        largest: int = wire.LARGEST,
+    ) -> Replies:  # fmt: skip
+        """Ask nodes; return who answered within `deadline` seconds, and for the others why they did not.
 
-        `shared` (a dictionary) goes to all, to the SuperLink once; a client gets it joined with its own dictionary.
+        `shared` goes to all, to the SuperLink once. An answer over `largest` bytes is refused unread.
         """
-        common = None if shared is None else wire.part(shared)
-        own = {c: wire.part(payloads[c]) for c in sorted(payloads)}
-        bodies = {c: {"value": p} if common is None else {"shared": common, "each": p} for c, p in own.items()}
-        heads = {c: wire.Head(kind, round, secrets.token_hex(16)) for c in own}
-        now = _Round(heads, bodies, time.monotonic() + deadline)
-        self.wires = {}
+        common = {} if shared is None else {"shared": wire.part(shared)}
+        bodies = {c: {"own": wire.part(payloads[c]), **common} for c in sorted(payloads)}
+        heads = {c: wire.Head(kind, round, secrets.token_hex(16)) for c in bodies}
+        now = _Round(heads, bodies, time.monotonic() + deadline, largest)
         run, looked, pause = self._run, 0.0, self.poll
         while now.heads and time.monotonic() < now.until:
             try:
                 if self._run is None:
-                    self._run = Run(self.address, self.certs)
+                    self._run = ServerRun(self.address, self.certs)
                 if run is not self._run:  # what was on its way in the old run is gone
                     run, now.asked, looked = self._run, {}, 0.0
                 if time.monotonic() - looked > LOOK:
@@ -156,9 +160,9 @@ class FlowerLink:
                 pause = min(1.0, 1.1 * pause)
         for client in list(now.heads):
             now.failed(client, f"{client} did not answer within {deadline:g} s")
-        return dict(sorted(now.replies.items())), dict(sorted(now.errors.items()))
+        return Replies(_by_name(now.answers), _by_name(now.errors), _by_name(now.traffic))
 
-    def _ask(self, run: Run, now: _Round) -> None:
+    def _ask(self, run: ServerRun, now: _Round) -> None:
         """Send what is not on its way: at first everything, later what a node took along when it died."""
         online = run.online()
         waiting = {about.client: (key, about) for key, about in now.asked.items()}
@@ -182,7 +186,7 @@ class FlowerLink:
             for client, key in zip(new, run.push(messages), strict=True):
                 now.asked[key] = _Asked(client, online[client].last_activated_at)
 
-    def _collect(self, run: Run, now: _Round) -> bool:
+    def _collect(self, run: ServerRun, now: _Round) -> bool:
         """Fetch the replies that are there; True if there were any."""
         found = run.replies(list(now.asked)) if now.asked else []
         for proto, tree in found:
@@ -191,12 +195,12 @@ class FlowerLink:
                 continue
             client, before = about.client, run.traffic
             try:
-                message = run.fetch(tree, self.largest)
+                message = wire.pull(tree, run.objects.get, now.largest)
                 if message.has_error():
                     if message.error.code == NODE_UNAVAILABLE:
                         continue  # asked again if it comes back; `_ask` gives it up if it does not
                     raise CoterieError(message.error.reason or "no reason given")
-                head, value, size = wire.opened(message.content)
+                head, parts = wire.opened(message.content)
                 head.refuse_unless(now.heads[client])
             except (UnreachableError, RefusedError):
                 raise
@@ -204,18 +208,19 @@ class FlowerLink:
                 now.failed(client, f"{client}: {e}")
             else:
                 del now.heads[client]
-                now.replies[client] = value
-                self.wires[client] = Wire(wire.size(now.bodies[client]), size, head.wire, run.traffic - before)
-            run.confirm(proto)
+                now.answers[client] = parts["own"]
+                sizes = wire.size(now.bodies[client]), len(parts["own"]), max(0, head.wire), run.traffic - before
+                now.traffic[client] = LinkBytes(*sizes)
+            run.objects.confirm(proto.metadata.message_id)
         return bool(found)
 
-    def _mended(self, work: Callable[[Run], Any], wait: float) -> Any:
+    def _mended(self, work: Callable[[ServerRun], Any], wait: float) -> Any:
         """Do it; if the connection is lost, open a new run and do it again."""
         until = time.monotonic() + wait
         while True:
             try:
                 if self._run is None:
-                    self._run = Run(self.address, self.certs)
+                    self._run = ServerRun(self.address, self.certs)
                 return work(self._run)
             except (UnreachableError, RefusedError) as e:
                 self._away(e)
@@ -239,3 +244,7 @@ class FlowerLink:
         if self._run is not None:
             self._run.drop()
             self._run = None
+
+
+def _by_name(found: dict[str, T]) -> dict[str, T]:
+    return dict(sorted(found.items()))

@@ -1,81 +1,107 @@
-"""A SuperLink whose control and runtime interfaces are closed; takes the options of `flower-superlink`.
+"""A SuperLink as a process of this program: started, started again when it dies, and ended with us.
 
-Flower 1.41 serves its Fleet, Control and Runtime interfaces on one HTTPS port, and without Flower's commercial plugins
-the Control interface knows no passwords: whoever reaches the port may register a node key or start a run, that is, send
-code to stock SuperNodes. Here every path except the Fleet's (which asks for a registered node key) needs the
-federation's control key in a header. Options are those of `flower-superlink`; the key's path comes in
-COTERIE_CONTROL_KEY.
+Facts about Flower 1.41: `flower-superlink` listens on one port for all its interfaces; with `--isolation process` it
+starts no further processes; its state is in memory unless `--database FILE` is given (SQLite: registered nodes,
+messages and payload chunks then survive its death, and payloads lie on disk instead of in its memory).
 """
 
-import hmac
-import os
+import contextlib
+import logging
+import socket
+import ssl
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from coterie.runtimes.flower.processes import die_with_parent
+from coterie.errors import CoterieError
+from coterie.runtimes.flower.certs import Certs
+from coterie.runtimes.flower.processes import Child, bound
+from coterie.runtimes.flower.transport.flower_api import flower_env
+from coterie.runtimes.flower.transport.http import KEY
 
-HEADER = "x-coterie-control-key"
-LARGEST_REQUEST = 64 * 2**20  # Flower sends chunks of 5 MB; one request is never much larger
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-class Guard:
-    """ASGI middleware: the Fleet interface and the health page are public, the rest is for the holder of the key."""
-
-    def __init__(self, app: Any, key: str):
-        self.app = app
-        self.key = key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        refused = self.refuse(scope)
-        if refused is None:
-            await self.app(scope, receive, send)
-            return
-        await send({"type": "http.response.start", "status": refused, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body", "body": b""})
-
-    def refuse(self, scope: Scope) -> int | None:
-        """The status a request is refused with, if it is."""
-        headers = dict(scope.get("headers", ()))
-        path = scope.get("path", "")
-        public = path.startswith("/v1/fleet/") or path == "/health"
-        if scope["type"] != "http" or (
-            not public and not hmac.compare_digest(headers.get(HEADER.encode(), b""), self.key)
-        ):
-            return 403
-        length = headers.get(b"content-length", b"0")
-        if b"transfer-encoding" in headers or not length.isdigit():
-            return 411  # without a length the limit could not be kept
-        return 413 if int(length) > LARGEST_REQUEST else None
+FOLLOW = 10.0  # seconds the SuperLink of a program that was just killed may take to follow it
+log = logging.getLogger("coterie.cloud")
 
 
-def main() -> None:
-    die_with_parent()
-    from flwr.supercore import sql_mixin
-    from flwr.superlink import extensions
-    from flwr.superlink.cli import flower_superlink
-    from starlette.middleware import Middleware
+@contextmanager
+def superlink(certs: Certs, state: Path, host: str, port: int) -> Iterator[Child]:
+    """A SuperLink that is started again whenever it dies, and ends with us."""
+    child = start(certs, state, host, port, FOLLOW)
+    over = threading.Event()
 
-    key = Path(os.environ["COTERIE_CONTROL_KEY"]).read_text().strip()
-    if len(key) < 32:
-        sys.exit("the control key is empty or too short")
-    # Payload chunks are rows of 5 MB: large pages make writing and deleting them many times faster, and while a large
-    # model is deleted others must wait longer than Flower's 5 s.
-    database: Any = sql_mixin
-    ours = {"page_size": "65536", **dict(database.SQLITE_PRAGMAS), "busy_timeout": "120000"}
-    database.SQLITE_PRAGMAS = tuple(ours.items())
-    # The hook Flower keeps for its own add-ons; what it returns runs before everything else.
-    extensions.get_middleware = lambda: (Middleware(Guard, key=key),)
-    flower_superlink()
+    def watch() -> None:
+        while not over.wait(0.5):
+            if not child.alive:
+                log.warning("the SuperLink died; starting it again")
+                child.kill()
+                with contextlib.suppress(OSError):
+                    child.start()
+
+    watcher = threading.Thread(target=watch, name="superlink-watch", daemon=True)
+    watcher.start()
+    try:
+        yield child
+    finally:
+        over.set()
+        watcher.join(5)
+        child.stop()
 
 
-if __name__ == "__main__":
-    main()
+def start(certs: Certs, state: Path, host: str, port: int, patience: float = 0.0) -> Child:
+    """Start a SuperLink (TLS, node keys, control closed) with its state under `state`; wait until it answers."""
+    certs.check()
+    _free(host, port, patience)
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    argv = [
+        sys.executable, "-m", "coterie.runtimes.flower.transport.guard", "--host", host, "--port", str(port),
+        "--ssl-ca-certfile", str(certs.ca), "--ssl-certfile", str(certs.server), "--ssl-keyfile", str(certs.server_key),
+        "--enable-supernode-auth", "--isolation", "process", "--database", str(state / "superlink.db"),
+        "--disable-runtime-dependency-installation",
+    ]  # fmt: skip
+    env = {**bound(flower_env(state / "flwr")), KEY: str(certs.control_key)}
+    child = Child("superlink", argv, state / "superlink.log", env).start()
+    _answers(child, certs, address(host, port))
+    return child
+
+
+def address(host: str, port: int) -> str:
+    """Where this host itself reaches the SuperLink."""
+    return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+
+
+def _free(host: str, port: int, patience: float) -> None:
+    until = time.monotonic() + patience
+    while True:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                return s.bind((host, port))
+            except OSError as e:
+                if time.monotonic() > until:
+                    raise CoterieError(f"port {port} on {host} cannot be used: {e.strerror}") from e
+        time.sleep(0.3)
+
+
+def _answers(child: Child, certs: Certs, where: str, wait: float = 60.0) -> None:
+    """Wait until the SuperLink answers on its port."""
+    context = ssl.create_default_context(cafile=str(certs.ca))
+    until = time.monotonic() + wait
+    while True:
+        if not child.alive:
+            child.stop()
+            raise CoterieError(f"the SuperLink ended at once; see {child.log}:\n{child.tail()}")
+        try:
+            with urllib.request.urlopen(f"https://{where}/health", timeout=5, context=context):
+                return
+        except OSError as e:
+            if "CERTIFICATE_VERIFY_FAILED" in str(e):
+                child.stop()
+                raise CoterieError(f"the certificate {certs.server} does not hold ({e}); renew it") from e
+        if time.monotonic() > until:
+            child.stop()
+            raise CoterieError(f"the SuperLink did not answer on {where} within {wait:g} s; see {child.log}")
+        time.sleep(0.1)

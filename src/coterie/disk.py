@@ -1,0 +1,135 @@
+"""Files that are there whole or not at all, and that carry a checksum: a flipped bit is named, never believed."""
+
+import hashlib
+import json
+import math
+import os
+import secrets
+import zlib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from coterie.errors import CoterieError
+
+Blob = bytes | bytearray | memoryview
+TEMPORARY = ".*.tmp"  # what a killed process may leave behind
+_MARK = b', "crc": "'
+_MANY = 64  # files that are synced one by one; more of them, all at once
+
+
+def write_atomic(path: Path, blob: Blob | Sequence[Blob], durable: bool = True, mode: int = 0o666) -> None:
+    """The file is there whole or not at all; `durable` also survives a power cut. The umask narrows the mode."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as f:
+            f.writelines([blob] if isinstance(blob, Blob) else blob)
+            if durable:
+                f.flush()
+                os.fsync(f.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        _sync(path.parent)
+
+
+def sync(paths: Collection[Path]) -> None:
+    """Files written before survive a power cut afterwards."""
+    if len(paths) > _MANY:
+        os.sync()
+        return
+    for path in (*paths, *{p.parent for p in paths}):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read(path: Path) -> bytearray:
+    try:
+        return bytearray(path.read_bytes())
+    except FileNotFoundError:
+        raise CoterieError(f"{path} is missing") from None
+    except OSError as e:
+        raise CoterieError(f"{path} cannot be read ({e.strerror or e})") from None
+
+
+def digest(*parts: Blob) -> bytes:
+    found = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Readable JSON that ends in a checksum of what it says."""
+    plain = finite(content)
+    text = json.dumps({**plain, "checksum": fingerprint(plain)}, indent=2, allow_nan=False)
+    write_atomic(path, text.encode() + b"\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote, without the checksum; a sentence if it is not the same any more."""
+    try:
+        found = json.loads(read(path))
+    except (ValueError, RecursionError):  # no JSON, or no UTF-8
+        raise CoterieError(f"{path} is damaged: it is no JSON") from None
+    if not isinstance(found, dict) or "checksum" not in found:
+        raise CoterieError(f"{path} was damaged, edited or written by another version of Coterie: it has no checksum")
+    if found.pop("checksum") != fingerprint(found):
+        raise CoterieError(f"{path} was damaged or edited: its checksum does not fit")
+    return found
+
+
+def fingerprint(content: dict[str, Any]) -> str:
+    """Of what JSON says, however it is laid out."""
+    return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hex()
+
+
+def seal(fields: dict[str, Any], before: int = 0) -> tuple[bytes, int]:
+    """A line of JSON that ends in its checksum, which goes on from that of the line before: no line can be lost."""
+    body = json.dumps(finite(fields), allow_nan=False).encode()
+    crc = zlib.crc32(body, before)
+    return body[:-1] + _MARK + b'%08x"}\n' % crc, crc
+
+
+def unseal(line: bytes, before: int = 0) -> tuple[dict[str, Any], int] | None:
+    """The fields and the checksum of a line without its end; None if it is damaged or in the wrong place."""
+    body, mark, tail = line.rpartition(_MARK)
+    crc = zlib.crc32(body + b"}", before)
+    if not mark or tail != b'%08x"}' % crc:
+        return None
+    fields: dict[str, Any] = json.loads(body + b"}")
+    return fields, crc
+
+
+def stated(line: bytes) -> int:
+    """The checksum that a line claims to have; 0 if it claims none."""
+    claim = line.rpartition(_MARK)[2][:8]
+    try:
+        return int(claim, 16)
+    except ValueError:
+        return 0
+
+
+def finite(value: Any) -> Any:
+    """Plain JSON: arrays as lists, and null for what is no number (other languages cannot read NaN)."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,23 @@
+"""Settings of ECS-FL; docs/methods/ecs-fl.md gives the reasons for the defaults."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from coterie.method import Settings
+from coterie.methods.ecsfl.selection import DistanceNorm, Rule
+
+
+class ECSFLSettings(Settings):
+    aggregation: Literal["mean", "invdist", "invdist_all"] = Field(
+        "mean", description="plain mean of the selected, weights 1/d over the selected, or 1/d over all"
+    )
+    select: Rule = Field("nearest", description="which devices are aggregated; the other rules are controls")
+    select_fraction: float = Field(0.1, gt=0, le=1, description="share of the training devices that is aggregated")
+    train_fraction: float = Field(1.0, gt=0, le=1, description="share of the devices that trains, in place of join")
+    epsilon: float = Field(1e-3, ge=0, description="a device with its last model so near to the new one stops; 0: none")
+    stop: Literal["round", "forever"] = Field("round", description="for how long a device stops")
+    d_min: float = Field(1e-12, gt=0, description="devices nearer than this carry no update and are left out")
+    distance_norm: DistanceNorm = Field("none", description="what distances are divided by before ranking")
+    n_edges: int = Field(1, ge=1, description="edge servers; devices are assigned to them in turn")
+    two_stage: bool = Field(False, description="devices send their distance first, and only the selected their model")

@@ -1,0 +1,3 @@
+from coterie.methods.fedcmd.method import FedCMD, FedCMDSettings
+
+__all__ = ["FedCMD", "FedCMDSettings"]

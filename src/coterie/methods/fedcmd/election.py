@@ -1,0 +1,61 @@
+"""Election of the layer at which a network turns from its input towards the labels."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from coterie.method import Batch, Context, Upload, cross_entropy
+from coterie.models.layers import Layout, Names
+from coterie.parts.gaussian import best_layer, fit, layer_scores, w2, winner
+from coterie.tree import Tree
+
+VOTE = "x:vote"
+
+
+def voting_loss(
+    ctx: Context, params: Tree, batch: Batch, layers: Sequence[str], use_sigma: bool
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of a batch and, from the same pass, the mismatch of each layer."""
+    logits, entering = ctx.net.inputs(params, batch.x, layers)
+    return cross_entropy(logits, batch), output_scores(batch.x, batch.y, [*entering, logits], use_sigma)
+
+
+@torch.no_grad()
+def output_scores(x: Tensor, y: Tensor, outputs: Sequence[Tensor], use_sigma: bool) -> Tensor:
+    """Mismatch [layers] of a batch; outputs are what enters the first candidate and what leaves each of them."""
+    to = [torch.stack([w2(fit(o), fit(end), use_sigma) for o in outputs]) for end in (y, x)]
+    return layer_scores(to[0], to[1])
+
+
+def client_vote(scores: Sequence[Tensor], layers: int) -> Tensor:
+    """The layer most batches voted for, as one byte [1]; a tie goes to the smaller mean score.
+
+    A client that saw no batch abstains: its vote is the number of layers.
+    """
+    if not scores:
+        return torch.tensor([layers], dtype=torch.uint8)
+    s = torch.stack(list(scores))  # [batches, layers]
+    votes = torch.bincount(best_layer(s), minlength=s.shape[1])
+    return winner(votes, s.mean(0)).reshape(1).to(torch.uint8)
+
+
+def most_voted(votes: Sequence[int]) -> int:
+    """Index of the most frequent vote; a tie goes to the deepest layer."""
+    return max(range(len(votes)), key=lambda layer: (votes[layer], layer))
+
+
+def round_winner(uploads: Sequence[Upload], votes: Sequence[int]) -> list[int]:
+    """Votes [layers] with one more for the layer that most clients named; abstentions do not count."""
+    ballots = [int(u.tree[VOTE]) for u in uploads]
+    counts = [ballots.count(layer) for layer in range(len(votes))]
+    best = most_voted(counts) if any(counts) else -1
+    return [v + (layer == best) for layer, v in enumerate(votes)]
+
+
+def around(layout: Layout, layer: str) -> tuple[Names, Names, Names]:
+    """Names of entries before, in and after the layer, in order of execution."""
+    at = layout.layers.index(layer)
+    sides = (layout.layers[:at], (layer,), layout.layers[at + 1 :])
+    before, own, after = (Names(n for name in side for n in layout.group(f"layer:{name}")) for side in sides)
+    return before, own, after

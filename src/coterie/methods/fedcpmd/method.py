@@ -1,0 +1,332 @@
+"""FedCPMD. Du, Chen, Kou, Zhao, Xu, Chinese Journal of Computers 2025 (DOI 10.11897/SP.J.1016.2025.00407).
+
+In a first phase (classifier private, body averaged) every participant votes for the layer that carries least of the
+shift between its inputs and its labels. Clients with the same winning layer then form a cluster with a server of its
+own (an edge); they keep that layer and receive all others mixed by how alike the members' personal layers are.
+
+Counters stay with the client, which sends the layer in the lead: only it knows the scores that break ties. A client
+that never voted is asked for its layer when phase 2 begins, without training. Whatever a client is not sent is its own;
+in the first download after the switch one byte names its layer. See docs/methods/fedcpmd.md.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.edges import Edge, EdgeMethod
+from coterie.errors import CoterieError
+from coterie.method import Card, ClientData, ClientId, Download, EdgeId, Extras, Moment, State, Tree, Upload
+from coterie.methods.fedcpmd import mixing, votes
+from coterie.methods.fedcpmd.settings import FedCPMDSettings
+from coterie.models.layers import Names
+from coterie.parts.similarity import sketch
+from coterie.schema import Entry, Kind, Link, Schema, counts, like
+
+VOTE = "x:vote"  # of a client: the layer in the lead, for each distance
+COUNT = "x:samples"  # of a client, with its vote
+PHI = "x:phi"  # of a client: its personal layer, for the similarity
+LAYER = "x:layer"  # to a client: which layer is its own
+IDS = "x:ids"  # of a cluster server: who took part
+
+
+class FedCPMD(EdgeMethod):
+    """Server state: w, the body; votes and samples of the clients that voted; layer, client to personal layer, None in
+    phase 1; distance, the one whose votes decided; trained, who has trained in phase 2; phi, the clusters' mean and
+    deviation of Phi for the log."""
+
+    Settings = FedCPMDSettings
+    hp: FedCPMDSettings
+    needs: ClassVar[tuple[str, ...]] = ("head",)
+    card = Card(
+        title="FedCPMD",
+        paper="Du et al., Chinese Journal of Computers 2025, 10.11897/SP.J.1016.2025.00407",
+        year=2025,
+        family="S,C",
+        personal="one layer of each client's own choice",
+        certainty="P",
+    )
+
+    def check(self) -> None:
+        votes.check_candidates(self.layers, self.hp.candidates)
+        if self.hp.preparation >= 1 and self.prep >= self.ctx.rounds:
+            raise CoterieError(f"preparation = {self.prep} leaves none of the {self.ctx.rounds} rounds for phase 2")
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The candidates; a layer is a number among these."""
+        return votes.candidates(self.ctx.net.layout, self.hp.candidates)
+
+    @property
+    def prep(self) -> int:
+        """Rounds of phase 1."""
+        p = self.hp.preparation
+        return int(p) if p >= 1 else max(1, int(p * self.ctx.rounds + 0.5))
+
+    def own(self, layer: int) -> list[str]:
+        """Entries of a personal layer, weight first."""
+        return [k for k in self.ctx.w0 if k in self.ctx.group(f"layer:{self.layers[layer]}")]
+
+    def body(self, layer: int) -> Tree:
+        """The initial model without a personal layer."""
+        return T.drop(self.ctx.w0, lambda k: self.stays(k) or k in self.own(layer))
+
+    # ---- what may cross a link ---------------------------------------------------------------------------------------
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        if link == "up":
+            return self._any_up() if now is None else self._up(now)
+        if link == "edge_up":
+            members = list(self.ctx.clients) if now is None else self.clusters(now.server)[now.client]
+            ids = Entry(("ids",), torch.int32, "control", "log", min(members), max(members), distinct=True)
+            return Schema({IDS: ids}, {"ids": (1, len(members))})
+        if now is None:
+            model = like(T.drop(self.ctx.w0, self.stays), part="body")
+            return Schema({**model, LAYER: self._layer_entry()}).optional()
+        return (
+            self._down(now) if link == "down" else Schema(like(self._first_body(now.server, now.client), part="body"))
+        )
+
+    def _any_up(self) -> Schema:
+        shapes = [self._phi_shape(m) for m in range(len(self.layers))]
+        lengths = {
+            word: (min(s[at] for s in shapes), max(s[at] for s in shapes))
+            for at, word in enumerate(("rows", "columns"))
+        }
+        model = like(T.drop(self.ctx.w0, self.stays), part="body")
+        phi = {PHI: self._phi_entry(("rows", "columns"))} if self.hp.similarity_payload != "none" else {}
+        return Schema({**model, **self._vote_entries(), **phi}, lengths).optional()
+
+    def _up(self, now: Moment) -> Schema:
+        """With a vote: the part of the model it was sent, or nothing if it was only asked; then body and layer."""
+        layer = (now.server["layer"] or {}).get(now.client)
+        if layer is not None:
+            phi = {PHI: self._phi_entry(self._phi_shape(layer))} if self.hp.similarity_payload != "none" else {}
+            return Schema({**like(self.body(layer), part="body"), **phi})
+        sent = self._sent_without_layer(now.server, now.client) if now.round <= self.prep else {}
+        if self.hp.switch_init == "mean" and now.round == self.prep:
+            sent = {**sent, **T.keep(self.ctx.w0, self.ctx.group("head").__contains__)}
+        return Schema({**like(sent, part="body"), **self._vote_entries()})
+
+    def _down(self, now: Moment) -> Schema:
+        """Before a client has a layer the shared body; then its own body, at first without what nobody has averaged."""
+        server, client = now.server, now.client
+        layer = (server["layer"] or {}).get(client)
+        if layer is None:
+            return Schema(like(self._sent_without_layer(server, client), part="body"))
+        kept = self.hp.unsampled_body == "keep"
+        mixed = client in server["trained"] if kept else self.begun(server, layer)
+        body = self.body(layer) if mixed else T.keep(self.body(layer), server["w"].__contains__)
+        told = {} if client in server["trained"] else {LAYER: self._layer_entry()}
+        return Schema({**like(body, part="body"), **told})
+
+    def _vote_entries(self) -> dict[str, Entry]:
+        shape, last = (len(votes.distances(self.hp)),), len(self.layers) - 1
+        return {VOTE: Entry(shape, torch.uint8, "statistic", "vote", 0, last), COUNT: counts(1, "vote")}
+
+    def _layer_entry(self) -> Entry:
+        return Entry((1,), torch.uint8, "control", "switch", 0, len(self.layers) - 1)
+
+    def _phi_entry(self, shape: tuple[int | str, ...]) -> Entry:
+        kind: Kind = "statistic" if self.hp.similarity_payload == "sketch" else "model"
+        return Entry(shape, kind=kind, part="similarity")
+
+    def _phi_shape(self, layer: int) -> tuple[int, ...]:
+        if self.hp.similarity_payload != "full":
+            return (1, self.hp.sketch_dims)
+        return tuple(mixing.flat_layer(self.ctx.w0, self.own(layer)).shape)
+
+    # ---- cloud, down -------------------------------------------------------------------------------------------------
+    def setup(self) -> State:
+        first = self.ctx.group("head") if self.hp.phase1_personal == "classifier" else Names()
+        w = T.clone(T.drop(self.ctx.w0, lambda k: self.stays(k) or k in first))
+        return {"w": w, "votes": {}, "samples": {}, "layer": None, "distance": 0, "trained": [], "phi": {}}
+
+    def clusters(self, server: State) -> dict[EdgeId, list[ClientId]]:
+        """Clients by personal layer."""
+        found: dict[EdgeId, list[ClientId]] = {}
+        for m in range(len(self.layers)):
+            members = [i for i, layer in server["layer"].items() if layer == m]
+            if members:
+                found[m] = members
+        return found
+
+    def edges(self, server: State) -> dict[EdgeId, list[ClientId]] | None:
+        return None if server["layer"] is None else self.clusters(server)
+
+    def sample(self, server: State, round: int, rng: torch.Generator) -> list[ClientId]:
+        clients, join = list(self.ctx.clients), self.ctx.join
+        if server["layer"] is None:
+            queue = _shuffled(clients, self.ctx.rng("coverage")) if self.hp.sampler == "coverage" else []
+            order = [i for i in queue if i not in server["votes"]] + _shuffled(clients, rng)
+            return list(dict.fromkeys(order))[: max(1, int(join * len(clients) + 0.5))]
+
+        picked = [i for c in self.pools(server) for i in _shuffled(c, rng)[: max(1, int(join * len(c) + 0.5))]]
+        return [i for i in clients if i not in server["layer"]] + picked  # who has no layer yet is asked for it
+
+    def pools(self, server: State) -> list[list[ClientId]]:
+        """Groups that are sampled from separately in phase 2."""
+        return list(self.clusters(server).values())
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        layer = server["layer"]
+        if layer is None and self.hp.phase1_personal != "voted":
+            return Download(shared=server["w"])
+
+        each = {i: self._sent_without_layer(server, i) for i in ids if layer is None or i not in layer}
+        if layer is None:
+            return Download(each=each)
+        told = {i: {LAYER: _byte(layer[i])} for i in ids if i in layer and i not in server["trained"]}
+        edge = {m: self._first_body(server, m) for m in self.clusters(server) if not self.begun(server, m)}
+        return Download(each={**each, **told}, edge=edge)
+
+    def begun(self, server: State, layer: int) -> bool:
+        """Has this cluster had its first aggregation? Before it the classifier is in nobody's body."""
+        return any(server["layer"].get(i) == layer for i in server["trained"])
+
+    def _first_body(self, server: State, layer: int) -> Tree:
+        """What a cluster starts from; later its server has bodies of its own."""
+        return {} if self.begun(server, layer) else T.drop(server["w"], self.own(layer).__contains__)
+
+    def _sent_without_layer(self, server: State, client: ClientId) -> Tree:
+        """The shared body, without what the client keeps while it has no layer of its own."""
+        w, how, voted = server["w"], self.hp.phase1_personal, server["votes"].get(client)
+        if how == "none" or (how == "classifier" and server["layer"] is None):
+            return dict(w)
+        kept = self.own(voted[0]) if how == "voted" and voted else self.ctx.group("head")
+        return T.drop(w, kept.__contains__)
+
+    def relay(self, edge: Edge, ids: Sequence[ClientId], round: int) -> Download:
+        got = edge.download
+        bodies = mixing.bodies_of(edge.state, got.edge.get(edge.id, {}), ids)
+        return Download(each={i: {**bodies[i], **got.each.get(i, {})} for i in ids})
+
+    # ---- client ------------------------------------------------------------------------------------------------------
+    def init_client(self, data: ClientData) -> State:
+        return {"w": T.clone(self.ctx.w0), "layer": None, "ballot": None}
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        layer = int(download[LAYER]) if LAYER in download else state["layer"]
+        reset: Tree = {}
+        if LAYER in download and self.hp.switch_init == "reset":
+            reset = {k: self.ctx.w0[k] for k in self.ctx.group("head") if k not in self.own(layer)}
+        return {**state["w"], **reset, **_model(download)}, {"layer": layer}
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        params, extras = self.personal(state, download, data)
+        asked = round > self.prep and extras["layer"] is None  # never voted: only asked which layer it would keep
+        return params, {**extras, "idle": asked, "start": params, "sent": [] if asked else list(download)}
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        layer = extras["layer"]
+        state = {**state, "w": params, "layer": layer}
+        if layer is not None:
+            body = T.drop(params, lambda k: self.stays(k) or k in self.own(layer))
+            return state, Upload({**body, **self.similarity(params, layer)})
+
+        state["ballot"] = votes.cast(state["ballot"], self.scores(params, extras, data))
+        names = set(extras["sent"])
+        if self.hp.switch_init == "mean" and round == self.prep:
+            names |= self.ctx.group("head")
+        vote = {VOTE: self.leading(state["ballot"]), COUNT: torch.tensor([len(data.train)], dtype=torch.int32)}
+        return state, Upload({**T.keep(params, names.__contains__), **vote})
+
+    def scores(self, params: Tree, extras: Extras, data: ClientData) -> Tensor:
+        """s_l [votes, distances, layers] on the training part."""
+        size = self.ctx.batch if self.hp.vote == "batch" else len(data.train)
+        outputs = votes.layer_outputs(self.ctx.net, params, data.train.x, self.layers)
+        parts = zip(*(torch.split(t, size) for t in (data.train.x, data.train.y, *outputs)), strict=True)
+        return torch.stack([votes.scores(self.hp, o, x, y, data.classes) for x, y, *o in parts])
+
+    def leading(self, ballot: votes.Ballot) -> Tensor:
+        return votes.leading(ballot, self.hp.tie)
+
+    def similarity(self, params: Tree, layer: int) -> Tree:
+        """What the cluster server compares members by."""
+        if self.hp.similarity_payload == "none":
+            return {}
+        phi = mixing.flat_layer(params, self.own(layer))
+        if self.hp.phi_input == "delta":
+            phi = phi - mixing.flat_layer(self.ctx.w0, self.own(layer))
+        if self.hp.similarity_payload == "sketch":
+            phi = sketch(phi.flatten()[None], self.hp.sketch_dims, self.ctx.rng("sketch", layer))
+        return {PHI: phi}
+
+    # ---- cluster server ----------------------------------------------------------------------------------------------
+    def merge(self, edge: Edge, uploads: Sequence[Upload], round: int) -> tuple[State, Upload]:
+        participants = [u.sender for u in uploads]
+        bodies = [_model(u.tree) for u in uploads]
+        mean = torch.tensor(T.normalised(self.weights(uploads), len(uploads)))  # equation (5)
+
+        phi = {**edge.state.get("phi", {}), **{u.sender: u.tree[PHI] for u in uploads if PHI in u.tree}}
+        rows, note = self.rows(phi, list(edge.clients), participants, mean)
+        if self.hp.unsampled_body != "similarity":
+            rows = {i: rows.get(i, mean).clone() for i in participants}
+
+        start = edge.download.edge.get(edge.id, {})
+        state = mixing.renewed({**edge.state, "phi": phi}, start, bodies, mean, rows, self.hp.unsampled_body)
+        return state, Upload({IDS: torch.tensor(participants, dtype=torch.int32)}, note)
+
+    def rows(
+        self, phi: mixing.Layers, members: list[ClientId], participants: list[ClientId], mean: Tensor
+    ) -> mixing.Rows:
+        """Weights of equation (12) for every member whose personal layer is known; mean and deviation of Phi."""
+        return mixing.rows(phi, members, participants, mean, self.hp.phi_of == "rows", self.hp.phi_map)
+
+    # ---- cloud, up ---------------------------------------------------------------------------------------------------
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        voted = [u for u in uploads if VOTE in u.tree]
+        server = {
+            **server,
+            "w": mixing.layerwise(server["w"], uploads, self.weights),
+            "votes": {**server["votes"], **{u.sender: u.tree[VOTE].tolist() for u in voted}},
+            "samples": {**server["samples"], **{u.sender: int(u.tree[COUNT]) for u in voted}},
+        }
+        layer = server["layer"]
+        if layer is None:
+            return self.switch(server) if round >= self.prep else server
+
+        late = {u.sender: int(u.tree[VOTE][server["distance"]]) for u in voted}
+        trained = {*server["trained"]}
+        for u in uploads:
+            if IDS in u.tree:
+                trained |= {i for i in u.tree[IDS].tolist() if layer.get(i) == u.sender}
+            elif VOTE not in u.tree:
+                trained.add(u.sender)
+        phi = {u.sender: dict(u.note) for u in uploads if IDS in u.tree and u.note}
+        return {**server, "layer": {**layer, **late}, "trained": sorted(trained), "phi": {**server["phi"], **phi}}
+
+    def switch(self, server: State) -> State:
+        """Layers become personal: the votes of one distance decide, and `unseen` for who never voted."""
+        cast = server["votes"]
+        d = votes.most_agreed(torch.tensor(list(cast.values()))) if self.hp.distance == "auto" else 0
+        layer = {i: cast[i][d] for i in sorted(cast)}
+        layer |= votes.unseen(self.hp.unseen, self.ctx.clients, layer, len(self.layers), self.ctx.rng("unseen"))
+        return {**server, "distance": d, "layer": layer}
+
+    def global_model(self, server: State) -> Tree | None:
+        return super().global_model(server) if server["layer"] is None else None
+
+    def facts(self, server: State) -> dict[str, Any]:
+        if server["layer"] is None:
+            return {"voted": len(server["votes"])}
+        return {
+            "distance": votes.distances(self.hp)[server["distance"]],
+            "clusters": {self.layers[m]: len(c) for m, c in self.clusters(server).items()},
+            "layer": {str(i): self.layers[m] for i, m in sorted(server["layer"].items())},
+            "phi": {self.layers[m]: v for m, v in sorted(server["phi"].items())},
+        }
+
+
+def _shuffled(items: Sequence[ClientId], rng: torch.Generator) -> list[ClientId]:
+    return [items[int(i)] for i in torch.randperm(len(items), generator=rng)]
+
+
+def _byte(value: int) -> Tensor:
+    return torch.tensor([value], dtype=torch.uint8)
+
+
+def _model(tree: Tree) -> Tree:
+    """The entries of the model in a payload."""
+    return T.drop(tree, lambda name: ":" in name)

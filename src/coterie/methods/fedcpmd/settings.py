@@ -1,0 +1,54 @@
+"""Settings of FedCPMD; docs/methods/fedcpmd.md gives the reasons for the defaults."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from coterie.method import Settings
+from coterie.parts.gaussian import Normalize, Score, Tie
+from coterie.parts.similarity import SimilarityMap
+
+Unsampled = Literal["similarity", "cluster_mean", "keep"]
+
+
+class FedCPMDSettings(Settings):
+    preparation: float = Field(
+        0.3, gt=0, description="rounds of phase 1: a share of all rounds if below 1, else so many"
+    )
+
+    # how a layer is scored
+    candidates: Literal["fc", "all", "classifier"] | list[str] = Field(
+        "fc", description="layers that may become personal: linear ones, convolutions too, or names"
+    )
+    distance: Literal["js", "w2", "hellinger", "bhattacharyya", "js_moment", "auto"] = Field(
+        "js", description="between Gaussians; auto takes the one of the paper's four whose votes agree most"
+    )
+    gaussian: Literal["scalar", "diag_mean"] = Field("scalar", description="one Gaussian per tensor or per column")
+    fit_normalize: Normalize = Field("minmax", description="scaling of inputs and layer outputs before the fit")
+    label_encoding: Literal["index", "onehot"] = Field("index", description="labels as numbers")
+    sigma_min: float = Field(1e-3, gt=0, description="floor of fitted deviations")
+    score: Score = Field("eq7", description="mismatch of a layer: equation (7) or the predecessor's code")
+    js_sqrt: bool = Field(False, description="the root of the JS divergence instead of it")
+    w2_sigma: bool = Field(True, description="false compares means only, as the predecessor's code does")
+
+    # phase 1 and the switch
+    sampler: Literal["coverage", "uniform"] = Field("coverage", description="of phase 1: everybody once first")
+    vote: Literal["round", "batch"] = Field("round", description="one vote per participation or per mini-batch")
+    tie: Tie = Field("mean_score", description="which of the layers with most votes wins")
+    unseen: Literal["probe", "classifier", "random"] = Field("probe", description="layer of who never voted")
+    phase1_personal: Literal["classifier", "voted", "none"] = Field("classifier", description="private in phase 1")
+    switch_init: Literal["carry", "mean", "reset"] = Field(
+        "carry", description="the classifier that becomes part of the body: own value, the mean or the initial one"
+    )
+
+    # phase 2
+    similarity_payload: Literal["full", "sketch", "none"] = Field(
+        "full", description="what is uploaded for the similarity: the layer, a random projection, or nothing"
+    )
+    sketch_dims: int = Field(64, ge=1, description="numbers in a sketch")
+    phi_map: SimilarityMap = Field("clip", description="cosines to [0, 1]")
+    phi_of: Literal["flat", "rows"] = Field("flat", description="cosine of whole layers or mean over their rows")
+    phi_input: Literal["params", "delta"] = Field(
+        "params", description="of parameters or of their change since the start"
+    )
+    unsampled_body: Unsampled = Field("similarity", description="bodies of members who did not take part")

@@ -1,0 +1,124 @@
+"""Which layer a client should keep for itself: scores of layers, votes, and what they decide."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coterie.errors import CoterieError, unknown
+from coterie.method import ClientId
+from coterie.methods.fedcpmd.settings import FedCPMDSettings
+from coterie.models.layers import Layout
+from coterie.models.net import Net
+from coterie.parts.gaussian import (
+    Gaussian,
+    Tie,
+    best_layer,
+    diag_mean,
+    distance,
+    encode_labels,
+    fit,
+    layer_scores,
+    winner,
+)
+from coterie.tree import Tree
+
+PAPER = ("js", "w2", "hellinger", "bhattacharyya")  # the four distances of the paper
+CHUNK = 512  # samples of one forward pass
+Ballot = dict[str, Tensor]  # votes and summed scores, both [distances, layers]
+
+
+# ---- candidates ------------------------------------------------------------------------------------------------------
+def candidates(layout: Layout, which: str | Sequence[str]) -> tuple[str, ...]:
+    """Candidate layers in order of execution: fc, all (convolutions too), classifier, or these names."""
+    weighted = [n for n in layout.layers if layout.kinds[n] in ("conv", "fc")]
+    if which == "classifier":
+        return (layout.head,) if layout.head is not None else ()
+    if isinstance(which, str):
+        return layout.of_kind("fc") if which == "fc" else tuple(weighted)
+    for name in which:
+        if name not in weighted:
+            raise unknown("candidate layer", name, weighted)
+    return tuple(n for n in weighted if n in which)
+
+
+def check_candidates(found: Sequence[str], which: str | Sequence[str]) -> None:
+    """A choice needs two candidates, unless the user named the only one."""
+    named = which == "classifier" or not isinstance(which, str)
+    if len(found) < (1 if named else 2):
+        have = f"it has {len(found)}" + (f": {', '.join(found)}" if found else "")
+        raise CoterieError(f"FedCPMD needs a model with at least two candidate layers ({have}); see candidates")
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def layer_outputs(net: Net, params: Tree, x: Tensor, layers: Sequence[str]) -> list[Tensor]:
+    """o_0, o_1 ... o_L [n, d]: what enters the first of `layers`, then what each of them hands to the next layer with
+    weights (so after the activation), raw logits for the last of the model."""
+    order = [n for n in net.layout.layers if net.layout.kinds[n] in ("conv", "fc")]
+    after = dict(zip(order, [*order[1:], None], strict=True))
+    taps = [layers[0], *(after[name] for name in layers)]
+    inner = list(dict.fromkeys(t for t in taps if t is not None))
+
+    pieces: dict[str | None, list[Tensor]] = {t: [] for t in taps}
+    for part in torch.split(x, CHUNK):
+        logits, entering = net.inputs(params, part, inner)
+        for tap, value in zip([*inner, None], [*entering, logits], strict=True):
+            if tap in pieces:
+                pieces[tap].append(value.flatten(1))
+
+    whole = {tap: torch.cat(piece) for tap, piece in pieces.items()}
+    return [whole[t] for t in taps]
+
+
+def distances(hp: FedCPMDSettings) -> tuple[str, ...]:
+    """The distances that clients vote with."""
+    return PAPER if hp.distance == "auto" else (hp.distance,)
+
+
+def scores(hp: FedCPMDSettings, outputs: Sequence[Tensor], x: Tensor, y: Tensor, classes: int) -> Tensor:
+    """s_l [distances, L] of outputs o_0 ... o_L against inputs and labels, equation (7)."""
+    per_dim = hp.gaussian == "diag_mean"
+    inputs = fit(x, hp.fit_normalize, hp.sigma_min, per_dim=per_dim)
+    labels = fit(encode_labels(y, classes, hp.label_encoding), "none", hp.sigma_min, per_dim=per_dim)
+    o = [fit(t, hp.fit_normalize, hp.sigma_min, per_dim=per_dim) for t in outputs]
+
+    rows = []
+    for name in distances(hp):
+        d = distance(name, hp.js_sqrt, hp.w2_sigma)
+        if per_dim:
+            to_y, to_x = (torch.stack([diag_mean(d, g, end) for g in o]) for end in (labels, inputs))
+        else:
+            all_at_once = Gaussian(torch.stack([g.mu for g in o]), torch.stack([g.sigma for g in o]))
+            to_y, to_x = (d(all_at_once, end) for end in (labels, inputs))
+        rows.append(layer_scores(to_y, to_x, hp.score))
+    return torch.stack(rows)
+
+
+# ---- votes -----------------------------------------------------------------------------------------------------------
+def cast(ballot: Mapping[str, Tensor] | None, scores: Tensor) -> Ballot:
+    """The ballot with one vote more per row of scores [rows, distances, layers]."""
+    new = {"votes": F.one_hot(best_layer(scores), scores.shape[-1]).sum(0), "sums": scores.double().sum(0)}
+    return new if ballot is None else {k: ballot[k] + v for k, v in new.items()}
+
+
+def leading(ballot: Mapping[str, Tensor], tie: Tie) -> Tensor:
+    """The layer in the lead for each distance, as bytes [distances]."""
+    votes = ballot["votes"]
+    return winner(votes, ballot["sums"] / votes.sum(-1, keepdim=True).clamp(min=1), tie).to(torch.uint8)
+
+
+def most_agreed(choices: Tensor) -> int:
+    """The distance whose choices [clients, distances] agree most with those of the others; a tie goes to the first."""
+    same = choices[:, :, None] == choices[:, None, :]
+    return int(same.sum((0, 2)).argmax())
+
+
+def unseen(
+    how: str, clients: Sequence[ClientId], seen: Mapping[ClientId, int], layers: int, rng: torch.Generator
+) -> dict[ClientId, int]:
+    """Layers of clients that never voted: none yet (probe), the last one (classifier) or drawn (random)."""
+    missing = [i for i in clients if i not in seen] if how != "probe" else []
+    drawn = torch.randint(layers, (len(missing),), generator=rng).tolist()
+    return dict(zip(missing, drawn if how == "random" else [layers - 1] * len(missing), strict=True))

@@ -1,0 +1,89 @@
+"""Prototypes of FedPC: where they are taken, and how sets of them travel."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coterie.errors import CoterieError
+from coterie.method import ClientData, Context, replace
+from coterie.parts.prototypes import Prototypes, collect, from_sums
+from coterie.schema import Entry, class_ids, counts
+from coterie.tree import Tree
+
+Feature = Literal["post_relu", "pre_relu"]
+ROWS, IDS, COUNTS = "x:prototypes", "x:ids", "x:counts"  # of the classes present: [labels, d], [labels], [labels]
+MOST = 2**31 - 1  # what a count can be
+
+
+# ---- where they are taken --------------------------------------------------------------------------------------------
+def pre_relu_layer(ctx: Context) -> str:
+    """The linear layer whose output, after the activation, enters the head."""
+    layout = ctx.net.layout
+    layer = next((name for name in reversed(layout.layers) if name != layout.head), "")
+    if layout.kinds.get(layer) != "fc" or len(ctx.w0[f"{layer}.weight"]) != ctx.net.width:
+        raise CoterieError("feature = pre_relu needs a model with a linear layer right before its head")
+    return layer
+
+
+def logits_and_features(ctx: Context, params: Tree, x: Tensor, where: Feature) -> tuple[Tensor, Tensor]:
+    """Logits, and what enters the head [batch, d] or what that was before the last activation."""
+    if where == "post_relu":
+        return ctx.net.both(params, x)
+    layer = pre_relu_layer(ctx)
+    logits, (entering,) = ctx.net.inputs(params, x, [layer])
+    return logits, F.linear(entering, params[f"{layer}.weight"], params.get(f"{layer}.bias"))
+
+
+def own_prototypes(ctx: Context, params: Tree, data: ClientData, where: Feature) -> tuple[Prototypes, Tensor]:
+    """Of a client's whole training part by this model, and its counts [classes]."""
+    return collect(lambda x: logits_and_features(ctx, params, x, where)[1], *data.train, data.classes)
+
+
+# ---- how they travel -------------------------------------------------------------------------------------------------
+def entries(rows: int | str, ctx: Context) -> dict[str, Entry]:
+    """A set with so many classes in a payload: 4d + 4 bytes for each."""
+    return {
+        ROWS: Entry((rows, ctx.net.width), kind="prototype", part="prototypes"),
+        IDS: class_ids(rows, ctx.classes, "prototypes"),
+    }
+
+
+def count_entry(rows: int | str) -> Entry:
+    """How many samples are behind each prototype: 4 bytes more."""
+    return replace(counts(rows, "prototypes"), low=1)
+
+
+def pack(prototypes: Prototypes, counts: Tensor | None = None) -> Tree:
+    """A set [classes, d] as a payload, with counts [classes] if given."""
+    value, mask = prototypes
+    tree = {ROWS: value[mask], IDS: mask.nonzero()[:, 0].int()}
+    return tree if counts is None else {**tree, COUNTS: counts[mask].int()}
+
+
+def unpack(tree: Mapping[str, Tensor], classes: int, width: int) -> Prototypes:
+    """Inverse of pack; a payload without prototypes is the empty set."""
+    mask = torch.zeros(classes, dtype=torch.bool)
+    if IDS not in tree:
+        return Prototypes(torch.zeros(classes, width), mask)
+    ids, rows = tree[IDS].long(), tree[ROWS]
+    return Prototypes(rows.new_zeros(classes, width).index_copy(0, ids, rows), mask.index_fill(0, ids, True))
+
+
+def unpack_all(trees: Sequence[Mapping[str, Tensor]], classes: int, width: int) -> Prototypes:
+    """Sets [n, classes, d] of n payloads."""
+    sets = [unpack(t, classes, width) for t in trees]
+    return Prototypes(torch.stack([s.value for s in sets]), torch.stack([s.mask for s in sets]))
+
+
+def group_mean(trees: Sequence[Mapping[str, Tensor]], classes: int, width: int, by_counts: bool) -> Tree:
+    """One payload of several, equation (5): each class is the mean over those that hold it, equally or by counts, which
+    add up."""
+    value, mask = unpack_all(trees, classes, width)
+    nothing = torch.zeros(classes, dtype=torch.int64)
+    n = torch.stack([nothing.index_copy(0, t[IDS].long(), t[COUNTS].long()) for t in trees])  # [n, classes]
+    share = (n if by_counts else mask).to(value)
+    mean = from_sums((value * share[..., None]).sum(0), share.sum(0))
+    return pack(mean, n.sum(0).clamp(max=MOST))

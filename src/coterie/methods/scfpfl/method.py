@@ -1,0 +1,273 @@
+"""SC-FPFL. Jin, Chen, Journal of Electronics & Information Technology 45(6), 2023, 1981-1989 (DOI 10.11999/JEIT220529).
+
+Clients are clustered by their predictions on a public set; every cluster has an edge that averages its clients. The
+cloud gives the edge models common low-frequency amplitudes and leaves each its phases and high frequencies. At home the
+edge's model becomes an agent that relearns from the client's own model; if it is good enough, it replaces that model.
+
+Until there are clusters, everybody is one cluster at the cloud. In the round that ends with clusters everybody takes
+part and is asked for its predictions (one bit); who does not answer joins the largest cluster. An edge that nobody
+answered keeps its model. The models of the first average travel with the predictions, so V rounds are V agents. Batch
+norm is averaged like a bias. The number of clusters is found in the eigenvalues unless it is given.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.edges import EdgeMethod
+from coterie.errors import CoterieError
+from coterie.method import (
+    Batch,
+    Card,
+    ClientData,
+    ClientId,
+    Context,
+    Download,
+    EdgeId,
+    Extras,
+    Moment,
+    Phase,
+    Settings,
+    Split,
+    State,
+    Tree,
+    Upload,
+    cross_entropy,
+)
+from coterie.methods.scfpfl import movement
+from coterie.methods.scfpfl.settings import SCFPFLSettings
+from coterie.methods.scfpfl.spectral import prediction_clusters
+from coterie.parts.clusters import largest, of_cluster
+from coterie.parts.distill import kl
+from coterie.parts.fourier import Treatment, fourier_aggregate, prrfl_window
+from coterie.rng import key
+from coterie.schema import LARGEST, Entry, Link, Schema
+
+ASK, PREDICTIONS = "x:ask", "x:predictions"
+OWN = "own:"  # marks the client's own model in training; the agent has the plain names
+CHUNK = 256  # items per pass: activations of small networks stay in cache
+
+
+class SCFPFL(EdgeMethod):
+    """Server state: theta, the edges' own models; samples, the samples behind each; hat, what the cloud made of them;
+    cluster, client to edge; ask, whether the next round ends with clusters; moves, how far clients moved (stationary).
+    """
+
+    Settings: ClassVar[type[Settings]] = SCFPFLSettings
+    hp: SCFPFLSettings
+    needs: ClassVar[tuple[str, ...]] = ("public", "val")
+    by_predictions: ClassVar[bool] = True  # do clients send predictions that clusters are made from?
+    card = Card(
+        title="SC-FPFL",
+        paper="Jin, Chen, J. of Electronics & Information Technology 2023, DOI 10.11999/JEIT220529",
+        year=2023,
+        family="C,R",
+        personal="the whole model, taken over from an agent",
+        certainty="P",
+    )
+
+    def check(self) -> None:
+        clients, rounds = len(self.ctx.clients), self.ctx.rounds
+        for name in ("k0", "embed_dim", "n_min"):
+            if isinstance(value := getattr(self.hp, name), int) and value > clients:
+                raise CoterieError(f"{self.card.title}: {name} = {value} is more than the {clients} clients")
+        when = self.hp.cluster_when
+        if when.startswith("round:") and int(when[6:]) > rounds:
+            raise CoterieError(f"{self.card.title}: cluster_when = {when} is after the last of {rounds} rounds")
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The model; in the round that ends with clusters also a question down and predictions up."""
+        model = self.model_schema
+        if link not in ("up", "down") or not self.by_predictions:
+            return model
+        if now is not None and not self.asks(now.server, now.round):
+            return model
+        if link == "down":
+            more = Schema({ASK: Entry((1,), torch.bool, "control", "ask")})
+        else:
+            low, high = (0.0, 1.0) if self.hp.predict == "softmax" else (-LARGEST, LARGEST)
+            shape = (self.ctx.public, self.ctx.classes)
+            more = Schema({PREDICTIONS: Entry(shape, kind="prediction", part="predictions", low=low, high=high)})
+        return (more.optional() if now is None else more) | model
+
+    # ---- cloud, down -------------------------------------------------------------------------------------------------
+    def opening(self) -> bool:
+        return True
+
+    def setup(self) -> State:
+        w = T.clone(T.drop(self.ctx.w0, self.stays))
+        moves = movement.start(w, self.ctx.clients, self._counts) if self.when() == "stationary" else {}
+        return {"theta": {0: w}, "samples": {0: 0}, "hat": {0: T.clone(w)}, "cluster": {}, "ask": False, "moves": moves}
+
+    def when(self) -> str:
+        """When clusters are made: start, round:<n> or stationary."""
+        return self.hp.cluster_when
+
+    def asks(self, server: State, round: int) -> bool:
+        """Is this the round that ends with clusters?"""
+        when = self.when()
+        due = when == "start" or (when.startswith("round:") and round >= int(when[6:]))
+        return not server["cluster"] and bool(server["ask"] or due)
+
+    def sample(self, server: State, round: int, rng: torch.Generator) -> list[ClientId]:
+        return list(self.ctx.clients) if self.asks(server, round) else super().sample(server, round, rng)
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        of, hat = server["cluster"], server["hat"]
+        if of:
+            return Download(each={i: hat[largest(of)] for i in ids if i not in of}, edge=hat)
+        if self.by_predictions and self.asks(server, round):
+            return Download({**hat[0], ASK: torch.ones(1, dtype=torch.bool)})
+        return Download(hat[0])
+
+    def edges(self, server: State) -> dict[EdgeId, list[ClientId]] | None:
+        members: dict[EdgeId, list[ClientId]] = {k: [] for k in server["hat"]}
+        for i, k in server["cluster"].items():
+            members[k].append(i)
+        return members if server["cluster"] else None
+
+    # ---- client ------------------------------------------------------------------------------------------------------
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        own = state.get("f", self.ctx.w0)
+        agent = {**own, **T.keep(download, self.ctx.w0.__contains__)}
+        return {**agent, **T.prefix(OWN, own)}, {"edge": agent, "own": own, "ask": ASK in download}
+
+    def phases(self, round: int) -> list[Phase]:
+        if round == 0:
+            return [Phase(self.loss, trains=is_agent, epochs=self.hp.warmup_epochs)]
+        agent = Phase(self.relearn, trains=is_agent, epochs=self.hp.agent_epochs)
+        own = Phase(self.own_loss, trains=is_own, stream=1)
+        if self.hp.local_train_each_round:
+            return [own, agent]
+        return [agent, own] if self.hp.agent_fail == "train" else [agent]
+
+    def relearn(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        """Of the agent: cross-entropy and KL(own || agent), equations (10) and (11)."""
+        logits = self.ctx.forward(params, batch.x)
+        loss = cross_entropy(logits, batch)
+        if self.hp.kl_weight == 0:
+            return loss
+        with torch.no_grad():
+            teacher = self.ctx.forward(T.strip(OWN, params), batch.x)
+        return loss + self.hp.kl_weight * kl(teacher, logits, batch.weight)
+
+    def own_loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        return self.ctx.ce(T.strip(OWN, params), batch)
+
+    def accept(self, agent: Tree, own: Tree, extras: Extras, data: ClientData) -> tuple[Tree, dict[str, float]]:
+        """The agent takes over if it is good enough on validation data; `own` has trained if the settings say so."""
+        rival = own if self.hp.local_train_each_round else extras["own"]
+        trees = {"edge": extras["edge"], "own": rival, "agent": agent}
+        val = {who: accuracy(self.ctx, tree, data.val) for who, tree in trees.items()}
+        good = val["agent"] >= self.hp.lambda1 * val["own"]
+        return agent if good else own, {"rejected": float(not good), **{f"val_{k}": v for k, v in val.items()}}
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        agent, own = T.drop(params, is_own), T.strip(OWN, params)
+        f, note = self.accept(agent, own, extras, data) if round > 0 else (agent, {})
+        tree = T.drop(f, self.stays)
+        if extras["ask"] and data.public is not None:
+            tree[PREDICTIONS] = predictions(self.ctx, f, data.public, self.hp.predict)
+        return {"f": f}, Upload(tree, note)
+
+    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
+        return state["f"], {}
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return state.get("f") or {**self.ctx.w0, **T.keep(download, self.ctx.w0.__contains__)}, {}
+
+    # ---- cloud, up; an edge's mean, equation (9), is the default merge -----------------------------------------------
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        if not server["cluster"]:
+            return self._without_edges(server, uploads, round)
+        theta = {**server["theta"], **{u.sender: u.tree for u in uploads}}
+        samples = {**server["samples"], **{u.sender: u.samples for u in uploads}}
+        return {**server, "theta": theta, "samples": samples, "hat": self.mix(theta, samples, round)}
+
+    def _without_edges(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        """Straight from the clients: what edges would do, the cloud does for the one cluster or for the new ones."""
+        asked = self.asks(server, round)
+        of = self.clusters(uploads) if asked else {u.sender: 0 for u in uploads}
+
+        theta: dict[EdgeId, Tree] = {}
+        samples: dict[EdgeId, int] = {}
+        for k in range(max(of.values()) + 1):
+            members = of_cluster(uploads, of, k)
+            models = [T.keep(u.tree, self.ctx.w0.__contains__) for u in members]
+            theta[k] = T.mean(models, self.weights(members))
+            samples[k] = sum(u.samples for u in members)
+
+        new = {**server, "theta": theta, "samples": samples, "hat": self.mix(theta, samples, round)}
+        if asked:
+            return {**new, "cluster": {i: of.get(i, largest(of)) for i in self.ctx.clients}, "moves": {}}
+        if not server["moves"]:
+            return new
+        moves = movement.follow(server["moves"], uploads, self._counts)
+        still = round > self.hp.min_round and movement.stationary(moves, self.hp.eps1, self.hp.eps2)
+        return {**new, "moves": moves, "ask": still}
+
+    def clusters(self, uploads: Sequence[Upload]) -> dict[ClientId, EdgeId]:
+        """Similarity of predictions, spectral embedding, ISODATA: equations (1) to (8)."""
+        hp = self.hp
+        labels = prediction_clusters(
+            torch.stack([u.tree[PREDICTIONS] for u in uploads]),
+            hp.k0,
+            key(self.ctx.seed, "clusters"),
+            embed_dim=hp.embed_dim,
+            predict=hp.predict,
+            self_similarity=hp.self_similarity,
+            gap_power=hp.gap_power,
+            n_min=hp.n_min,
+            delta_max=hp.delta_max,
+            m_min=hp.m_min,
+            max_iter=hp.max_iter,
+            split=hp.split,
+            mode=hp.isodata,
+        )
+        return {u.sender: k for u, k in zip(uploads, labels.tolist(), strict=True)}
+
+    def mix(self, theta: dict[EdgeId, Tree], samples: dict[EdgeId, int], round: int) -> dict[EdgeId, Tree]:
+        """Common low-frequency amplitudes, own phases: equations (12) to (17); one model alone stays as it is."""
+        hp, ctx = self.hp, self.ctx
+        g = hp.g if hp.g_schedule == "const" else prrfl_window(round, ctx.rounds, hp.g, hp.g_last)
+        weights = torch.tensor([float(samples[k]) for k in theta]) if hp.fourier_weight == "samples" else None
+
+        def treatment(name: str) -> Treatment:
+            if ctx.w0[name].ndim > 1:
+                return "fourier" if name in ctx.group("conv") else hp.fourier_linear
+            statistic = name in ctx.group("bn_stats")  # a running variance must stay positive
+            return "mean" if statistic and hp.fourier_bias == "fourier" else hp.fourier_bias
+
+        stacked = T.stack(list(theta.values()))
+        new = fourier_aggregate(stacked, treatment, g, hp.fourier_mask, hp.fourier_layout, weights)
+        return {k: T.row(new, at) for at, k in enumerate(theta)}
+
+    def _counts(self, name: str) -> bool:
+        """Movement is that of parameters, not of batch-norm statistics."""
+        return name in self.ctx.net.trainable
+
+    def facts(self, server: State) -> dict[str, Any]:
+        return {"clusters": server["cluster"], **{k: v for k, v in server["moves"].items() if k != "last"}}
+
+
+def is_own(name: str) -> bool:
+    return name.startswith(OWN)
+
+
+def is_agent(name: str) -> bool:
+    return not name.startswith(OWN)
+
+
+@torch.no_grad()
+def predictions(ctx: Context, params: Tree, x: Tensor, kind: Literal["softmax", "logits"] = "logits") -> Tensor:
+    """What the model says about the items [n, classes]."""
+    logits = torch.cat([ctx.forward(params, part) for part in torch.split(x, CHUNK)])
+    return logits.softmax(-1) if kind == "softmax" else logits
+
+
+def accuracy(ctx: Context, params: Tree, split: Split) -> float:
+    """Share of right answers; 0 on an empty split."""
+    return float((predictions(ctx, params, split.x).argmax(1) == split.y).float().mean()) if len(split) else 0.0

@@ -1,0 +1,68 @@
+"""Settings of SC-FPFL by the step they belong to, so that a variant without a step does not have its settings.
+
+docs/methods/sc-fpfl.md gives the reasons for the defaults.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from coterie.method import Settings
+from coterie.parts.fourier import Layout, MaskKind, Treatment
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class WarmUpSettings(Settings):
+    """Round 0, common to all variants."""
+
+    warmup_epochs: float = Field(5, ge=0, description="epochs of round 0, before any prediction or average")
+
+
+class ClusterSettings(WarmUpSettings):
+    """When and how clients are clustered."""
+
+    cluster_when: str = Field(
+        "start", pattern=r"^(start|stationary|round:[1-9]\d*)$", description="start, round:<n> or stationary"
+    )
+    eps1: float = Field(0.4, ge=0, description="stationary: cluster when the norm of the mean update is below this")
+    eps2: float = Field(1.6, ge=0, description="and the norm of the largest update above this")
+    min_round: int = Field(20, ge=0, description="stationary: not up to and including this round")
+    k0: Count | Literal["eigengap"] = Field("eigengap", description="first number of centres, if known")
+    gap_power: float = Field(3.0, gt=0, description="eigengap: power of the similarity before counting")
+    embed_dim: Count | Literal["k0", "eigengap"] = Field("k0", description="eigenvectors that embed a client")
+    n_min: Count | None = Field(None, description="smallest cluster; empty: max(1, clients // (4 k0))")
+    delta_max: float = Field(0.1, ge=0, description="a cluster with a larger variance may be split")
+    m_min: float = Field(0.5, ge=0, description="centres nearer than this may be merged")
+    max_iter: int = Field(20, ge=1, description="steps of the refinement")
+    split: Literal["axis", "all"] = Field("axis", description="split along the widest axis, or as printed")
+    isodata: Literal["paper", "off"] = Field("paper", description="off: plain k-means")
+    predict: Literal["softmax", "logits"] = Field("softmax", description="what predictions are")
+    self_similarity: bool = Field(True, description="does the degree of a client count itself")
+
+
+class FourierSettings(Settings):
+    """How the cloud mixes the edge models."""
+
+    g: float = Field(0.35, ge=0, le=0.5, description="share of frequencies that is low; 0 leaves the mean")
+    g_schedule: Literal["const", "linear"] = Field("const", description="linear: g grows to g_last")
+    g_last: float = Field(0.475, ge=0, le=0.5, description="g of the last round when it grows")
+    fourier_linear: Treatment = Field("fourier", description="what happens to linear weights")
+    fourier_bias: Treatment = Field("mean", description="and to biases and batch norm")
+    fourier_mask: MaskKind = Field("symmetric", description="which frequencies are low")
+    fourier_layout: Layout = Field("tile", description="how a kernel becomes a matrix")
+    fourier_weight: Literal["uniform", "samples"] = Field("uniform", description="weight of an edge")
+
+
+class AgentSettings(Settings):
+    """How the edge's model becomes the client's own."""
+
+    lambda1: float = Field(0.9, ge=0, description="the agent needs this share of the own validation accuracy")
+    agent_epochs: float | None = Field(None, ge=0, description="epochs of the agent; empty: the local epochs")
+    local_train_each_round: bool = Field(False, description="does the own model also train, before the agent")
+    agent_fail: Literal["keep", "train"] = Field("keep", description="what the own model does instead")
+    kl_weight: float = Field(1.0, ge=0, description="weight of the agent's distillation from the own model")
+
+
+class SCFPFLSettings(ClusterSettings, FourierSettings, AgentSettings):
+    pass

@@ -1,0 +1,63 @@
+"""What a node may be: written by the operator when the node is added, never claimed by the node itself.
+
+Beside a node's public key in nodes/ lies NAME.json, as in {"role": "edge", "devices": ["alice", "ward-*"]}. A node
+without one is a device. The devices of an edge are named in the edge's own list of nodes; the cloud knows them as
+EDGE/DEVICE, so two edges may each have a device `site`, and no edge can speak for anybody else's.
+"""
+
+import fnmatch
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from coterie.errors import CoterieError
+
+Role = Literal["device", "edge"]
+PATTERN = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,62}")  # a node's name, or one with * and ?
+
+
+@dataclass(frozen=True)
+class NodeRole:
+    role: Role = "device"
+    devices: tuple[str, ...] = ()  # for whom an edge speaks: names and patterns
+
+    @staticmethod
+    def of(role: Role, devices: Sequence[str]) -> "NodeRole":
+        if role not in get_args(Role):
+            raise CoterieError(f'role "{role}" must be device or edge')
+        if role == "edge" and not devices:
+            raise CoterieError("an edge needs the names of its devices, or a pattern such as ward-*")
+        if role == "device" and devices:
+            raise CoterieError("only an edge speaks for devices")
+        for name in devices:
+            if not isinstance(name, str) or not PATTERN.fullmatch(name):
+                raise CoterieError(f'device "{name}" must be letters, digits, dot, dash or underscore, or hold * or ?')
+        return NodeRole(role, tuple(devices))
+
+    @staticmethod
+    def read(path: Path) -> "NodeRole":
+        if not path.is_file():
+            return NodeRole()
+        try:
+            found = json.loads(path.read_text())
+            return NodeRole.of(found["role"], found["devices"])
+        except (OSError, ValueError, KeyError, TypeError, CoterieError) as e:
+            raise CoterieError(f"{path} does not say what the node may be: {e}") from e
+
+    def text(self) -> str:
+        return json.dumps({"role": self.role, "devices": list(self.devices)}) + "\n"
+
+    @property
+    def is_edge(self) -> bool:
+        return self.role == "edge"
+
+    def speaks_for(self, device: str) -> bool:
+        return self.is_edge and any(fnmatch.fnmatchcase(device, name) for name in self.devices)
+
+
+def scoped(edge: str, device: str) -> str:
+    """The cloud's name of a device behind an edge."""
+    return f"{edge}/{device}"

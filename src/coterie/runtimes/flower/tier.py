@@ -1,0 +1,47 @@
+"""Edges relayed and merged on this host, cloud or edge; an error in one edge's part of a round is that edge's alone."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from coterie.edges import EdgeMethod
+from coterie.exchange import merge, relay
+from coterie.messages import Bytes, MergeAnswer, MergeRequest, TrainAnswer, TrainRequest
+from coterie.method import ClientId, EdgeId, Method
+
+log = logging.getLogger("coterie.edge")
+
+
+@dataclass
+class Tier:
+    """The edges of one round that are computed here."""
+
+    method: Method
+    requests: list[TrainRequest] = field(default_factory=list)  # of their clients, with what is handed on
+    missing: dict[ClientId, str] = field(default_factory=dict)  # clients that lost the round, and why
+    _tasks: list[tuple[MergeRequest, Bytes]] = field(default_factory=list)
+
+    def relay(self, task: MergeRequest) -> None:
+        try:
+            requests, down = relay(cast(EdgeMethod, self.method), task)
+        except Exception as e:
+            self._failed("relayed", task, (r.client for r in task.requests), e)
+            return
+        self.requests += requests
+        self._tasks.append((task, down))
+
+    def merge(self, trained: Mapping[ClientId, TrainAnswer]) -> dict[EdgeId, MergeAnswer]:
+        merged = {}
+        for task, down in self._tasks:
+            answers = [trained[r.client] for r in task.requests if r.client in trained]
+            try:
+                merged[task.edge.id] = merge(cast(EdgeMethod, self.method), task, answers, down)
+            except Exception as e:
+                self._failed("merged", task, (a.client for a in answers), e)
+        return merged
+
+    def _failed(self, what: str, task: MergeRequest, clients: Iterable[ClientId], error: Exception) -> None:
+        log.error("edge %s could not be %s", task.edge.id, what, exc_info=error)
+        reason = f"edge {task.edge.id} could not be {what}: {type(error).__name__}: {error}"
+        self.missing |= dict.fromkeys(clients, reason)

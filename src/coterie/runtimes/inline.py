@@ -1,0 +1,26 @@
+"""No processes: everything is computed here, with the same hand-over by value as between processes."""
+
+from collections.abc import Sequence
+
+from coterie.codec import clone
+from coterie.messages import Job, ScoreAnswer, Trained
+from coterie.runtimes.base import Cost, Simulation
+from coterie.runtimes.states import ClientStates
+from coterie.train.clients import Clients
+
+
+class Inline(Simulation):
+    def __init__(self, clients: Clients, states: ClientStates, cost: Cost = lambda client: 1):
+        super().__init__(clients.method, states, cost)
+        self.clients = clients
+
+    def _train(self, jobs: Sequence[Job]) -> list[Trained]:
+        ordered = [job for heap in self._balanced(jobs, 1) for job in heap]
+        return list(clone(self.clients.train(clone(ordered))))
+
+    def _score(self, jobs: Sequence[Job]) -> list[ScoreAnswer]:
+        ordered = [job for heap in self._balanced(jobs, 1) for job in heap]
+        return list(clone(self.clients.score(clone(ordered))))
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,181 @@
+"""What may cross a link: the entries of a payload with shape, type, range and meaning.
+
+A method has one schema for each link. From it come the declared bytes, the ledger's headings, the checks on arrival at
+cloud, edge and device, and the table of what leaves a device. What a schema does not name cannot cross.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from coterie.errors import CoterieError
+
+Link = Literal["up", "down", "edge_up", "edge_down"]
+LINKS: tuple[Link, ...] = get_args(Link)  # device to edge or cloud, the way back, edge to cloud, the way back
+Kind = Literal["model", "update", "prototype", "statistic", "label information", "prediction", "control"]
+
+LARGEST = 1e9  # bound of a floating-point entry that has no narrower range; nothing that still learns comes near it
+
+ROUNDING = 1e-6  # by which a mean of entries at their bound may pass it
+
+
+class NonFiniteError(CoterieError):
+    """A payload holds NaN, infinity or values beyond all bounds: its sender's training diverged."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a payload.
+
+    A length given as a word ("labels") is decided by the sender, is the same wherever the word stands in the payload,
+    and lies within the schema's `lengths`.
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype = torch.float32
+    kind: Kind = "model"
+    part: str = "model"  # heading in the ledger
+    low: float = -LARGEST
+    high: float = LARGEST
+    distinct: bool = False  # no value twice
+    nan: bool = False  # NaN marks what is absent
+    optional: bool = False
+    summable: bool = False  # a weighted sum over clients means something
+
+    def size(self, lengths: Mapping[str, int]) -> int:
+        """Bytes on the wire, with these values for its words; booleans are one bit each."""
+        count = math.prod(lengths[n] if isinstance(n, str) else n for n in self.shape)
+        return weight(count, self.dtype)
+
+
+@dataclass(frozen=True)
+class Schema:
+    entries: Mapping[str, Entry]
+    lengths: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of the words in shapes: least and most
+    may_be_empty: bool = False  # a sender may also send nothing at all
+
+    def __or__(self, other: "Schema") -> "Schema":
+        """The entries of both."""
+        return Schema(
+            {**self.entries, **other.entries},
+            {**self.lengths, **other.lengths},
+            self.may_be_empty and other.may_be_empty,
+        )
+
+    def optional(self) -> "Schema":
+        """The same entries, none of them required."""
+        return replace(self, entries={k: replace(e, optional=True) for k, e in self.entries.items()}, may_be_empty=True)
+
+    def nbytes(self, **lengths: int) -> int:
+        """Declared bytes of a payload with all entries; a word without a value has its largest."""
+        most = {word: high for word, (_, high) in self.lengths.items()} | lengths
+        return sum(e.size(most) for e in self.entries.values())
+
+    def parts(self, tree: Mapping[str, Tensor]) -> dict[str, int]:
+        """Bytes of a payload under the headings of the ledger."""
+        total: dict[str, int] = {}
+        for name, v in tree.items():
+            if name not in self.entries:
+                raise CoterieError(f"{name[:80]!r} may not be sent: the method's schema does not declare it")
+            part = self.entries[name].part
+            total[part] = total.get(part, 0) + weight(v.numel(), v.dtype)
+        return total
+
+    def check(self, tree: Mapping[str, Tensor], what: str) -> None:
+        """Raises CoterieError with one sentence unless the payload is exactly what is declared."""
+        if not tree and self.may_be_empty:
+            return
+        for name, e in self.entries.items():
+            if name not in tree and not e.optional:
+                raise CoterieError(f"{what} lacks {name}")
+        found: dict[str, int] = {}
+        for name, v in tree.items():
+            entry = self.entries.get(name)
+            if entry is None:
+                raise CoterieError(f"{what} has an entry {name[:80]!r} that is not declared")
+            if not isinstance(v, Tensor):
+                raise CoterieError(f"{what} has {name} that is not a tensor")
+            if v.dtype != entry.dtype:
+                raise CoterieError(f"{what} has {name} of type {_word(v.dtype)}, not {_word(entry.dtype)}")
+            self._check_shape(name, entry, v, found, what)
+        for name, v in tree.items():  # last, so that a payload with NaN or infinity is otherwise what is declared
+            _check_values(name, self.entries[name], v, what)
+
+    def _check_shape(self, name: str, entry: Entry, v: Tensor, found: dict[str, int], what: str) -> None:
+        if v.ndim == len(entry.shape):
+            for n, declared in zip(v.shape, entry.shape, strict=True):
+                if isinstance(declared, str):
+                    low, high = self.lengths[declared]
+                    if not low <= n <= high or found.setdefault(declared, n) != n:
+                        break
+                elif n != declared:
+                    break
+            else:
+                return
+        want = ", ".join(map(str, entry.shape))
+        raise CoterieError(f"{what} has {name} of shape {list(v.shape)}, not [{want}]")
+
+
+def _check_values(name: str, entry: Entry, v: Tensor, what: str) -> None:
+    if not v.numel() or v.dtype == torch.bool:
+        return
+    if entry.nan:
+        v = v[~v.isnan()]
+        if not v.numel():
+            return
+    low, high = (float(x) for x in torch.aminmax(v))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise NonFiniteError(f"{what} has NaN or infinity in {name}")
+    if v.is_floating_point() and max(-low, high) > LARGEST * (1 + ROUNDING):
+        raise NonFiniteError(f"{what} has {max(-low, high):g} in {name}, larger than anything that still learns")
+    slack = ROUNDING * abs(entry.high) if v.is_floating_point() else 0.0
+    if low < entry.low - slack * (entry.low < 0) or high > entry.high + slack:
+        wrong = low if low < entry.low else high
+        raise CoterieError(f"{what} has {wrong:g} in {name}, outside {entry.low:g} to {entry.high:g}")
+    if entry.distinct and len(torch.unique(v)) < v.numel():
+        raise CoterieError(f"{what} has the same value twice in {name}")
+
+
+def weight(count: int, dtype: torch.dtype) -> int:
+    """Bytes of so many values on the wire; booleans travel as bits."""
+    return (count + 7) // 8 if dtype == torch.bool else count * dtype.itemsize
+
+
+def like(tree: Mapping[str, Tensor], kind: Kind = "model", part: str = "model", **more: bool) -> dict[str, Entry]:
+    """Entries of the names, shapes and types of a tree; numbers of a model may be summed over clients."""
+    summable = kind in ("model", "update")
+    return {
+        k: Entry(
+            tuple(v.shape),
+            v.dtype,
+            kind,
+            part,
+            low=0 if kind == "model" and k.rpartition(".")[2] == "running_var" else -LARGEST,
+            summable=summable and v.is_floating_point(),
+            **more,
+        )
+        for k, v in tree.items()
+    }
+
+
+def class_ids(length: int | str, classes: int, part: str = "model", distinct: bool = True) -> Entry:
+    """Ids of classes, 0 to classes - 1, as 32-bit integers."""
+    return Entry((length,), torch.int32, "label information", part, 0, classes - 1, distinct)
+
+
+def counts(length: int | str, part: str = "model") -> Entry:
+    """Numbers of samples, as 32-bit integers."""
+    return Entry((length,), torch.int32, "label information", part, 0, 2**31 - 1)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+__all__ = [
+    "LARGEST", "LINKS", "Entry", "Kind", "Link", "NonFiniteError", "Schema", "class_ids", "counts", "like", "weight",
+]  # fmt: skip

@@ -1,0 +1,155 @@
+"""Arrows between the rooms of the package point one way, and nothing but the transport knows Flower."""
+
+import ast
+import graphlib
+import importlib
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import coterie
+
+SRC = Path(coterie.__file__).parent
+
+# From the ground up: a room imports only rooms that stand before it. Rooms of one line do not know each other.
+ROOMS = [
+    ["errors", "rng", "native"],
+    ["tree", "schema", "disk", "ledger", "folders"],
+    ["codec"],
+    ["models"],
+    ["method"],
+    ["edges"],
+    ["parts"],
+    ["methods"],
+    ["messages", "data"],
+    ["exchange", "config"],
+    ["train", "round"],
+    ["evaluation", "official", "runtimes", "folder"],
+    ["checkpoint"],
+    ["loop"],
+    ["session"],
+    ["testing", "runtimes.flower"],
+    ["runs"],
+    ["report"],
+    ["papers", "board"],
+    ["api"],
+    ["coterie"],  # __init__.py, the public names
+    ["cli"],
+    ["__main__"],
+]
+RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(SRC.rglob("*.py")):
+        parts = path.relative_to(SRC.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def room(module: str) -> str:
+    words = module.split(".")[1:]
+    if words[:2] == ["runtimes", "flower"]:
+        return "runtimes.flower"
+    return words[0] if words else "coterie"
+
+
+def imported(module: str, everywhere: bool) -> set[str]:
+    """Modules it imports: when it is loaded, or `everywhere`, functions included."""
+    tree = ast.parse(modules()[module].read_text())
+    inside = {
+        id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if not everywhere and id(node) in inside:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{module}: imports are written in full"
+            full = {f"{node.module}.{a.name}" for a in node.names}
+            found |= {name if name in modules() else node.module for name in full}
+    return found
+
+
+def test_loading_the_package_meets_no_cycle() -> None:
+    graph = {m: imported(m, everywhere=False) & modules().keys() for m in modules()}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises with the cycle
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if m != "coterie.__main__"])
+def test_every_module_can_be_loaded(module: str) -> None:
+    if ".transport" in module:
+        pytest.importorskip("flwr")
+    importlib.import_module(module)
+
+
+def test_every_room_has_its_place() -> None:
+    unknown = sorted({room(m) for m in modules()} - RANK.keys())
+    assert not unknown, f"say in ROOMS where these stand: {unknown}"
+
+
+def test_arrows_point_one_way() -> None:
+    """Imports inside functions count too."""
+    wrong = [
+        f"{m} imports {other}"
+        for m in modules()
+        for other in sorted(imported(m, everywhere=True) & modules().keys())
+        if room(other) != room(m) and RANK.get(room(other), 99) >= RANK.get(room(m), -1)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_methods_and_their_parts_know_no_engine() -> None:
+    engine = {
+        "loop",
+        "runtimes",
+        "runtimes.flower",
+        "train",
+        "session",
+        "round",
+        "exchange",
+        "messages",
+        "folder",
+        "codec",
+    }
+    wrong = [
+        f"{m} imports {other}"
+        for m in modules()
+        if room(m) in ("methods", "parts", "method", "edges")
+        for other in imported(m, everywhere=True) & modules().keys()
+        if room(other) in engine
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_engine_knows_no_method_by_name() -> None:
+    wrong = [
+        f"{m} imports {other}"
+        for m in modules()
+        if room(m) not in ("methods", "papers")
+        for other in imported(m, everywhere=True) & modules().keys()
+        if other.startswith("coterie.methods.")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_transport_imports_flower_and_only_one_module_ray() -> None:
+    users = {
+        name: {m for m in modules() for i in imported(m, everywhere=True) if i.split(".")[0] == name}
+        for name in ("flwr", "ray")
+    }
+    assert all(m.startswith("coterie.runtimes.flower.transport.") for m in users["flwr"]) and users["flwr"]
+    assert users["ray"] <= {"coterie.runtimes.ray"}
+
+
+def test_a_run_loads_neither_flower_nor_ray() -> None:
+    code = "import sys, coterie, coterie.cli.app, coterie.session; print(*{'flwr', 'ray'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,136 @@
+"""A federation in one process: the real handlers of devices and edges behind a link that passes bytes by hand."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coterie import codec
+from coterie.config import settings
+from coterie.errors import CoterieError
+from coterie.folder import Folder
+from coterie.loop import Loop
+from coterie.runtimes.flower.cloud import FlowerRuntime, Patience
+from coterie.runtimes.flower.device import DeviceHandler
+from coterie.runtimes.flower.edge import EdgeHandler
+from coterie.runtimes.flower.plan import Plan
+from coterie.runtimes.flower.registry import NodeRole
+from coterie.runtimes.flower.serve import CloudSettings, open_session
+from coterie.runtimes.flower.transport import LinkBytes, Replies
+from coterie.runtimes.inline import Inline
+from coterie.session import Session, client_states, make_loop
+
+RUN = "0123456789abcdef" * 2
+NET = "coterie.testing:SmallNet"
+SMALL: dict[str, Any] = {
+    "data": "digits", "subset": 400, "model": NET, "rounds": 3, "join": 0.7, "epochs": 1, "batch": 16, "lr": 0.1,
+    "eval_every": 2, "clients": 4, "partition": "dirichlet(0.5)", "val_share": 0.2, "public": 30, "seed": 3,
+}  # fmt: skip
+
+Handle = Callable[[str, int, memoryview | None, memoryview], memoryview]
+Spoil = Callable[[Any], Any]  # an answer, to another one
+
+
+@dataclass
+class HandLink:
+    """A link to nodes of this process; what they raise is an error of theirs, as the transport has it."""
+
+    handlers: dict[str, Handle] = field(default_factory=dict)
+    spoil: dict[str, Spoil] = field(default_factory=dict)  # what a hostile node makes of its answers to jobs
+    sizes: list[tuple[str, str, int, LinkBytes]] = field(default_factory=list)  # kind, node, round, bytes
+
+    def nodes(self) -> list[str]:
+        return sorted(self.handlers)
+
+    def send(
+        self,
+        payloads: Mapping[str, Any],
+        kind: str,
+        round: int,
+        deadline: float,
+        shared: Any = None,
+        largest: int = 2**30,
+    ) -> Replies:
+        found = Replies({}, {}, {})
+        for name, own in sorted(payloads.items()):
+            if name not in self.handlers:
+                found.errors[name] = f"{name} is not connected"
+                continue
+            common = None if shared is None else memoryview(bytearray(shared))
+            try:
+                answer = self.handlers[name](kind, round, common, memoryview(bytearray(own)))
+                if name in self.spoil and kind != "hello":
+                    answer = codec.pack(self.spoil[name](codec.unpack(answer)))
+            except Exception as e:
+                reason = str(e) if isinstance(e, CoterieError) else f"{type(e).__name__}: {e}"
+                found.errors[name] = f"{name}: {reason}"
+                continue
+            if len(answer) > largest:
+                found.errors[name] = f"{name}: the payload of {len(answer)} bytes is larger than the {largest} allowed"
+                continue
+            found.answers[name] = memoryview(bytearray(answer))
+            down = len(own) + (0 if shared is None else len(shared))
+            found.traffic[name] = LinkBytes(down, len(answer), down, len(answer))
+            self.sizes.append((kind, name, round, found.traffic[name]))
+        return found
+
+
+@dataclass
+class Federation:
+    """Cloud, devices and edges; blocks of neighbours share an edge."""
+
+    session: Session
+    link: HandLink
+    links: dict[str, HandLink]  # of the edges
+    loop: Loop
+
+    @property
+    def runtime(self) -> FlowerRuntime:
+        assert isinstance(self.loop.runtime, FlowerRuntime)
+        return self.loop.runtime
+
+    def device_link(self, i: int) -> HandLink:
+        """The link that ends at this device."""
+        name = f"device-{i}"
+        return next(x for x in (self.link, *self.links.values()) if name in x.handlers)
+
+
+@contextmanager
+def federation(folder: Path, method: str, edges: int = 0, **more: Any) -> Iterator[Federation]:
+    given = {**SMALL, **more}
+    session = open_session(settings(method=method, **given), CloudSettings("none"))
+    devices = [
+        DeviceHandler("digits", folder / "devices" / str(i), i, None, (NET,)) for i in session.federation.clients
+    ]
+    links = {f"edge-{e}": HandLink() for e in range(edges)}
+    link = HandLink()
+    for i, device in enumerate(devices):
+        above = links[f"edge-{i * edges // len(devices)}"] if edges else link
+        above.handlers[f"device-{i}"] = device.handle
+    roles = {}
+    for name, below in links.items():
+        link.handlers[name] = EdgeHandler(below, (NET,)).handle
+        roles[name] = NodeRole.of("edge", below.nodes())
+    (folder / "run").mkdir(exist_ok=True)
+    runtime = FlowerRuntime(
+        session.method, link, Plan.of(session, RUN), lambda: roles, folder / "run", Patience(1, 60.0)
+    )
+    loop = make_loop(session, Folder(folder / "run"), runtime)
+    try:
+        yield Federation(session, link, links, loop)
+    finally:
+        loop.folder.close()
+        for device in devices:
+            device.close()
+
+
+def simulated(folder: Path, session: Session) -> Loop:
+    """The same run by the inline runtime."""
+    folder.mkdir(exist_ok=True)
+    loop = make_loop(session, Folder(folder), Inline(session.clients(), client_states(session, folder)))
+    try:
+        assert loop.run()
+    finally:
+        loop.folder.close()
+    return loop
