@@ -120,3 +120,38 @@ def test_p12_the_result_lies_in_the_hull_of_the_selected() -> None:
     for rows in (torch.full((1, 3), 1 / 3), inverse_weights(DIST[picked])[None]):
         for k, v in mix(rows, chosen).items():
             assert bool((v[0] <= chosen[k].amax(0) + 1e-7).all() and (v[0] >= chosen[k].amin(0) - 1e-7).all())
+
+
+# ---- herding ---------------------------------------------------------------------------------------------------------
+def gap(x: torch.Tensor, rows: list[int]) -> float:
+    return float((x[rows].mean(0) - x.mean(0)).norm())
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 10, 19])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_mean_of_a_herd_is_nearer_to_that_of_all_than_random_ones_are_on_average(count: int, seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(20, 12, generator=rng) + 3 * torch.randn(1, 12, generator=rng)
+    drawn = [gap(x, torch.randperm(20, generator=rng)[:count].tolist()) for _ in range(200)]
+    herd = Se.herd(x, count)
+    assert len(set(herd)) == count and gap(x, herd) < sum(drawn) / len(drawn)
+
+
+def test_a_herd_is_greedy_and_the_whole_herd_has_the_mean() -> None:
+    x = torch.tensor([[0.0], [4.0], [6.0], [14.0]])
+    assert Se.herd(x, 3) == [2, 1, 3]  # 6 is the mean; 5 with 4, 8 with 4 and 14 (10/3 with 4 and 0)
+    assert sorted(Se.herd(x, 9)) == [0, 1, 2, 3] and gap(x, Se.herd(x, 4)) == 0
+
+
+def test_projections_keep_inner_products_on_average_and_are_the_same_for_everybody() -> None:
+    rng = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 400, generator=rng)
+
+    def both(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(Se.projected(v, 64, torch.Generator().manual_seed(seed)) for v in (a, b))
+
+    found = torch.stack([p @ q for p, q in map(both, range(300))])
+    assert abs(float(found.mean() - a.double() @ b.double())) < 4 * float(found.std()) / 300**0.5
+    p, q = both(1)
+    both_at_once = Se.projected(a + b, 64, torch.Generator().manual_seed(1))
+    assert torch.allclose(p + q, both_at_once, atol=1e-5) and torch.equal(p, both(1)[0])

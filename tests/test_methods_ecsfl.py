@@ -25,13 +25,22 @@ RULES = ["mean", "invdist", "invdist_all"]
 SCALE = [1.0, 0.2, 3.0, 0.5, 2.0]
 
 
+# equation (10): the plain mean of the nearest
+NEAREST = {"reading": "paper", "aggregation": "mean", "distance_norm": "none", "train_fraction": 1.0}
+
+
+def as_text(own: dict[str, Any]) -> dict[str, Any]:
+    """Settings of equation (10) unless others are given; `reading` alone asks for a reading as it is."""
+    return own if "reading" in own else {**NEAREST, **own}
+
+
 def bound(**own: Any) -> ECSFL:
-    return Bench(find("ecs-fl"), own).session().method
+    return Bench(find("ecs-fl"), as_text(own)).session().method
 
 
 def play(folder: Path, **own: Any) -> Loop:
     run = {k: own.pop(k) for k in ("rounds", "join", "dropout", "lr") if k in own}
-    return Bench(find("ecs-fl"), own).play(folder, **run)
+    return Bench(find("ecs-fl"), as_text(own)).play(folder, **run)
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -325,3 +334,30 @@ def test_ids_of_another_edge_and_weights_of_zero_decide_nothing() -> None:
     assert m.aggregate(server, [said(1, [2], 1)], 1) == server  # device 2 is at edge 0
     assert m.aggregate(server, [said(0, [2], 0)], 1) == server
     assert m.aggregate(server, [said(0, [2], 1), said(1, [], 0)], 1)["selected"] == [0, 0, 1, 0, 0]
+
+
+# ---- herding ---------------------------------------------------------------------------------------------------------
+def test_mended_two_stages_give_the_same_model_as_one(tmp_path: Path) -> None:
+    one, two = (play(tmp_path / str(b), reading="mended", select_fraction=0.4, two_stage=b) for b in (False, True))
+    assert codec.equal(one.server["w"], two.server["w"]) and one.server["selected"] == two.server["selected"]
+
+
+def test_mended_every_device_sends_a_projection_and_only_the_chosen_their_models(tmp_path: Path) -> None:
+    loop = play(tmp_path, reading="mended", select_fraction=0.4, epsilon=0.0, projection=32)
+    model = T.nbytes(loop.method.ctx.w0)
+    for e in events(tmp_path):
+        up = e["bytes"]["device-edge"]["up"]
+        assert up == {"model": 2 * model, "selection": 5 * 4 * 32}
+
+
+def test_mended_takes_from_both_sides_where_the_nearest_are_all_of_one() -> None:
+    """Four devices that hold one class and moved little, two that hold another and moved far the other way."""
+    w = bound().ctx.w0
+    step = noise(w, 0, 1.0)
+    near, far = (0.5, 0.51, 0.52, 0.53), (-1.0, -1.1)
+    sent = [Upload(T.add(w, step, s), {}, i, 10) for i, s in enumerate([*near, *far])]
+    chosen = {}
+    for name, own in (("nearest", {}), ("herding", {"reading": "mended", "two_stage": False})):
+        chosen[name] = merged(bound(**own, select_fraction=0.5), w, sent)[1]
+    assert chosen["nearest"] == {0, 1, 2}
+    assert chosen["herding"] & {0, 1, 2, 3} and chosen["herding"] & {4, 5}

@@ -18,7 +18,7 @@ from coterie.loop import Loop
 from coterie.method import Context, Download, Method, Moment, Upload
 from coterie.methods import build, find
 from coterie.methods.fedcpmd import FedCPMDSettings, votes
-from coterie.methods.fedcpmd.mixing import flat_layer, similarity, weights_of
+from coterie.methods.fedcpmd.mixing import flat_layer, shared_bodies, similarity, weights_of
 from coterie.models.net import Net
 from coterie.models.registry import build as build_model
 from coterie.parts import gaussian as G
@@ -28,6 +28,8 @@ from coterie.tree import Tree
 from refused import refuses
 from toy import handed
 
+# the text before its corrections: what these tests work out by hand
+TEXT = {"reading": "paper", "switch_init": "carry", "min_participants": 1}
 NAMES = ("fc1", "fc2", "classifier")
 ALL = FedCPMDSettings(distance="auto")  # the four distances of the paper
 RNG = torch.Generator().manual_seed(5)
@@ -36,14 +38,23 @@ PAIRS = [
 ]
 
 
+def as_text(name: str, own: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the text unless others are given; `reading` alone asks for a reading as it is."""
+    return own if "reading" in own or name == "fedcpmd-full" else {**TEXT, **own}
+
+
 def bound(name: str = "fedcpmd", **own: Any) -> Method:
-    return Bench(find(name), own).session().method
+    return Bench(find(name), as_text(name, own)).session().method
 
 
 def play(folder: Path, name: str = "fedcpmd", **own: Any) -> Loop:
     run = {"rounds": 4, "join": 1.0}
-    run |= {k: own.pop(k) for k in ("rounds", "join", "dropout", "newcomers", "weighting", "partition") if k in own}
-    return Bench(find(name), own).play(folder, **run)
+    run |= {
+        k: own.pop(k)
+        for k in ("rounds", "join", "dropout", "newcomers", "weighting", "partition", "bn_stats")
+        if k in own
+    }
+    return Bench(find(name), as_text(name, own)).play(folder, **run)
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -53,7 +64,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 def lenet(clients: int = 20, **own: Any) -> Method:
     """The card's model: LeNet5 with batch norm at 3x32x32, statistics local."""
     net = Net(build_model("lenet5", (3, 32, 32), 10, seed=1), torch.zeros(2, 3, 32, 32))
-    method = build("fedcpmd", own)
+    method = build("fedcpmd", as_text("fedcpmd", own))
     method.ctx = Context(net, net.state(), tuple(range(clients)), 10, 200, 0.1, 5, 32, 0.01, 1, bn_stats="local")
     return method
 
@@ -321,6 +332,86 @@ def test_switch_init_mean_uploads_the_classifier_once(tmp_path: Path) -> None:
     assert size[1] - size[0] == 5 * head
 
 
+# ---- readings --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("bn_stats", ["shared", "local"])
+@pytest.mark.parametrize("first", ["none", "classifier"])
+def test_mended_the_model_right_after_the_switch_is_the_one_right_before(
+    bn_stats: str, first: str, tmp_path: Path
+) -> None:
+    bench = Bench(find("fedcpmd"), {"reading": "mended", "preparation": 2, "phase1_personal": first})
+    session = bench.session(rounds=3, join=0.6, bn_stats=bn_stats)
+    loop = open_loop(session, tmp_path / "again")
+    loop.run(stopped=lambda: loop.done >= 2)
+    m, after = loop.method, loop.server
+    assert after["layer"] and not after["trained"]
+    before = {**after, "layer": None}
+    for i in m.ctx.clients:
+        data = session.federation.data(i)
+        state = loop.runtime.states.get(i) or m.init_client(data)
+        one, two = (m.personal(state, m.down(server, [i], 3).to(i), data)[0] for server in (before, after))
+        assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+    loop.folder.close()
+
+
+def test_mended_nothing_private_becomes_shared(tmp_path: Path) -> None:
+    loop = play(tmp_path, reading="mended", preparation=1, rounds=4)
+    m, server = loop.method, loop.server
+    assert m.edges(server) is None
+    for i, tree in server["sent"].items():
+        assert tree.keys() == m.body(server["layer"][i]).keys()
+        assert not m.ctx.group("head") & tree.keys()
+
+
+def test_mended_a_layer_is_mixed_over_the_participants_that_share_it() -> None:
+    w = {"a": torch.tensor([0.0]), "b": torch.tensor([7.0]), "c": torch.tensor([9.0])}
+    sent = {1: {"a": torch.tensor([1.0])}, 2: {"a": torch.tensor([4.0]), "b": torch.tensor([3.0])}}
+    rows = {1: torch.tensor([0.75, 0.25]), 5: torch.tensor([1.0, 0.0])}
+    got = shared_bodies(w, sent, rows, [1, 5, 8])
+    assert got[1] == {"a": torch.tensor([1.75]), "b": torch.tensor([3.0]), "c": torch.tensor([9.0])}
+    assert got[5] == {"a": torch.tensor([1.0]), "b": torch.tensor([7.0]), "c": torch.tensor([9.0])}
+    assert got[8] == w
+
+
+def test_mended_weights_are_those_of_pfedsim_on_changes() -> None:
+    m = bound(reading="mended")
+    moved = {k: v + (k.startswith("classifier") and torch.ones_like(v)) for k, v in m.ctx.w0.items()}
+    phi = m.similarity(moved, 0)["x:phi"]
+    assert phi.shape == (10, 17) and torch.allclose(phi, torch.ones(10, 17), atol=1e-6)
+    turned = phi.clone()
+    turned[5:] = -1
+    rows, _ = m.rows({0: phi, 1: turned, 2: -phi}, [0, 1, 2], [0, 1, 2], torch.ones(3) / 3)
+    same, half = -math.log(1e-4), 0.0
+    assert torch.allclose(rows[0], torch.tensor([1.0, 0.0, 0.0]), atol=1e-6)  # the cosine of five rows in ten is 0
+    assert same > half and torch.allclose(rows[2], torch.tensor([0.0, 0.0, 1.0]), atol=1e-6)
+    half_way = phi.clone()
+    half_way[:2] = -1  # eight rows alike, two opposed: 0.6
+    rows, _ = m.rows({0: phi, 1: half_way}, [0, 1], [0, 1], torch.ones(2) / 2)
+    other = -math.log(1 - 0.6)
+    assert torch.allclose(rows[0], torch.tensor([same, other]) / (same + other), atol=1e-4)
+
+
+def test_switch_init_global_hands_both_parts_to_who_has_not_trained_since(tmp_path: Path) -> None:
+    loop = play(tmp_path, reading="paper", preparation=1, rounds=2, join=1.0)
+    m, server = loop.method, loop.server
+    assert set(server["w"]) == set(m.ctx.w0)  # the last round of phase 1 sent the classifiers too
+    assert all(not set(m.own(server["layer"][i])) & handed(loop, i).keys() for i in m.ctx.clients)
+    fresh = {**server, "trained": []}
+    sent = m.down(fresh, m.ctx.clients, 2)
+    for i in m.ctx.clients:
+        got = {**sent.edge[server["layer"][i]], **sent.each[i]}
+        params, _ = m.personal({"w": T.scaled(m.ctx.w0, 3.0), "layer": None, "ballot": None}, got, None)
+        assert all(torch.equal(params[k], server["w"][k]) for k in params)
+        m.schema("down", Moment(fresh, i, 2)).check(got, "the download")
+
+
+def test_a_cluster_has_at_least_so_many_participants() -> None:
+    m = bound(reading="paper")
+    server = {**m.setup(), "layer": {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}}
+    assert sorted(m.sample(server, 5, torch.Generator())) == [0, 1, 2, 3, 4]  # five of each, or everybody
+    least = bound(reading="paper", min_participants=2).sample(server, 5, torch.Generator())
+    assert len(set(least) & {0, 1, 2}) == 2 and {3, 4} <= set(least)
+
+
 # ---- 13, 15: equalities ----------------------------------------------------------------------------------------------
 def test_p13_with_the_classifier_alone_and_phi_one_it_is_fedper(tmp_path: Path) -> None:
     run = {"rounds": 4, "join": 1.0, "weighting": "uniform"}
@@ -378,7 +469,9 @@ def test_p14_the_ledger_separates_body_similarity_votes_and_switch(tmp_path: Pat
 @pytest.mark.parametrize("own", [
     {"phase1_personal": "voted"}, {"phase1_personal": "none"}, {"switch_init": "mean"}, {"unsampled_body": "keep"},
     {"similarity_payload": "sketch", "sketch_dims": 3}, {"candidates": ["fc2", "fc1"]}, {"gaussian": "diag_mean"},
-    {"distance": "auto", "unseen": "random"},
+    {"distance": "auto", "unseen": "random"}, {"reading": "paper"}, {"reading": "paper", "unsampled_body": "keep"},
+    {"personal_part": "layer"}, {"personal_part": "layer", "switch_init": "carry"}, {"shared_by": "cluster"},
+    {"reading": "paper", "switch_init": "carry"}, {"reading": "paper", "personal_part": "layer_and_classifier"},
 ], ids=str)  # fmt: skip
 def test_declared_bytes_are_counted_bytes_for_every_knob(own: dict[str, Any], tmp_path: Path) -> None:
     from coterie.testing import check

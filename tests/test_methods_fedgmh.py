@@ -1,5 +1,6 @@
 """FedGMH: its properties, numbered, and its settings."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import toy
 from coterie import tree as T
 from coterie.codec import equal
 from coterie.config import settings
@@ -17,16 +19,35 @@ from coterie.messages import Job, TrainRequest
 from coterie.method import Moment, Upload
 from coterie.methods import build
 from coterie.methods.fedgmh import FedGMH, FedGMHa, FedGMHo, FedGMHoa
-from coterie.methods.fedgmh.heads import critical_mask
+from coterie.methods.fedgmh.common import held_labels, masked_step
+from coterie.methods.fedgmh.heads import critical_mask, square_mask
 from coterie.methods.local import Local
 from coterie.models.registry import build as build_model
+from coterie.parts.heads import Heads
 from coterie.parts.masks import criticality
 from refused import refuses
-from toy import Toy, begin, bind, clients, events, open_toy, play
+from toy import Toy, begin, clients, events
 
 D, S = 6, 3  # of the toy's model
 L = D * S + S
 W, B = "2.weight", "2.bias"
+
+
+def as_text(cls, own=None):
+    """The reading of the text unless another is asked for."""
+    return {"reading": "paper", **(own or {})} if issubclass(cls, FedGMH) else own
+
+
+def bind(cls, own=None, **more):
+    return toy.bind(cls, as_text(cls, own), **more)
+
+
+def open_toy(cls, tmp, own=None, **more):
+    return toy.open_toy(cls, tmp, as_text(cls, own), **more)
+
+
+def play(cls, tmp, own=None, **more):
+    return toy.play(cls, tmp, as_text(cls, own), **more)
 
 
 def head(tree):
@@ -367,3 +388,105 @@ def test_a_wrong_upload_is_refused() -> None:
     refuses(
         method.schema("up", Moment(method.setup(), 0, 0)), {"x:labels": ids(0, 2)}, ({"x:labels": ids(3)}, "outside")
     )
+
+
+# ---- readings --------------------------------------------------------------------------------------------------------
+def random_head(seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return Heads(torch.randn(S, D, generator=rng), torch.randn(S, generator=rng))
+
+
+def test_mended_the_step_is_the_gradient_of_a_softmax_over_the_senders_labels() -> None:
+    before = random_head()
+    labels = [torch.tensor([0, 2], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)]
+    z, y = torch.randn(5, D, generator=torch.Generator().manual_seed(1)), torch.cat(labels).long()
+    held = held_labels(labels, S)
+    assert held.tolist() == [[True, False, True]] * 2 + [[True] * 3] * 3
+    leaves = [t.clone().requires_grad_() for t in before]
+    each = []
+    for v, label, own in zip(z, y, held, strict=True):
+        logits = (leaves[0] @ v + leaves[1])[own]
+        each.append(-logits.log_softmax(0)[int(own[:label].sum())])
+    slope = torch.autograd.grad(torch.stack(each).mean(), leaves)
+    after = masked_step(before, z, y, held, torch.ones(5), lr=0.3)
+    for new, old, g in zip(after, before, slope, strict=True):
+        assert torch.allclose(new, old - 0.3 * g, atol=1e-6)
+
+
+def test_mended_labels_that_a_sender_lacks_get_no_gradient() -> None:
+    before, labels = random_head(), torch.tensor([0, 2])
+    z = torch.randn(2, D, generator=torch.Generator().manual_seed(1))
+    after = masked_step(before, z, labels, held_labels([labels], S), torch.ones(2), lr=1.0)
+    assert torch.equal(after.weight[1], before.weight[1]) and torch.equal(after.bias[1], before.bias[1])
+    assert not torch.equal(after.weight[0], before.weight[0]) and not torch.equal(after.weight[2], before.weight[2])
+    alone = masked_step(before, z[:1], labels[:1], held_labels([labels[:1]], S), torch.ones(1), lr=1.0)
+    assert torch.equal(alone.weight, before.weight)  # one label has no negatives
+
+
+def test_mended_only_the_rows_of_a_clients_labels_travel_and_are_written() -> None:
+    data = Toy([(torch.randn(8, 4, generator=torch.Generator().manual_seed(5)), torch.tensor([0, 2] * 4))], S)
+    method = bind(FedGMH, {"reading": "mended"}, data=data)
+    client = data.data(0)
+    state, up = method.end(method.init_client(client), {}, {}, client, 0)
+    server = method.aggregate(method.setup(), [Upload(up.tree, sender=0)], 0)
+    server = {**server, "heads": stack(1, heads=1)}
+    got = method.down(server, [0], 1).to(0)
+    assert sum(v.numel() for v in got.values()) == 2 * (D + 1)  # |S| (d + 1), not |S| L (d + 1)
+    method.schema("down", Moment(server, 0, 1)).check(got, "the download")
+    method.schema("down").check(got, "the download, in general")
+    params, _ = method.begin(state, got, client, 1)
+    for k in (W, B):
+        assert torch.equal(params[k][[0, 2]], server["heads"][k][0][[0, 2]])
+        assert torch.equal(params[k][1], state["own"][k][1])
+
+
+def test_mended_the_server_learns_what_the_vectors_say(tmp_path: Path) -> None:
+    loop = play(FedGMH, tmp_path, {"reading": "mended"}, rounds=3)
+    assert loop.server["heads"][W].shape == (1, S, D)
+    assert not torch.equal(loop.server["heads"][W][0], loop.method.ctx.w0[W])
+
+
+def test_code_scores_the_head_right_after_it_was_written() -> None:
+    data = clients().data(0)
+    method = bind(FedGMH, {"reading": "code"})
+    state, up = method.end(method.init_client(data), {}, {}, data, 0)
+    server = {**method.aggregate(method.setup(), [Upload(up.tree, sender=0)], 0), "heads": stack(2)}
+    got = method.down(server, [0], 1).to(0)
+    scored, _ = method.personal(state, got, data)
+    trained, _ = method.begin(state, got, data, 1)
+    assert same(head(scored), head(trained)) and not same(head(scored), head(state["own"]))
+    assert same(bind(FedGMH).personal(state, got, data)[0], state["own"])
+
+
+def test_code_critical_entries_stay_local_and_the_others_are_received() -> None:
+    data = clients().data(0)
+    found = {}
+    for reading in ("paper", "code"):
+        method = bind(FedGMH, {"reading": reading})
+        state, up = method.end(method.init_client(data), {}, {}, data, 0)
+        server = {**method.aggregate(method.setup(), [Upload(up.tree, sender=0)], 0), "heads": stack(2)}
+        mask = {W: torch.zeros(S, D) > 0, B: torch.ones(S) > 0}  # the bias is critical
+        got = method.down(server, [0], 1).to(0)
+        params, _ = method.begin({**state, "mask": mask}, got, data, 1)
+        found[reading] = {k: torch.equal(params[k], state["own"][k]) for k in (W, B)}
+    assert found == {"paper": {W: True, B: False}, "code": {W: False, B: True}}
+
+
+def test_code_averages_are_replacements() -> None:
+    data = clients().data(0)
+    for share, reading in ((0.5, "paper"), (1.0, "code")):
+        method = bind(FedGMHoa, {"reading": reading})
+        state, server = method.init_client(data), {**method.setup(), "heads": stack(3, heads=1)}
+        params, _ = method.begin(state, method.down(server, [0], 1).to(0), data, 1)
+        assert torch.allclose(params[W], (1 - share) * state["own"][W] + share * server["heads"][W][0])
+
+
+def test_code_masks_by_change_squared_times_value_with_a_floor() -> None:
+    before = {"w": torch.zeros(6)}
+    after = {"w": torch.tensor([0.3, -0.9, 0.1, 0.2, 0.0, 0.01])}
+    assert square_mask(before, after, 0.34)["w"].tolist() == [True, False, False, True, False, False]
+    everything_positive = [True, False, True, True, False, True]
+    for beta in (0.9, 1.0):  # the threshold is 0 or less, so all positive values count
+        assert square_mask(before, after, beta)["w"].tolist() == everything_positive
+    still = square_mask(after, after, 0.5)["w"]
+    assert not still.any() and math.isfinite(float(still.sum()))

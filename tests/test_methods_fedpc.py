@@ -1,5 +1,6 @@
 """FedPC: its properties, numbered (13 is in test_paper_metrics), and its settings."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,15 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from coterie import testing
 from coterie import tree as T
 from coterie.edges import Edge
 from coterie.errors import CoterieError
 from coterie.method import Batch, Download, Moment, Upload
 from coterie.methods.fedpc import FedPC, FedPCJ1, FedPCMean, FedPCNoMixing, FedPCNoProto, FedPCRandom
 from coterie.methods.fedpc import prototypes as M
+from coterie.methods.fedpc.contrast import contrast_loss
 from coterie.methods.fedper import FedPer
 from coterie.models.registry import build as build_model
-from coterie.parts.prototypes import Prototypes
+from coterie.parts.prototypes import Prototypes, class_means
 from coterie.runs.paper_metrics import adjusted_rand
 from refused import refuses
 from toy import Toy, begin, bind, clients, events, near, open_toy, play, same
@@ -225,7 +228,7 @@ def test_who_missed_round_0_and_newcomers_follow_the_largest_group() -> None:
 
 # ---- the client ------------------------------------------------------------------------------------------------------
 def pull(protos: Prototypes, batch: Batch, **own):
-    method = bind(FedPC, {"alpha": 0.0, "gamma": 1.0, **own})
+    method = bind(FedPC, {"reading": "paper", "alpha": 0.0, "gamma": 1.0, **own})
     params = {k: v.clone().requires_grad_() for k, v in method.ctx.w0.items()}
     loss = method.loss(params, batch, {"received": protos})
     slope = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
@@ -260,6 +263,60 @@ def test_10_absent_classes_add_nothing_to_loss_group_or_cosine() -> None:
     noise[0, 2] = 50
     loud = Prototypes(partly.value + noise, partly.mask)
     assert torch.equal(FedPC().group_weights(partly), FedPC().group_weights(loud))
+
+
+def collapsed(rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """One feature for everybody, four samples of each class."""
+    return torch.rand(1, D, generator=rng).expand(4 * K, D), torch.arange(K).repeat(4)
+
+
+def test_contrast_is_the_cross_entropy_of_cosines() -> None:
+    z, y, protos = torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.tensor([0, 1]), torch.eye(2)
+    here = Prototypes(protos, torch.ones(2) > 0)
+    cosines = torch.tensor([[0.6, 0.8], [0.0, 1.0]])
+    assert contrast_loss(z, y, here, 0.5).item() == pytest.approx(F.cross_entropy(cosines / 0.5, y).item(), rel=1e-5)
+    doubled = Prototypes(7 * protos, here.mask)
+    assert contrast_loss(3 * z, y, doubled, 0.5).item() == pytest.approx(
+        contrast_loss(z, y, here, 0.5).item(), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_collapsed_network_has_the_largest_possible_contrast(seed: int) -> None:
+    """At one point it is at least log K for any prototypes; with prototypes of its own no other network reaches it."""
+    rng = torch.Generator().manual_seed(seed)
+    z, y = collapsed(rng)
+    everything = torch.ones(K) > 0
+    for protos in (torch.rand(K, D, generator=rng), z[:K]):
+        assert contrast_loss(z, y, Prototypes(protos, everything), 0.5) >= math.log(K) - 1e-6
+    assert contrast_loss(z, y, Prototypes(z[:K], everything), 0.5).item() == pytest.approx(math.log(K), rel=1e-5)
+    spread = torch.rand(4 * K, D, generator=rng) + torch.eye(K, D)[y]
+    assert contrast_loss(spread, y, class_means(spread, y, K), 0.5) < math.log(K)
+
+
+def test_contrast_leaves_out_absent_classes_and_padding_with_finite_gradients() -> None:
+    rng = torch.Generator().manual_seed(0)
+    z, y = torch.rand(6, D, generator=rng), torch.tensor([0, 1, 2, 0, 1, 2])
+    value, mask = torch.rand(K, D, generator=rng), torch.tensor([True, True, False])
+    here = y != 2
+    whole = contrast_loss(z, y, Prototypes(value, mask), 0.5)
+    assert whole.item() == pytest.approx(
+        contrast_loss(z[here], y[here] * 1, Prototypes(value[:2], mask[:2]), 0.5).item()
+    )
+    assert contrast_loss(z, y, Prototypes(value, mask), 0.5, here.float()).item() == pytest.approx(whole.item())
+    nothing = torch.zeros(2, D, requires_grad=True)
+    loss = contrast_loss(nothing, y[:2], Prototypes(value, torch.zeros(K) > 0), 0.5)
+    assert loss.item() == 0 and torch.isfinite(torch.autograd.grad(loss, nothing)[0]).all()
+
+
+def test_the_contrast_learns_where_the_printed_pull_collapses(tmp_path: Path) -> None:
+    def accuracy(reading: str) -> float:
+        quiet = {"watch": False, "final_trained": False, "eval_every": 6, "checkpoint_every": 6}
+        bench = testing.Bench(FedPC, {"reading": reading})
+        bench.play(tmp_path / reading, rounds=6, join=1.0, epochs=2, partition="dirichlet(0.3)", **quiet)
+        return float(testing.events(tmp_path / reading)[-1]["eval"]["personal/test"]["mean"])
+
+    assert accuracy("paper") < 0.5 < 0.6 < accuracy("mended")
 
 
 def test_11_classifiers_travel_in_the_set_up_only_and_no_download_changes_them(tmp_path: Path) -> None:
@@ -336,7 +393,7 @@ def test_warm_up_changes_the_clustering_prototypes_only(tmp_path: Path) -> None:
 
 
 def test_without_first_prototypes_the_first_round_has_no_pull(tmp_path: Path) -> None:
-    plain = {"alpha": 1.0, "J": 1}
+    plain = {"reading": "paper", "alpha": 1.0, "J": 1}
     none = play(FedPC, tmp_path, {**plain, "init_protos": "none"}, rounds=1)
     free = play(FedPCNoProto, tmp_path, plain, rounds=1)
     assert near(T.row(none.server["body"], 0), T.row(free.server["body"], 0))

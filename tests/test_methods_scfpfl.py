@@ -10,17 +10,33 @@ import played
 from coterie import tree as T
 from coterie.errors import CoterieError
 from coterie.method import Batch, Moment, Upload
-from coterie.methods import build
+from coterie.methods import build, find
 from coterie.methods.scfpfl.method import accuracy
 from coterie.methods.scfpfl.spectral import cluster_count, prediction_clusters, prediction_similarity
 from coterie.parts.clustering import canonical
 from coterie.parts.distill import kl
 from coterie.testing import check
-from played import near, play, same, session, state, watch
+from played import near, same, state, watch
 from refused import refuses
 
+# the text before its corrections: what these tests work out by hand
+TEXT = {"reading": "paper", "score": "own", "local_train_each_round": False}
 SMALL = {"join": 1.0, "rounds": 2}
 QUICK = {"warmup_epochs": 1}
+
+
+def as_text(name, own=None):
+    """Settings of the text unless others are given; `reading` alone asks for a reading as it is."""
+    own, fields = own or {}, find(name).Settings.model_fields if isinstance(name, str) else {}
+    return own if "reading" in own else {**{k: v for k, v in TEXT.items() if k in fields}, **own}
+
+
+def play(name, *model, own=None, **changes):
+    return played.play(name, *model, own=as_text(name, own), **changes)
+
+
+def session(name, *model, own=None, **changes):
+    return played.session(name, *model, own=as_text(name, own), **changes)
 
 
 def blocks(sizes: tuple[int, ...], seed: int = 0, noise: float = 0.3) -> torch.Tensor:
@@ -228,6 +244,44 @@ def test_variants_take_one_step_away() -> None:
     assert alone.method.edges(alone.server) == {i: [i] for i in range(5)}
     only = play("sc-fpfl-cluster-only", **SMALL, val_share=0.0, own={"k0": 2, **QUICK})
     assert all(same(only.server["hat"][k], only.server["theta"][k]) for k in only.server["hat"])
+
+
+# ---- readings ------------------------------------------------------------------------------------------------------
+def test_with_one_cluster_the_edges_model_is_fedavgs_to_the_bit() -> None:
+    """Scored as the paper's statement about K = 1 needs it, for the text and for the mend without distillation."""
+    own = {"k0": 1, "warmup_epochs": 0, "kl_weight": 0.0, "score": "edge"}
+    text = {"reading": "paper", "local_train_each_round": False, "lambda1": 0.0}
+    fedavg = play("fedavg", **SMALL)
+    for reading in (text, {"reading": "mended"}):
+        ours = play("sc-fpfl", **SMALL, own={**own, **reading})
+        for i in range(5):
+            scored, _ = ours.method.personal(state(ours, i), played.handed(ours, i), None)
+            assert same(scored, fedavg.server["w"])
+
+
+def test_mended_the_agent_is_taught_only_by_an_own_model_that_beats_the_edges() -> None:
+    s = session("sc-fpfl", played.plain(), own={"reading": "mended"})
+    method, data = s.method, s.federation.data(0)
+    good, bad = state(play("local", played.plain(), rounds=4, join=1.0), 0)["own"], method.ctx.w0
+    assert accuracy(method.ctx, good, data.val) > accuracy(method.ctx, bad, data.val)
+    batch = Batch(data.train.x[:8], data.train.y[:8])
+    for own, edge, lost in ((good, bad, 1.0), (bad, good, 0.0), (bad, bad, 0.0)):
+        params, extras = method.begin({"f": own}, edge, data, 1)
+        assert float(extras["lost"]) == lost
+        more = method.relearn(params, batch, extras) - method.loss(params, batch, extras)
+        assert (float(more) > 0) == bool(lost)
+
+
+def test_mended_the_best_of_agent_edge_and_own_is_kept_and_the_agent_is_sent() -> None:
+    s = session("sc-fpfl", played.plain(), own={"reading": "mended"})
+    method, data = s.method, s.federation.data(0)
+    good, bad = state(play("local", played.plain(), rounds=4, join=1.0), 0)["own"], method.ctx.w0
+    for agent, edge, own, kept, rejected in (
+        (good, bad, bad, good, 0.0), (bad, good, bad, good, 1.0), (bad, bad, good, good, 1.0), (bad, bad, bad, bad, 0.0)
+    ):  # fmt: skip
+        _, extras = method.begin({"f": own}, edge, data, 1)
+        new, upload = method.end({"f": own}, {**agent, **T.prefix("own:", own)}, extras, data, 1)
+        assert same(new["f"], kept) and same(upload.tree, agent) and upload.note["rejected"] == rejected
 
 
 # ---- when clusters are made ----------------------------------------------------------------------------------------

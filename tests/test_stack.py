@@ -31,7 +31,7 @@ QUICK = ["fedavg", "ditto", "fedrep", "feddyn", "fedproto", "apfl", "fedcp"]
 def session(method: type[Method], model: nn.Module | None = None, engine: str = "loop", **changes: Any) -> Session:
     base: dict[str, Any] = {"rounds": 2, "join": 1.0, "epochs": 2, "batch": 16, "lr": 0.1, "clients": 5, "seed": 3}
     base |= {"partition": "dirichlet(0.5)", "val_share": 0.2, "public": 30, "eval_every": 2, **changes}
-    run = settings(method="fedavg", **base).model_copy(update={"method": method.__name__, "settings": method.trial})
+    run = settings(method="fedavg", **base).model_copy(update={"method": method.__name__, "settings": {}})
     torch.manual_seed(0)
     kind = Engine.model_validate({"workers": 1, "engine": engine})
     return prepare(run, kind, Objects(method, small_data(300), model or SmallNet()))

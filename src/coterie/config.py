@@ -11,6 +11,7 @@ from coterie.errors import CoterieError, unknown
 from coterie.method import Method
 from coterie.methods import build, find, sentence
 
+PUBLIC = 200  # unlabelled items that are set aside for a method that needs some, if nobody says how many
 LARGEST = 1e6  # of rates and epochs; anything near it is a slip of the keyboard
 BOUND = 1e9  # of numbers whose meaning only a method or a model knows
 
@@ -104,6 +105,8 @@ def settings(method: str | type[Method], **given: Any) -> RunSettings:
     if twice := shared_names(cls):
         raise CoterieError(f'{cls.__name__} calls a setting "{twice[0]}", which runs have already; it must rename it')
     build(cls, own)
+    if "public" in cls.needs:
+        fed.setdefault("public", PUBLIC)
     try:
         name = method if isinstance(method, str) else method.__name__
         return RunSettings(method=name, settings=own, federation=PartitionSettings(**fed), **run)

@@ -190,7 +190,6 @@ class Method:
     card: ClassVar[Card] = Card()
     needs: ClassVar[tuple[str, ...]] = ()  # of: bn, val, head, public, full
     weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
-    trial: ClassVar[Mapping[str, Any]] = {}  # own settings for the battery's small task, if the defaults do not fit it
 
     ctx: Context  # bound by the runtime before any hook is called
     hp: Any  # the settings; a method annotates it with its own class

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from coterie.folder import Folder, read_settings
 from coterie.loop import Loop, Progress, Schedule
 from coterie.method import Context, Method
 from coterie.methods import build as build_method
+from coterie.methods import find
 from coterie.models.net import Net
 from coterie.models.registry import build as build_model
 from coterie.models.registry import default_for
@@ -333,6 +334,24 @@ def _kept(session: Session, out: Path) -> Choice:
     return Choice(**kept | ({"why": "as the run began"} if asked not in ("auto", kept["engine"]) else {}))
 
 
+def resolved(settings: RunSettings, method: type[Method] | None = None) -> RunSettings:
+    """With everything that a reading sets written out; other methods' settings as they are."""
+    cls = method or find(settings.method)
+    if "reading" not in cls.Settings.model_fields:
+        return settings
+    return settings.model_copy(update={"settings": build_method(cls, settings.settings).hp.model_dump(mode="json")})
+
+
+def recorded(found: Mapping[str, Any], method: type[Method] | None = None) -> RunSettings:
+    """The settings of a run's settings.json. What a reading sets may change from version to version: the run's own
+    values stand, and those of a run from before there were readings are of the text."""
+    settings = RunSettings(**found["settings"])
+    if "reading" not in (method or find(settings.method)).Settings.model_fields:
+        return settings
+    own = found.get("method", {}).get("settings", settings.settings)
+    return resolved(settings.model_copy(update={"settings": {"reading": "paper", **own}}), method)
+
+
 def rebuild(path: Path, engine: Engine | None = None, objects: Objects | None = None) -> Session:
     """The session of a run's folder; refuses data that changed since, and a run whose objects are not given."""
     found = read_settings(path)
@@ -347,7 +366,7 @@ def rebuild(path: Path, engine: Engine | None = None, objects: Objects | None = 
     for name, origin in found["objects"].items():
         if given.get(name) != origin:
             raise CoterieError(f"{path} was made with a {name} of your own ({origin}); give the same one again")
-    session = prepare(RunSettings(**found["settings"]), engine, objects)
+    session = prepare(recorded(found, objects.method), engine, objects)
     here, then = session.federation.identity, found["partition"]
     if here != then:
         changed = sorted(k for k in {*here, *then} if here.get(k) != then.get(k))

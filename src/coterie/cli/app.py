@@ -68,6 +68,9 @@ def run(
             raise CoterieError("name a method, for example `coterie run fedrep`; `coterie list methods` shows them all")
         session = prepare(settings(**given), how)
         folder = out or fresh_folder(f"{given['method']}-{session.settings.data}")
+        if "public" in session.method.needs and "public" not in given and not (quiet or as_json):
+            items = session.settings.federation.public
+            console.print(f"{items} items are set aside as the public set, without labels (set public to change that)")
     silent = quiet or as_json
     stop = Stop()
     with stop.listening(), bar(session.method.card.title, session.settings.rounds, silent) as update:

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -10,6 +10,9 @@ from typer import Argument, Option
 
 from coterie.cli import options as o
 from coterie.cli.screen import console
+
+if TYPE_CHECKING:  # the command line starts without torch
+    from coterie.parts.readings import ReadingSettings
 
 catalogue = typer.Typer()
 data_app = typer.Typer(no_args_is_help=True, help="Look at data and partitions.")
@@ -85,6 +88,7 @@ def show(method: Annotated[str, Argument(help="a method's name")]) -> None:
     import inspect
 
     from coterie.methods import find
+    from coterie.parts.readings import ReadingSettings
 
     m = find(method)
     console.print(f"[bold]{m.card.title}[/bold] ({m.card.paper})", highlight=False)
@@ -101,10 +105,24 @@ def show(method: Annotated[str, Argument(help="a method's name")]) -> None:
     table = Table(title="settings (--set name=value)", title_justify="left")
     for name in ("name", "default", "type", "bounds", "meaning"):
         table.add_column(name)
+    resolved = m.Settings().model_dump() if issubclass(m.Settings, ReadingSettings) else {}
     for name, f in fields.items():
         bounds = ", ".join(str(b) for b in f.metadata)
-        table.add_row(name, _text(f.default), _type(f.annotation), bounds, f.description or "")
+        table.add_row(name, _text(resolved.get(name, f.default)), _type(f.annotation), bounds, f.description or "")
     console.print(table)
+    if issubclass(m.Settings, ReadingSettings):
+        console.print(_readings(m.Settings))
+
+
+def _readings(settings: "type[ReadingSettings]") -> Table:
+    """What each reading sets; a variant's own defaults stand in all of them."""
+    table = Table(title="readings (--set reading=name); what is set by name wins", title_justify="left")
+    found = {name: settings(**{"reading": name}) for name in settings.readings}
+    for column in ("setting", *found):
+        table.add_column(column)
+    for name in dict.fromkeys(name for reading in found for name in settings.preset(reading)):
+        table.add_row(name, *(_text(getattr(hp, name)) for hp in found.values()))
+    return table
 
 
 @data_app.command("show")

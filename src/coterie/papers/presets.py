@@ -19,6 +19,7 @@ from coterie.errors import CoterieError, unknown
 from coterie.folder import read_settings
 from coterie.methods import build, find
 from coterie.runs.sweep import Cell
+from coterie.session import recorded, resolved
 
 LEAST = 10  # samples of a client, however much a protocol is shrunk
 PAPERS = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")
@@ -247,9 +248,10 @@ def _earlier(wanted: RunSettings, out: Path, name: str) -> Cell | None:
     """A run of the same settings that is there already, also from a version that had fewer settings to write."""
     for path in sorted(out.glob(f"{name}-????????/settings.json")):
         try:
-            found = RunSettings(**read_settings(path.parent)["settings"])
-            if _written_out(found) == _written_out(wanted):
-                return Cell(found, path.parent)
+            found = read_settings(path.parent)
+            given, then = RunSettings(**found["settings"]), recorded(found)
+            if _written_out(then) == _written_out(wanted):
+                return Cell(given if resolved(given) == then else then, path.parent)
         except (CoterieError, ValidationError, KeyError, TypeError):
             continue  # damaged or of another version: not the same run
     return None

@@ -18,7 +18,7 @@ from coterie.data.dataset import Dataset
 from coterie.data.sources import load
 from coterie.errors import CoterieError
 from coterie.runs.run import Run
-from coterie.session import Objects, execute, prepare
+from coterie.session import Objects, execute, prepare, recorded, resolved
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Cell:
             return False
         run = Run(self.out)
         try:
-            same = RunSettings(**run.settings) == self.settings  # settings newer than the run have their defaults
+            # settings newer than the run have their defaults
+            same = recorded(run.description, self.objects.method) == resolved(self.settings, self.objects.method)
         except (CoterieError, ValidationError, TypeError) as e:
             made = run.description.get("versions", {}).get("coterie", "unknown")
             raise CoterieError(
@@ -150,8 +151,9 @@ def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
             asked.append(1)  # the parent is gone
 
     try:
-        session = prepare(cell.settings, engine, cell.objects, loaded=dataset)
         resume = (cell.out / "settings.json").exists()
+        settings = recorded(Run(cell.out).description, cell.objects.method) if resume else cell.settings
+        session = prepare(settings, engine, cell.objects, loaded=dataset)
         if resume and Run(cell.out).description["partition"] != session.federation.identity:
             raise CoterieError(f"the data of {cell.out} have changed since it ran; choose another folder or remove it")
         execute(

@@ -1,8 +1,15 @@
-"""ECS-FL: one model for everybody, averaged over the devices whose models moved least."""
+"""ECS-FL: one model for everybody, averaged over devices chosen by the distances of their models."""
 
 from coterie.methods.ecsfl.method import ECSFL
 from coterie.methods.ecsfl.settings import ECSFLSettings
-from coterie.methods.ecsfl.variants import ECSFLFarthest, ECSFLInvDist, ECSFLInvDistAll, ECSFLMeanAll, ECSFLRandom
+from coterie.methods.ecsfl.variants import (
+    ECSFLFarthest,
+    ECSFLInvDist,
+    ECSFLInvDistAll,
+    ECSFLMeanAll,
+    ECSFLNearest,
+    ECSFLRandom,
+)
 
 __all__ = [
     "ECSFL",
@@ -10,6 +17,7 @@ __all__ = [
     "ECSFLInvDist",
     "ECSFLInvDistAll",
     "ECSFLMeanAll",
+    "ECSFLNearest",
     "ECSFLRandom",
     "ECSFLSettings",
 ]

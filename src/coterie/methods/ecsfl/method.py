@@ -3,8 +3,10 @@
 One model for everybody. All devices train, and each edge server averages only those whose weights ended nearest (L2) to
 the model it handed out, on the view that far models come from unusual data; the cloud combines the edges.
 A device sits a round out while its last model is nearer than epsilon to the new one.
-Where the paper contradicts itself: the mean over the selected (10), not weights over all (6); and no stop before a
-device has trained (8).
+Where the paper contradicts itself, reading = paper takes the weights 1/d over all (6), which its proof is about, not
+the mean over the nearest (10): these starve classes; and nobody stops before it has trained (8).
+By default (reading = mended) the edge takes the devices whose mean is nearest to the mean of all (herding): each sends
+a random projection of its update first, and only the chosen send their models.
 """
 
 import math
@@ -18,12 +20,13 @@ from coterie import tree as T
 from coterie.edges import ANNOUNCE, Edge, EdgeMethod
 from coterie.errors import CoterieError
 from coterie.method import Card, ClientData, ClientId, EdgeId, Extras, Moment, State, Tree, Upload
-from coterie.methods.ecsfl.selection import model_distances, ranks_by_size, select, select_count
+from coterie.methods.ecsfl.selection import model_distances, projected, ranks_by_size, select, select_count
 from coterie.methods.ecsfl.settings import ECSFLSettings
 from coterie.parts.similarity import inverse_distances
 from coterie.schema import Entry, Link, Schema
 
 DISTANCE = f"{ANNOUNCE}d"  # of a device's model, sent ahead of it under two_stage
+PROJECTION = f"{ANNOUNCE}p"  # of its update, instead of the distance when herding
 WEIGHT = "x:weight"  # of an edge's mean at the cloud: |T_e|, or the sum of 1/d
 AGGREGATED = "x:aggregated"  # ids of T_e, the devices in an edge's mean
 
@@ -57,11 +60,13 @@ class ECSFL(EdgeMethod):
         return self.model_schema
 
     def _from_device(self, now: Moment | None) -> Schema:
-        """The model, and under two_stage its distance ahead of it; a device that stops sends nothing."""
+        """The model, and under two_stage what decides ahead of it; a device that stops sends nothing."""
         if now and self.hp.epsilon and now.client == now.server["alone"]:
             return Schema({}, may_be_empty=True)  # the new model is the one it has, so it stops
         entries = dict(self.model_schema.entries)
-        if self.hp.two_stage:
+        if self.hp.two_stage and self.hp.select == "herding":
+            entries[PROJECTION] = Entry((self.hp.projection,), kind="statistic", part="selection")
+        elif self.hp.two_stage:
             entries[DISTANCE] = Entry((1,), kind="statistic", part="selection", low=0)
         return Schema(entries, may_be_empty=self.hp.epsilon > 0)
 
@@ -105,9 +110,17 @@ class ECSFL(EdgeMethod):
         if self.hp.epsilon:
             state = {**state, "last": T.keep(params, self._measured)}
         tree = upload.tree
-        if self.hp.two_stage:
+        if self.hp.two_stage and self.hp.select == "herding":
+            tree = {**tree, PROJECTION: self._projection(params, extras["start"])}
+        elif self.hp.two_stage:
             tree = {**tree, DISTANCE: self._distance(params, extras["start"], len(data.train)).float()}
         return state, Upload(tree, {"stopped": 0.0})
+
+    def _projection(self, w: Tree, reference: Tree) -> Tensor:
+        """Of the update [projection]; the same for all devices and rounds."""
+        measured = T.keep(w, self._measured)
+        update = T.flatten(measured) - T.flatten(T.keep(reference, self._measured))
+        return projected(update, self.hp.projection, self.ctx.rng("projection")).float()
 
     def _measured(self, name: str) -> bool:
         """Distances are over parameters, not over batch-norm statistics."""
@@ -123,15 +136,23 @@ class ECSFL(EdgeMethod):
     def calls(self, edge: Edge, announced: Sequence[Upload], round: int) -> set[ClientId] | None:
         if not self.hp.two_stage:
             return None
+        if self.hp.select == "herding":
+            trained = [u for u in announced if PROJECTION in u.tree]
+            updates = torch.stack([u.tree[PROJECTION] for u in trained] or [torch.zeros(self.hp.projection)])
+            d = updates.double().norm(dim=1)[: len(trained)]
+            return {trained[i].sender for i in self._select(edge, trained, d, round, updates)}
         trained = [u for u in announced if DISTANCE in u.tree]
         d = torch.cat([u.tree[DISTANCE].double() for u in trained] or [torch.zeros(0)])
         return {trained[i].sender for i in self._select(edge, trained, d, round)}
 
-    def _select(self, edge: Edge, uploads: Sequence[Upload], d: Tensor, round: int) -> list[int]:
-        """Positions of T_e: the max(1, ceil(r_sel K_e)) smallest d_k, ties by id."""
+    def _select(
+        self, edge: Edge, uploads: Sequence[Upload], d: Tensor, round: int, updates: Tensor | None = None
+    ) -> list[int]:
+        """Positions of T_e: the max(1, ceil(r_sel K_e)) smallest d_k, ties by id, or those of another rule."""
         count = select_count(self.hp.select_fraction, self._training(len(edge.clients)))
         ids = ranks_by_size(uploads) if self.hp.select == "random" else [u.sender for u in uploads]
-        return select(d, ids, count, self.hp.select, self.hp.d_min, self.ctx.rng("select", round, edge.id))
+        rng = self.ctx.rng("select", round, edge.id)
+        return select(d, ids, count, self.hp.select, self.hp.d_min, rng, updates)
 
     def merge(self, edge: Edge, uploads: Sequence[Upload], round: int) -> tuple[State, Upload]:
         before = edge.download.shared
@@ -141,7 +162,9 @@ class ECSFL(EdgeMethod):
         if self.hp.two_stage or self.hp.aggregation == "invdist_all":
             T_e = (d >= self.hp.d_min).nonzero()[:, 0].tolist()
         else:
-            T_e = self._select(edge, sent, d, round)
+            herding = self.hp.select == "herding" and sent
+            updates = torch.stack([self._projection(u.tree, before) for u in sent]) if herding else None
+            T_e = self._select(edge, sent, d, round, updates)
 
         if self.hp.aggregation == "mean":  # equation (10)
             weights = torch.ones(len(T_e))

@@ -11,7 +11,7 @@ from coterie.errors import CoterieError, unknown
 from coterie.method import Upload
 
 DistanceNorm = Literal["none", "per_step", "per_param_layer"]
-Rule = Literal["nearest", "farthest", "random"]
+Rule = Literal["nearest", "farthest", "random", "herding"]
 
 
 def model_distances(
@@ -53,10 +53,12 @@ def select(
     rule: Rule = "nearest",
     d_min: float = 1e-12,
     rng: torch.Generator | None = None,
+    updates: Tensor | None = None,
 ) -> list[int]:
     """Positions of the chosen devices in order of id; at most `count`, ties by lower id.
 
     Devices nearer than d_min carry no update, and those without a finite distance have diverged: neither is chosen.
+    Herding looks at the `updates` [devices, ...] themselves, projected or not.
     """
     usable = (distances >= d_min) & distances.isfinite()
     order = sorted((i for i in range(len(ids)) if usable[i]), key=lambda i: ids[i])
@@ -67,9 +69,34 @@ def select(
         picked = d.sort(descending=True, stable=True).indices
     elif rule == "random":
         picked = torch.randperm(len(order), generator=rng)
+    elif rule == "herding" and updates is not None:
+        picked = torch.tensor(herd(updates[order], count), dtype=torch.int64)
     else:
-        raise unknown("selection rule", rule, ("nearest", "farthest", "random"))
+        raise unknown("selection rule", rule, ("nearest", "farthest", "random", "herding"))
     return [order[i] for i in sorted(picked[:count].tolist())]
+
+
+def herd(x: Tensor, count: int) -> list[int]:
+    """Rows of x [n, d] whose mean is near the mean of all: added one by one, each time the row that helps most."""
+    target = x.mean(0)
+    chosen: list[int] = []
+    total = torch.zeros_like(target)
+    for size in range(1, min(count, len(x)) + 1):
+        gap = ((total + x) / size - target).square().sum(1)
+        gap[chosen] = torch.inf
+        chosen.append(int(gap.argmin()))
+        total = total + x[chosen[-1]]
+    return chosen
+
+
+def projected(update: Tensor, dims: int, rng: torch.Generator) -> Tensor:
+    """A random projection [dims] of a vector [p]: every entry is added to one of the sums, with a random sign.
+
+    With equal generators inner products are kept in expectation, and no matrix [p, dims] is needed.
+    """
+    to = torch.randint(dims, update.shape, generator=rng)
+    sign = torch.randint(2, update.shape, generator=rng) * 2 - 1
+    return update.double().new_zeros(dims).index_add(0, to, update.double() * sign)
 
 
 def ranks_by_size(uploads: Sequence[Upload]) -> list[int]:

@@ -4,6 +4,11 @@ In a first phase (classifier private, body averaged) every participant votes for
 shift between its inputs and its labels. Clients with the same winning layer then form a cluster with a server of its
 own (an edge); they keep that layer and receive all others mixed by how alike the members' personal layers are.
 
+That is the text (reading = paper), and it dips at the switch, where private classifiers become shared. By default
+(reading = mended) nothing private ever becomes shared: phase 1 shares the whole model, at the switch the layer voted
+for and the classifier become private with the values they have, and every other layer is mixed over all participants
+that share it, by how alike their classifiers changed.
+
 Counters stay with the client, which sends the layer in the lead: only it knows the scores that break ties. A client
 that never voted is asked for its layer when phase 2 begins, without training. Whatever a client is not sent is its own;
 in the first download after the switch one byte names its layer. See docs/methods/fedcpmd.md.
@@ -66,8 +71,22 @@ class FedCPMD(EdgeMethod):
         return int(p) if p >= 1 else max(1, int(p * self.ctx.rounds + 0.5))
 
     def own(self, layer: int) -> list[str]:
-        """Entries of a personal layer, weight first."""
+        """Entries of the personal part of who has this layer."""
+        names = self.ctx.group(f"layer:{self.layers[layer]}")
+        if self.hp.personal_part == "layer_and_classifier":
+            names = Names(names | self.ctx.group("head"))
+        return [k for k in self.ctx.w0 if k in names]
+
+    def compared(self, layer: int) -> list[str]:
+        """Entries of the layer that similarity is about, weight first: one that all who share a body keep."""
+        if self.hp.shared_by == "all":
+            return [k for k in self.ctx.w0 if k in self.ctx.group("head")]
         return [k for k in self.ctx.w0 if k in self.ctx.group(f"layer:{self.layers[layer]}")]
+
+    @property
+    def sends_classifier(self) -> bool:
+        """Does the last round of phase 1 also send the private classifier, which then becomes part of the body?"""
+        return self.hp.switch_init in ("mean", "global") and self.hp.personal_part == "layer"
 
     def body(self, layer: int) -> Tree:
         """The initial model without a personal layer."""
@@ -105,7 +124,7 @@ class FedCPMD(EdgeMethod):
             phi = {PHI: self._phi_entry(self._phi_shape(layer))} if self.hp.similarity_payload != "none" else {}
             return Schema({**like(self.body(layer), part="body"), **phi})
         sent = self._sent_without_layer(now.server, now.client) if now.round <= self.prep else {}
-        if self.hp.switch_init == "mean" and now.round == self.prep:
+        if self.sends_classifier and now.round == self.prep:
             sent = {**sent, **T.keep(self.ctx.w0, self.ctx.group("head").__contains__)}
         return Schema({**like(sent, part="body"), **self._vote_entries()})
 
@@ -117,9 +136,11 @@ class FedCPMD(EdgeMethod):
             return Schema(like(self._sent_without_layer(server, client), part="body"))
         kept = self.hp.unsampled_body == "keep"
         mixed = client in server["trained"] if kept else self.begun(server, layer)
-        body = self.body(layer) if mixed else T.keep(self.body(layer), server["w"].__contains__)
-        told = {} if client in server["trained"] else {LAYER: self._layer_entry()}
-        return Schema({**like(body, part="body"), **told})
+        everything = mixed and self.hp.shared_by == "cluster"
+        body = self.body(layer) if everything else T.keep(self.body(layer), server["w"].__contains__)
+        if client in server["trained"]:
+            return Schema(like(body, part="body"))
+        return Schema({**like({**body, **self._first_own(server, layer)}, part="body"), LAYER: self._layer_entry()})
 
     def _vote_entries(self) -> dict[str, Entry]:
         shape, last = (len(votes.distances(self.hp)),), len(self.layers) - 1
@@ -135,13 +156,24 @@ class FedCPMD(EdgeMethod):
     def _phi_shape(self, layer: int) -> tuple[int, ...]:
         if self.hp.similarity_payload != "full":
             return (1, self.hp.sketch_dims)
-        return tuple(mixing.flat_layer(self.ctx.w0, self.own(layer)).shape)
+        return tuple(mixing.flat_layer(self.ctx.w0, self.compared(layer)).shape)
 
     # ---- cloud, down -------------------------------------------------------------------------------------------------
     def setup(self) -> State:
         first = self.ctx.group("head") if self.hp.phase1_personal == "classifier" else Names()
         w = T.clone(T.drop(self.ctx.w0, lambda k: self.stays(k) or k in first))
-        return {"w": w, "votes": {}, "samples": {}, "layer": None, "distance": 0, "trained": [], "phi": {}}
+        return {
+            "w": w,
+            "votes": {},
+            "samples": {},
+            "layer": None,
+            "distance": 0,
+            "trained": [],
+            "phi": {},
+            "sent": {},
+            "rows": {},
+            "compared": {},
+        }
 
     def clusters(self, server: State) -> dict[EdgeId, list[ClientId]]:
         """Clients by personal layer."""
@@ -153,7 +185,7 @@ class FedCPMD(EdgeMethod):
         return found
 
     def edges(self, server: State) -> dict[EdgeId, list[ClientId]] | None:
-        return None if server["layer"] is None else self.clusters(server)
+        return None if server["layer"] is None or self.hp.shared_by == "all" else self.clusters(server)
 
     def sample(self, server: State, round: int, rng: torch.Generator) -> list[ClientId]:
         clients, join = list(self.ctx.clients), self.ctx.join
@@ -162,12 +194,13 @@ class FedCPMD(EdgeMethod):
             order = [i for i in queue if i not in server["votes"]] + _shuffled(clients, rng)
             return list(dict.fromkeys(order))[: max(1, int(join * len(clients) + 0.5))]
 
-        picked = [i for c in self.pools(server) for i in _shuffled(c, rng)[: max(1, int(join * len(c) + 0.5))]]
+        least = self.hp.min_participants
+        picked = [i for c in self.pools(server) for i in _shuffled(c, rng)[: max(least, int(join * len(c) + 0.5))]]
         return [i for i in clients if i not in server["layer"]] + picked  # who has no layer yet is asked for it
 
     def pools(self, server: State) -> list[list[ClientId]]:
         """Groups that are sampled from separately in phase 2."""
-        return list(self.clusters(server).values())
+        return [sorted(server["layer"])] if self.hp.shared_by == "all" else list(self.clusters(server).values())
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         layer = server["layer"]
@@ -177,7 +210,12 @@ class FedCPMD(EdgeMethod):
         each = {i: self._sent_without_layer(server, i) for i in ids if layer is None or i not in layer}
         if layer is None:
             return Download(each=each)
-        told = {i: {LAYER: _byte(layer[i])} for i in ids if i in layer and i not in server["trained"]}
+        new = [i for i in ids if i in layer and i not in server["trained"]]
+        told = {i: {LAYER: _byte(layer[i]), **self._first_own(server, layer[i])} for i in new}
+        if self.hp.shared_by == "all":
+            bodies = mixing.shared_bodies(server["w"], server["sent"], server["rows"], [i for i in ids if i in layer])
+            mine = {i: T.drop(b, self.own(layer[i]).__contains__) | told.get(i, {}) for i, b in bodies.items()}
+            return Download(each={**each, **mine})
         edge = {m: self._first_body(server, m) for m in self.clusters(server) if not self.begun(server, m)}
         return Download(each={**each, **told}, edge=edge)
 
@@ -188,6 +226,10 @@ class FedCPMD(EdgeMethod):
     def _first_body(self, server: State, layer: int) -> Tree:
         """What a cluster starts from; later its server has bodies of its own."""
         return {} if self.begun(server, layer) else T.drop(server["w"], self.own(layer).__contains__)
+
+    def _first_own(self, server: State, layer: int) -> Tree:
+        """What a client's personal part starts from, if not from its own."""
+        return T.keep(server["w"], self.own(layer).__contains__) if self.hp.switch_init == "global" else {}
 
     def _sent_without_layer(self, server: State, client: ClientId) -> Tree:
         """The shared body, without what the client keeps while it has no layer of its own."""
@@ -227,7 +269,7 @@ class FedCPMD(EdgeMethod):
 
         state["ballot"] = votes.cast(state["ballot"], self.scores(params, extras, data))
         names = set(extras["sent"])
-        if self.hp.switch_init == "mean" and round == self.prep:
+        if self.sends_classifier and round == self.prep:
             names |= self.ctx.group("head")
         vote = {VOTE: self.leading(state["ballot"]), COUNT: torch.tensor([len(data.train)], dtype=torch.int32)}
         return state, Upload({**T.keep(params, names.__contains__), **vote})
@@ -246,9 +288,9 @@ class FedCPMD(EdgeMethod):
         """What the cluster server compares members by."""
         if self.hp.similarity_payload == "none":
             return {}
-        phi = mixing.flat_layer(params, self.own(layer))
+        phi = mixing.flat_layer(params, self.compared(layer))
         if self.hp.phi_input == "delta":
-            phi = phi - mixing.flat_layer(self.ctx.w0, self.own(layer))
+            phi = phi - mixing.flat_layer(self.ctx.w0, self.compared(layer))
         if self.hp.similarity_payload == "sketch":
             phi = sketch(phi.flatten()[None], self.hp.sketch_dims, self.ctx.rng("sketch", layer))
         return {PHI: phi}
@@ -272,7 +314,8 @@ class FedCPMD(EdgeMethod):
         self, phi: mixing.Layers, members: list[ClientId], participants: list[ClientId], mean: Tensor
     ) -> mixing.Rows:
         """Weights of equation (12) for every member whose personal layer is known; mean and deviation of Phi."""
-        return mixing.rows(phi, members, participants, mean, self.hp.phi_of == "rows", self.hp.phi_map)
+        hp = self.hp
+        return mixing.rows(phi, members, participants, mean, hp.phi_of == "rows", hp.phi_map, hp.phi_weight == "log")
 
     # ---- cloud, up ---------------------------------------------------------------------------------------------------
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
@@ -295,7 +338,19 @@ class FedCPMD(EdgeMethod):
             elif VOTE not in u.tree:
                 trained.add(u.sender)
         phi = {u.sender: dict(u.note) for u in uploads if IDS in u.tree and u.note}
-        return {**server, "layer": {**layer, **late}, "trained": sorted(trained), "phi": {**server["phi"], **phi}}
+        server = {**server, "layer": {**layer, **late}, "trained": sorted(trained), "phi": {**server["phi"], **phi}}
+        return self.mixed(server, uploads) if self.hp.shared_by == "all" else server
+
+    def mixed(self, server: State, uploads: Sequence[Upload]) -> State:
+        """Without clusters: what the participants sent, and by which weights each client's body is mixed from it."""
+        sent = [u for u in uploads if VOTE not in u.tree]
+        if not sent:
+            return server
+        participants = [u.sender for u in sent]
+        known = {**server["compared"], **{u.sender: u.tree[PHI] for u in sent if PHI in u.tree}}
+        mean = torch.tensor(T.normalised(self.weights(sent), len(sent)))
+        rows, _ = self.rows(known, list(server["layer"]), participants, mean)
+        return {**server, "sent": {u.sender: _model(u.tree) for u in sent}, "compared": known, "rows": rows}
 
     def switch(self, server: State) -> State:
         """Layers become personal: the votes of one distance decide, and `unseen` for who never voted."""

@@ -15,6 +15,7 @@ from coterie.methods.fedcpmd.settings import Unsampled
 from coterie.parts.similarity import SimilarityMap, cosine, cosine_rows, map_similarity, mix, normalise_rows
 from coterie.tree import Tree
 
+NEARLY_ONE = 0.9999  # a client is no more like itself than this
 Layers = dict[ClientId, Tensor]  # last known personal layer of each member, flat
 Rows = tuple[dict[ClientId, Tensor], dict[str, float]]  # weights per member, and what the log says of Phi
 
@@ -31,13 +32,14 @@ def rows(
     mean: Tensor,
     by_rows: bool,
     how: SimilarityMap,
+    log: bool = False,
 ) -> Rows:
     """Equation (12): for every member with a known personal layer its weights over the participants."""
     if not phi:  # nothing to compare by: all alike
         return {i: torch.full_like(mean, 1 / len(mean)) for i in members}, {}
     known, now = torch.stack(list(phi.values())), torch.stack([phi[j] for j in participants])
     Phi = similarity(known, now, by_rows, how)
-    weights = weights_of(Phi, list(phi), list(participants), mean).float()
+    weights = weights_of(_weight(Phi, log), list(phi), list(participants), mean).float()
     return dict(zip(phi, weights, strict=True)), spread(Phi, list(phi), list(participants))
 
 
@@ -46,6 +48,11 @@ def similarity(known: Tensor, participants: Tensor, rows: bool, how: SimilarityM
     return map_similarity(
         cosine_rows(known, participants) if rows else cosine(known.flatten(1), participants.flatten(1)), how
     )
+
+
+def _weight(phi: Tensor, log: bool) -> Tensor:
+    """The weight of a similarity: itself, or -log(1 - s) as in pFedSim."""
+    return -torch.log1p(-phi.clamp(0, NEARLY_ONE)) if log else phi
 
 
 def weights_of(phi: Tensor, known: Sequence[ClientId], participants: Sequence[ClientId], mean: Tensor) -> Tensor:
@@ -68,6 +75,36 @@ def layerwise(
     for k in dict.fromkeys(k for u in uploads for k in u.tree if ":" not in k):
         have = [u for u in uploads if k in u.tree]
         out |= T.mean([{k: u.tree[k]} for u in have], weights(have))
+    return out
+
+
+def shared_bodies(
+    w: Tree,
+    sent: Mapping[ClientId, Tree],
+    rows: Mapping[ClientId, Tensor],
+    ids: Sequence[ClientId],
+) -> dict[ClientId, Tree]:
+    """The shared part of these clients' models: each entry mixed over the last participants that share it.
+
+    `sent` are their models without personal parts, `rows` the weights over them of each client that they know; an entry
+    that nobody sent, or that only clients without any weight sent, is that of w, and so is all of an unknown client.
+    """
+    out = {i: dict(w) for i in ids}
+    known = [i for i in ids if i in rows]
+    if not known:
+        return out
+    weights = torch.stack([rows[i] for i in known])  # [known, participants]
+    for k in w:
+        have = [at for at, tree in enumerate(sent.values()) if k in tree]
+        share = weights[:, have]
+        if not have or not w[k].is_floating_point():
+            continue
+        total = share.sum(1, keepdim=True)
+        stacked = torch.stack([tree[k] for tree in sent.values() if k in tree])
+        mixed = mix(share / total.clamp(min=1e-12), {k: stacked})[k]
+        for at, i in enumerate(known):
+            if float(total[at]) > 0:
+                out[i][k] = mixed[at]
     return out
 
 

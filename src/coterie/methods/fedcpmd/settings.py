@@ -1,17 +1,34 @@
 """Settings of FedCPMD; docs/methods/fedcpmd.md gives the reasons for the defaults."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from coterie.method import Settings
 from coterie.parts.gaussian import Normalize, Score, Tie
+from coterie.parts.readings import ReadingSettings
 from coterie.parts.similarity import SimilarityMap
 
 Unsampled = Literal["similarity", "cluster_mean", "keep"]
 
 
-class FedCPMDSettings(Settings):
+class FedCPMDSettings(ReadingSettings):
+    readings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {
+            "phase1_personal": "classifier", "personal_part": "layer", "shared_by": "cluster",
+            "switch_init": "global", "min_participants": 5,
+            "phi_of": "flat", "phi_input": "params", "phi_weight": "linear",
+        },
+        "mended": {
+            "phase1_personal": "none", "personal_part": "layer_and_classifier", "shared_by": "all",
+            "switch_init": "global", "min_participants": 1,
+            "phi_of": "rows", "phi_input": "delta", "phi_weight": "log",
+        },
+    }  # fmt: skip
+    reading: Literal["paper", "mended"] = Field(
+        "mended", description="the text, or a switch at which nothing private becomes shared"
+    )
+
     preparation: float = Field(
         0.3, gt=0, description="rounds of phase 1: a share of all rounds if below 1, else so many"
     )
@@ -37,11 +54,20 @@ class FedCPMDSettings(Settings):
     tie: Tie = Field("mean_score", description="which of the layers with most votes wins")
     unseen: Literal["probe", "classifier", "random"] = Field("probe", description="layer of who never voted")
     phase1_personal: Literal["classifier", "voted", "none"] = Field("classifier", description="private in phase 1")
-    switch_init: Literal["carry", "mean", "reset"] = Field(
-        "carry", description="the classifier that becomes part of the body: own value, the mean or the initial one"
+    switch_init: Literal["carry", "mean", "reset", "global"] = Field(
+        "carry",
+        description="the classifier that becomes part of the body: own value, the mean or the initial one; "
+        "global: the mean, and the personal layer starts from the shared one too",
     )
 
     # phase 2
+    personal_part: Literal["layer", "layer_and_classifier"] = Field(
+        "layer", description="what is private: the layer voted for, or the classifier as well"
+    )
+    shared_by: Literal["cluster", "all"] = Field(
+        "cluster", description="who averages a layer: clients with the same personal layer, or all that share it"
+    )
+    min_participants: int = Field(1, ge=1, description="of each cluster in a round, if it has so many members")
     similarity_payload: Literal["full", "sketch", "none"] = Field(
         "full", description="what is uploaded for the similarity: the layer, a random projection, or nothing"
     )
@@ -51,4 +77,5 @@ class FedCPMDSettings(Settings):
     phi_input: Literal["params", "delta"] = Field(
         "params", description="of parameters or of their change since the start"
     )
+    phi_weight: Literal["linear", "log"] = Field("linear", description="weight of a similarity s: s or -log(1 - s)")
     unsampled_body: Unsampled = Field("similarity", description="bodies of members who did not take part")

@@ -86,7 +86,7 @@ def _accuracy(ctx: Context, params: Tree, split: Split) -> float:
 class FedCPMDOnlyCluster(FedCPMD):
     """Ablation: the same votes and clusters, nothing private; whole models are averaged inside each cluster."""
 
-    Settings = with_defaults(FedCPMDSettings, phase1_personal="none", similarity_payload="none")
+    Settings = with_defaults(FedCPMDSettings, reading="paper", phase1_personal="none", similarity_payload="none")
     card = replace(FedCPMD.card, title="FedCPMD Only_cluster", personal="the cluster's model")
 
     def own(self, layer: int) -> list[str]:
@@ -101,7 +101,7 @@ class FedCPMDOnlyCluster(FedCPMD):
 class FedCPMDOnlyDecoupling(FedCPMD):
     """Ablation: the same votes and personal layers, no clusters; each layer is averaged over who shares it."""
 
-    Settings = with_defaults(FedCPMDSettings, similarity_payload="none")
+    Settings = with_defaults(FedCPMDSettings, reading="paper", similarity_payload="none")
     card = replace(FedCPMD.card, title="FedCPMD Only_decoupling")
 
     def edges(self, server: State) -> dict[EdgeId, list[ClientId]] | None:

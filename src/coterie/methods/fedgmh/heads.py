@@ -4,14 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from coterie import tree as T
 from coterie.errors import CoterieError, unknown
 from coterie.method import Context
+from coterie.methods.fedgmh.common import held_labels, masked_step
 from coterie.methods.fedgmh.settings import FedGMHSettings
 from coterie.parts.heads import Heads, train_heads
-from coterie.parts.masks import criticality, top_share
+from coterie.parts.masks import criticality, share_count, top_share
 from coterie.parts.similarity import mix
 from coterie.tree import Tree
 
@@ -35,9 +37,16 @@ def mix_heads(heads: Mapping[str, Tensor], shares: Tensor) -> Tree:
     return {k: v[0] for k, v in mix(shares[None], heads).items()}
 
 
-def average_in(own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Tree:
-    """(own + other) / 2, equations (10) and (11): the write-in of GMH-a and GMH-oa."""
-    return {k: (v + other[k]) / 2 for k, v in own.items()}
+def average_in(own: Mapping[str, Tensor], other: Mapping[str, Tensor], share: float = 0.5) -> Tree:
+    """Half own, half other, equations (10) and (11): the write-in of GMH-a and GMH-oa; or another share."""
+    if share == 0.5:
+        return {k: (v + other[k]) / 2 for k, v in own.items()}
+    return {k: torch.lerp(v, other[k], share) for k, v in own.items()}
+
+
+def rows_in(own: Mapping[str, Tensor], rows: Mapping[str, Tensor], labels: Tensor) -> Tree:
+    """A head with these rows [labels, ...] in place of its own."""
+    return {k: v.index_copy(0, labels.long(), rows[k]) for k, v in own.items()}
 
 
 def critical_mask(
@@ -49,6 +58,23 @@ def critical_mask(
     if scope not in ("head", "tensor"):
         raise unknown("mask_scope", scope, ("head", "tensor"))
     return top_share(criticality(before, after), beta, "whole" if scope == "head" else "tensor")
+
+
+def square_mask(before: Mapping[str, Tensor], after: Mapping[str, Tensor], beta: float) -> Tree:
+    """The mask of the authors' code, per tensor: change squared times value (signed) from the beta-th largest up.
+
+    Where that is 1e-10 or less, from the smallest value above 1e-20 up; hence the mask hardly depends on beta.
+    """
+    out = {}
+    for k, v in after.items():
+        score = (v - before[k]).square() * v
+        flat = score.flatten().sort(descending=True).values
+        floor = flat[max(share_count(beta, len(flat)), 1) - 1]
+        positive = flat[flat > 1e-20]
+        if floor <= 1e-10:
+            floor = positive[-1] if len(positive) else torch.tensor(torch.inf)
+        out[k] = score >= floor
+    return out
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------
@@ -88,6 +114,8 @@ def server_step(
     other of its label unless counts came with it; a head without any stays as it is.
     """
     weight, bias = ctx.net.head_names
+    if hp.heads == "common":
+        return common_step(ctx, stack, features, labels, counts, hp)
     z = torch.cat(list(features))
     y = torch.cat(list(labels)).long()
     w = torch.ones(len(z)).to(z) if counts is None else torch.cat(list(counts)).to(z)
@@ -101,3 +129,23 @@ def server_step(
     heads = Heads(stack[weight], stack[bias] if bias else None)
     new = train_heads(heads, z, y, w, hp.eta_h, hp.server_steps, hp.server_batch, hp.head_weight_decay, hp.feature_norm)
     return {weight: new.weight} | ({bias: new.bias} if bias and new.bias is not None else {})
+
+
+def common_step(
+    ctx: Context,
+    stack: Mapping[str, Tensor],
+    features: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    counts: Sequence[Tensor] | None,
+    hp: FedGMHSettings,
+) -> Tree:
+    """The common head [1, ...] trained on every vector among the labels of its sender."""
+    weight, bias = ctx.net.head_names
+    z, y, held = torch.cat(list(features)), torch.cat(list(labels)).long(), held_labels(list(labels), ctx.classes)
+    z = F.normalize(z, dim=-1) if hp.feature_norm == "l2" else z
+    n = torch.ones(len(z)).to(z) if counts is None else torch.cat(list(counts)).to(z)
+    head = Heads(stack[weight][0], stack[bias][0] if bias else None)
+    for _ in range(hp.server_steps):
+        for part in torch.split(torch.arange(len(z)), hp.server_batch or len(z)):
+            head = masked_step(head, z[part], y[part], held[part], n[part], hp.eta_h, hp.head_weight_decay)
+    return {weight: head.weight[None]} | ({bias: head.bias[None]} if bias and head.bias is not None else {})

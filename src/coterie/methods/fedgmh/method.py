@@ -3,6 +3,9 @@
 The server keeps one complete head per label and trains head s only on mean features of label s, so that labels do not
 interfere. A client downloads the heads of its own labels, mixes them by its label shares and writes the mix into those
 entries of its own head that its last training found critical. Extractors stay private and are never averaged.
+That is the text (reading = paper). By default (reading = mended) the server keeps one common head and trains it on each
+mean feature among the labels of its sender only, so that labels that a client lacks get no gradient from it; clients
+are sent the rows of their labels.
 The paper does not say how the server learns a client's labels: here round 0 sends them (4 bytes each, counted). Who
 misses round 0 is sent no heads until its first upload names its labels.
 """
@@ -14,7 +17,16 @@ from torch import Tensor
 
 from coterie import tree as T
 from coterie.method import Batch, Card, ClientData, Download, Extras, Method, Moment, State, Tree, Upload, replace
-from coterie.methods.fedgmh.heads import average_in, critical_mask, head_of, label_shares, mix_heads, server_step
+from coterie.methods.fedgmh.heads import (
+    average_in,
+    critical_mask,
+    head_of,
+    label_shares,
+    mix_heads,
+    rows_in,
+    server_step,
+    square_mask,
+)
 from coterie.methods.fedgmh.settings import FedGMHSettings
 from coterie.parts.masks import write_in
 from coterie.parts.prototypes import collect
@@ -62,11 +74,12 @@ class FedGMH(Method):
         return Schema(entries, {"labels": (1, classes)})
 
     def _heads(self, now: Moment | None) -> Schema:
-        """All heads, or those of the client's own labels once the server knows these."""
+        """All heads, or those (or the rows) of the client's own labels once the server knows these."""
         head = like(head_of(self.ctx, self.ctx.w0), part="heads")
 
         def stacked(rows: int | str) -> dict[str, Entry]:
-            return {HEAD + k: replace(e, shape=(rows, *e.shape)) for k, e in head.items()}
+            skip = 1 if self.hp.heads == "common" else 0  # rows of one head, or whole heads
+            return {HEAD + k: replace(e, shape=(rows, *e.shape[skip:])) for k, e in head.items()}
 
         if not self.opening():
             return Schema(stacked(1 if self.hp.heads == "one" else self.ctx.classes))
@@ -77,17 +90,20 @@ class FedGMH(Method):
 
     # ---- server, down ------------------------------------------------------------------------------------------------
     def opening(self) -> bool:
-        return self.hp.heads == "per_label" and self.hp.download == "own"  # only then must labels be known
+        """Only if a client is sent what its labels need must these be known."""
+        return self.hp.heads == "common" or (self.hp.heads == "per_label" and self.hp.download == "own")
 
     def setup(self) -> State:
         h0 = head_of(self.ctx, self.ctx.w0)
-        count = 1 if self.hp.heads == "one" else self.ctx.classes
+        count = self.ctx.classes if self.hp.heads == "per_label" else 1
         return {"heads": T.stack([h0] * count), "labels": {}}
 
     def down(self, server: State, ids: Sequence[int], round: int) -> Download:
         heads, labels = T.prefix(HEAD, server["heads"]), server["labels"]
         if not self.opening():
             return Download(heads)
+        if self.hp.heads == "common":
+            heads = {k: v[0] for k, v in heads.items()}  # of which a client is sent the rows of its labels
         return Download(each={i: {k: v[labels[i].long()] for k, v in heads.items()} for i in ids if i in labels})
 
     # ---- client ------------------------------------------------------------------------------------------------------
@@ -96,23 +112,35 @@ class FedGMH(Method):
         return {"own": own, "joined": 0, "labels": _labels(data)}
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        head = head_of(self.ctx, state["own"])
-        received = T.strip(HEAD, download)
-        q = self._shares(state, data)
-
-        if received and q is not None:
-            g = mix_heads(received, q)
-            if self.hp.write == "average":
-                head = average_in(head, g)
-            elif "mask" in state:
-                head = write_in(head, g, state["mask"])  # equation (9)
-            elif self.hp.first_psi == "ones":
-                head = g
-
+        head = self.written(state, download, data)
         extras: Extras = {"before": head}
         if self.hp.decay_on == "participation":
             extras["pace"] = torch.tensor(self.ctx.lr_decay ** (state["joined"] - (round - 1)))
         return {**state["own"], **head}, extras
+
+    def written(self, state: State, download: Tree, data: ClientData) -> Tree:
+        """The client's head with what it received written in."""
+        hp, head = self.hp, head_of(self.ctx, state["own"])
+        g = self.received(state, download, data)
+        if g is None:
+            return head
+        if hp.write == "whole":
+            return g
+        if hp.write == "average":
+            return average_in(head, g, hp.received_share)
+        if "mask" in state:  # equation (9)
+            return write_in(head, g, state["mask"]) if hp.written == "critical" else write_in(g, head, state["mask"])
+        return g if hp.first_psi == "ones" else head
+
+    def received(self, state: State, download: Tree, data: ClientData) -> Tree | None:
+        """One head from what was sent: mixed by label shares, or the own head with the rows of its labels replaced."""
+        sent = T.strip(HEAD, download)
+        if not sent:
+            return None
+        if self.hp.heads == "common":
+            return rows_in(head_of(self.ctx, state["own"]), sent, state["labels"])
+        q = self._shares(state, data)
+        return None if q is None else mix_heads(sent, q)
 
     def _shares(self, state: State, data: ClientData) -> Tensor | None:
         """q over the received heads; None if the client has lost all of the labels it is sent heads for."""
@@ -138,12 +166,24 @@ class FedGMH(Method):
         if self.hp.feature_weight == "samples":
             sent[COUNTS] = count[mask].int()
 
-        critical = critical_mask(extras["before"], head_of(self.ctx, params), self.hp.beta, self.hp.mask_scope)
-        new = {"own": params, "mask": critical, "labels": sent[LABELS], "joined": state["joined"] + 1}
+        new = {
+            "own": params,
+            "mask": self.critical(extras["before"], head_of(self.ctx, params)),
+            "labels": sent[LABELS],
+            "joined": state["joined"] + 1,
+        }
         return new, Upload(sent)
 
+    def critical(self, before: Tree, after: Tree) -> Tree:
+        """Which entries of the head training found critical."""
+        if self.hp.criticality == "square":
+            return square_mask(before, after, self.hp.beta)
+        return critical_mask(before, after, self.hp.beta, self.hp.mask_scope)
+
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return state["own"], {}
+        if self.hp.score == "own":
+            return state["own"], {}
+        return {**state["own"], **self.written(state, download, data)}, {}
 
     # ---- server, up --------------------------------------------------------------------------------------------------
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:

@@ -7,8 +7,8 @@ A group without participants keeps what it has; who missed round 0 and newcomers
 answers round 0, all clients are one group, and the cloud does what its edge would do.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from coterie.method import (
 )
 from coterie.methods.fedpc import prototypes as P
 from coterie.methods.fedpc.clustering import prototype_groups, random_groups
+from coterie.methods.fedpc.contrast import contrast_loss
 from coterie.methods.fedpc.mixing import group_means, group_weights, masked_mix
 from coterie.methods.fedpc.settings import FedPCSettings
 from coterie.parts.prototypes import Prototypes, prototype_loss
@@ -49,7 +50,6 @@ class FedPC(EdgeMethod):
     hp: FedPCSettings
     weighting = "uniform"
     needs = ("head",)
-    trial: ClassVar[Mapping[str, Any]] = {"gamma": 0.01}  # with 0.5 the features collapse on the battery's small task
     card = Card(
         title="FedPC",
         paper="Liu et al., Journal on Communications 2025, 10.11959/j.issn.1000-436x.2025235",
@@ -138,16 +138,19 @@ class FedPC(EdgeMethod):
         return [Phase(super().loss, epochs=self.hp.warmup_epochs)] if self.hp.warmup_epochs else []
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        """alpha * cross-entropy + gamma * distance of the batch's class means from the prototypes: equation (3)."""
+        """alpha * cross-entropy + gamma * pull towards the prototypes: equation (3)."""
         hp = self.hp
         logits, z = P.logits_and_features(self.ctx, params, batch.x, hp.feature)
         ce = cross_entropy(logits, batch)
         if not hp.gamma:
             return hp.alpha * ce
-        pull = prototype_loss(
-            z, batch.y, extras["received"], hp.proto_loss, hp.proto_reduce, hp.proto_repulsion, batch.weight
-        )
-        return hp.alpha * ce + hp.gamma * pull
+        return hp.alpha * ce + hp.gamma * self._pull(z, batch, extras["received"])
+
+    def _pull(self, z: Tensor, batch: Batch, received: Prototypes) -> Tensor:
+        hp = self.hp
+        if hp.proto_loss == "contrast":
+            return contrast_loss(z, batch.y, received, hp.tau, batch.weight)
+        return prototype_loss(z, batch.y, received, hp.proto_loss, hp.proto_reduce, hp.proto_repulsion, batch.weight)
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         own, counts = P.own_prototypes(self.ctx, params, data, self.hp.feature)

@@ -1,22 +1,35 @@
 """Settings of FedPC; docs/methods/fedpc.md gives the reasons for the defaults."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from coterie.method import Settings
 from coterie.methods.fedpc.clustering import Missing
 from coterie.methods.fedpc.mixing import GroupMap
 from coterie.methods.fedpc.prototypes import Feature
 from coterie.parts.prototypes import ProtoLoss
+from coterie.parts.readings import ReadingSettings
 
 
-class FedPCSettings(Settings):
+class FedPCSettings(ReadingSettings):
+    readings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"alpha": 0.5, "proto_loss": "batch_mean", "proto_reduce": "sum", "init_protos": "clustering"},
+        "code": {"alpha": 0.5, "proto_loss": "mse", "proto_reduce": "mean", "init_protos": "none"},
+        "mended": {"alpha": 1.0, "proto_loss": "contrast", "proto_reduce": "mean", "init_protos": "none"},
+    }
+    reading: Literal["paper", "code", "mended"] = Field(
+        "mended", description="the text, the framework it was evaluated in, or a contrast that cannot collapse"
+    )
+
     # the client's loss
     alpha: float = Field(0.5, ge=0, description="weight of the cross-entropy")
     gamma: float = Field(0.5, ge=0, description="weight of the pull towards the prototypes")
-    proto_loss: ProtoLoss = Field("batch_mean", description="what is pulled: class means of a batch, or samples")
+    proto_loss: ProtoLoss | Literal["contrast"] = Field(
+        "batch_mean", description="what is pulled: class means of a batch, samples, or samples and away from others"
+    )
     proto_reduce: Literal["sum", "mean"] = Field("sum", description="over the classes or samples of a batch")
+    tau: float = Field(0.5, gt=0, description="contrast: temperature of the cosines")
     proto_repulsion: float = Field(0.0, ge=0, description="weight of a push from the other classes' prototypes")
     feature: Feature = Field("post_relu", description="where prototypes are taken")
 

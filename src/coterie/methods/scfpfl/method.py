@@ -3,6 +3,9 @@
 Clients are clustered by their predictions on a public set; every cluster has an edge that averages its clients. The
 cloud gives the edge models common low-frequency amplitudes and leaves each its phases and high frequencies. At home the
 edge's model becomes an agent that relearns from the client's own model; if it is good enough, it replaces that model.
+That is the text (reading = paper). By default (reading = mended) the agent restores only what was lost: it learns from
+the own model only where that is better than the edge's on validation data, the client keeps the best of the three, and
+the edge averages agents.
 
 Until there are clusters, everybody is one cluster at the cloud. In the round that ends with clusters everybody takes
 part and is asked for its predictions (one bit); who does not answer joins the largest cluster. An edge that nobody
@@ -133,7 +136,17 @@ class SCFPFL(EdgeMethod):
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         own = state.get("f", self.ctx.w0)
         agent = {**own, **T.keep(download, self.ctx.w0.__contains__)}
-        return {**agent, **T.prefix(OWN, own)}, {"edge": agent, "own": own, "ask": ASK in download}
+        extras: Extras = {"edge": agent, "own": own, "ask": ASK in download}
+        if round > 0:
+            extras |= self.judged(agent, own, data)
+        return {**agent, **T.prefix(OWN, own)}, extras
+
+    def judged(self, edge: Tree, own: Tree, data: ClientData) -> Extras:
+        """lost: does the own model know what the edge's does not, by validation data? Only then is it a teacher."""
+        if self.hp.kl_when == "always":
+            return {"lost": torch.tensor(1.0)}
+        better = accuracy(self.ctx, own, data.val) > accuracy(self.ctx, edge, data.val)
+        return {"lost": torch.tensor(float(better))}
 
     def phases(self, round: int) -> list[Phase]:
         if round == 0:
@@ -152,23 +165,34 @@ class SCFPFL(EdgeMethod):
             return loss
         with torch.no_grad():
             teacher = self.ctx.forward(T.strip(OWN, params), batch.x)
-        return loss + self.hp.kl_weight * kl(teacher, logits, batch.weight)
+        lost: Tensor = extras["lost"]  # 1 or 0
+        return loss + self.hp.kl_weight * lost * kl(teacher, logits, batch.weight)
 
     def own_loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         return self.ctx.ce(T.strip(OWN, params), batch)
 
     def accept(self, agent: Tree, own: Tree, extras: Extras, data: ClientData) -> tuple[Tree, dict[str, float]]:
-        """The agent takes over if it is good enough on validation data; `own` has trained if the settings say so."""
+        """Who takes over, by validation data; `own` has trained if the settings say so.
+
+        The agent if it is good enough, or whoever is best (in doubt the agent, then the edge)."""
         rival = own if self.hp.local_train_each_round else extras["own"]
-        trees = {"edge": extras["edge"], "own": rival, "agent": agent}
+        trees = {"agent": agent, "edge": extras["edge"], "own": rival}
         val = {who: accuracy(self.ctx, tree, data.val) for who, tree in trees.items()}
+        note = {f"val_{k}": v for k, v in val.items()}
+        if self.hp.accept == "best":
+            best = max(val, key=val.__getitem__)  # of equals the first
+            return trees[best], {"rejected": float(best != "agent"), **note}
         good = val["agent"] >= self.hp.lambda1 * val["own"]
-        return agent if good else own, {"rejected": float(not good), **{f"val_{k}": v for k, v in val.items()}}
+        return agent if good else own, {"rejected": float(not good), **note}
+
+    def sent(self, agent: Tree, kept: Tree) -> Tree:
+        """What a client uploads."""
+        return kept if self.hp.sends == "kept" else agent
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         agent, own = T.drop(params, is_own), T.strip(OWN, params)
         f, note = self.accept(agent, own, extras, data) if round > 0 else (agent, {})
-        tree = T.drop(f, self.stays)
+        tree = T.drop(self.sent(agent, f), self.stays)
         if extras["ask"] and data.public is not None:
             tree[PREDICTIONS] = predictions(self.ctx, f, data.public, self.hp.predict)
         return {"f": f}, Upload(tree, note)
@@ -177,7 +201,10 @@ class SCFPFL(EdgeMethod):
         return state["f"], {}
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return state.get("f") or {**self.ctx.w0, **T.keep(download, self.ctx.w0.__contains__)}, {}
+        own = state.get("f")
+        if own is not None and self.hp.score == "own":
+            return own, {}
+        return {**(own or self.ctx.w0), **T.keep(download, self.ctx.w0.__contains__)}, {}
 
     # ---- cloud, up; an edge's mean, equation (9), is the default merge -----------------------------------------------
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
@@ -197,7 +224,8 @@ class SCFPFL(EdgeMethod):
         for k in range(max(of.values()) + 1):
             members = of_cluster(uploads, of, k)
             models = [T.keep(u.tree, self.ctx.w0.__contains__) for u in members]
-            theta[k] = T.mean(models, self.weights(members))
+            still = round == 0 and not self.hp.warmup_epochs  # nobody has moved: a mean would only round
+            theta[k] = T.clone(server["theta"][0]) if still else T.mean(models, self.weights(members))
             samples[k] = sum(u.samples for u in members)
 
         new = {**server, "theta": theta, "samples": samples, "hat": self.mix(theta, samples, round)}

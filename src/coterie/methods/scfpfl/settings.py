@@ -3,19 +3,35 @@
 docs/methods/sc-fpfl.md gives the reasons for the defaults.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from coterie.method import Settings
 from coterie.parts.fourier import Layout, MaskKind, Treatment
+from coterie.parts.readings import ReadingSettings
 
 Count = Annotated[int, Field(ge=1)]
 
 
-class WarmUpSettings(Settings):
-    """Round 0, common to all variants."""
+class WarmUpSettings(ReadingSettings):
+    """Round 0, and what is scored: common to all variants."""
 
+    readings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {
+            "score": "edge", "local_train_each_round": True, "kl_when": "always", "accept": "agent", "sends": "kept"
+        },
+        "mended": {
+            "score": "own", "local_train_each_round": False, "kl_when": "own_better", "accept": "best",
+            "sends": "agent",
+        },
+    }  # fmt: skip
+    reading: Literal["paper", "mended"] = Field(
+        "mended", description="the text, or an agent that restores only what was lost"
+    )
+
+    score: Literal["own", "edge"] = Field("own", description="whose model is scored: the client's or its edge's")
     warmup_epochs: float = Field(5, ge=0, description="epochs of round 0, before any prediction or average")
 
 
@@ -61,6 +77,13 @@ class AgentSettings(Settings):
     agent_epochs: float | None = Field(None, ge=0, description="epochs of the agent; empty: the local epochs")
     local_train_each_round: bool = Field(False, description="does the own model also train, before the agent")
     agent_fail: Literal["keep", "train"] = Field("keep", description="what the own model does instead")
+    accept: Literal["agent", "best"] = Field(
+        "agent", description="who becomes the own model: a good enough agent, or the best of agent, edge and own"
+    )
+    sends: Literal["kept", "agent"] = Field("kept", description="what is uploaded: the own model or the agent")
+    kl_when: Literal["always", "own_better"] = Field(
+        "always", description="own_better: distil only if the own model is better than the edge's to begin with"
+    )
     kl_weight: float = Field(1.0, ge=0, description="weight of the agent's distillation from the own model")
 
 

@@ -32,8 +32,14 @@ class SCFPFLNoAgent(SCFPFL):
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self.loss, trains=is_agent, epochs=self.hp.warmup_epochs if round == 0 else None)]
 
+    def judged(self, edge: Tree, own: Tree, data: ClientData) -> Extras:
+        return {}
+
     def accept(self, agent: Tree, own: Tree, extras: Extras, data: ClientData) -> tuple[Tree, dict[str, float]]:
         return agent, {}
+
+    def sent(self, agent: Tree, kept: Tree) -> Tree:
+        return agent
 
 
 class SCFPFLClusterOnly(SCFPFLNoAgent):
