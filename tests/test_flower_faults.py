@@ -187,7 +187,8 @@ def test_a_killed_edge_is_missed_with_its_devices_and_comes_back(tmp_path: Path)
         f.wait(PATIENCE, round=4)
         f.launch("edge-0")
         f.wait(PATIENCE)
-    gone = failures(f)
+    # two clients are enough to begin, so the devices of the other edge may come too late for the first rounds
+    gone = {t: failed for t, failed in failures(f).items() if t > 2}
     assert gone and all(set(failed) <= {0, 1} for failed in gone.values())
     same_as_replay(f, tmp_path / "replay")
 

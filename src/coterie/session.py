@@ -231,7 +231,9 @@ Opener = Callable[[Session, Path, Callable[[], bool]], AbstractContextManager[Ru
 OPENERS = {"flower": "coterie.runtimes.flower.here:open_here"}
 
 
-def open_runtime(session: Session, folder: Path, stopped: Callable[[], bool]) -> AbstractContextManager[Runtime]:
+def open_runtime(
+    session: Session, folder: Path, stopped: Callable[[], bool] = lambda: False
+) -> AbstractContextManager[Runtime]:
     """What computes a run's clients; the choice changes no result."""
     e = session.engine
     if e.address is not None and e.runtime != "ray":
