@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RAY := $(VENV)/.ready-ray
+DOCS := $(VENV)/.ready-docs
 export OMP_NUM_THREADS := 1
 
 .PHONY: help setup demo test test-all lint bench docs clean
@@ -22,6 +23,10 @@ $(RAY): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[ray]"
 	@touch $@
 
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[docs]"
+	@touch $@
+
 demo: $(READY)
 	$(BIN)/coterie compare local fedavg fedrep ditto apfl --data digits --clients 20 --partition "dirichlet(0.1)" --rounds 30 --set eval_every=3 --out runs/demo
 	$(BIN)/coterie report runs/demo -o runs/demo/report.html
@@ -29,7 +34,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long"
 
-test-all: $(READY) $(RAY)
+test-all: $(READY) $(RAY) $(DOCS)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(READY)
@@ -40,8 +45,9 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
-docs: $(READY)
-	$(BIN)/python docs/build.py
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -1,7 +1,8 @@
 """Pages that come from the code: the family tree and table of all methods, and for each its facts and settings."""
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -9,18 +10,41 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 
 from coterie.cli.traffic import declared
-from coterie.config import Engine, settings
+from coterie.config import Engine, RunSettings, settings
 from coterie.data.arrays import from_arrays
+from coterie.data.names import KNOWN
+from coterie.data.settings import PartitionSettings
 from coterie.edges import EdgeMethod
 from coterie.errors import CoterieError
 from coterie.method import Context, Method
 from coterie.methods import find, known
+from coterie.models.registry import known as known_models
 from coterie.schema import LARGEST, LINKS, Entry, Link, Schema
 from coterie.session import Objects, prepare
 from coterie.tree import Tree
 
+HERE = Path(__file__).parent
+SETTINGS_TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
+    (
+        "Run",
+        "They decide the numbers of a run. `--set NAME=VALUE` takes each of them; some have an option of their own.",
+        RunSettings,
+    ),
+    (
+        "Federation",
+        "They decide which client has which samples. `--set NAME=VALUE`, or the table `[federation]` of a TOML file.",
+        PartitionSettings,
+    ),
+    (
+        "Engine",
+        "They decide how a run is computed and change no result (`stack` and `auto`: equal up to rounding). They are\n"
+        "options of the command line (`--workers`, `--data-dir`, ...) and arguments of `coterie.run`.",
+        Engine,
+    ),
+)
 FAMILIES = {
     "-": "Alone",
     "G": "One global model",
@@ -71,9 +95,14 @@ def overview() -> str:
     return "\n".join([*lines, ""])
 
 
+def parent(name: str, found: Iterable[str]) -> str | None:
+    """The method a variant belongs to, by its name: NAME of NAME-..."""
+    return min((p for p in found if name.startswith(f"{p}-")), key=len, default=None)
+
+
 def _tree(found: dict[str, type[Method]]) -> list[str]:
     """A method stands under the first of its families, by year; a variant, called NAME-..., under NAME."""
-    parents = {n: max((p for p in found if n.startswith(f"{p}-")), key=len, default=None) for n in found}
+    parents = {n: parent(n, found) for n in found}
     lines = []
     for letter, words in FAMILIES.items():
         here = [n for n, m in found.items() if parents[n] is None and (m.card.family or "-").split(",")[0] == letter]
@@ -158,13 +187,17 @@ def _range(entry: Entry) -> str:
 
 
 def settings_table(name: str) -> str:
-    fields = methods()[name].Settings.model_fields
-    if not fields:
-        return "No settings of its own."
+    model = methods()[name].Settings
+    return _fields_table(model) if model.model_fields else "No settings of its own."
+
+
+def _fields_table(model: type[BaseModel], skip: tuple[str, ...] = ()) -> str:
     lines = ["| setting | default | type | bounds | meaning |", "|---|---|---|---|---|"]
-    for field, f in fields.items():
-        bounds = ", ".join(_bound(b) for b in f.metadata)
-        default = "" if f.default is None else f"`{f.default}`"
+    for field, f in model.model_fields.items():
+        if field in skip:
+            continue
+        bounds = ", ".join(filter(None, map(_bound, f.metadata)))
+        default = "" if f.default is None or f.is_required() else f"`{f.default}`"
         row = (f"`{field}`", default, f"`{_type(f.annotation)}`", bounds, f.description or "")
         lines.append("| " + " | ".join(_cell(c) for c in row) + " |")
     return "\n".join(lines)
@@ -172,8 +205,8 @@ def settings_table(name: str) -> str:
 
 def _bound(b: Any) -> str:
     for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
-        if hasattr(b, attribute):
-            return f"{sign} {getattr(b, attribute)}"
+        if hasattr(b, attribute) and abs(getattr(b, attribute)) < 1e6:  # larger ones only catch typing errors
+            return f"{sign} {getattr(b, attribute):g}"
     return ""
 
 
@@ -186,6 +219,8 @@ def _type(annotation: Any) -> str:
         return _type(inner[0])
     if origin in (Union, UnionType):
         return " or ".join("empty" if i is NoneType else _type(i) for i in inner)
+    if origin is dict:
+        return "table"
     return annotation.__name__ if isinstance(annotation, type) and not inner else str(annotation)
 
 
@@ -224,7 +259,35 @@ def _escape(text: str) -> str:
     return text
 
 
-def generated(written: Path) -> dict[str, Callable[[], str]]:
+def run_settings() -> str:
+    """Tables of every setting of a run, of the federation and of the engine."""
+    lines = []
+    for title, intro, model in SETTINGS_TABLES:
+        lines += [f"## {title}", "", intro, "", _fields_table(model, skip=("settings", "federation")), ""]
+    return "\n".join(lines).rstrip()
+
+
+def counts() -> dict[str, int]:
+    """Numbers that pages quote: methods, their variants, both together, data sets known by name, models."""
+    found = methods()
+    variants = [n for n in found if parent(n, found)]
+    return {
+        "methods": len(found) - len(variants),
+        "variants": len(variants),
+        "registered": len(found),
+        "data sets": len(KNOWN) + 1,  # and the digits of scikit-learn
+        "models": len(known_models()),
+    }
+
+
+def fill(text: str) -> str:
+    """Put generated parts into a page: `<!-- settings NAME -->`, `<!-- run settings -->`, `<!-- count WHAT -->`."""
+    text = re.sub(r"<!-- settings ([\w-]+) -->", lambda m: settings_table(m[1]), text)
+    text = re.sub(r"<!-- count ([\w ]+) -->", lambda m: str(counts()[m[1]]), text)
+    return text.replace("<!-- run settings -->", run_settings()) if "<!-- run settings -->" in text else text
+
+
+def generated(written: Path = HERE) -> dict[str, Callable[[], str]]:
     """Pages by path, each made when asked for; a method's written page comes before what the code says of it."""
 
     def page(name: str) -> Callable[[], str]:

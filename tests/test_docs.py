@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -15,6 +16,8 @@ import typer
 
 from coterie.cli.app import app
 from coterie.cli.paper import _commas
+from coterie.config import Engine, RunSettings
+from coterie.data.settings import PartitionSettings
 from coterie.methods import known
 from coterie.papers import presets
 from coterie.report.figures import KINDS
@@ -83,41 +86,78 @@ def test_toml_of_a_page_is_toml(page) -> None:
         tomllib.loads(block)
 
 
-@pytest.fixture
-def build(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    for name in ("build", "catalogue"):
-        sys.modules.pop(name, None)
-    import build
-
-    yield build
-    for name in ("build", "catalogue"):
-        sys.modules.pop(name, None)
+def written_links(page: Path) -> list[str]:
+    """Targets of the links and pictures of a page, code left out."""
+    text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.M | re.S)
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text))
 
 
-def test_the_site_builds_with_sound_links_and_a_page_for_every_method(build, tmp_path) -> None:
-    assert build.main(tmp_path / "site") == []
-    site = tmp_path / "site"
+def anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    sys.path.insert(0, str(DOCS))
+    import catalogue
+
+    yield catalogue
+    sys.path.remove(str(DOCS))
+    sys.modules.pop("catalogue", None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_of_a_page_lead_to_files_and_headings(page, catalogue) -> None:
+    for link in written_links(page):
+        target, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        made = file.relative_to(DOCS).as_posix() if file.is_relative_to(DOCS) else ""
+        assert file.exists() or made in catalogue.generated(), f"{page.name} links to {link}, which does not exist"
+        if anchor and file.suffix == ".md":
+            text = catalogue.generated()[made]() if made in catalogue.generated() else file.read_text()
+            assert anchor in anchors(catalogue.fill(text)), f"{page.name} links to {link}: there is no such heading"
+
+
+def test_every_written_page_is_in_the_navigation(catalogue) -> None:
+    named = set(re.findall(r"(\S+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), flags=re.M))
+    there = {p.relative_to(DOCS).as_posix() for kind in ("*.md", "*.ipynb") for p in DOCS.rglob(kind)}
+    assert there <= named
+
+
+def test_every_method_has_a_page_with_its_settings(catalogue) -> None:
+    pages = catalogue.generated()
+    overview = pages["methods.md"]()
     for name in known():
         if name != "fedclip":
-            assert (site / "methods" / f"{name}.html").exists()
-            assert f"methods/{name}.html" in (site / "methods.html").read_text()
+            assert f"methods/{name}.md" in pages
+            assert overview.count(f"(methods/{name}.md)") == 2, "in the tree and in the table"
+    assert "| `warmup_epochs` |" in pages["methods/sc-fpfl.md"]()
+
+
+def test_the_page_of_settings_has_them_all_with_a_meaning(catalogue) -> None:
+    text = catalogue.fill((DOCS / "settings.md").read_text())
+    for model in (RunSettings, PartitionSettings, Engine):
+        for name in model.model_fields:
+            if name not in ("settings", "federation"):
+                row = re.search(rf"^\| `{name}` \|.*\| (.*) \|$", text, flags=re.M)
+                assert row and row[1], name
+
+
+@pytest.mark.long
+def test_the_site_builds_strictly_and_needs_no_network(tmp_path) -> None:
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in known():
+        assert name == "fedclip" or (site / "methods" / f"{name}.html").exists()
     for page in site.rglob("*.html"):
-        assert not re.search(r'(src|href)="https?://[^"]*\.(js|css|woff2?)"', page.read_text()), "needs the network"
-    assert "warmup_epochs" in (site / "methods" / "sc-fpfl.html").read_text()
-
-
-def test_a_broken_link_is_named(build, tmp_path) -> None:
-    source = tmp_path / "docs"
-    source.mkdir()
-    (source / "index.md").write_text("# A\n\n[b](b.md) [c](b.md#there) [d](b.md#not-there) [e](gone.md) [f](#a)\n")
-    (source / "b.md").write_text("# B\n\n## There\n\n[out](https://example.org/x)\n")
-    assert build.main(tmp_path / "site", source) == [
-        "index.html links to b.html#not-there, which does not exist",
-        "index.html links to gone.html, which does not exist",
-    ]
-
-
-def test_links_of_the_readme_lead_to_files() -> None:
-    for href in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
-        assert href.startswith("http") or (ROOT / href).exists(), href
+        assert not re.search(r'<(script|link|img)[^>]*(src|href)="https?://', page.read_text()), (
+            f"{page} needs a network"
+        )
+    assert "warmup_epochs" in (site / "search" / "search_index.json").read_text()
+    for name in ("run", "Method", "schema.Schema", "testing.check"):
+        assert f'id="coterie.{name}"' in (site / "api.html").read_text(), name

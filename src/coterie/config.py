@@ -12,7 +12,7 @@ from coterie.method import Method
 from coterie.methods import build, find, sentence
 
 PUBLIC = 200  # unlabelled items that are set aside for a method that needs some, if nobody says how many
-LARGEST = 1e6  # of rates and epochs; anything near it is a slip of the keyboard
+LARGEST = 1e6  # of rates and epochs; larger values are typing errors
 BOUND = 1e9  # of numbers whose meaning only a method or a model knows
 
 
@@ -21,36 +21,46 @@ class RunSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    method: str
+    method: str = Field(description="name of the method")
     settings: dict[str, Any] = Field({}, description="the method's own settings")
     data: str = Field("digits", description="a known name, a file or folder, hub:owner/name or module:function")
-    subset: int | None = Field(None, ge=1, description="use only so many samples")
-    federation: PartitionSettings = Field(PartitionSettings(), description="who has what")
-    model: str | None = Field(None, description="a known name or package.module:factory; empty: what fits the data")
-    model_options: dict[str, Any] = {}
-    rounds: int = Field(50, ge=1, le=10**9)
-    join: float = Field(0.5, gt=0, le=1, description="share of the clients that take part in a round")
-    epochs: float = Field(5, gt=0, le=LARGEST, description="local epochs")
-    batch: int = Field(32, ge=1, le=2**31)
-    lr: float = Field(0.05, gt=0, le=LARGEST)
-    lr_decay: float = Field(1.0, gt=0, le=1, description="factor on lr from round to round")
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    momentum: float = Field(0.0, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0, le=LARGEST)
-    opt_state: Literal["reset", "keep"] = Field("reset", description="does momentum or Adam's memory outlive a round")
-    weighting: Literal["samples", "uniform"] | None = Field(None, description="empty: as the method's paper says")
-    bn_stats: Literal["shared", "local"] = Field("shared", description="do batch-norm statistics travel")
-    seed: int = Field(0, ge=0, lt=2**63)
-    dropout: float = Field(0.0, ge=0, lt=1, description="share of the sampled clients that fail in a round")
-    stragglers: float = Field(0.0, ge=0, le=1, description="share of the sampled clients that do fewer epochs")
-    newcomers: int = Field(0, ge=0, description="so many last clients never train and are only scored")
+    subset: int | None = Field(None, ge=1, description="use only this many samples of the data set")
+    federation: PartitionSettings = Field(PartitionSettings(), description="how the data are divided among clients")
+    model: str | None = Field(None, description="a known name or package.module:factory; empty: chosen from the data")
+    model_options: dict[str, Any] = Field({}, description="arguments for the model, such as {hidden = 128}")
+    rounds: int = Field(50, ge=1, le=10**9, description="communication rounds")
+    join: float = Field(0.5, gt=0, le=1, description="fraction of the clients that take part in a round")
+    epochs: float = Field(5, gt=0, le=LARGEST, description="local epochs per round")
+    batch: int = Field(32, ge=1, le=2**31, description="batch size of local training")
+    lr: float = Field(0.05, gt=0, le=LARGEST, description="learning rate of local training")
+    lr_decay: float = Field(1.0, gt=0, le=1, description="factor by which lr is multiplied after every round")
+    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="optimiser of local training")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd")
+    weight_decay: float = Field(0.0, ge=0, le=LARGEST, description="L2 penalty (sgd, adam) or decoupled decay (adamw)")
+    opt_state: Literal["reset", "keep"] = Field(
+        "reset", description="keep: a client's momentum or Adam moments carry over to its next round"
+    )
+    weighting: Literal["samples", "uniform"] | None = Field(
+        None, description="weights of the clients in the average; empty: as in the method's paper"
+    )
+    bn_stats: Literal["shared", "local"] = Field(
+        "shared", description="batch-norm statistics are averaged like weights, or stay on the client"
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of partition, initial model, sampling and training")
+    dropout: float = Field(0.0, ge=0, lt=1, description="fraction of the sampled clients that fail in a round")
+    stragglers: float = Field(0.0, ge=0, le=1, description="fraction of the sampled clients that train fewer epochs")
+    newcomers: int = Field(0, ge=0, description="the last N clients never train and are only evaluated")
     eval_every: int = Field(10, ge=1, description="rounds between evaluations of all clients")
-    eval_clients: int | None = Field(None, ge=1, description="score only so many clients, always the same; empty: all")
-    watch: bool = Field(True, description="score participants before and after local training in every round")
-    final_trained: bool = Field(True, description="after the last round score all clients after local training too")
-    official: bool = Field(False, description="score every personal model on the whole official test part too")
+    eval_clients: int | None = Field(
+        None, ge=1, description="evaluate only this many clients, always the same ones; empty: all"
+    )
+    watch: bool = Field(True, description="evaluate participants before and after local training in every round")
+    final_trained: bool = Field(
+        True, description="after the last round, also evaluate all clients after local training"
+    )
+    official: bool = Field(False, description="also evaluate every personal model on the whole official test part")
     gm_head: Literal["mean", "init"] = Field("mean", description="head of GM, the mean of the personal models")
-    checkpoint_every: int = Field(10, ge=1)
+    checkpoint_every: int = Field(10, ge=1, description="rounds between checkpoints")
     log_updates: bool = Field(False, description="log the norm of the participants' mean update (aun) and the largest")
 
     @model_validator(mode="before")
@@ -75,16 +85,17 @@ class Engine(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    workers: int | None = Field(None, ge=1, description="processes; empty: the cores")
+    workers: int | None = Field(None, ge=1, description="worker processes; empty: number of CPU cores")
     runtime: Literal["local", "ray", "flower"] = Field(
-        "local", description="processes of this machine, of a Ray cluster, or a federation of devices on this machine"
+        "local",
+        description="execution backend: processes on this machine, a Ray cluster, or Flower devices on this machine",
     )
-    address: str | None = Field(None, description="of the Ray cluster; empty: one is started on this machine")
+    address: str | None = Field(None, description="address of the Ray cluster; empty: one is started on this machine")
     engine: Literal["loop", "stack", "auto"] = Field(
-        "loop", description="clients one after the other, many at once, or whichever is faster (equal to rounding)"
+        "loop", description="train clients one by one, many at once, or whichever is faster (equal up to rounding)"
     )
     state: Literal["memory", "disk"] = Field("memory", description="where client state is kept between rounds")
-    data_dir: Path | None = None
+    data_dir: Path | None = Field(None, description="directory with the data files; empty: COTERIE_DATA")
 
 
 def engine(**given: Any) -> Engine:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coterie.data.dataset import Normalize
 from coterie.data.scheme import Scheme, parse
@@ -15,25 +15,42 @@ class PartitionSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    partition: str = "dirichlet(0.1)"
-    clients: int | None = None  # None: 20, and with `natural` everybody the data name
-    pool: Literal["merged", "train"] = "merged"  # what is dealt out: all samples, or the official training part
-    test_share: float = 0.25
-    test_from: Literal["own", "official"] = (
-        "own"  # official: dealt by the class shares of the clients, needs pool=train
+    partition: str = Field("dirichlet(0.1)", description="how the samples are divided among the clients")
+    clients: int | None = Field(None, description="number of clients; empty: 20, or all that the data name (natural)")
+    pool: Literal["merged", "train"] = Field(
+        "merged", description="samples that are divided: all, or the official training part only"
     )
-    val_share: float = 0.1  # of the client's samples that are not test
-    min_size: int = 10  # drawn again until every client has so many; natural clients with fewer are left out
-    short: Literal["redraw", "fill"] = "redraw"  # fill: one draw, then the largest clients give to those below min_size
-    cap: bool = False  # a client that holds its equal share gets no more (dirichlet, rotate)
-    stratify: bool = True
-    public: int = 0  # unlabelled items that every party has and no client owns
-    public_from: Literal["holdout", "test", "noise"] = "holdout"
-    normalize: Normalize = "standard"
-    exdir_prior: Literal["indicator", "normalized"] = "indicator"  # concentration alpha, or alpha / holders, per holder
-    exdir_cap: bool = True
-    exdir_min_holders: int | None = None  # None: half of what an even spread gives each label
-    rotate_interp: Interp = "bilinear"
+    test_share: float = Field(0.25, description="fraction of a client's samples used for testing")
+    test_from: Literal["own", "official"] = Field(
+        "own",
+        description="a client's test samples: from its own, or from the official test part in proportion to its "
+        "classes (needs pool = train)",
+    )
+    val_share: float = Field(0.1, description="fraction of a client's remaining samples used for validation")
+    min_size: int = Field(
+        10,
+        description="fewest samples of a client; partitions are redrawn until it holds, smaller natural ones left out",
+    )
+    short: Literal["redraw", "fill"] = Field(
+        "redraw", description="fill: draw once, then move samples from the largest clients to those below min_size"
+    )
+    cap: bool = Field(
+        False, description="a client that has an equal share of all samples gets no more (dirichlet, rotate)"
+    )
+    stratify: bool = Field(True, description="keep the class proportions when a client's samples are split")
+    public: int = Field(0, description="number of unlabelled samples that every party has and no client owns")
+    public_from: Literal["holdout", "test", "noise"] = Field(
+        "holdout", description="source of the public samples: set aside, official test part, or random noise"
+    )
+    normalize: Normalize = Field("standard", description="standardise, scale to 0..1, or leave the pixels as they are")
+    exdir_prior: Literal["indicator", "normalized"] = Field(
+        "indicator", description="concentration for each holder of a class: alpha, or alpha / number of holders"
+    )
+    exdir_cap: bool = Field(True, description="cap for exdir: a client with an equal share of all samples gets no more")
+    exdir_min_holders: int | None = Field(
+        None, description="fewest clients that hold a class (exdir); empty: half of an even spread"
+    )
+    rotate_interp: Interp = Field("bilinear", description="interpolation of rotated pictures")
 
     @model_validator(mode="before")
     @classmethod
