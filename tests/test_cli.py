@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from coterie.cli import main
+from coterie.methods import known
 
 SMALL = ["--clients", "5", "--rounds", "2", "--epochs", "1", "--workers", "1"]
 
@@ -41,7 +42,11 @@ MISTAKES = {
     "alpha below 0": (["run", "fedavg", "--partition", "dirichlet(-1)"], "alpha"),
     "unknown partition": (["run", "fedavg", "--partition", "dirichlt(1)"], 'did you mean "dirichlet'),
     "model does not fit": (["run", "fedavg", "--model", "lenet5"], "1x8x8"),
-    "batch norm missing": (["run", "fedbn"], "batch norm"),
+    "batch norm missing": (["run", "fedbn", "--model", "mlp"], "batch norm"),
+    "compare what cannot run": (
+        ["compare", "fedavg", "fedbn", "--model", "mlp"],
+        "FedBN needs a model with batch norm",
+    ),
     "wrong state": (["run", "fedavg", "--state", "cloud"], "state"),
     "no method": (["run"], "name a method"),
     "missing config": (["run", "--config", "none.toml"], "none.toml"),
@@ -111,6 +116,29 @@ def test_compare_always_has_local_only(cli) -> None:  # type: ignore[no-untyped-
     code, out, _ = cli("report", "c", "-o", "page.html")
     page = Path("page.html").read_text()
     assert code == 0 and "FedProx" in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_compare_gives_all_methods_what_one_of_them_needs(cli) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = cli("compare", "fedbn", "sc-fpfl-no-agent", *SMALL, "--rounds", "1", "--out", "c")
+    assert code == 0 and "batch norm, for the sake of FedBN" in out and "public set" in out, err
+    assert "not comparable" not in err
+    found = [json.loads(p.read_text()) for p in Path("c").glob("*/settings.json")]
+    assert len(found) == 3 and len({f["partition"]["sha256"] for f in found}) == 1
+    assert {f["settings"]["model"] for f in found} == {"default-bn"}
+    assert len({f["parameters"] for f in found}) == 1
+
+
+@pytest.mark.parametrize("name", ["fedbn", "fedap", "sc-fpfl"])
+def test_a_method_runs_with_nothing_but_its_name_and_says_what_was_chosen(name: str, cli) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = cli("run", name, *SMALL[2:])
+    assert code == 0 and (" needs a model with batch norm: mlp-bn" in out or " needs a public set: 200" in out), err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", known())
+def test_every_method_runs_with_nothing_but_its_name(name: str, cli) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = cli("run", name, "--rounds", "2")
+    assert code == 0, err
 
 
 def test_compare_gives_a_marked_setting_to_one_method(cli) -> None:  # type: ignore[no-untyped-def]

@@ -70,6 +70,7 @@ TOTALS = [
     ("mlp", (1, 8, 8), 10, {"hidden": "128,32"}, 65 * 128 + 129 * 32 + 330),
     ("logistic", (1, 8, 8), 10, {}, 650),
     ("text", (40,), 4, {"vocab": 1000}, 64_000 + 65 * 64 + 65 * 4),
+    ("text-bn", (40,), 4, {"vocab": 1000}, 64_000 + 65 * 64 + 65 * 4 + 128),
 ]
 
 
@@ -133,7 +134,10 @@ def test_layers_have_the_names_of_the_papers_and_the_classifier_is_the_head():
 
 @pytest.mark.parametrize("name", [n for n in ZOO if n != "vgg11"])
 def test_every_model_has_a_head_and_gives_one_score_per_class(name):
-    shape, dtype = {"text": ((12,), torch.int64), "signal": ((6, 32), torch.float32)}.get(name, (GREY, torch.float32))
+    words = ((12,), torch.int64)
+    shape, dtype = {"text": words, "text-bn": words, "signal": ((6, 32), torch.float32)}.get(
+        name, (GREY, torch.float32)
+    )
     net = Net(build(name, shape, 7), torch.zeros(2, *shape, dtype=dtype))
     assert net(net.state(), torch.ones(3, *shape, dtype=dtype)).shape == (3, 7)
     assert net.layout.head == "classifier"
@@ -345,6 +349,8 @@ def test_known_lists_every_model_with_a_line_and_its_options():
 def test_the_default_model_suits_and_fits_the_data(shape, dtype, name):
     assert default_for(shape, 5, dtype) == name
     build(name, shape, 5)
+    normed = build(default_for(shape, 5, dtype, batch_norm=True), shape, 5)
+    assert any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in normed.modules())
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------

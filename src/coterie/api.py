@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from torch import nn
 
+from coterie.config import PUBLIC, method_class, owner, settings, table
 from coterie.config import engine as engine_of
-from coterie.config import method_class, owner, settings
 from coterie.data.dataset import Dataset
 from coterie.errors import CoterieError, unknown
 from coterie.folders import fresh_folder
 from coterie.method import Method
+from coterie.models.registry import WITH_NORM
 from coterie.runs.comparison import Comparison
 from coterie.runs.found import APART
 from coterie.runs.run import Run
@@ -49,6 +50,8 @@ def run(
     chosen = settings(**{**more, "method": method, **named})
     objects = replace(objects, method=None if isinstance(method, str) else method)
     session = prepare(chosen, how, objects)
+    for sentence in session.chosen():
+        log.info(sentence)
     folder = _path(out) or fresh_folder(f"{chosen.method}-{chosen.data}")
     execute(session, folder, say=log.warning)
     return _told(Run(folder, session))
@@ -70,14 +73,14 @@ def compare(
     how = engine_of(workers=workers, engine=engine, data_dir=_path(data_dir))
     folder = _path(out) or fresh_folder("compare")
     cells = comparison_cells(methods, data, model, seeds, folder, **more)
-    status = sweep(cells, how)
+    status = sweep(cells, how, check=True)
     if status.failed:
         path, reason = next(iter(status.failed.items()))
         raise CoterieError(f"{path.name} failed: {reason}")
-    table = Comparison([Run(c.out, objects=c.objects) for c in cells])
-    for sentence in [*status.said, *table.warnings()]:
+    found = Comparison([Run(c.out, objects=c.objects) for c in cells])
+    for sentence in [*status.said, *found.warnings()]:
         log.warning(sentence)
-    return table
+    return found
 
 
 def comparison_cells(
@@ -103,6 +106,11 @@ def comparison_cells(
     if method_class("local") not in map(method_class, methods):
         chosen = {"local": "local", **chosen}
     classes = {name: method_class(m) for name, m in chosen.items()}
+    if model is None and any("bn" in m.needs for m in classes.values()):
+        named["model"] = WITH_NORM  # all methods train the same model
+    given = {**more, **table("federation", more.get("federation"))}
+    if "public" not in given and any("public" in m.needs for m in classes.values()):
+        more = {"public": PUBLIC, **more}  # all methods have the same clients
     shared = {k: v for k, v in more.items() if "." not in k}
     single = {k: v for k, v in more.items() if "." in k}
     for k in single:
@@ -123,6 +131,26 @@ def comparison_cells(
             cell = settings(**{**mine, "method": method, "seed": seed, **named})
             cells.append(Cell(cell, folder / f"{name}-s{seed}", theirs))
     return cells
+
+
+def shared_choices(cells: Sequence[Cell]) -> list[str]:
+    """A sentence for each thing that one method needs and that all methods of a comparison therefore have."""
+    needs: dict[str, list[str]] = {"bn": [], "public": []}
+    for cell in {c.settings.method: c for c in cells}.values():
+        cls = cell.objects.method or method_class(cell.settings.method)
+        for need in needs.keys() & set(cls.needs):
+            needs[need].append(cls.card.title or cls.__name__)
+    found, s = [], cells[0].settings
+    if needs["bn"] and s.model == WITH_NORM:
+        found.append(f"all methods train the default model with batch norm, for the sake of {_names(needs['bn'])}")
+    if needs["public"] and s.federation.public == PUBLIC:
+        names = _names(needs["public"])
+        found.append(f"{PUBLIC} items are set aside as a public set without labels, for the sake of {names}")
+    return found
+
+
+def _names(titles: Sequence[str]) -> str:
+    return ", ".join(titles[:3]) + (f" and {len(titles) - 3} more" if len(titles) > 3 else "")
 
 
 def _seeds(seeds: Any) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from coterie import native, official
-from coterie.config import Engine, RunSettings
+from coterie.config import PUBLIC, Engine, RunSettings
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
 from coterie.data.sources import load
@@ -26,8 +26,8 @@ from coterie.method import Context, Method
 from coterie.methods import build as build_method
 from coterie.methods import find
 from coterie.models.net import Net
+from coterie.models.registry import WITH_NORM, default_for
 from coterie.models.registry import build as build_model
-from coterie.models.registry import default_for
 from coterie.official import Official
 from coterie.rng import key
 from coterie.round import Rules
@@ -81,6 +81,20 @@ class Session:
         rule = Optimiser(s.optimizer, s.momentum, s.weight_decay, s.opt_state == "keep")
         stacker = Stacker(self.method.ctx, rule) if self.engine.engine == "stack" else None
         return Clients(self.method, self.federation, rule, stacker)
+
+    def chosen(self) -> list[str]:
+        """A sentence for each thing that nobody named and that the method needs."""
+        s, method, fed = self.settings, self.method, self.federation
+        found = []
+        if "bn" in method.needs and s.model is None and self.objects.model is None:
+            name = default_for(fed.shape, fed.num_classes, fed.dataset.x.dtype, batch_norm=True)
+            found.append(f"{method.card.title} needs a model with batch norm: {name} is used (--model names another)")
+        if "public" in method.needs and s.federation.public == PUBLIC:
+            found.append(
+                f"{method.card.title} needs a public set: {PUBLIC} items are set aside for it, without labels "
+                "(--set public=N takes another number)"
+            )
+        return found
 
     def cost(self, client: int) -> int:
         """How long a client takes, in any unit."""
@@ -143,7 +157,7 @@ def bind(
     n = len(federation.clients)
     if settings.newcomers >= n:
         raise CoterieError(f"newcomers = {settings.newcomers} leaves none of the {n} clients to train")
-    net = _net(settings, federation, model)
+    net = _net(settings, federation, model, batch_norm="bn" in bound.needs)
     bound.ctx = Context(
         net=net,
         w0=net.state(),
@@ -167,11 +181,18 @@ def bind(
     return Session(settings, engine, federation, bound)
 
 
-def _net(settings: RunSettings, federation: Federation, model: nn.Module | Factory | None) -> Net:
-    """The model with its first values drawn from the seed; an instance that the user built keeps its own."""
+def _net(
+    settings: RunSettings, federation: Federation, model: nn.Module | Factory | None, batch_norm: bool = False
+) -> Net:
+    """The model with its first values drawn from the seed; an instance that the user built keeps its own.
+
+    Without a name it is what fits the data, with batch norm if the method needs that."""
     data = federation.dataset
     example = data.ready(torch.arange(2), federation.settings.normalize)
-    source = model or settings.model or default_for(federation.shape, federation.num_classes, example.dtype)
+    source = model or settings.model
+    if source is None or source == WITH_NORM:
+        norm = batch_norm or source == WITH_NORM
+        source = default_for(federation.shape, federation.num_classes, example.dtype, norm)
     module = build_model(
         source,
         federation.shape,
@@ -188,7 +209,10 @@ def _net(settings: RunSettings, federation: Federation, model: nn.Module | Facto
 
 
 _NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {
-    "bn": (lambda m, f: m.ctx.net.has_batch_norm, "a model with batch norm (for example lenet5)"),
+    "bn": (
+        lambda m, f: m.ctx.net.has_batch_norm,
+        "a model with batch norm (such as mlp-bn, lenet5 or default-bn)",
+    ),
     "head": (lambda m, f: m.ctx.net.layout.head is not None, "a model whose last layer is an nn.Linear (its head)"),
     "val": (lambda m, f: bool((f.sizes("val") > 0).all()), "a validation part at every client (set val_share)"),
     "public": (lambda m, f: f.public() is not None, "a public set (set public to a number of items)"),

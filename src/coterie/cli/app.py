@@ -68,9 +68,9 @@ def run(
             raise CoterieError("name a method, for example `coterie run fedrep`; `coterie list methods` shows them all")
         session = prepare(settings(**given), how)
         folder = out or fresh_folder(f"{given['method']}-{session.settings.data}")
-        if "public" in session.method.needs and "public" not in given and not (quiet or as_json):
-            items = session.settings.federation.public
-            console.print(f"{items} items are set aside as the public set, without labels (set public to change that)")
+        for sentence in session.chosen():
+            if not (quiet or as_json):
+                console.print(sentence, soft_wrap=True, highlight=False)
     silent = quiet or as_json
     stop = Stop()
     with stop.listening(), bar(session.method.card.title, session.settings.rounds, silent) as update:
@@ -119,7 +119,7 @@ def compare(
     as_json: o.Json = False,
 ) -> None:
     """Run several methods on the same clients and print one table. `all` stands for every method."""
-    from coterie.api import comparison_cells
+    from coterie.api import comparison_cells, shared_choices
     from coterie.folders import fresh_folder
     from coterie.methods import known
     from coterie.runs.comparison import Comparison
@@ -131,9 +131,13 @@ def compare(
     names = list(dict.fromkeys(m for name in methods for m in (known() if name == "all" else [name])))
     folder = out or fresh_folder(f"compare-{given.get('data', 'digits')}")
     cells = comparison_cells(names, given.pop("data", "digits"), given.pop("model", None), seeds, folder, **given)
+    if not (quiet or as_json):
+        for sentence in shared_choices(cells):
+            console.print(sentence, soft_wrap=True, highlight=False)
     stop = Stop()
     with stop.listening(), bar("compare", sum(c.settings.rounds for c in cells), quiet or as_json) as update:
-        status = sweep(cells, engine_from(workers, None, data_dir, engine=engine), lambda s: update(s.done(), ""), stop)
+        how = engine_from(workers, None, data_dir, engine=engine)
+        status = sweep(cells, how, lambda s: update(s.done(), _now(s)), stop, check=True)
     for sentence in status.said:
         _complain(sentence)
     done = [c for c in cells if c.out not in status.failed and c.finished()]
@@ -219,6 +223,16 @@ def engine_from(workers: int | None, state: str | None, data_dir: Path | None, *
     from coterie.config import engine
 
     return engine(workers=workers, state=state, data_dir=data_dir, **more)
+
+
+def _now(status: Any) -> str:
+    """The runs that are being computed, with their accuracy."""
+    words = []
+    for path, done in status.rounds.items():
+        if 0 < done < status.planned[path]:
+            accuracy = status.accuracy.get(path)
+            words.append(path.name + ("" if accuracy is None else f" {100 * accuracy:.1f} %"))
+    return ", ".join(words)
 
 
 def _complain(sentence: str) -> None:

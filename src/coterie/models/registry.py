@@ -72,13 +72,22 @@ def build(
     return module
 
 
-def default_for(shape: tuple[int, ...], classes: int, dtype: torch.dtype = torch.float32) -> str:
+WITH_NORM = "default-bn"  # stands for the default model with batch norm
+
+_NORMED = {"mlp": "mlp-bn", "text": "text-bn"}  # the other default models have batch norm
+
+
+def default_for(
+    shape: tuple[int, ...], classes: int, dtype: torch.dtype = torch.float32, batch_norm: bool = False
+) -> str:
     """The name of a sensible model for items of this shape."""
     if len(shape) == 1:
-        return "mlp" if dtype.is_floating_point else "text"
-    if len(shape) == 2:
-        return "signal" if shape[1] >= 8 else "mlp"
-    return "lenet5" if len(shape) == 3 and min(shape[1:]) >= 16 else "mlp"
+        name = "mlp" if dtype.is_floating_point else "text"
+    elif len(shape) == 2:
+        name = "signal" if shape[1] >= 8 else "mlp"
+    else:
+        name = "lenet5" if len(shape) == 3 and min(shape[1:]) >= 16 else "mlp"
+    return _NORMED.get(name, name) if batch_norm else name
 
 
 def known() -> list[ModelInfo]:

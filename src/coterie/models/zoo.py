@@ -137,23 +137,35 @@ class TextNet(Dense):
 
     takes = torch.int64
 
-    def __init__(self, classes: int, vocab: int, width: int, hidden: list[int]):
+    def __init__(self, classes: int, vocab: int, width: int, hidden: list[int], batch_norm: bool = False):
         super().__init__(width, hidden, classes)
         self.embedding = nn.Embedding(vocab, width, padding_idx=0)
+        self.norm = nn.BatchNorm1d(width) if batch_norm else None
 
     def forward(self, x: Tensor) -> Tensor:
         real = (x != 0).unsqueeze(-1).to(self.embedding.weight.dtype)  # [batch, tokens, 1]
         mean = (self.embedding(x) * real).sum(1) / real.sum(1).clamp(min=1)
-        return super().forward(mean)
+        return super().forward(mean if self.norm is None else self.norm(mean))
 
 
 def text_net(
-    shape: Shape, classes: int, *, vocab: Count = 8192, width: Count = 64, hidden: Widths = (64,)
+    shape: Shape,
+    classes: int,
+    *,
+    vocab: Count = 8192,
+    width: Count = 64,
+    hidden: Widths = (64,),
+    batch_norm: bool = False,
 ) -> nn.Module:
     """Word vectors, their mean, a small MLP; items are token numbers below `vocab`, 0 is padding."""
     if len(shape) != 1:
         raise CoterieError(f"the model text takes items of token numbers [tokens]; the data's have shape {text(shape)}")
-    return TextNet(classes, vocab, width, list(hidden))
+    return TextNet(classes, vocab, width, list(hidden), batch_norm)
+
+
+def text_bn(shape: Shape, classes: int, *, vocab: Count = 8192, width: Count = 64, hidden: Widths = (64,)) -> nn.Module:
+    """The same with batch norm on the mean of the word vectors."""
+    return text_net(shape, classes, vocab=vocab, width=width, hidden=hidden, batch_norm=True)
 
 
 def signal(shape: Shape, classes: int, *, batch_norm: bool = True, hidden: Widths = (64,)) -> nn.Module:
@@ -187,5 +199,6 @@ ZOO: dict[str, Callable[..., nn.Module]] = {
     "scfpfl-cnn": scfpfl_cnn,
     "signal": signal,
     "text": text_net,
+    "text-bn": text_bn,
     "vgg11": vgg11,
 }

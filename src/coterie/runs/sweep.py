@@ -15,10 +15,12 @@ from pydantic import ValidationError
 
 from coterie.config import Engine, RunSettings
 from coterie.data.dataset import Dataset
+from coterie.data.federation import Federation, federate
 from coterie.data.sources import load
 from coterie.errors import CoterieError
+from coterie.methods import build
 from coterie.runs.run import Run
-from coterie.session import Objects, execute, prepare, recorded, resolved
+from coterie.session import Objects, bind, execute, prepare, recorded, resolved
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,11 @@ def sweep(
     engine: Engine,
     tell: Callable[[Status], None] = lambda s: None,
     stopped: Callable[[], bool] = lambda: False,
+    check: bool = False,
 ) -> Status:
-    """Run every cell to its end, a process each (one cell alone uses all workers itself)."""
+    """Run every cell to its end, a process each (one cell alone uses all workers itself).
+
+    With `check` a method that cannot run on its data and model is refused before anything is trained."""
     status = Status({c.out: 0 for c in cells}, {c.out: c.settings.rounds for c in cells})
     waiting = []
     for cell in cells:
@@ -91,6 +96,8 @@ def sweep(
     tell(status)
     workers = engine.workers or os.cpu_count() or 1
     data = _Loaded(engine)
+    if check:
+        _check(waiting, engine, data)
     side_by_side = min(workers, len(waiting))
     inner = engine.model_copy(update={"workers": max(1, workers // max(1, side_by_side))})
     live: dict[Any, tuple[Cell, Any]] = {}
@@ -117,6 +124,18 @@ def sweep(
         for _, process in live.values():
             process.terminate()
     return status
+
+
+def _check(cells: Sequence[Cell], engine: Engine, data: "_Loaded") -> None:
+    """Puts together one run of every method, on one seed's clients; a CoterieError says what cannot work."""
+    first = {c.settings.method: c for c in reversed(cells)}
+    dealt: dict[str, Federation] = {}
+    for cell in first.values():
+        s = cell.settings
+        name = f"{s.data} {s.subset} {s.seed} {s.federation.model_dump_json()}"
+        if name not in dealt:
+            dealt[name] = federate(cell.objects.dataset or data.get(s), s.federation, s.seed)
+        bind(s, engine, build(cell.objects.method or s.method, s.settings), dealt[name], cell.objects.model)
 
 
 def _hear(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: Status) -> None:
