@@ -1,0 +1,50 @@
+"""Writes docs/parity.md from the references: `python tests/reference/table.py`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from coterie.methods import find, known
+from reference import TOLERANCE, abouts, cases
+
+PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+INTRODUCTION = f"""# Agreement with papers and authors' code
+
+Every method is written a second time in `tests/reference/`, in plain PyTorch, from the paper's equations or from what
+the authors' public code does. `tests/test_parity.py` runs both sides for three rounds on six clients of unequal size,
+half of them in each round, with short last batches, on an MLP and on a small CNN with batch norm, from the same first
+weights and with the same batches, and compares the weights of server and clients, and the clients' predictions, to
+{TOLERANCE:.0e}. Changed methods are shown to fail it.
+
+"Authors' code" means: the reference follows what that code does under the settings named; "paper's equations": no such
+code was found, or it was not followed. The letter is the certainty on the method's page: A checked against the authors'
+code, B against others' code, P written from the paper itself, C reconstructed from published descriptions.
+Departures are those of the defaults; a setting in brackets undoes one.
+
+This page is written by `python tests/reference/table.py` and checked by a test.
+
+| method | | agrees with | settings compared | departures that remain |
+|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    rows, tried = [], cases()
+    for name, about in sorted(abouts().items()):
+        if name not in known():
+            continue
+        card = find(name).card
+        settings = "; ".join(dict.fromkeys(_settings(c) for c in tried if c.method == name))
+        departures = "; ".join(about.departures) or "none"
+        rows.append(f"| {card.title} (`{name}`) | {card.certainty} | {about.agrees} | {settings} | {departures} |")
+    return INTRODUCTION + "\n".join(rows) + "\n"
+
+
+def _settings(case) -> str:  # type: ignore[no-untyped-def]
+    both = {**case.settings, **case.run}
+    return ", ".join(f"{k} = {v}" for k, v in both.items()).replace("|", "\\|") or "defaults"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
