@@ -159,7 +159,8 @@ def test_buffers_and_frozen_parameters_are_not_trainable():
     module.register_buffer("scale", torch.ones(3))
     module[0].bias.requires_grad_(False)
     net = Net(module, FLAT)
-    assert net.fixed == {"scale", "1.running_mean", "1.running_var", "0.bias"}
+    assert net.fixed == {"scale", "1.running_mean", "1.running_var"}
+    assert net.layout.frozen == {"0.bias"} and "0.bias" not in net.state()
     assert net.trainable == {"0.weight", "1.weight", "1.bias", "3.weight", "3.bias"}
     assert set(net.names) == net.fixed | net.trainable == set(net.state())
 

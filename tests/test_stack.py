@@ -217,7 +217,7 @@ def test_what_a_loss_holds_is_part_of_its_identity() -> None:
 
 
 def test_auto_says_what_it_chose_and_a_resumed_run_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_timed", lambda clients: (0.2, 0.1, 0.05, {}))
+    monkeypatch.setattr(choose, "_timed", lambda clients: (1, 0.2, 0.1, 0.05, {}))
     said: list[str] = []
     halt = iter([True, False, False])
     assert not execute(session(FEDAVG, engine="auto"), tmp_path, say=said.append, stopped=lambda: next(halt))
@@ -240,7 +240,7 @@ def test_auto_says_what_it_chose_and_a_resumed_run_keeps_it(tmp_path: Path, monk
 def test_a_stack_stays_in_one_process_where_halving_it_saves_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "_timed", lambda clients: (0.2, 0.1, 0.09, {}))
+    monkeypatch.setattr(choose, "_timed", lambda clients: (1, 0.2, 0.1, 0.09, {}))
     choice = choose.choose(session(FEDAVG).clients(), "auto")
     assert choice.workers == 1 and "one process" in choice.why
     many = session(FEDAVG, clients=40, partition="iid", min_size=1).clients()  # more participants than a stack holds

@@ -210,7 +210,7 @@ def _net(
 
 _NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {
     "bn": (
-        lambda m, f: m.ctx.net.has_batch_norm,
+        lambda m, f: bool(m.ctx.net.layout.of_kind("bn")),
         "a model with batch norm (such as mlp-bn, lenet5 or default-bn)",
     ),
     "head": (lambda m, f: m.ctx.net.layout.head is not None, "a model whose last layer is an nn.Linear (its head)"),

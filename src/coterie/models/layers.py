@@ -1,14 +1,16 @@
 """Names the layers and groups of any nn.Module by type, never by substring."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from coterie.errors import CoterieError, unknown
 
@@ -37,16 +39,21 @@ def _named(found: Any) -> Any:
 class Layout:
     """Layers in order of execution and the state-dict names that belong to each group.
 
-    Groups: all, conv, fc, bn (affine and statistics), bn_stats, head, body, layer:<name>.
+    Groups: all, conv, fc, bn (affine and statistics), bn_stats, head, body, unused, layer:<name>. Frozen tensors are
+    constants of the model and in no group; a tensor that several layers share belongs to the first of them.
     """
 
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # those that take part in a prediction
     kinds: Mapping[str, str]  # layer -> conv | fc | bn | other
     head: str | None  # the last linear layer, if its output is the model's and no other layer shares its weights
     groups: Mapping[str, Names] = field(repr=False)
+    called: Names  # layers that are called as modules: what enters them can be seen
+    weighted: tuple[str, ...]  # what a reader counts as a layer: not norms, free parameters or parts of attention
+    frozen: Names
 
     def of_kind(self, kind: str) -> tuple[str, ...]:
-        return tuple(name for name in self.layers if self.kinds[name] == kind)
+        """Layers of this kind whose input can be seen; the projection inside attention is none."""
+        return tuple(name for name in self.layers if self.kinds[name] == kind and name in self.called)
 
     def group(self, name: str) -> Names:
         if name not in self.groups:
@@ -65,83 +72,172 @@ def tensor_names(module: nn.Module) -> list[str]:
 
 
 def layout(module: nn.Module, example: Tensor) -> Layout:
-    """Runs the module once on `example` [2, ...] to learn the order of its layers."""
+    """Runs the module once on `example` [2, ...] to learn which layers take part, and in which order."""
     names = set(tensor_names(module))
     own = {
         path: [n for k in [*sub._parameters, *sub._buffers] if (n := f"{path}.{k}" if path else k) in names]
         for path, sub in module.named_modules()
     }
     leaves = {path: sub for path, sub in module.named_modules() if own[path]}
-    order, outputs = _order(module, leaves, example)
-    layers = _complete(order, leaves)
-    kinds = {path: _kind(leaves[path]) for path in layers}
-    linear = [path for path in order if kinds[path] == "fc"]
-    head = linear[-1] if linear and outputs[linear[-1]] and _alone(module, leaves[linear[-1]]) else None
-    groups: dict[str, Names] = {f"layer:{path}": Names(own[path]) for path in layers}
+    probe = _Probe(module, leaves, example)
+    frozen = _frozen(leaves, own, [*probe.order, *(path for path in leaves if path not in probe.order)])
+    own = {path: [n for n in own[path] if n not in frozen] for path in leaves}
+    leaves = {path: sub for path, sub in leaves.items() if own[path]}
+    kinds = {path: _kind(sub, f"{path}.weight" if path else "weight", own[path]) for path, sub in leaves.items()}
+    idle = {path for path in leaves if path not in probe.order or probe.is_idle(path)}
+    layers = tuple(path for path in probe.order if path in leaves and path not in idle)
+
+    linear = [path for path in layers if kinds[path] == "fc" and path in probe.outputs]
+    last = linear[-1] if linear else None
+    alone = last is not None and _alone(module, leaves[last], set(own[last]), f"{last}." if last else "")
+    head = last if last is not None and probe.outputs[last] is probe.result and alone else None
+    groups: dict[str, Names] = {f"layer:{path}": Names(own[path]) for path in leaves}
     for kind in ("conv", "fc", "bn"):
-        groups[kind] = Names(n for path in layers if kinds[path] == kind for n in own[path])
+        groups[kind] = Names(n for path in leaves if kinds[path] == kind for n in own[path])
     parameters = {k for k, _ in module.named_parameters()}
-    groups["all"] = Names(names)
+    groups["all"] = Names(names) - frozen
     groups["bn_stats"] = Names(n for n in groups["bn"] if n not in parameters)
     groups["head"] = Names(own[head]) if head is not None else Names()
     groups["body"] = groups["all"] - groups["head"]
-    return Layout(layers, kinds, head, groups)
+    groups["unused"] = Names(n for path in idle for n in own[path])
+    weighted = tuple(path for path in layers if _counts(leaves[path], kinds[path]) and not _inside(path, module))
+    called = Names(path for path in layers if path in probe.outputs)
+    return Layout(layers, {k: v for k, v in kinds.items() if k in layers}, head, groups, called, weighted, frozen)
 
 
-def _kind(module: nn.Module) -> str:
-    if isinstance(module, _ConvNd):
-        return "conv"
-    if isinstance(module, nn.Linear):
-        return "fc"
+def _kind(module: nn.Module, weight: str, own: Sequence[str]) -> str:
+    """By type. A layer whose weight is tied, computed or frozen has none of its own to compare or keep."""
+    if isinstance(module, _ConvNd | nn.Linear):
+        return "other" if weight not in own else "conv" if isinstance(module, _ConvNd) else "fc"
     return "bn" if is_batch_norm(module) else "other"
 
 
-def _complete(order: list[str], leaves: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """Adds layers that are never called themselves, such as the projection inside attention, after their parent."""
-    out = list(order)
-    for path in leaves:
-        if path not in out:
-            parent = path
-            while parent and parent not in out:
-                parent = parent.rpartition(".")[0]
-            out.insert(out.index(parent) + 1 if parent else len(out), path)
-    return tuple(out)
+def _counts(module: nn.Module, kind: str) -> bool:
+    others = (nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag, nn.Bilinear, nn.MultiheadAttention)
+    return kind in ("conv", "fc") or isinstance(module, others)
 
 
-def _alone(module: nn.Module, layer: nn.Module) -> bool:
-    """Does the layer have a weight of its own? A tied or computed one cannot be kept apart from the body."""
-    own = {id(p) for p in layer._parameters.values() if p is not None}
+def _inside(path: str, module: nn.Module) -> bool:
+    """Is the layer a part of attention?"""
+    return bool(path) and isinstance(module.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention)
+
+
+def _frozen(leaves: Mapping[str, nn.Module], own: Mapping[str, list[str]], order: Sequence[str]) -> Names:
+    """Parameters with requires_grad=False, and the statistics of the norms among them. A norm without weights goes with
+    the layer before it (or, as the first layer, the one after it)."""
+    fixed = {
+        f"{path}.{k}" if path else k
+        for path, sub in leaves.items()
+        for k, p in sub._parameters.items()
+        if isinstance(p, nn.Parameter) and not p.requires_grad
+    }
+    out = set(fixed)
+    weights = {path: f"{path}.weight" if path else "weight" for path in order}
+    for at, path in enumerate(order):
+        if isinstance(leaves[path], _NormBase):
+            near = [path, *reversed(order[:at]), *order[at + 1 :]]
+            weight = next((weights[p] for p in near if weights[p] in own[p]), None)
+            if weight in fixed:
+                out |= {f"{path}.{k}" if path else k for k in leaves[path]._buffers}
+    return Names(out & {n for found in own.values() for n in found})
+
+
+def _alone(module: nn.Module, layer: nn.Module, own: AbstractSet[str], dot: str) -> bool:
+    """Does the layer have weights of its own? Tied, computed or frozen ones cannot be kept apart from the body."""
+    mine = {id(p) for p in layer._parameters.values() if p is not None}
     others = {id(p) for sub in module.modules() if sub is not layer for p in sub._parameters.values()}
-    return layer._parameters.get("weight") is not None and not own & others
+    return all(dot + k in own for k, p in layer._parameters.items() if p is not None) and not mine & others
 
 
-def _order(module: nn.Module, leaves: Mapping[str, nn.Module], example: Tensor) -> tuple[list[str], dict[str, bool]]:
-    """Leaf names in order of their first call, and whether each one's output is the model's output."""
-    order: list[str] = []
-    seen: dict[str, Tensor] = {}
-    hooks = []
-    for path, sub in leaves.items():
+class _Uses(TorchFunctionMode):
+    """Tells of every tensor that is put into an operation. Asking for a shape or a device is no use."""
 
-        def hook(_m: nn.Module, _i: object, out: object, path: str = path) -> None:
-            if path not in seen:
-                order.append(path)
-            if isinstance(out, Tensor):
-                seen[path] = out
+    def __init__(self, tell: Callable[[int], None]):
+        super().__init__()
+        self.tell = tell
 
-        hooks.append(sub.register_forward_hook(hook))
-    was = module.training
-    module.eval()
-    try:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if any(isinstance(v, Tensor) for v in tree_leaves(out)):
+            for v in tree_leaves((args, kwargs)):
+                if isinstance(v, Tensor):
+                    self.tell(id(v))
+        return out
+
+
+class _Probe:
+    """One pass of the model, watched: the order in which layers are first used, and what they gave."""
+
+    def __init__(self, module: nn.Module, leaves: Mapping[str, nn.Module], example: Tensor):
+        self.module, self.leaves, self.example = module, leaves, example
+        self.order: list[str] = []
+        self.outputs: dict[str, object] = {}  # of layers that were called as modules
+        owner: dict[int, str] = {}
+        for path, sub in leaves.items():
+            for tensor in _tensors(sub):
+                owner.setdefault(id(tensor), path)  # the first of those that share it
+
+        def use(path: str | None) -> None:
+            if path is not None and path not in self.order:
+                self.order.append(path)
+
+        hooks = []
+        for path, sub in leaves.items():
+
+            def hook(_m: nn.Module, _i: object, out: object, path: str = path) -> None:
+                use(path)
+                self.outputs[path] = out
+
+            hooks.append(sub.register_forward_hook(hook))
+        try:
+            with torch.enable_grad(), _Uses(lambda tensor: use(owner.get(tensor))):
+                self.result = self._run()
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as e:
+            shape = "x".join(map(str, example.shape[1:]))
+            reason = (str(e).splitlines() or [type(e).__name__])[0]
+            raise CoterieError(f"the model does not fit the data: one item has shape {shape} ({reason})") from e
+        finally:
+            for h in hooks:
+                h.remove()
+        if not isinstance(self.result, Tensor) or self.result.ndim != 2:
+            raise CoterieError("a model must return logits of shape [batch, classes]")
+        self._reached = self._reach(self.result)
+
+    def _run(self) -> Any:
+        was = self.module.training
+        self.module.eval()
+        try:
+            return self.module(self.example)
+        finally:
+            self.module.train(was)
+
+    def _reach(self, result: Tensor) -> set[int]:
+        """Ids of the tensors that a gradient of the result reaches."""
+        tensors = [t for sub in self.leaves.values() for t in _tensors(sub) if t.requires_grad]
+        if not tensors or not result.requires_grad:
+            return set()
+        found = torch.autograd.grad(result.sum(), tensors, allow_unused=True)
+        return {id(t) for t, g in zip(tensors, found, strict=True) if g is not None}
+
+    def is_idle(self, path: str) -> bool:
+        """Did the layer run for nothing, such as an auxiliary output that is thrown away? No gradient reaches it, and
+        the result is the same without it (gradients alone do not tell: a part may run in torch.no_grad)."""
+        tensors = _tensors(self.leaves[path])
+        if not self._reached or any(id(t) in self._reached for t in tensors):
+            return False
+        held = [t.detach().clone() for t in tensors]
         with torch.no_grad():
-            result = module(example)
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as e:
-        shape = "x".join(map(str, example.shape[1:]))
-        reason = (str(e).splitlines() or [type(e).__name__])[0]
-        raise CoterieError(f"the model does not fit the data: one item has shape {shape} ({reason})") from e
-    finally:
-        for h in hooks:
-            h.remove()
-        module.train(was)
-    if not isinstance(result, Tensor) or result.ndim != 2:
-        raise CoterieError("a model must return logits of shape [batch, classes]")
-    return order, {path: out is result for path, out in seen.items()}
+            for t in tensors:
+                t.add_(1.0)
+            try:
+                return torch.equal(self._run(), self.result)
+            finally:
+                for t, v in zip(tensors, held, strict=True):
+                    t.copy_(v)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """A module's own parameters and floating buffers."""
+    own = [*module._parameters.values(), *module._buffers.values()]
+    return [t for t in own if t is not None and t.is_floating_point()]

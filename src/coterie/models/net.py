@@ -14,7 +14,8 @@ from coterie.tree import Tree
 
 class Net:
     """Calls `module` with the tensors of a tree. In training mode a batch-norm layer uses batch statistics, and moves
-    its running ones in the tree itself, exactly when its own weight is being trained: frozen parts do not move."""
+    its running ones in the tree itself, exactly when its own weight is being trained: frozen parts do not move.
+    Parameters that came with requires_grad=False are constants of the module: no tree has them."""
 
     def __init__(self, module: nn.Module, example: Tensor):
         self.module = module
@@ -25,31 +26,40 @@ class Net:
         fixed: set[str] = set()
         self._slots: list[tuple[dict[str, Tensor | None], str, str]] = []
         self._norms: list[tuple[nn.Module, str | None]] = []  # and the entry that says whether it is being trained
+        self._still: list[nn.Module] = []  # norms that are frozen for good
+        frozen = self.layout.frozen
         self._recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
         for path, sub in module.named_modules():
             dot = f"{path}." if path else ""
             for local, p in sub._parameters.items():
                 if p is not None:
                     name = canonical.setdefault(id(p), dot + local)
-                    self._slots.append((sub._parameters, local, name))
-                    if isinstance(p, nn.Parameter) and not p.requires_grad:
-                        fixed.add(name)
+                    if name not in frozen:
+                        self._slots.append((sub._parameters, local, name))
             for local, b in sub._buffers.items():
                 if b is not None and b.is_floating_point():
                     name = canonical.setdefault(id(b), dot + local)
-                    self._slots.append((sub._buffers, local, name))
-                    fixed.add(name)
+                    if name not in frozen:
+                        self._slots.append((sub._buffers, local, name))
+                        fixed.add(name)
                 elif b is not None and isinstance(sub, _NormBase):
                     sub._buffers[local] = None  # the counter: not needed with a fixed momentum
             if isinstance(sub, _NormBase):
                 if sub.momentum is None and sub.track_running_stats:
                     raise CoterieError(f'the norm layer "{path}" has momentum=None; give it a number, such as 0.1')
                 weight = sub._parameters.get("weight")
-                self._norms.append((sub, canonical[id(weight)] if weight is not None else self._neighbour(path)))
+                entry = canonical[id(weight)] if weight is not None else self._neighbour(path)
+                if entry in frozen or any(dot + k in frozen for k in sub._buffers):
+                    self._still.append(sub)
+                else:
+                    self._norms.append((sub, entry))
         self.has_batch_norm = any(is_batch_norm(norm) for norm, _ in self._norms)
         self.names = list(dict.fromkeys(full for _, _, full in self._slots))
-        self.fixed = Names(fixed)  # buffers, and parameters that came with requires_grad=False
+        self.fixed = Names(fixed)  # buffers
         self.trainable = Names(self.names) - self.fixed
+        if not self.trainable:
+            why = "all its parameters have requires_grad=False" if frozen else "it has no parameters"
+            raise CoterieError(f"the model has nothing to train: {why}")
         self._head = None if self.layout.head is None else module.get_submodule(self.layout.head)
 
     def _neighbour(self, path: str) -> str | None:
@@ -85,6 +95,8 @@ class Net:
         if self.training:
             for norm, weight in self._norms:
                 norm.training = weight is None or params[weight].requires_grad
+            for norm in self._still:
+                norm.training = False
 
     def forward(self, params: Tree, x: Tensor) -> Tensor:
         """Logits [batch, classes]."""

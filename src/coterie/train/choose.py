@@ -46,7 +46,7 @@ def choose(clients: Clients, asked: Asked) -> Choice:
     if asked == "auto" and clients.method.ctx.net.layout.of_kind("conv"):
         return Choice("loop", "convolutions of many clients at once are slower than one after the other")
     try:
-        loop, stack, half, alone = _timed(clients)
+        at, loop, stack, half, alone = _timed(clients)
     except Exception as e:  # a trial must never stop a run: the loop always works
         if asked == "stack":
             return Choice("stack", "as asked")
@@ -57,12 +57,15 @@ def choose(clients: Clients, asked: Asked) -> Choice:
     left += "; one process, because half of the clients take nearly as long as all" if one else ""
     if asked == "stack":
         return Choice("stack", f"as asked{left}", 1 if one else None)
+    if len(alone) == len(clients.method.phases(at)):
+        return Choice("loop", f"nothing can be stacked: {alone[min(alone)]}")
     times = f"{1000 * stack:.0f} ms stacked, {1000 * loop:.0f} ms client by client for an epoch of {TRIED} clients"
     return Choice("stack", f"{times}{left}", 1 if one else None) if stack < WORTH * loop else Choice("loop", times)
 
 
-def _timed(clients: Clients) -> tuple[float, float, float, dict[int, str]]:
-    """Seconds for one epoch of a few clients: one by one, stacked, half of them stacked; and why phases cannot be."""
+def _timed(clients: Clients) -> tuple[int, float, float, float, dict[int, str]]:
+    """The round that was tried, seconds for one epoch of a few clients (one by one, stacked, half of them stacked), and
+    why phases cannot be stacked."""
     ctx = clients.method.ctx
     t, starts = _first_training(clients)
     phases = [_short(p) for p in clients.method.phases(t)]
@@ -82,7 +85,7 @@ def _timed(clients: Clients) -> tuple[float, float, float, dict[int, str]]:
             way(members)
             last = time.perf_counter() - begin
         took.append(last)
-    return took[0], took[1], took[2], {k: v for k, v in stacker.reasons.items() if isinstance(k, int)}
+    return t, took[0], took[1], took[2], {k: v for k, v in stacker.reasons.items() if isinstance(k, int)}
 
 
 def _first_training(clients: Clients) -> tuple[int, list[Start]]:

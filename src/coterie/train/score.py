@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coterie.messages import Score
 from coterie.method import Extras, Method, Split
-from coterie.train.stack_step import Extra, UnstackableError
+from coterie.train.stack_step import Extra, UnstackableError, truly_batched
 from coterie.tree import Tree
 
 CHUNK = 256  # pictures per forward pass: activations of small networks stay in cache
@@ -100,8 +100,10 @@ class Scorer:
             real = [len(r) for r in rows]
             active = sum(n > 0 for n in real)  # cases come longest first
             x = torch.nn.utils.rnn.pad_sequence(rows[:active], batch_first=True)  # [cases, samples, ...]
+            here = {k: v[:active] for k, v in params.items()}
             try:
-                out = torch.vmap(predict)({k: v[:active] for k, v in params.items()}, [e[:active] for e in extras], x)
+                with truly_batched():
+                    out = torch.vmap(predict)(here, [e[:active] for e in extras], x)
             except Exception:  # random numbers, a branch on a value: one by one, then
                 self._failed = True
                 return []

@@ -6,6 +6,7 @@ padding, so with it only batches of equal size share a step. Clients are sorted 
 have finished leave the stack at its end.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from coterie.method import Batch, Context, Phase
 from coterie.rng import key
 from coterie.train.optim import Optimiser, stepper
 from coterie.train.stack_run import LARGEST, Draws, Member, Stack
-from coterie.train.stack_step import Extra, Recipe, Steps, UnstackableError, identity
+from coterie.train.stack_step import Extra, Recipe, Steps, UnstackableError, identity, truly_batched
 from coterie.train.trainer import clipped, orders, phase_rule, run_phase, starts_of, trained_names
 from coterie.tree import Tree
 
@@ -177,7 +178,8 @@ def _try(recipe: Recipe, m: Member, *batch: Tensor) -> Tree:
     names = [*recipe.trains, *recipe.moves, *recipe.rest]
     flat = [v[None] for v in (*(m.params[k] for k in names), *recipe.extra.stacked(), *batch)]
     try:
-        out = recipe.stacked(*flat, torch.tensor(0.1), torch.tensor(1.0))
+        with truly_batched():
+            out = recipe.stacked(*flat, torch.tensor(0.1), torch.tensor(1.0))
     except UnstackableError:
         raise
     except Exception as e:  # whatever vmap says against the loss: random numbers, a branch on a value
@@ -189,6 +191,9 @@ def _said(e: Exception) -> str:
     text = str(e)
     if "randomness" in text:
         return "it draws random numbers"
+    if "batching rule" in text:
+        operation = re.search(r"aten::(\w+)", text)
+        return f"vmap has no rule for {operation[1] if operation else 'one of its operations'}"
     if "item()" in text or "control flow" in text or "data-dependent" in text:
         return "it branches on values"
     return f"vmap cannot follow it ({(text.splitlines() or [''])[0][:80].strip()})"

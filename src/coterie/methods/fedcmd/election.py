@@ -54,8 +54,8 @@ def round_winner(uploads: Sequence[Upload], votes: Sequence[int]) -> list[int]:
 
 
 def around(layout: Layout, layer: str) -> tuple[Names, Names, Names]:
-    """Names of entries before, in and after the layer, in order of execution."""
-    at = layout.layers.index(layer)
-    sides = (layout.layers[:at], (layer,), layout.layers[at + 1 :])
-    before, own, after = (Names(n for name in side for n in layout.group(f"layer:{name}")) for side in sides)
-    return before, own, after
+    """Names of entries before, in and after the layer, in order of execution; what takes no part counts as before."""
+    own = layout.group(f"layer:{layer}")
+    later = layout.layers[layout.layers.index(layer) + 1 :]
+    after = Names(n for name in later for n in layout.group(f"layer:{name}"))
+    return layout.group("all") - own - after, own, after

@@ -55,7 +55,7 @@ class FedCPMD(EdgeMethod):
     )
 
     def check(self) -> None:
-        votes.check_candidates(self.layers, self.hp.candidates)
+        votes.check_candidates(self.ctx.net.layout, self.hp.candidates)
         if self.hp.preparation >= 1 and self.prep >= self.ctx.rounds:
             raise CoterieError(f"preparation = {self.prep} leaves none of the {self.ctx.rounds} rounds for phase 2")
 

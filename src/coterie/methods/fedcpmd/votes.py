@@ -32,7 +32,7 @@ Ballot = dict[str, Tensor]  # votes and summed scores, both [distances, layers]
 # ---- candidates ------------------------------------------------------------------------------------------------------
 def candidates(layout: Layout, which: str | Sequence[str]) -> tuple[str, ...]:
     """Candidate layers in order of execution: fc, all (convolutions too), classifier, or these names."""
-    weighted = [n for n in layout.layers if layout.kinds[n] in ("conv", "fc")]
+    weighted = _weighted(layout)
     if which == "classifier":
         return (layout.head,) if layout.head is not None else ()
     if isinstance(which, str):
@@ -43,12 +43,24 @@ def candidates(layout: Layout, which: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(n for n in weighted if n in which)
 
 
-def check_candidates(found: Sequence[str], which: str | Sequence[str]) -> None:
+def _weighted(layout: Layout) -> list[str]:
+    return [n for n in layout.layers if n in (*layout.of_kind("conv"), *layout.of_kind("fc"))]
+
+
+def check_candidates(layout: Layout, which: str | Sequence[str]) -> None:
     """A choice needs two candidates, unless the user named the only one."""
+    found = candidates(layout, which)
     named = which == "classifier" or not isinstance(which, str)
     if len(found) < (1 if named else 2):
         have = f"it has {len(found)}" + (f": {', '.join(found)}" if found else "")
-        raise CoterieError(f"FedCPMD needs a model with at least two candidate layers ({have}); see candidates")
+        every = _weighted(layout)
+        ways = ["all (convolutions too)"] if len(every) > 1 and which != "all" else []
+        ways += ["classifier"] if layout.head is not None else []
+        ways += [f"a list of names out of {', '.join(every)}"] if every else []
+        other = f"; candidates may also be {', or '.join(ways)}" if ways else ""
+        raise CoterieError(
+            f"FedCPMD with candidates = {which} needs a model with at least two candidate layers ({have}){other}"
+        )
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
@@ -56,7 +68,7 @@ def check_candidates(found: Sequence[str], which: str | Sequence[str]) -> None:
 def layer_outputs(net: Net, params: Tree, x: Tensor, layers: Sequence[str]) -> list[Tensor]:
     """o_0, o_1 ... o_L [n, d]: what enters the first of `layers`, then what each of them hands to the next layer with
     weights (so after the activation), raw logits for the last of the model."""
-    order = [n for n in net.layout.layers if net.layout.kinds[n] in ("conv", "fc")]
+    order = _weighted(net.layout)
     after = dict(zip(order, [*order[1:], None], strict=True))
     taps = [layers[0], *(after[name] for name in layers)]
     inner = list(dict.fromkeys(t for t in taps if t is not None))

@@ -23,7 +23,7 @@ def pre_relu_layer(ctx: Context) -> str:
     """The linear layer whose output, after the activation, enters the head."""
     layout = ctx.net.layout
     layer = next((name for name in reversed(layout.layers) if name != layout.head), "")
-    if layout.kinds.get(layer) != "fc" or len(ctx.w0[f"{layer}.weight"]) != ctx.net.width:
+    if layer not in layout.of_kind("fc") or len(ctx.w0[f"{layer}.weight"]) != ctx.net.width:
         raise CoterieError("feature = pre_relu needs a model with a linear layer right before its head")
     return layer
 
