@@ -142,14 +142,15 @@ def test_names_beside_lines_keep_their_order_and_distance() -> None:
     assert max(crowd) <= 1 + 1e-9 and min(np.diff(sorted(crowd))) >= 0.1 - 1e-9
 
 
-def test_every_kind_is_written_as_png_and_svg(runs, tmp_path) -> None:
+def test_every_kind_is_written_as_png_svg_and_pdf(runs, tmp_path) -> None:
     chosen = {"layers": [r for r in runs if "FedCPMD" in r.title], "sizes": [r for r in runs if "FedCPMD" in r.title]}
     for kind in figures.KINDS:
         mine = chosen.get(kind, runs[:2] if kind == "similarity" else runs)
-        png, svg = figures.save(figures.draw(kind, mine, axis="join"), tmp_path / f"{kind}.png", dpi=40)
+        png, svg, pdf = figures.save(figures.draw(kind, mine, axis="join"), tmp_path / f"{kind}.png", dpi=40)
         assert png.read_bytes().startswith(b"\x89PNG") and b"<svg" in svg.read_bytes()
-    with pytest.raises(CoterieError, match=r'not "\.pdf"'):
-        figures.save(figures.draw("loss", runs), tmp_path / "x.pdf")
+        assert pdf.read_bytes().startswith(b"%PDF") and b"/FontFile2" in pdf.read_bytes()  # the font is embedded
+    with pytest.raises(CoterieError, match=r'not "\.gif"'):
+        figures.save(figures.draw("loss", runs), tmp_path / "x.gif")
     with pytest.raises(CoterieError, match='unknown kind of figure "round"; did you mean "rounds"'):
         figures.draw("round", runs)
 

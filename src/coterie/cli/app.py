@@ -1,6 +1,7 @@
 """The commands. Heavy imports happen inside them, so that help is instant."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -263,7 +264,9 @@ def report(
     from coterie.report.page import write
 
     damaged: list[str] = []
-    console.print(f"report: {write(folders, out, title, damaged.append)}", soft_wrap=True, highlight=False)
+    words = ["coterie", "report", *map(str, folders), "-o", str(out), *(["--title", title] if title else [])]
+    written = write(folders, out, title, damaged.append, shlex.join(words))
+    console.print(f"report: {written}", soft_wrap=True, highlight=False)
     for sentence in damaged:
         _complain(sentence)
     if damaged:

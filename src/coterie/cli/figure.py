@@ -1,4 +1,4 @@
-"""`coterie figure`: one picture of one or several runs, as PNG and SVG."""
+"""`coterie figure`: one picture of one or several runs, as PNG, SVG and PDF."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,9 @@ figure_app = typer.Typer()
 def figure(
     kind: Annotated[str, Argument(help="rounds, loss, bytes, cost, aun, bars, axis, clients, layers, sizes, ...")],
     folders: Annotated[list[Path], Argument(metavar="RUN...", help="folders of runs, or folders that hold runs")],
-    out: Annotated[Path | None, Option("--out", "-o", help="the file to write, .png and .svg (default: KIND)")] = None,
+    out: Annotated[
+        Path | None, Option("--out", "-o", help="the file to write: .png, .svg and .pdf (default: KIND)")
+    ] = None,
     view: Annotated[str, Option(help="which accuracy, e.g. personal/test/mean or participants/before/pooled")] = "",
     axis: Annotated[str, Option(help="for the kind axis: the setting to draw against, e.g. join")] = "",
     methods: Annotated[str | None, Option(help="only these methods, by commas")] = None,

@@ -46,6 +46,7 @@ def write(it: Item, runs: Cells, folder: Path, note: str) -> tuple[pd.DataFrame,
         "paper": it.paper, "item": it.name, "title": presets.title(it.paper), "what": it.what, "note": note,
         "columns": [str(text.index.name), *map(str, text.columns)],
         "rows": [[str(i), *map(str, row)] for i, row in zip(text.index, text.values, strict=True)],
+        "statistics": {} if it.reads_only else statistics(it),
         "ours": [r for r in it.rows if presets.is_ours(it, r)], "verdicts": verdicts,
         "cells": [
             {"row": row, "column": column, "seed": seed, "run": os.path.relpath(run.path, folder)}
@@ -56,6 +57,31 @@ def write(it: Item, runs: Cells, folder: Path, note: str) -> tuple[pd.DataFrame,
     missing = draw(it, find_runs([folder]), folder / "figures")
     page.write([folder], folder / "report.html")
     return text, verdicts, missing
+
+
+WORDS = {  # what the measured numbers are, for a reader of the page
+    "participants_before_last10": "the accuracy of participants before training, mean of the last ten rounds",
+    "clients_mean_best": "the mean accuracy over clients at its best round",
+    "ac": "the mean accuracy over clients at the last evaluation",
+    "gm": "the accuracy of the mean of the personal models on the official test part",
+    "pm_v": "the personal models' accuracy on the official test part, classes of their training data only, PM(V)",
+    "pm_l": "the personal models' accuracy on the official test part, classes weighted as in training, PM(L)",
+    "global_final": "the accuracy of the global model on the official test part after the last round",
+    "global_best": "the accuracy of the global model on the official test part, best round",
+    "rounds_to_70": "the rounds until 70 percent",
+    "rounds_to_75": "the rounds until 75 percent",
+    "megabytes": "the megabytes sent in all",
+}
+
+
+def statistics(it: Item) -> dict[str, list[str]]:
+    """What is measured, in words, with the columns it stands in."""
+    out: dict[str, list[str]] = {}
+    for column in it.columns:
+        name = presets.statistic(it, column)
+        words = "the accuracy of one client" if name.startswith("client_") else WORDS.get(name, name)
+        out.setdefault(words, []).append(column)
+    return out
 
 
 def draw(it: Item, runs: Sequence[Run], folder: Path) -> list[str]:

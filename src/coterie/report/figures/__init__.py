@@ -1,4 +1,4 @@
-"""Figures of runs: functions of runs that return a matplotlib Figure; `save` writes PNG and SVG."""
+"""Figures of runs: functions of runs that return a matplotlib Figure; `save` writes PNG, SVG and PDF."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -21,6 +21,8 @@ def headline(run: Run) -> float:
     summary = run.summary()
     if "personal" in summary:
         return float(summary["personal"]["last"])
+    if "participants_before_last10" not in summary:
+        raise CoterieError(f"{run.title} has no accuracy yet in {run.path}")
     return float(summary["participants_before_last10"])
 
 
@@ -50,13 +52,12 @@ def bars(runs: Sequence[Run], value: Value = headline, label: str = "accuracy (%
                          color=style.COLOURS[i % 8], hatch=style.HATCHES[i % 8], edgecolor="white", linewidth=0.4,
                          label=title, error_kw={"linewidth": 0.8})  # fmt: skip
         if len(groups) * len(frame) <= 24:
-            axes.bar_label(drawn, fmt="%.1f", fontsize=7, padding=1)
+            crowded = len(groups) * len(frame) > 12
+            axes.bar_label(drawn, fmt="%.1f", fontsize=7, padding=2, rotation=90 if crowded else 0)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylabel(label)
-    low = float(np.nanmin(frame[groups].to_numpy(dtype=float)))
-    if low > 30:  # bars that all reach far up are cut, and said to be
-        axes.set_ylim(bottom=5 * np.floor((low - 8) / 5))
-        axes.set_ylabel(f"{label}, axis begins at {axes.get_ylim()[0]:g}")
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))  # a bar's length is its number
+    axes.margins(y=0.08)
     axes.grid(axis="x", visible=False)
     style.legend(figure, axes)
     return figure
@@ -172,5 +173,6 @@ def _sorted(axes: Any, frame: pd.DataFrame, order: list[str], label: str, words:
         axes.plot(np.arange(1, len(y) + 1), y, markevery=((i * every) // len(order), every),
                   label=words.get(str(name), str(name)), **style.line(i))  # fmt: skip
     axes.margins(x=0.01)
+    style.whole_numbers(axes.xaxis)
     axes.set_xlabel("clients, from worst to best")
     axes.set_ylabel(label)

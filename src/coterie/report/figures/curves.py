@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from coterie.errors import CoterieError
 from coterie.report.figures import style
@@ -35,7 +34,7 @@ def over_rounds(runs: Sequence[Run], column: str, scale: float = 1.0) -> pd.Data
     out = {}
     for title in dict.fromkeys(r.title for r in runs):
         found = [r.rounds[column].dropna() for r in runs if r.title == title and column in r.rounds]
-        if found:
+        if any(len(f) for f in found):
             mean = pd.concat(found, axis=1).mean(axis=1) * scale
             out[title] = mean.rolling(WINDOW).mean().dropna() if _noisy(column, len(mean)) else mean
     if not out:
@@ -97,10 +96,10 @@ def cost(runs: Sequence[Run], view: str = "") -> Figure:
                       **style.line(order.index(title)))  # fmt: skip
         silent = [t for t in order if t not in shown]
         for title in silent:  # sends nothing, so it is a height, not a line
-            axes.axhline(accuracy[title].dropna().iloc[-1], color="#7a7a7a", linewidth=1, linestyle=":")
-            axes.annotate(f"{title}: sends nothing", (0.99, accuracy[title].dropna().iloc[-1]), fontsize=7,
-                          xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#555555")  # fmt: skip
-        axes.set_xscale("log")
+            axes.axhline(accuracy[title].dropna().iloc[-1], color=style.line(order.index(title))["color"],
+                         linewidth=1.2, linestyle=":", label=f"{title} (sends nothing)")  # fmt: skip
+        if shown:
+            axes.set_xscale("log")
         axes.set_xlabel("sent so far, all links, up and down (MB, logarithmic)")
         axes.set_ylabel(_broken(VIEWS.get(view, view)))
         axes.set_title(group)
@@ -113,22 +112,32 @@ def _lines(runs: Sequence[Run], data: object, label: str, zero: bool = False) ->
     order = list(dict.fromkeys(r.title for r in runs))
     figure, all_axes = style.panels(len(groups), height=max(style.TALL, 0.24 * len(order)))
     for axes, group in zip(all_axes, groups, strict=True):
-        frame = data([r for r in runs if r.group == group])  # type: ignore[operator]  # a function of runs
+        mine = [r for r in runs if r.group == group]
+        frame = data(mine)  # type: ignore[operator]  # a function of runs
         for title in frame.columns:
             y = frame[title].dropna()
             i = order.index(title)
             every = _every(len(y))
             start = (i * every) // max(len(order), 1)  # markers of close lines do not cover each other
+            for one in _by_seed(mine, title):  # thin lines: single seeds; the thick one is their mean
+                y1 = data([one])[title].dropna()  # type: ignore[operator]
+                axes.plot(y1.index, y1, color=style.line(i)["color"], linewidth=0.6, alpha=0.45)
             axes.plot(y.index, y, label=title, markevery=(start, every), **style.line(i))
         if zero:
             axes.set_ylim(bottom=0)
         axes.margins(x=0.01)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        style.whole_numbers(axes.xaxis)
         axes.set_xlabel("round")
         axes.set_ylabel(_broken(label))
         axes.set_title(group)
         style.name_lines(axes, {t: float(frame[t].dropna().iloc[-1]) for t in frame.columns}, order)
     return figure
+
+
+def _by_seed(runs: Sequence[Run], title: str) -> list[Run]:
+    """The single runs behind a mean; none if there is only one."""
+    mine = [r for r in runs if r.title == title]
+    return mine if len(mine) > 1 else []
 
 
 def _every(points: int) -> int:

@@ -54,13 +54,15 @@ def layers(runs: Sequence[Run]) -> Figure:
     names = list(dict.fromkeys(layer for r in chosen for layer in r.description.get("layers", ())))
     names = names or sorted({n for r in chosen for n in layer_of(r).values()}, key=_depth)
     per = {g: list({r.title: r for r in chosen if r.group == g}.values()) for g in groups}  # one seed of each
+    seeds = len({r.settings["seed"] for r in chosen})
     most = max(len(v) for v in per.values())
     across = most + (most > 1)
     figure, axes = style.panels(across * len(groups), width=2.2, height=2.95, columns=across)
     for row, group in enumerate(groups):
         here = axes[row * across : (row + 1) * across]
         for panel, run in zip(here, per[group], strict=False):
-            _map(panel, layer_of(run), {n: i for i, n in enumerate(names)}, run.title, len(names))
+            title = f"{run.title}, seed {run.settings['seed']}" if seeds > 1 else run.title
+            _map(panel, layer_of(run), {n: i for i, n in enumerate(names)}, title, len(names))
         for panel in here[len(per[group]) :]:
             panel.set_visible(False)
         if len(per[group]) > 1:
@@ -152,11 +154,21 @@ def sizes(runs: Sequence[Run]) -> Figure:
                 axes.text(left + size[n] / 2, y, text, ha="center", va="center", fontsize=7, color="black",
                           bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.8})  # fmt: skip
             left += size[n]
-    axes.set_yticks(range(len(found)), [f"{r.title}\n{r.group}" if several else r.title for r, _ in found])
+    names_of = [_with_seed(r, [x for x, _ in found]) for r, _ in found]
+    axes.set_yticks(
+        range(len(found)), [f"{n}\n{r.group}" if several else n for n, (r, _) in zip(names_of, found, strict=True)]
+    )
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
+    style.whole_numbers(axes.xaxis)
     axes.set_xlabel("clients in each cluster")
     return figure
+
+
+def _with_seed(run: Run, among: Sequence[Run]) -> str:
+    """The run's name, with its seed if there are several."""
+    several = len({r.settings["seed"] for r in among if (r.title, r.group) == (run.title, run.group)}) > 1
+    return f"{run.title}, seed {run.settings['seed']}" if several else run.title
 
 
 def members(run: Run) -> dict[int, int]:
@@ -181,33 +193,52 @@ def cosines(run: Run) -> tuple[list[int], Floats]:
     session, trees = personal_trees(run)
     order = sorted(trees, key=lambda i: (of.get(i, len(of)), i))
     w0, names = session.method.ctx.w0, [k for k in session.method.ctx.w0 if k in session.method.ctx.net.trainable]
-    rows = [torch.cat([(trees[i][k] - w0[k]).flatten() for k in names if k in trees[i]]) for i in order]
+    names = [k for k in names if all(k in tree for tree in trees.values())]
+    if not order or not names:
+        raise CoterieError(f"the clients of {run.title} have no parameters in common to compare")
+    rows = [torch.cat([(trees[i][k] - w0[k]).flatten() for k in names]) for i in order]
     V = torch.nn.functional.normalize(torch.stack(rows).double(), dim=1)  # [clients, P]
     return order, (V @ V.T).numpy()
 
 
 def similarity(runs: Sequence[Run]) -> Figure:
-    """Cosines of the clients' models, sorted by cluster, with the clusters' borders."""
-    figure, all_axes = style.panels(len(runs), width=4.2, height=3.7)
-    for axes, run in zip(all_axes, runs, strict=True):
-        order, C = cosines(run)
-        of = members(run)
-        off = C[~np.eye(len(C), dtype=bool)]
-        low, high = (float(np.quantile(off, q)) for q in (0.01, 0.99)) if len(off) else (0.0, 1.0)
-        image = axes.imshow(C, cmap="cividis", vmin=low, vmax=high, interpolation="nearest")
-        figure.colorbar(image, ax=axes, label="cosine of the models' changes", shrink=0.85)
-        for k in range(1, len(order)):
-            if of.get(order[k]) != of.get(order[k - 1]):
-                axes.axhline(k - 0.5, color="white", linewidth=1.2)
-                axes.axvline(k - 0.5, color="white", linewidth=1.2)
-        groups = len({of.get(i) for i in order})
-        axes.set_title(f"{run.title}: {groups} cluster{'s' if groups > 1 else ''}")
+    """Cosines of the clients' models, sorted by cluster, with the clusters' borders; runs that have none are named."""
+    found, reasons = [], []
+    for run in runs:
+        try:
+            found.append((run, *cosines(run), members(run)))
+        except CoterieError as e:
+            reasons.append(str(e))
+    if not found:
+        raise CoterieError("; ".join(dict.fromkeys(reasons)))
+    figure, all_axes = style.panels(len(found), width=4.2, height=3.9)
+    for axes, (run, order, C, of) in zip(all_axes, found, strict=True):
+        image = axes.imshow(C, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")  # one scale for all figures
+        figure.colorbar(image, ax=axes, label="cosine of the models' changes", shrink=0.85, ticks=[-1, -0.5, 0, 0.5, 1])
+        starts = [k for k in range(len(order)) if k == 0 or of.get(order[k]) != of.get(order[k - 1])]
+        for k in starts[1:]:
+            axes.axhline(k - 0.5, color="black", linewidth=0.8)
+            axes.axvline(k - 0.5, color="black", linewidth=0.8)
+        name = _with_seed(run, [r for r, *_ in found])
+        axes.set_title(f"{name}: {len(starts)} cluster{'s' if len(starts) > 1 else ''}")
         axes.set_xlabel("clients, by cluster")
         axes.set_ylabel("clients, by cluster")
         axes.grid(False)
-        few = len(order) <= 20
-        axes.set_xticks(range(len(order)) if few else [], [str(i) for i in order] if few else None)
-        axes.set_yticks(range(len(order)) if few else [], [str(i) for i in order] if few else None)
+        if len(order) <= 24:
+            names = [str(i) for i in order]
+            axes.set_xticks(range(len(order)), names, fontsize=7 if len(order) <= 12 else 5)
+            axes.set_yticks(range(len(order)), names, fontsize=7 if len(order) <= 12 else 5)
+        else:  # names of clusters where those of clients would touch
+            ends = [*starts[1:], len(order)]
+            at = [(a + b - 1) / 2 for a, b in zip(starts, ends, strict=True) if b - a >= len(order) / 20]
+            texts = [str(of.get(order[int(x)], "")) for x in at] if len(starts) > 1 else []
+            axes.set_xticks(at if texts else [], texts or None)
+            axes.set_yticks(at if texts else [], texts or None)
+            axes.set_xlabel("clients; ticks are clusters" if texts else "clients")
+            axes.set_ylabel("clients; ticks are clusters" if texts else "clients")
+    if reasons:
+        left_out = textwrap.fill("left out: " + "; ".join(dict.fromkeys(reasons)), 75 * min(2, len(found)))
+        figure.supxlabel(left_out, fontsize=6)
     return figure
 
 

@@ -7,9 +7,11 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 from sklearn.isotonic import isotonic_regression
 
 from coterie.errors import CoterieError
@@ -21,7 +23,8 @@ HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
 FONTS: Any = {
     "font.size": 9, "axes.labelsize": 9, "axes.titlesize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8,
     "legend.fontsize": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "grid.alpha": 0.3, "grid.linewidth": 0.5, "svg.fonttype": "none", "svg.hashsalt": "coterie",
+    "grid.alpha": 0.3, "grid.linewidth": 0.5, "svg.fonttype": "path", "svg.hashsalt": "coterie",
+    "pdf.fonttype": 42, "ps.fonttype": 42,
     "hatch.linewidth": 0.5,
 }  # fmt: skip
 WIDE, TALL = 6.3, 3.7  # inches; the text width of an A4 page
@@ -89,13 +92,22 @@ def legend(figure: Figure, axes: Axes) -> None:
         figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
 
 
+def whole_numbers(axis: Axis) -> None:
+    """Ticks of things that are counted: clients, rounds."""
+    axis.set_major_locator(MaxNLocator(integer=True))
+
+
+SUFFIXES = (".png", ".svg", ".pdf")
+DATELESS: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None, "ModDate": None}}
+
+
 def save(figure: Figure, path: Path, dpi: int = 200) -> list[Path]:
-    """PNG and SVG beside each other, whichever of the two the name asks for."""
-    if path.suffix.lower() not in ("", ".png", ".svg"):
-        raise CoterieError(f'a figure is written as .png and .svg, not "{path.suffix}"')
+    """PNG, SVG and PDF beside each other, whichever of them the name asks for; fonts are embedded."""
+    if path.suffix.lower() not in ("", *SUFFIXES):
+        raise CoterieError(f'a figure is written as .png, .svg and .pdf, not "{path.suffix}"')
     path.parent.mkdir(parents=True, exist_ok=True)
-    files = [path.with_suffix(".png"), path.with_suffix(".svg")]
+    files = [path.with_suffix(suffix) for suffix in SUFFIXES]
     with mpl.rc_context(FONTS):
         for file in files:
-            figure.savefig(file, dpi=dpi, metadata={"Date": None} if file.suffix == ".svg" else None)
+            figure.savefig(file, dpi=dpi, metadata=DATELESS.get(file.suffix))
     return files

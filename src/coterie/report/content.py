@@ -1,0 +1,273 @@
+"""The numbers of a report, as plain values: what its tables say and what its script draws."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from coterie.errors import CoterieError
+from coterie.report import membership
+from coterie.runs.comparison import Comparison
+from coterie.runs.run import Run
+
+VIEWS = {
+    "personal/test/mean": "personal model, mean over clients",
+    "personal/test/worst10": "personal model, worst tenth of the clients",
+    "personal/test/pooled": "personal model, pooled over samples",
+    "global/test/mean": "global model, mean over clients",
+    "global/official/pooled": "global model, official test part",
+    "participants/before/pooled": "participants before local training (pooled)",
+    "participants/after/pooled": "participants after local training (pooled)",
+}
+MEANING = {  # the statistic behind each column
+    "personal": "before local training, mean over clients, last evaluation",
+    "worst 10%": "the same, mean of the worst tenth of clients",
+    "std": "the same, standard deviation over clients",
+    "pooled": "the same, over all test samples together",
+    "last 10": "the same, mean over the last 10 rounds",
+    "selected": "the same, at the round chosen on validation data",
+    "best": "the same, at the best test round (optimistic)",
+    "global": "global model, mean over clients",
+    "trained": "after local training, mean over clients",
+    "adapted": "after fine-tuning, mean over clients",
+    "newcomers": "clients that never trained, mean over them",
+    "diverged": "clients whose models give NaN or infinity",
+    "MB up": "sent by clients, per round",
+    "MB down": "sent to clients, per round",
+    "s/round": "median time of a round",
+}
+ACCURACY = ("personal", "worst 10%", "pooled", "selected", "last 10", "best", "global", "trained", "adapted")
+NUMBERS = 200_000  # of clients' curves on one page; with more of them, fewer rounds are kept, then none
+
+
+def group_name(name: str, comparison: Comparison) -> str:
+    partition = comparison.runs[0].description["partition"]
+    return name or f"{partition['data']}, {partition['partition']}"
+
+
+def local_title(comparison: Comparison) -> str | None:
+    """The runs everybody is measured against: training alone."""
+    return next((r.title for r in comparison.runs if r.settings["method"] == "local"), None)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+def summary(comparison: Comparison) -> dict[str, Any]:
+    """The comparison's table as text, with the value behind each cell, and what is best or a tie."""
+    table, readable = comparison.table(), comparison.readable()
+    seeds = {t: int(n) for t, n in table["seeds"].items()}
+    rows = []
+    for title in readable.index:
+        cells = []
+        for c in readable.columns:
+            value = float(table.loc[title, c]) if c in table else float("nan")
+            if c == "diverged":
+                value = float(table.loc[title, "diverged"])
+            cells.append({"text": readable.loc[title, c], "value": None if np.isnan(value) else value})
+        rows.append({"title": title, "cells": cells})
+    marks = winners(comparison)
+    for row in rows:
+        for name, cell in zip(readable.columns, row["cells"], strict=True):
+            first = marks.get(name, ())
+            cell["best"], cell["tie"] = row["title"] in first, row["title"] in first and len(first) > 1
+    partition = comparison.runs[0].description["partition"]
+    same = len(set(seeds.values())) == 1
+    return {
+        "text": f"{partition['clients']} clients, {partition['dealt']:,} samples"
+        + (f", {next(iter(seeds.values()))} seeds" if same and seeds and max(seeds.values()) > 1 else ""),
+        "columns": [{"name": c, "meaning": MEANING.get(c, "")} for c in readable.columns],
+        "rows": rows,
+        "spread": max(seeds.values(), default=1) > 1,
+        "ties": any(len(v) > 1 for v in marks.values()),
+    }
+
+
+def winners(comparison: Comparison) -> dict[str, list[str]]:
+    """The methods with the highest mean in each accuracy column; several if the table shows the same number."""
+    table, out = comparison.table(), {}
+    if len(table) < 2:
+        return {}
+    for name in ACCURACY:
+        if name in table and table[name].notna().any():
+            shown = (100 * table[name].astype(float)).round(1)
+            out[name] = [str(t) for t in shown.index[shown == shown.max()]]
+    return out
+
+
+def gained(comparison: Comparison) -> dict[str, list[tuple[int, int, float]]]:
+    """title -> (seed, client, points gained against Local-Only), over all seeds that have both."""
+    base = local_title(comparison)
+    if base is None:
+        return {}
+    alone = {r.settings["seed"]: f for r in comparison.runs if r.title == base and (f := _scored(r)) is not None}
+    out: dict[str, list[tuple[int, int, float]]] = {}
+    for r in comparison.runs:
+        seed = r.settings["seed"]
+        if r.title == base or seed not in alone or (mine := _scored(r)) is None:
+            continue
+        difference = 100 * (mine - alone[seed]).dropna()
+        out.setdefault(r.title, []).extend((seed, int(i), round(float(v), 2)) for i, v in difference.items())
+    return out
+
+
+def _scored(run: Run) -> Any:
+    """Personal accuracy by client at the last evaluation; None if there is none that can be read."""
+    try:
+        frame = run.clients()
+    except CoterieError:  # not evaluated yet, or damaged: then a warning says so
+        return None
+    return frame["personal/test"].dropna() if "personal/test" in frame else None
+
+
+def gains(comparison: Comparison) -> dict[str, Any] | None:
+    """How many clients do better and worse than alone."""
+    found = gained(comparison)
+    if not found:
+        return None
+    rows = []
+    for title, mine in found.items():
+        values = np.array([v for *_, v in mine])
+        up, down = int((values > 0).sum()), int((values < 0).sum())
+        rows.append({
+            "title": title, "up": up, "same": len(values) - up - down, "down": down, "mean": float(values.mean()),
+            "median": float(np.median(values)), "least": float(values.min()), "most": float(values.max()),
+        })  # fmt: skip
+    return {"base": local_title(comparison), "rows": rows}
+
+
+def sent(comparison: Comparison) -> list[list[Any]]:
+    rows = []
+    for title in comparison.titles:
+        found = next(r for r in comparison.runs if r.title == title).summary()
+        for link, total in sorted(found["bytes"].items()):
+            rows.append([title, link.replace("/", ", "), found["bytes_per_round"].get(link, 0.0) / 1e6, total / 1e6])
+    return rows
+
+
+# ---- what the script draws -------------------------------------------------------------------------------------------
+def drawn(group: str, comparison: Comparison) -> dict[str, Any]:
+    return {
+        "name": group_name(group, comparison),
+        "methods": comparison.titles,
+        "local": local_title(comparison),
+        "curves": lines(comparison),
+        "gains": gained(comparison),
+        "costs": costs(comparison),
+        "clients": clients(comparison),
+        "clusters": clusters(comparison),
+    }
+
+
+def lines(comparison: Comparison) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """view -> method -> rounds, mean and spread over seeds, cumulative megabytes."""
+    out: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for view in VIEWS:
+        for title in comparison.titles:
+            frames = [r.rounds for r in comparison.runs if r.title == title and view in r.rounds]
+            if not frames:
+                continue
+            found = [f[view].dropna() for f in frames]
+            rounds = sorted(set.intersection(*(set(f.index) for f in found)))
+            if not rounds:
+                continue
+            values = np.array([[float(f[t]) for t in rounds] for f in found])
+            spent = np.mean(
+                [f.filter(like="bytes/").fillna(0).sum(axis=1).cumsum()[rounds].values for f in frames], axis=0
+            )
+            out.setdefault(view, {})[title] = {
+                "x": [int(t) for t in rounds],
+                "y": [round(100 * v, 3) for v in values.mean(0)],
+                "s": [round(100 * v, 3) for v in values.std(0, ddof=min(1, len(values) - 1))],
+                "mb": [round(float(v) / 1e6, 4) for v in spent],
+            }
+    return out
+
+
+def costs(comparison: Comparison) -> dict[str, dict[str, float]]:
+    """method -> megabytes sent in all and the last personal accuracy, means over seeds."""
+    out = {}
+    for title in comparison.titles:
+        found = [s for r in comparison.runs if r.title == title and "personal" in (s := r.summary())]
+        values = [100 * s["personal"]["last"] for s in found if np.isfinite(s["personal"]["last"])]
+        if values:
+            sizes = [sum(s["bytes"].values()) / 1e6 for s in found]
+            spread = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+            out[title] = {"mb": float(np.mean(sizes)), "y": float(np.mean(values)), "s": spread}
+    return out
+
+
+def clients(comparison: Comparison) -> dict[str, Any]:
+    """seed -> every client's samples, test labels, accuracy by method and its course over the rounds."""
+    seeds = sorted({r.settings["seed"] for r in comparison.runs})
+    kept = _kept_rounds(comparison, seeds)
+    out = {}
+    for seed in seeds:
+        mine = [r for r in comparison.runs if r.settings["seed"] == seed]
+        found = _of_seed(list({r.title: r for r in reversed(mine)}.values())[::-1], kept)
+        if found["ids"]:
+            out[str(seed)] = found
+    return out
+
+
+def _kept_rounds(comparison: Comparison, seeds: Sequence[int]) -> int:
+    """Evaluated rounds of each client's curve that a page has room for."""
+    curves = len(comparison.runs) * int(comparison.runs[0].description["partition"]["clients"])
+    room = NUMBERS // max(1, curves)
+    return 0 if room < 3 else min(room, 40)
+
+
+def _of_seed(runs: Sequence[Run], kept: int) -> dict[str, Any]:
+    frames = {}
+    for r in runs:
+        try:
+            frames[r.title] = r, r.evaluation()
+        except CoterieError:  # not evaluated yet, or damaged: then a warning says so
+            continue
+    frames = {t: (r, z) for t, (r, z) in frames.items() if "personal/test/hits" in z}
+    ids = sorted({int(i) for _, z in frames.values() for i in z["clients"]})
+    place = {i: k for k, i in enumerate(ids)}
+    samples: list[int] = [0] * len(ids)
+    labels: list[list[int]] = [[] for _ in ids]
+    accuracy: dict[str, list[float | None]] = {}
+    course: dict[str, dict[str, Any]] = {}
+    for title, (r, z) in frames.items():
+        totals = z["personal/test/total"]
+        for i, total in zip(z["clients"], totals, strict=True):
+            samples[place[int(i)]], labels[place[int(i)]] = int(total.sum()), [int(n) for n in total]
+        accuracy[title] = _accuracies(z, place)
+        rounds = [e["round"] for e in r.events if "evaluation" in e]
+        if kept and len(rounds) > 1:
+            picked = sorted({rounds[int(k)] for k in np.linspace(0, len(rounds) - 1, min(kept, len(rounds)))})
+            course[title] = _course(r, picked, place)
+    return {"ids": ids, "samples": samples, "labels": labels, "accuracy": accuracy, "course": course}
+
+
+def _accuracies(z: dict[str, np.ndarray], place: dict[int, int]) -> list[float | None]:
+    hits, total = z["personal/test/hits"].sum(1), z["personal/test/total"].sum(1)
+    out: list[float | None] = [None] * len(place)
+    for i, a, n in zip(z["clients"], hits, total, strict=True):
+        if n and int(i) in place:
+            out[place[int(i)]] = round(100 * float(a / n), 2)
+    return out
+
+
+def _course(run: Run, rounds: Sequence[int], place: dict[int, int]) -> dict[str, Any]:
+    """Rounds, and for each of them the accuracies of all clients."""
+    found = []
+    for t in rounds:
+        try:
+            z = run.evaluation(t)
+        except CoterieError:  # a warning names it
+            continue
+        if "personal/test/hits" in z:
+            found.append((t, _accuracies(z, place)))
+    return {"x": [t for t, _ in found], "y": [row for _, row in found]}
+
+
+def clusters(comparison: Comparison) -> dict[str, Any]:
+    """method -> who is with whom at the end, of the first seed; methods without clusters are left out."""
+    seed = min(r.settings["seed"] for r in comparison.runs)
+    out = {}
+    for r in comparison.runs:
+        if r.settings["seed"] == seed and r.title not in out and (found := membership.found(r)):
+            out[r.title] = {"seed": str(seed), "edges": membership.has_edges(r), "groups": found}
+    return out
