@@ -122,9 +122,19 @@ def facts(name: str) -> str:
     needs = ", ".join(m.needs) or "nothing special"
     lines = ["## From the code", "", f"{m.card.title} ({m.card.paper}).", "", _escape(text), ""]
     lines += [f"- name: `{name}`, family {m.card.family or '-'}, certainty {m.card.certainty}"]
-    lines += [f"- personal: {m.card.personal}", f"- needs: {needs}", f"- weighting by default: {m.weighting}", ""]
+    lines += [f"- personal: {m.card.personal}", f"- needs: {needs}", f"- weighting by default: {m.weighting}"]
+    lines += [f"- cost of a round: {_cost(m)}", ""]
     lines += ["### What leaves a device", "", payload_table(m), ""]
     return "\n".join([*lines, "### Settings", "", settings_table(name), ""])
+
+
+def _cost(m: type[Method]) -> str:
+    """Bytes of one participant beside FedAvg's, and the extra work in words."""
+    sizes = [int(n.replace(",", "")) for n in _bytes(m, _context()) if n != "-"]
+    whole = [int(n.replace(",", "")) for n in _bytes(Method, _context())]
+    share = [f"{a / b:.3g}" for a, b in zip(sizes, whole, strict=False)]
+    traffic = f"{share[0]} of FedAvg's bytes up, {share[1]} down (`{MODEL}`, late round)" if share else ""
+    return "; ".join(p for p in (traffic, m.card.compute) if p) or f"the default settings do not fit `{MODEL}`"
 
 
 def payload_table(m: type[Method]) -> str:

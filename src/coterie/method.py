@@ -122,6 +122,7 @@ class Context:
     bn_stats: Literal["shared", "local"] = "shared"
     lr_decay: float = 1.0
     public: int = 0  # unlabelled items that every party has
+    momentum: float = 0.0  # of the run's optimiser, if it is SGD
 
     def lr_at(self, round: int) -> float:
         """The local rate of a round; decay acts from round 2 on."""
@@ -181,6 +182,7 @@ class Card:
     # A: checked against the authors' code, B: against others' code, P: written from the paper itself,
     # C: reconstructed from published descriptions only, with open points; marked in tables
     certainty: str = "A"
+    compute: str = ""  # what a round costs beside FedAvg's local training, in words
 
 
 class Method:

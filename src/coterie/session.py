@@ -173,6 +173,7 @@ def bind(
         bn_stats=settings.bn_stats,
         lr_decay=settings.lr_decay,
         public=settings.federation.public,
+        momentum=settings.momentum if settings.optimizer == "sgd" else 0.0,
     )
     _check_needs(bound, federation)
     if settings.official:

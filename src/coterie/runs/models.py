@@ -17,6 +17,7 @@ from coterie.method import Extras, Method
 from coterie.runs.run import Run
 from coterie.runtimes.states import ClientStates
 from coterie.session import Session, client_states
+from coterie.train.trainer import train
 from coterie.tree import Tree, clone
 
 
@@ -63,6 +64,15 @@ class Saved:
             params, extras = self.method.personal(state, {**shared, **own}, data)
         return clone(params), extras
 
+    def adapted(self, client: int) -> tuple[Tree, Extras]:
+        """The same after the fine-tuning that comes before use, if the method has some."""
+        params, extras = self.personal(client)
+        if not (phases := self.method.adapt()):
+            return params, extras
+        data, rule = self.session.federation.data(client), self.session.clients().rule
+        round = self.checkpoint.round + 1
+        return train(self.method.ctx, rule, phases, params, extras, data, round)[:2]
+
     def plain(self, extras: Extras) -> bool:
         """Is the personal model just the network with these parameters?"""
         return not extras and type(self.method).predict is Method.predict
@@ -76,7 +86,7 @@ def personal_trees(run: Run) -> tuple[Session, dict[int, Tree]]:
 
 def personal_module(run: Run, client: int) -> nn.Module:
     saved = Saved(run)
-    params, extras = saved.personal(client)
+    params, extras = saved.adapted(client)
     if not saved.plain(extras):
         return PersonalModel(saved.method, params, extras).eval()
     net = saved.method.ctx.net
@@ -89,7 +99,7 @@ def personal_module(run: Run, client: int) -> nn.Module:
 def export(run: Run, client: int, path: Path) -> str:
     """Write the personal model as safetensors; returns how to load it."""
     saved = Saved(run)
-    params, extras = saved.personal(client)
+    params, extras = saved.adapted(client)
     plain = saved.plain(extras)
     meta = {
         "method": run.title,

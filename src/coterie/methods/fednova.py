@@ -1,0 +1,66 @@
+"""FedNova. Wang, Liu, Liang, Joshi, Poor, NeurIPS 2020 (arXiv 2007.07481).
+
+Clients take different numbers of local steps, so the mean of their models minimises another objective than the sum of
+their losses. FedNova divides each change by a_i, how often a gradient counts in it (the number of steps for plain SGD),
+averages, and multiplies by the mean of the a_i. With equal numbers of steps it is FedAvg.
+Momentum is in a_i as the paper has it: (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho). Adam counts steps.
+Batch-norm statistics are averaged. The authors' proximal term and server momentum are not here.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, State, Tree, Upload
+from coterie.schema import Entry, Link, Schema
+
+STEPS = "x:steps"
+MOST = 10**6  # steps of one round that a server believes
+
+
+class FedNova(Method):
+    card = Card(
+        "FedNova",
+        "Wang et al., NeurIPS 2020, arXiv 2007.07481",
+        2020,
+        "G",
+        certainty="A",
+        compute="as FedAvg",
+    )
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The model both ways; up also the number of local steps."""
+        steps = Entry((1,), torch.int32, "statistic", "steps", 0, MOST)
+        return self.model_schema | Schema({STEPS: steps} if link == "up" else {})
+
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(self.counted)]
+
+    def counted(self, params: Tree, batch: Batch, extras: Extras) -> tuple[Tensor, Tensor]:
+        """The loss, and a one: the trainer collects those, which counts the steps."""
+        return self.ctx.ce(params, batch), torch.ones(())
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, params, extras, data, round)
+        steps = torch.tensor([min(len(extras.get("aux", ())), MOST)], dtype=torch.int32)
+        return state, Upload({**upload.tree, STEPS: steps})
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        trees = [{k: u.tree[k] for k in server["w"]} for u in uploads]
+        share = T.normalised(self.weights(uploads), len(uploads))
+        a = [gradients_in(int(u.tree[STEPS]), self.ctx.momentum) for u in uploads]
+        effective = sum(p * n for p, n in zip(share, a, strict=True))
+        factors = [p * effective / n if n else 0.0 for p, n in zip(share, a, strict=True)]
+        mean = T.mean(trees, share)
+        w = {k: v for k, v in server["w"].items() if k in self.ctx.net.trainable}
+        new = T.clone(w)
+        for factor, tree in zip(factors, trees, strict=True):
+            new = T.add(new, T.sub({k: tree[k] for k in w}, w), factor)
+        return {**server, "w": {**mean, **new}}
+
+
+def gradients_in(steps: int, rho: float) -> float:
+    """a: the sum of the weights with which `steps` gradients enter a change of the model, at momentum rho."""
+    return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)

@@ -1,0 +1,59 @@
+"""MOON. Li, He, Song, CVPR 2021 (arXiv 2103.16257).
+
+FedAvg with a contrastive term: the features of a sample are drawn towards those of the model received and pushed from
+those of the client's model after its last local training, -log(e^a / (e^a + e^b)) with cosines a, b over tau.
+Features are what enters the head; the authors add a projection of two layers to their models, which is part of the
+model there. The two other models stand still, their batch norm uses its running statistics. Who has never trained has
+the first model of the run as its last one, so the first round is FedAvg.
+"""
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import Batch, Card, ClientData, Extras, Method, Settings, State, Tree, Upload, cross_entropy
+
+
+class MoonSettings(Settings):
+    mu: float = Field(5.0, ge=0, description="strength of the contrastive term")
+    tau: float = Field(0.5, gt=0, description="temperature of the cosines")
+
+
+class Moon(Method):
+    Settings = MoonSettings
+    hp: MoonSettings
+    card = Card(
+        "MOON",
+        "Li et al., CVPR 2021, arXiv 2103.16257",
+        2021,
+        "G,R",
+        personal="its last local model, not used to predict",
+        certainty="A",
+        compute="two further forward passes per batch, about 1.7 times FedAvg's time",
+    )
+    needs = ("head",)
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        params, _ = super().begin(state, download, data, round)
+        return params, {"received": T.clone(params), "last": state.get("last", self.ctx.w0)}
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        towards, away = (self.ctx.features(extras[k], batch.x).detach() for k in ("received", "last"))
+        logits, z = self.ctx.net.both(params, batch.x)
+        ce = cross_entropy(logits, batch)
+        if self.hp.mu == 0:
+            return ce
+        gap = F.cosine_similarity(z, away) - F.cosine_similarity(z, towards)
+        return ce + self.hp.mu * mean(F.softplus(gap / self.hp.tau), batch)
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, params, extras, data, round)
+        return {**state, "last": params}, upload
+
+
+def mean(each: Tensor, batch: Batch) -> Tensor:
+    """Over the samples of a batch that count [batch]."""
+    if batch.weight is None:
+        return each.mean()
+    return (each * batch.weight).sum() / batch.weight.sum().clamp(min=1)

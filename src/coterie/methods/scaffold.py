@@ -1,0 +1,88 @@
+"""SCAFFOLD. Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, ICML 2020 (arXiv 1910.06378).
+
+Each client keeps a control variate c_i, an estimate of its gradient, the server one of everybody's, c. Local steps go
+along g - c_i + c, so that clients do not drift apart. Afterwards c_i becomes c_i - c + (x - y) / (K lr), where x is the
+model received, y the one after K steps (the paper's option II), and c moves by the mean change over all clients.
+The correction is a linear term of the loss, so any optimiser sees it; option II is a mean gradient for plain SGD only.
+Batch-norm statistics have no control variate and are averaged.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import Batch, Card, ClientData, Download, Extras, Method, Moment, Phase, Settings, State, Upload
+from coterie.schema import Link, Schema, like
+from coterie.tree import Tree
+
+CONTROL = "c:"
+
+
+class ScaffoldSettings(Settings):
+    server_lr: float = Field(1.0, gt=0, description="step of the server along the mean change")
+
+
+class Scaffold(Method):
+    Settings = ScaffoldSettings
+    hp: ScaffoldSettings
+    card = Card(
+        "SCAFFOLD",
+        "Karimireddy et al., ICML 2020, arXiv 1910.06378",
+        2020,
+        "G,R",
+        personal="a control variate, no model",
+        certainty="B",
+        compute="as FedAvg; one inner product with the parameters per step",
+    )
+    weighting = "uniform"
+
+    def _zero(self) -> Tree:
+        return {k: torch.zeros_like(v) for k, v in self.ctx.w0.items() if k in self.ctx.net.trainable}
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The model and, over its trained entries, c (down) or the change of c_i (up)."""
+        return self.model_schema | Schema(like(T.prefix(CONTROL, self._zero()), "update", "control variate"))
+
+    def setup(self) -> State:
+        return {**super().setup(), "c": self._zero()}
+
+    def down(self, server: State, ids: Sequence[int], round: int) -> Download:
+        return Download(shared={**server["w"], **T.prefix(CONTROL, server["c"])})
+
+    def init_client(self, data: ClientData) -> State:
+        return {**super().init_client(data), "c": self._zero()}
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        params, _ = super().begin(state, T.drop(download, lambda k: k.startswith(CONTROL)), data, round)
+        c = T.strip(CONTROL, download)
+        return params, {"start": params, "c": c, "gap": T.sub(c, state["c"])}
+
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(self.counted)]
+
+    def counted(self, params: Tree, batch: Batch, extras: Extras) -> tuple[Tensor, Tensor]:
+        """The loss, and a one: the trainer collects those, which counts the steps."""
+        return self.ctx.ce(params, batch) + T.dot(extras["gap"], params), torch.ones(())
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        kept, upload = super().end(state, params, extras, data, round)
+        steps = len(extras.get("aux", ()))
+        change = self._zero()
+        if steps:
+            rate = 1 / (steps * self.ctx.lr_at(round))
+            change = {k: rate * (extras["start"][k] - params[k]) - c for k, c in extras["c"].items()}
+        return {**kept, "c": T.add(state["c"], change)}, Upload({**upload.tree, **T.prefix(CONTROL, change)})
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        mean = T.mean([u.tree for u in uploads], self.weights(uploads))
+        change = T.strip(CONTROL, T.mean([T.keep(u.tree, lambda k: k.startswith(CONTROL)) for u in uploads]))
+        w = {k: mean[k] for k in server["w"]}
+        if self.hp.server_lr != 1:
+            w = T.add(server["w"], T.sub(w, server["w"]), self.hp.server_lr)
+        return {"w": w, "c": T.add(server["c"], change, len(uploads) / len(self.ctx.clients))}
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return self.begin(state, download, data, 0)[0], {}
