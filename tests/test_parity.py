@@ -38,7 +38,7 @@ def engine(case: Case, world: World, tmp: Path, cls: type[Method] | None = None)
         dict(case.settings),
         model=world.module(),
         data=world,
-        **{**shared, **other, "seed": 0},
+        **{**shared, **other, "seed": 0, "momentum": world.momentum},
     )
     folder = Folder(tmp / "run")
     doing = Clients(method, world, Optimiser(world.optimizer, world.momentum, world.weight_decay))
