@@ -1,6 +1,7 @@
 """The command line as a person uses it: results, and one sentence with exit code 2 for every mistake."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from coterie.cli import main
+from coterie.errors import unknown
 from coterie.methods import known
 
 SMALL = ["--clients", "5", "--rounds", "2", "--epochs", "1", "--workers", "1"]
@@ -170,13 +172,90 @@ def test_export_gives_a_model_that_scores_as_recorded(cli) -> None:  # type: ign
 
 @pytest.mark.parametrize("what", ["methods", "data", "models"])
 def test_lists(what: str, cli) -> None:  # type: ignore[no-untyped-def]
+    name = {"methods": "fedrep", "data": "tinyimagenet", "models": "lenet5"}[what]
     code, out, _ = cli("list", what)
-    assert code == 0 and {"methods": "fedrep", "data": "tinyimagenet", "models": "lenet5"}[what] in out
+    assert code == 0 and name in out
+    code, out, _ = cli("list", what, "--json", "--search", name)
+    assert code == 0 and name in [row["name"] for row in json.loads(out)]
+
+
+@pytest.fixture
+def columns(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    from coterie.cli import screen
+
+    return lambda n: monkeypatch.setattr(screen.console, "width", n)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_methods_are_folded_filtered_and_fit_the_screen(width: int, cli, columns) -> None:  # type: ignore[no-untyped-def]
+    columns(width)
+    code, out, _ = cli("list", "methods", "--family", "clusters", "--bytes")
+    lines = out.splitlines()
+    assert code == 0 and max(map(len, lines[:-1])) <= width
+    assert "fedcpmd (+" in out and "fedcpmd-random" not in out and "fedavg" not in out and "KB up" in out
+    row = next(line for line in lines if " cfl " in line)
+    assert "18.8" in row and ("the cluster" in row) == (width == 200)
+    assert json.loads(cli("list", "methods", "--variants", "--json", "--search", "fedcpmd-random")[1])
+
+
+def test_bytes_of_a_method_that_needs_batch_norm_are_of_a_model_with_it(cli) -> None:  # type: ignore[no-untyped-def]
+    found = json.loads(cli("list", "methods", "--bytes", "--json", "--search", "fedbn")[1])
+    assert float(found[0]["KB up"]) > 0
+
+
+def test_an_unknown_family_is_told_the_families(cli) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = cli("list", "methods", "--family", "zebra")
+    assert code == 2 and "clusters" in err
 
 
 def test_show_names_idea_paper_and_settings(cli) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = cli("show", "fedrep")
     assert code == 0 and "Collins" in out and "head_epochs" in out and "head stays on the client" in out
+
+
+@pytest.mark.parametrize("name", known())
+def test_show_speaks_of_no_python_internals(name: str, cli, columns) -> None:  # type: ignore[no-untyped-def]
+    columns(200)
+    code, out, _ = cli("show", name)
+    assert code == 0
+    for word in ("Union", "Annotated", "FieldInfo", "Literal", "Ge(", "Gt(", "NoneType", "<class"):
+        assert word not in out, word
+
+
+def test_version_and_names(cli) -> None:  # type: ignore[no-untyped-def]
+    import coterie
+
+    code, out, _ = cli("--version")
+    assert code == 0 and out.strip() == f"coterie {coterie.__version__}"
+    assert {"run", "compare", "Method", "__version__"} <= set(dir(coterie))
+    assert all(hasattr(coterie, name) for name in dir(coterie))
+
+
+def test_runs_are_sorted_dated_and_fit_80_columns(cli, columns) -> None:  # type: ignore[no-untyped-def]
+    columns(80)
+    for name in ("first-run-with-a-rather-long-name-for-a-folder", "b"):
+        assert cli("run", "local", *SMALL, "--rounds", "1", "--out", f"runs/{name}", "-q")[0] == 0
+    os.utime("runs/b/settings.json", (1e9, 1e9))
+    code, out, _ = cli("runs")
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    assert out.index("first-run") < out.index("2001-09-09") and "Local-Only" in out and "1/1" in out
+    by_name = json.loads(cli("runs", "--sort", "name", "--json")[1])
+    assert [Path(r["run"]).name[0] for r in by_name] == ["b", "f"] and 0 <= by_name[0]["accuracy"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "known_names", "hint"),
+    [
+        ("mv", ["mu", "pool"], 'did you mean "mu"'),
+        ("mpl", ["mlp", "lenet5"], 'did you mean "mlp"'),
+        ("dir", ["exdir", "dirichlet"], 'did you mean "dirichlet"'),
+        ("foo", ["pool", "mu"], "known: mu, pool"),
+        ("resnet18", ["lenet5", "mlp"], "known: lenet5, mlp"),
+        ("head-epochs", ["head_epochs"], 'did you mean "head_epochs"'),
+    ],
+)
+def test_hints_are_close_or_list_the_choices(typed: str, known_names: list[str], hint: str) -> None:
+    assert hint in str(unknown("name", typed, known_names))
 
 
 def test_data_show_draws_who_has_what(cli) -> None:  # type: ignore[no-untyped-def]

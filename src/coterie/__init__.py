@@ -6,6 +6,7 @@ result.summary()["personal"]["last"]; result.personal(7)
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,9 +26,15 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     """Loaded when first used, so that the command line starts quickly."""
+    if name == "__version__":
+        return version("coterie")
     if name in _HOME:
         return getattr(import_module(f"coterie.{_HOME[name]}"), name)
     raise AttributeError(f"module 'coterie' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
 
 
 __all__ = [

@@ -2,6 +2,9 @@
 
 import json
 import shlex
+import time
+from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +18,28 @@ from coterie.cli.figure import figure_app
 from coterie.cli.paper import paper_app
 from coterie.cli.screen import Stop, bar, console, frame_table
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=(
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=(
     "Personalised federated learning: many clients train together, and each ends up with a model of its own."
 ))  # fmt: skip
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"coterie {version('coterie')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, Option("--version", help="print the version and end", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 app.add_typer(catalogue)
 app.add_typer(paper_app)
 app.add_typer(federation_app)
@@ -60,6 +82,7 @@ def run(
     given = o.gather(config, set_, method=method, data=data, model=model, partition=partition, clients=clients,
                      join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip
     how = engine_from(workers, state, data_dir, runtime=runtime, address=address, engine=engine)
+    silent = quiet or as_json
     if resume is not None:
         if given:
             raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(sorted(given))}")
@@ -70,9 +93,8 @@ def run(
         session = prepare(settings(**given), how)
         folder = out or fresh_folder(f"{given['method']}-{session.settings.data}")
         for sentence in session.chosen():
-            if not (quiet or as_json):
+            if not silent:
                 console.print(sentence, soft_wrap=True, highlight=False)
-    silent = quiet or as_json
     stop = Stop()
     with stop.listening(), bar(session.method.card.title, session.settings.rounds, silent) as update:
         ended = execute(
@@ -163,11 +185,23 @@ def compare(
         raise typer.Exit(2 if not done else 1)
 
 
+class Order(StrEnum):
+    date = "date"
+    name = "name"
+    method = "method"
+    accuracy = "accuracy"
+
+
 @app.command()
-def runs(folder: Annotated[Path, Argument(help="where to look")] = Path("runs")) -> None:
+def runs(
+    folder: Annotated[Path, Argument(help="where to look")] = Path("runs"),
+    sort: Annotated[Order, Option(help="newest first, or by name, method or accuracy")] = Order.date,
+    as_json: o.Json = False,
+) -> None:
     """List the runs in a folder."""
     import pandas as pd
 
+    from coterie.disk import finite
     from coterie.errors import CoterieError
     from coterie.runs.found import run_folders
     from coterie.runs.run import Run
@@ -175,7 +209,7 @@ def runs(folder: Annotated[Path, Argument(help="where to look")] = Path("runs"))
     paths = run_folders(folder)
     if not paths:
         raise CoterieError(f"there are no runs in {folder}")
-    rows: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
     damaged: list[str] = []
     for path in paths:
         try:
@@ -185,21 +219,44 @@ def runs(folder: Annotated[Path, Argument(help="where to look")] = Path("runs"))
             damaged.append(str(e))
             continue
         personal = s.get("personal", {})
-        accuracy = f"{100 * personal['last']:.1f}" if personal else ""
-        if personal and personal["nonfinite"]:
-            accuracy += f" (diverged: {personal['nonfinite']} of {personal['clients']} clients)"
-        rows[str(path)] = {
-            "method": r.title, "data": r.settings["data"], "partition": r.settings["federation"]["partition"],
-            "seed": r.settings["seed"], "round": f"{r.last_round}/{r.settings['rounds']}", "personal": accuracy,
-        }  # fmt: skip
-    if rows:
-        frame = pd.DataFrame(rows.values(), index=list(rows))
-        frame.index.name = "run"
-        console.print(frame_table(frame))
+        rows.append({
+            "run": str(path), "date": path.joinpath("settings.json").stat().st_mtime, "method": r.title,
+            "data": r.settings["data"], "partition": r.settings["federation"]["partition"],
+            "seed": r.settings["seed"], "round": r.last_round, "rounds": r.settings["rounds"],
+            "accuracy": personal.get("last"), "diverged": personal.get("nonfinite", 0),
+            "clients": personal.get("clients", 0),
+        })  # fmt: skip
+    rows.sort(key=_ORDERS[sort])
+    if as_json:
+        typer.echo(json.dumps([finite(r) for r in rows]))
+    elif rows:
+        names = [str(Path(r["run"]).relative_to(folder)) if Path(r["run"]) != folder else r["run"] for r in rows]
+        shown = pd.DataFrame([_run_row(r) for r in rows], index=names)
+        shown.index.name = "run"
+        console.print(frame_table(shown, f"in {folder}"))
     for sentence in damaged:
         _complain(sentence)
     if damaged:
         raise typer.Exit(1)
+
+
+_ORDERS: dict[Order, Callable[[dict[str, Any]], Any]] = {
+    Order.date: lambda r: -r["date"],
+    Order.name: lambda r: r["run"],
+    Order.method: lambda r: (r["method"], r["run"]),
+    Order.accuracy: lambda r: -1.0 if r["accuracy"] is None else -r["accuracy"],
+}
+
+
+def _run_row(r: dict[str, Any]) -> dict[str, str]:
+    accuracy = "" if r["accuracy"] is None else f"{100 * r['accuracy']:.1f}"
+    if r["diverged"]:
+        accuracy += f" (diverged: {r['diverged']} of {r['clients']} clients)"
+    return {
+        "begun": time.strftime("%Y-%m-%d %H:%M", time.localtime(r["date"])), "method": r["method"],
+        "round": f"{r['round']}/{r['rounds']}", "personal": accuracy, "data": r["data"], "seed": str(r["seed"]),
+        "partition": r["partition"],
+    }  # fmt: skip
 
 
 @app.command()

@@ -1,17 +1,21 @@
 """What there is: `coterie list`, `coterie show`, `coterie data show`."""
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 from typer import Argument, Option
 
 from coterie.cli import options as o
 from coterie.cli.screen import console
+from coterie.cli.words import CERTAINTY, FAMILIES, NEEDS, bounds_words, families, parent, type_words
 
 if TYPE_CHECKING:  # the command line starts without torch
+    from coterie.method import Settings
     from coterie.parts.readings import ReadingSettings
 
 catalogue = typer.Typer()
@@ -28,95 +32,204 @@ class Kind(StrEnum):
 @catalogue.command("list")
 def list_(
     kind: Annotated[Kind, Argument(help="methods, data or models")],
+    search: Annotated[str, Option(help="only what has this text in its name or description")] = "",
+    family: Annotated[str, Option(help="methods of one family: global, fine-tuning, split, clusters, ...")] = "",
+    variants: Annotated[bool, Option("--variants", help="list ablations and variants too")] = False,
+    traffic: Annotated[bool, Option("--bytes", help="what a participant sends and receives in a round")] = False,
     model: o.Model = None,
     data: o.Data = None,
     data_dir: o.DataDir = None,
+    as_json: o.Json = False,
 ) -> None:
-    """List methods (with bytes for the chosen model), data sets or models."""
-    {Kind.methods: _methods, Kind.data: _data, Kind.models: _models}[kind](model, data, data_dir)
+    """List methods, data sets or models. --model or --data imply --bytes, for that model."""
+    if kind is Kind.methods:
+        rows = _methods(family, variants, (model, data, data_dir) if traffic or model or data else None)
+    else:
+        rows = _data(data_dir) if kind is Kind.data else _models()
+    words = search.lower()
+    rows = [r for r in rows if words in " ".join(map(str, r.values())).lower()]
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    if not rows:
+        console.print(f"no {kind} found")
+        return
+    console.print(_listing(rows))
+    if kind is Kind.methods:
+        _legend(rows, variants)
 
 
-def _methods(model: str | None, data: str | None, data_dir: Path | None) -> None:
+def _listing(rows: list[dict[str, Any]]) -> Table:
+    """The columns that fit the screen, most important first; the rest of a row is in `show` and --json."""
+    columns = [c for c in rows[0] if c not in ("path", "variants", "certainty", "title")]
+    wanted, room = [], console.width - 1
+    for c in sorted(columns, key=lambda c: _FIRST.index(c) if c in _FIRST else len(_FIRST)):
+        width = max(len(c), max(min(_MOST.get(c, 20), len(_cell(r, c))) for r in rows)) + 3
+        if width <= room:
+            wanted.append(c)
+            room -= width
+    table = Table()
+    for c in [c for c in columns if c in wanted]:
+        table.add_column(c, no_wrap=c in ("name", "year", "here"), justify="right" if c.startswith("KB") else "left")
+    for r in rows:
+        table.add_row(*(escape(_cell(r, c)) for c in columns if c in wanted))
+    return table
+
+
+_FIRST = (
+    "name",
+    "KB up",
+    "KB down",
+    "year",
+    "here",
+    "clients",
+    "classes",
+    "shape",
+    "family",
+    "description",
+    "personal",
+)
+_MOST = {"description": 34, "personal": 26, "family": 22, "needs": 26, "options": 30}  # columns a text is wrapped at
+
+
+def _cell(row: dict[str, Any], column: str) -> str:
+    value = row[column]
+    if column == "name" and row.get("variants"):
+        return f"{value} (+{len(row['variants'])})"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{k}={v}" for k, v in value.items())
+    if column == "shape":
+        return "x".join(map(str, value))
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else "" if value is None else str(value)
+
+
+def _legend(rows: list[dict[str, Any]], variants: bool) -> None:
+    folded = sum(len(r["variants"]) for r in rows)
+    n = len(rows)
+    words = [f"{n} method{'s' * (n != 1)}" + (f", and {folded} variants of them (--variants)" if folded else "")]
+    if "KB up" in rows[0]:
+        words.append(f"KB for {rows[0]['model']}")
+    words.append("`coterie show NAME` tells more")
+    console.print("; ".join(words), markup=False, highlight=False, soft_wrap=True)
+
+
+def _methods(
+    family: str, variants: bool, sizes: tuple[str | None, str | None, Path | None] | None
+) -> list[dict[str, Any]]:
     from coterie.cli.traffic import traffic
-    from coterie.errors import CoterieError
+    from coterie.errors import CoterieError, unknown
     from coterie.methods import find, known
 
-    sizes = traffic(model, data or "digits", data_dir)
-    table = Table(title=f"KB per participant and round for {sizes.model} on {sizes.data}", title_justify="left")
-    for name in ("name", "method", "family", "year", "personal", "KB up", "KB down", "needs"):
-        table.add_column(name, no_wrap=name in ("name", "year"))
-    for name in known():
+    wanted = [words for words in FAMILIES.values() if family.lower() in words]
+    if family and not wanted:
+        raise unknown("family", family, FAMILIES.values())
+    measured = traffic(sizes[0], sizes[1] or "digits", sizes[2]) if sizes else None
+    names, rows = known(), []
+    for name in names:
         try:
             m = find(name)
         except CoterieError as e:  # somebody's broken package must not hide the others
-            table.add_row(name, str(e))
+            rows.append({"name": name, "title": str(e), "family": [], "variants": []})
             continue
-        up, down = sizes.of(name)
-        card, mark = m.card, " [C]" if m.card.certainty == "C" else ""
-        year, needs = str(card.year or ""), " ".join(m.needs)
-        table.add_row(name, card.title + mark, card.family, year, card.personal, up, down, needs)
-    console.print(table)
-    console.print("[C]: reconstructed from the published description only", markup=False, highlight=False)
+        card, groups = m.card, families(m.card.family)
+        if (parent(name, names) and not variants) or (family and not set(groups) & set(wanted)):
+            continue
+        row: dict[str, Any] = {"name": name, "title": card.title, "year": card.year or None, "family": groups}
+        row |= {"personal": card.personal}
+        if measured:
+            up, down = measured.of(name)
+            row |= {"KB up": up, "KB down": down, "model": f"{measured.model} on {measured.data}"}
+        row |= {"needs": [NEEDS.get(n, n) for n in m.needs], "certainty": CERTAINTY.get(card.certainty, "")}
+        row |= {"variants": [] if variants else [v for v in names if parent(v, names) == name]}
+        rows.append(row)
+    return rows
 
 
-def _data(model: str | None, data: str | None, data_dir: Path | None) -> None:
+def _data(data_dir: Path | None) -> list[dict[str, Any]]:
     from coterie.data.sources import known
 
-    table = Table()
-    for name in ("name", "classes", "shape", "here", "description"):
-        table.add_column(name)
-    for d in known(data_dir):
-        here = "yes" if d.available else "no"
-        table.add_row(d.name, str(d.classes), "x".join(map(str, d.shape)), here, d.description)
-    console.print(table)
+    return [
+        {
+            "name": d.name,
+            "classes": d.classes,
+            "shape": list(d.shape),
+            "here": d.available,
+            "description": d.description,
+        }
+        for d in known(data_dir)
+    ]
 
 
-def _models(model: str | None, data: str | None, data_dir: Path | None) -> None:
+def _models() -> list[dict[str, Any]]:
     from coterie.models.registry import known
 
-    table = Table()
-    for name in ("name", "description", "options"):
-        table.add_column(name)
-    for m in known():
-        table.add_row(m.name, m.description, ", ".join(f"{k}={v}" for k, v in m.options.items()))
-    console.print(table)
+    return [{"name": m.name, "description": m.description, "options": dict(m.options)} for m in known()]
 
 
 @catalogue.command()
-def show(method: Annotated[str, Argument(help="a method's name")]) -> None:
+def show(method: Annotated[str, Argument(help="a method's name")], as_json: o.Json = False) -> None:
     """A method's idea, paper and settings."""
     import inspect
 
-    from coterie.methods import find
+    from coterie.methods import find, known
     from coterie.parts.readings import ReadingSettings
 
-    m = find(method)
-    console.print(f"[bold]{m.card.title}[/bold] ({m.card.paper})", highlight=False)
-    text = inspect.getdoc(inspect.getmodule(m)) or ""
-    console.print("\n" + text.partition("\n\n")[2].strip() + "\n", markup=False, highlight=False)
-    needs = ", ".join(m.needs) or "nothing special"
-    card = m.card
-    facts = f"personal: {card.personal}; family {card.family}; weighting by default: {m.weighting}; needs: {needs}"
-    console.print(facts + f"; certainty {card.certainty}", markup=False, highlight=False)
-    fields = m.Settings.model_fields
-    if not fields:
-        console.print("no settings of its own")
+    m, card = find(method), find(method).card
+    text = (inspect.getdoc(inspect.getmodule(m)) or "").partition("\n\n")[2].strip()
+    related = [v for v in known() if parent(v, known()) == method]
+    facts = {
+        "family": ", ".join(families(card.family)),
+        "personal": card.personal,
+        "needs": ", ".join(NEEDS.get(n, n) for n in m.needs) or "nothing special",
+        "weights": {"samples": "clients count by their samples", "uniform": "clients count alike"}[m.weighting],
+        "source": CERTAINTY.get(card.certainty, ""),
+    } | ({"variants": ", ".join(related)} if related else {})
+    fields = _fields(m.Settings)
+    if as_json:
+        found = {"name": method, "title": card.title, "paper": card.paper, "idea": text, **facts}
+        typer.echo(json.dumps({**found, "settings": fields}, default=str))
         return
-    table = Table(title="settings (--set name=value)", title_justify="left")
-    for name in ("name", "default", "type", "bounds", "meaning"):
-        table.add_column(name)
-    resolved = m.Settings().model_dump() if issubclass(m.Settings, ReadingSettings) else {}
-    for name, f in fields.items():
-        bounds = ", ".join(str(b) for b in f.metadata)
-        table.add_row(name, _text(resolved.get(name, f.default)), _type(f.annotation), bounds, f.description or "")
+    console.print(f"[bold]{escape(card.title)}[/bold] ({escape(card.paper)})", highlight=False)
+    console.print(f"\n{text}\n", markup=False, highlight=False)
+    for name, words in facts.items():
+        console.print(f"{name + ':':10} {words}", markup=False, highlight=False)
+    if not fields:
+        console.print("\nno settings of its own; `coterie run --help` shows those of every run")
+        return
+    console.print(f"\nsettings, as in `coterie run {method} --set {fields[0]['name']}={fields[0]['default']}`")
+    table = Table()
+    for name in ("name", "default", "values", "meaning"):
+        table.add_column(name, no_wrap=name == "name")
+    for f in fields:
+        values = ", ".join(filter(None, (f["values"], f["bounds"])))
+        table.add_row(*map(escape, (f["name"], _text(f["default"]), values, f["meaning"])))
     console.print(table)
     if issubclass(m.Settings, ReadingSettings):
         console.print(_readings(m.Settings))
 
 
+def _fields(settings: "type[Settings]") -> list[dict[str, Any]]:
+    """Each setting with its default (of the default reading), possible values, bounds and meaning."""
+    from coterie.parts.readings import ReadingSettings
+
+    resolved = settings().model_dump() if issubclass(settings, ReadingSettings) else {}
+    return [
+        {
+            "name": name,
+            "default": resolved.get(name, f.default),
+            "values": type_words(f.annotation),
+            "bounds": bounds_words(f.metadata),
+            "meaning": f.description or "",
+        }
+        for name, f in settings.model_fields.items()
+    ]
+
+
 def _readings(settings: "type[ReadingSettings]") -> Table:
     """What each reading sets; a variant's own defaults stand in all of them."""
-    table = Table(title="readings (--set reading=name); what is set by name wins", title_justify="left")
+    table = Table(title="readings (--set reading=NAME)", title_justify="left")
     found = {name: settings(**{"reading": name}) for name in settings.readings}
     for column in ("setting", *found):
         table.add_column(column)
@@ -150,9 +263,4 @@ def data_show(
 
 
 def _text(value: Any) -> str:
-    return "-" if value is None else str(value)
-
-
-def _type(annotation: Any) -> str:
-    text = getattr(annotation, "__name__", str(annotation)) if isinstance(annotation, type) else str(annotation)
-    return text.replace("typing.", "").replace("Literal", "").strip("[]").replace("'", "")
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

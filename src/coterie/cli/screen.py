@@ -9,6 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -19,6 +20,7 @@ console = Console()
 if not console.is_terminal and "COLUMNS" not in os.environ:
     console = Console(width=120)  # a file or a pipe has no width of its own
 errors = Console(stderr=True)
+NAME_WIDTH = 24  # columns that the first column of a table may always take
 
 
 class Stop:
@@ -72,10 +74,19 @@ def bar(what: str, total: int, quiet: bool) -> Iterator[Any]:
 
 
 def frame_table(frame: "pd.DataFrame", title: str = "") -> Table:
+    """A table whose numbers are never cut: long names are folded, and the last columns left out if they do not fit."""
     table = Table(title=title or None, title_justify="left")
-    table.add_column(str(frame.index.name or ""), no_wrap=True)
-    for name in frame.columns:
-        table.add_column(str(name), justify="right")
-    for label, row in zip(frame.index, frame.values, strict=True):
-        table.add_row(str(label), *map(str, row))
+    rows = [[str(label), *map(str, row)] for label, row in zip(frame.index, frame.values, strict=True)]
+    heads = [str(frame.index.name or ""), *map(str, frame.columns)]
+    widths = [max(map(len, column)) + 3 for column in zip(heads, *rows, strict=True)]
+    room, shown = console.width - 1 - min(widths[0], NAME_WIDTH), 1
+    while shown < len(heads) and widths[shown] <= room:
+        room, shown = room - widths[shown], shown + 1
+    table.add_column(heads[0], overflow="fold")
+    for name in heads[1:shown]:
+        table.add_column(escape(name), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row[:shown]))
+    if shown < len(heads):
+        table.caption = f"not shown on this narrow screen: {', '.join(heads[shown:])}"
     return table

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 
-from coterie.config import settings
+from coterie.config import Engine, settings
 from coterie.errors import CoterieError
 from coterie.method import Method, Moment, State, Upload
 from coterie.methods import find
+from coterie.models.registry import WITH_NORM
 from coterie.schema import Entry, Link, Schema
 from coterie.session import Session, prepare
 from coterie.tree import Tree
@@ -24,9 +25,14 @@ class Traffic:
 
     @cached_property
     def _session(self) -> Session:
-        from coterie.config import Engine
+        return self._prepared(self._model)
 
-        chosen = settings(method="fedavg", data=self.data, model=self._model, public=100, partition="iid", clients=20)
+    @cached_property
+    def _normed(self) -> Session:
+        return self._prepared(WITH_NORM)
+
+    def _prepared(self, model: str | None) -> Session:
+        chosen = settings(method="fedavg", data=self.data, model=model, public=100, partition="iid", clients=20)
         return prepare(chosen, Engine(data_dir=self._dir))
 
     @property
@@ -37,7 +43,7 @@ class Traffic:
     def of(self, name: str) -> tuple[str, str]:
         """KB up and down in a late round for a client with all classes; a dash where the method does not fit."""
         method = find(name)()
-        method.ctx = self._session.method.ctx
+        method.ctx = (self._normed if "bn" in method.needs and not self._model else self._session).method.ctx
         try:
             method.check()
             up, down = declared(method)

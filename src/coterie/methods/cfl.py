@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from sklearn.cluster import AgglomerativeClustering
 from torch import Tensor
 
 from coterie import tree as T
@@ -99,6 +98,8 @@ def bipartition(updates: Tensor) -> tuple[list[int], list[int]]:
 
     The half that holds position 0 comes first, so the answer does not depend on the solver's labels.
     """
+    from sklearn.cluster import AgglomerativeClustering  # slow to import
+
     unit = _unit(updates.double())
     labels = AgglomerativeClustering(n_clusters=2, metric="precomputed", linkage="complete").fit_predict(
         (1 - unit @ unit.T).clamp(min=0).numpy()

@@ -9,10 +9,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.spatial.distance import squareform
-from sklearn.cluster import KMeans
-from sklearn.exceptions import ConvergenceWarning
 from torch import Tensor
 
 from coterie.errors import CoterieError, unknown
@@ -49,6 +45,9 @@ def kmeans(x: Tensor, groups: int, seed: int, restarts: int = 10, iterations: in
     """k-means++ with restarts; equal rows always share a label, so there are never more groups than distinct rows."""
     if not 1 <= groups <= len(x):
         raise CoterieError(f"cannot make {groups} groups of {len(x)} clients.")
+    from sklearn.cluster import KMeans  # slow to import
+    from sklearn.exceptions import ConvergenceWarning
+
     rows, inverse, counts = np.unique(x.double().numpy(), axis=0, return_inverse=True, return_counts=True)
     model = KMeans(min(groups, len(rows)), n_init=restarts, max_iter=iterations, random_state=seed % 2**32)
     with warnings.catch_warnings():
@@ -78,6 +77,8 @@ def agglomerate(
         raise CoterieError(f"ward linkage needs the l2 metric, not {metric}.")
     if len(x) == 1:
         return Hierarchy(torch.zeros(1, dtype=torch.int64), torch.zeros(0), 0.0)
+    from scipy.cluster.hierarchy import fcluster, linkage  # slow to import
+
     tree = linkage(_condensed(_metric_distances(x, metric)), method)
     heights = torch.from_numpy(tree[:, 2].copy())
     if groups is not None:
@@ -139,4 +140,6 @@ def _metric_distances(x: Tensor, metric: Metric) -> Array:
 def _condensed(distance: Array) -> Array:
     symmetric = (distance + distance.T) / 2
     np.fill_diagonal(symmetric, 0.0)
+    from scipy.spatial.distance import squareform  # slow to import
+
     return np.asarray(squareform(symmetric, checks=False), dtype=np.float64)

@@ -4,8 +4,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from sklearn.decomposition import PCA
-from sklearn.metrics import silhouette_score
 from torch import Tensor
 
 from coterie.errors import CoterieError, unknown
@@ -71,6 +69,8 @@ def reduce(vectors: Tensor, pca: float | int | None = 0.95, limit: int = 50) -> 
         return torch.from_numpy(x)
     if room < 1 or not np.abs(x).max() > 0:
         return torch.zeros(len(x), 1, dtype=torch.float64)
+    from sklearn.decomposition import PCA  # slow to import
+
     model = PCA(n_components=room, svd_solver="full").fit(x)
     if isinstance(pca, float) and pca <= 1:
         reached = np.cumsum(model.explained_variance_ratio_) >= pca - 1e-12
@@ -84,6 +84,8 @@ def reduce(vectors: Tensor, pca: float | int | None = 0.95, limit: int = 50) -> 
 
 def choose_groups(x: Tensor, j_max: int, seed: int) -> Tensor:
     """k-means with the J in 2..j_max of the best mean silhouette, ties to the smaller; equal rows only: one group."""
+    from sklearn.metrics import silhouette_score  # slow to import
+
     data = x.double().numpy()
     distinct = len(np.unique(data, axis=0))
     best, best_score = torch.zeros(len(x), dtype=torch.int64), -np.inf

@@ -4,7 +4,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from sklearn.cluster import kmeans_plusplus
 from torch import Tensor
 
 from coterie.errors import CoterieError, unknown
@@ -137,6 +136,8 @@ def isodata(
     if mode != "paper":
         raise unknown("isodata", mode, ("paper", "off"))
     least = max(1, n // (4 * k0)) if n_min is None else n_min
+    from sklearn.cluster import kmeans_plusplus  # slow to import
+
     picked, _ = kmeans_plusplus(x.numpy(), k0, random_state=seed % 2**32)
     centres = torch.from_numpy(picked)
     before: Tensor | None = None

@@ -1,0 +1,66 @@
+"""Facts of methods and settings in plain words, for tables, `coterie show` and the documentation."""
+
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+FAMILIES = {
+    "": "alone",
+    "G": "one global model",
+    "F": "fine-tuning",
+    "S": "split model",
+    "R": "regularised",
+    "M": "mixed models",
+    "C": "clusters",
+    "P": "prototypes and heads",
+}
+CERTAINTY = {
+    "A": "checked against the authors' code",
+    "B": "checked against other people's code",
+    "P": "written from the paper itself",
+    "C": "reconstructed from published descriptions, with open points",
+}
+NEEDS = {
+    "bn": "a model with batch norm",
+    "head": "a model whose last layer is linear",
+    "val": "a validation part at every client",
+    "public": "a public set without labels",
+    "full": "all clients in every round",
+}
+
+
+def families(letters: str) -> list[str]:
+    """The families of a card, in words."""
+    return [FAMILIES.get(letter.strip(), letter) for letter in letters.split(",")]
+
+
+def parent(name: str, names: Any) -> str | None:
+    """The method that `name` is a variant of: the longest NAME with `name` = NAME-..."""
+    return max((p for p in names if name.startswith(f"{p}-")), key=len, default=None)
+
+
+def type_words(annotation: Any) -> str:
+    """number, text, "a or b", number or "eigengap": as a person would write it."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ", ".join(map(str, inner))
+    if origin is Annotated:
+        return type_words(inner[0])
+    if origin in (Union, UnionType):
+        return " or ".join("empty" if i is NoneType else type_words(i) for i in inner)
+    if origin is list:
+        return f"list of {type_words(inner[0])}" if inner else "list"
+    if origin is dict or annotation is dict:
+        return "table"
+    named = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+    return named.get(annotation) or str(getattr(annotation, "__name__", annotation))
+
+
+def bounds_words(metadata: Any) -> str:
+    """at least 0, below 1"""
+    words = []
+    for bound in metadata:
+        for name, text in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
+            value = getattr(bound, name, None)
+            if value is not None and abs(value) < 1e6:  # larger ones only catch slips of the keyboard
+                words.append(f"{text} {value:g}")
+    return ", ".join(words)
