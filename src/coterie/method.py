@@ -191,6 +191,9 @@ class Method:
     Settings: ClassVar[type[Settings]] = Settings
     card: ClassVar[Card] = Card()
     needs: ClassVar[tuple[str, ...]] = ()  # of: bn, val, head, public, full
+    # registered names of what a claim about this very class must beat beside the usual controls: its idea drawn at
+    # random, or a part of it taken away; subclasses do not inherit them
+    controls: ClassVar[tuple[str, ...]] = ()
     weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
 
     ctx: Context  # bound by the runtime before any hook is called

@@ -12,6 +12,7 @@ import typer
 from typer import Argument, Option
 
 from coterie.cli import options as o
+from coterie.cli.arena import arena_app
 from coterie.cli.catalogue import catalogue
 from coterie.cli.federation import federation_app
 from coterie.cli.figure import figure_app
@@ -44,6 +45,7 @@ app.add_typer(catalogue)
 app.add_typer(paper_app)
 app.add_typer(federation_app)
 app.add_typer(figure_app)
+app.add_typer(arena_app)
 
 
 @app.command()

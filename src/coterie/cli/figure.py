@@ -14,13 +14,15 @@ figure_app = typer.Typer()
 
 @figure_app.command("figure")
 def figure(
-    kind: Annotated[str, Argument(help="rounds, loss, bytes, cost, aun, bars, axis, clients, layers, sizes, ...")],
+    kind: Annotated[str, Argument(help="rounds, loss, bytes, cost, aun, bars, axis, clients, arena, layers, ...")],
     folders: Annotated[list[Path], Argument(metavar="RUN...", help="folders of runs, or folders that hold runs")],
     out: Annotated[
         Path | None, Option("--out", "-o", help="the file to write: .png, .svg and .pdf (default: KIND)")
     ] = None,
     view: Annotated[str, Option(help="which accuracy, e.g. personal/test/mean or participants/before/pooled")] = "",
     axis: Annotated[str, Option(help="for the kind axis: the setting to draw against, e.g. join")] = "",
+    score: Annotated[str, Option(help="for the kind arena: personal, trained, ... : which model")] = "",
+    against: Annotated[str | None, Option(help="for the kind arena: only these controls, by commas")] = None,
     methods: Annotated[str | None, Option(help="only these methods, by commas")] = None,
     data_dir: o.DataDir = None,
 ) -> None:
@@ -47,7 +49,7 @@ def figure(
     if data_dir is not None and kind in ("labels", "similarity"):
         for r in runs:
             r._session = rebuild(r.path, engine_from(1, None, data_dir))
-    drawn = figures.draw(kind, runs, view=view, axis=axis)
+    drawn = figures.draw(kind, runs, view=view, axis=axis, score=score, against=_commas(against))
     for file in figures.save(drawn, out or Path(kind)):
         console.print(f"figure: {file}", soft_wrap=True, highlight=False)
     if damaged:

@@ -36,6 +36,11 @@ def find(name: str) -> type[Method]:
     raise unknown("method", name, _points())
 
 
+def controls(name: str) -> tuple[str, ...]:
+    """The controls that a registered method names itself; those of its base class are not its own."""
+    return tuple(vars(find(name)).get("controls", ()))
+
+
 def build(method: str | type[Method], settings: dict[str, Any] | None = None) -> Method:
     """An unbound method with its settings checked."""
     cls = find(method) if isinstance(method, str) else method

@@ -7,6 +7,7 @@ import numpy as np
 
 from coterie.errors import CoterieError
 from coterie.report import membership
+from coterie.runs.arena import Arena, percent, points
 from coterie.runs.comparison import Comparison
 from coterie.runs.run import Run
 
@@ -132,6 +133,24 @@ def gains(comparison: Comparison) -> dict[str, Any] | None:
             "median": float(np.median(values)), "least": float(values.min()), "most": float(values.max()),
         })  # fmt: skip
     return {"base": local_title(comparison), "rows": rows}
+
+
+def against(comparison: Comparison) -> dict[str, Any] | None:
+    """Paired differences to controls, and what to know about them."""
+    arena = Arena(comparison.runs)
+    if not arena.pairs:
+        return None
+    rows = []
+    for p in arena.pairs:
+        d = p.difference
+        cells = [
+            (percent(p.against_mean, p.against_std), p.against_mean),
+            (points(d.mean), d.mean),
+            (f"{points(d.low)} to {points(d.high)}", d.low),
+            *((n, n) for n in (d.gain, d.lose, d.tie)),
+        ]
+        rows.append({"method": p.row.title, "label": p.row.label, "against": p.against.label, "cells": cells})
+    return {"rows": rows, "covers": f"{arena.covers().capitalize()}.", "notes": arena.warnings()}
 
 
 def sent(comparison: Comparison) -> list[list[Any]]:

@@ -52,6 +52,7 @@ SECTIONS = (
     Section("items", "Printed and measured", lambda s: list(s.items)),
     Section("summary", "Summary", lambda s: s.each(content.summary)),
     Section("gains", "Who gains, who loses", lambda s: s.each(content.gains)),
+    Section("arena", "Against controls", lambda s: s.each(content.against)),
     Section("curves", "Curves", lambda s: s.each(content.lines)),
     Section("cost", "Accuracy against bytes", lambda s: s.each(content.costs)),
     Section("clients", "Clients", lambda s: s.each(content.clients)),

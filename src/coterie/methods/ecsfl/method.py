@@ -38,6 +38,7 @@ class ECSFL(EdgeMethod):
     Settings = ECSFLSettings
     hp: ECSFLSettings
     weighting = "uniform"
+    controls = ("ecs-fl-random", "ecs-fl-nearest", "ecs-fl-mean-all")
     card = Card(
         title="ECS-FL",
         paper="Wu and Liu, Modeling and Simulation 2025, 10.12677/mos.2025.144366",

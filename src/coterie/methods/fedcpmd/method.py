@@ -45,6 +45,7 @@ class FedCPMD(EdgeMethod):
     Settings = FedCPMDSettings
     hp: FedCPMDSettings
     needs: ClassVar[tuple[str, ...]] = ("head",)
+    controls = ("fedcpmd-random", "fedcpmd-classifier")
     card = Card(
         title="FedCPMD",
         paper="Du et al., Chinese Journal of Computers 2025, 10.11897/SP.J.1016.2025.00407",

@@ -44,6 +44,7 @@ class FedGMH(Method):
     Settings = FedGMHSettings
     hp: FedGMHSettings
     needs = ("head",)
+    controls = ("fedgmh-o", "fedgmh-a", "fedgmh-oa")
     card = Card(
         title="FedGMH",
         paper="Sun, Ni, Telecommunications Science 2026, 10.11959/j.issn.1000-0801.2026005",

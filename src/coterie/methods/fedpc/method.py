@@ -50,6 +50,7 @@ class FedPC(EdgeMethod):
     hp: FedPCSettings
     weighting = "uniform"
     needs = ("head",)
+    controls = ("fedpc-no-proto", "fedpc-random")
     card = Card(
         title="FedPC",
         paper="Liu et al., Journal on Communications 2025, 10.11959/j.issn.1000-436x.2025235",

@@ -63,6 +63,7 @@ class SCFPFL(EdgeMethod):
     hp: SCFPFLSettings
     needs: ClassVar[tuple[str, ...]] = ("public", "val")
     by_predictions: ClassVar[bool] = True  # do clients send predictions that clusters are made from?
+    controls = ("sc-fpfl-cluster-only", "sc-fpfl-no-agent")
     card = Card(
         title="SC-FPFL",
         paper="Jin, Chen, J. of Electronics & Information Technology 2023, DOI 10.11999/JEIT220529",

@@ -7,7 +7,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from coterie.errors import CoterieError, unknown
-from coterie.report.figures import bars, curves, groups
+from coterie.report.figures import bars, curves, forest, groups
 from coterie.report.figures.style import FONTS, save
 from coterie.runs.run import Run
 
@@ -20,6 +20,7 @@ KINDS: dict[str, tuple[Callable[..., Figure], tuple[str, ...], str]] = {  # name
     "bars": (bars.bars, ("value", "label"), "one bar per method and data set"),
     "axis": (bars.against, ("axis", "value", "label", "axis_label"), "accuracy against a setting"),
     "clients": (bars.clients, (), "every client's accuracy, and its gain over Local-Only"),
+    "arena": (forest.arena, ("score", "against"), "paired differences to controls, with intervals"),
     "layers": (groups.layers, (), "the layer each client keeps, and where runs agree"),
     "sizes": (groups.sizes, (), "sizes of the clusters"),
     "similarity": (groups.similarity, (), "similarity of the clients' models, by cluster"),
