@@ -76,6 +76,7 @@ def test_a_command_of_the_docs_parses(line) -> None:
         presets.choose(item, _commas(parsed.params["data"]), [] if rows == "all" else _commas(rows))
         return
     given = parsed.params.get("methods") or [parsed.params.get("method")]
+    given = _commas(given) if isinstance(given, str) else given
     for method in given:
         assert method in (None, "all", "fedclip") or method in known()
 
