@@ -19,6 +19,7 @@ from coterie.runtimes.inline import Inline
 from coterie.runtimes.states import ClientStates
 from coterie.train.clients import Clients
 from coterie.train.optim import Optimiser
+from coterie.train.trainer import train
 from reference import TOLERANCE, Case, Result, World, cases, evaluated, table, tensors
 
 OPTIMISER = ("optimizer", "momentum", "weight_decay")
@@ -80,6 +81,11 @@ def compare(loop: Loop, world: World, expected: Result) -> float:
             want = expected.logits[i] if i in expected.logits else evaluated(expected.clients[i], x)
             with torch.no_grad():
                 gaps.append(gap(f"client {i}'s logits", method.predict(params, x, extras), want))
+    for i, wanted in expected.adapted.items():
+        own = method.personal(_kept(loop, world, i), toy.handed(loop, i), world.data(i))
+        doing = loop.runtime.clients  # type: ignore[attr-defined]
+        tuned, _, _ = train(method.ctx, doing.rule, method.adapt(), *own, world.data(i), loop.done + 1)
+        gaps.append(gap(f"client {i}'s adapted model", tuned, wanted))
     assert gaps, "nothing was compared"
     return max(gaps)
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coterie.method import ClientData, Split
-from coterie.rng import torch_rng
+from coterie.rng import key, torch_rng
 
 TOLERANCE = 1e-5
 CODE, PAPER, BOTH = "authors' code", "paper's equations", "both"
@@ -50,6 +50,7 @@ class Result:
     whole: Any = None  # the global model
     server: Mapping[str, Any] = field(default_factory=dict)  # entries of the server's state
     states: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # entries of the clients' states
+    adapted: Mapping[int, Any] = field(default_factory=dict)  # after `adapt`
     logits: Mapping[int, Tensor] = field(default_factory=dict)  # on the client's test part; default: of `clients`
 
 
@@ -180,6 +181,14 @@ class World:
             parts = [p for p in order.split(self.batch) if len(p) >= smallest]
             yield [(x[p], y[p]) for p in parts]
 
+    def rng(self, purpose: str, *keys: int | str) -> torch.Generator:
+        """The keyed draws of the run."""
+        return torch_rng(0, purpose, *keys)
+
+    def noise(self, round: int, client: int) -> None:
+        """Noise inside a local training (dropout, Gumbel) starts here."""
+        torch.manual_seed(key(0, "noise", round, client))
+
     def rate(self, round: int) -> float:
         return float(self.lr * self.lr_decay ** (round - 1))
 
@@ -231,6 +240,21 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return {k: v.data for k, v in found if v.is_floating_point()}
 
 
+def head_names(model: nn.Module) -> list[str]:
+    """Names of the last layer's weight and bias."""
+    return [k for k, p in model.named_parameters() if any(p is q for q in head(model).parameters())]
+
+
+def body_tree(model: nn.Module) -> dict[str, Tensor]:
+    """Everything but the last layer."""
+    names = head_names(model)
+    return {k: v for k, v in tensors(model).items() if k not in names}
+
+
+def head_tree(model: nn.Module) -> dict[str, Tensor]:
+    return {k: tensors(model)[k] for k in head_names(model)}
+
+
 def load(model: nn.Module, tree: Mapping[str, Tensor]) -> nn.Module:
     """Copy these entries into the model."""
     mine = tensors(model)
@@ -266,6 +290,24 @@ def evaluated(model: nn.Module, x: Tensor) -> Tensor:
         out: Tensor = model(x)
     model.train(was)
     return out
+
+
+def linear(rng: torch.Generator, inner: int, out: int) -> nn.Linear:
+    """A linear layer with values drawn uniformly within 1 / sqrt(inner): first its weight, then its bias."""
+    layer = nn.Linear(inner, out)
+    for p in layer.parameters():
+        p.data = (torch.rand(p.shape, generator=rng) * 2 - 1) * inner**-0.5
+    return layer
+
+
+def squares(model: nn.Module, anchor: Sequence[Tensor]) -> Tensor:
+    """|w - anchor|^2 over the parameters, with a gradient."""
+    return torch.stack([(p - a).square().sum() for p, a in zip(model.parameters(), anchor, strict=True)]).sum()
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    """Copies of the parameters."""
+    return [p.detach().clone() for p in model.parameters()]
 
 
 def norms(model: nn.Module) -> list[nn.Module]:

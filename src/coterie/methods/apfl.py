@@ -3,8 +3,19 @@
 Each client keeps a second model v_i and a weight alpha_i, and uses the mixture of v_i and the global model. The global
 model is trained as in FedAvg; v_i is trained through the mixture with the global part fixed; alpha_i follows the
 gradient too. As in the authors' code outputs are mixed, not parameters (the paper's text).
-alpha takes its one step of a round on the first batch, before the models move, with batch norm at its running values.
+
+`rule = paper` (default): both models step from the same point, as the paper's two gradients at (w, v), and alpha takes
+its one step of a round on the first batch by the gradient of the loss, before the models move, with batch norm at its
+running values. The mean is by samples, and scored is the mixture with the model received.
+`rule = code`: what the authors' code does. In every batch w steps first and v then, through the mixture with the new w;
+after that, on the first batch of a round, alpha steps by <v - w, alpha g_v + (1 - alpha) g_w>, with v and w as they now
+are and both gradients of the mixture's loss from before v's step; the mean is uniform; scored is the mixture with the
+client's own w as its last training left it. Steps are plain SGD at the run's rate: its momentum, weight decay and Adam
+are not used. This gradient counts alpha twice; so the paper's rule is the default.
 """
+
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -12,6 +23,7 @@ from torch import Tensor
 
 from coterie import tree as T
 from coterie.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload, cross_entropy
+from coterie.parts.gradient import grad
 
 ALPHA = "a:alpha"
 
@@ -20,12 +32,20 @@ class APFLSettings(Settings):
     alpha: float = Field(0.5, ge=0, le=1, description="share of the client's own model (its first value if adaptive)")
     adaptive: bool = Field(True, description="learn alpha, one step per round")
     decay: float = Field(0.02, ge=0, description="pull of alpha towards 0 in its step")
+    rule: Literal["paper", "code"] = Field(
+        "paper",
+        description="order of steps, alpha's gradient, mean and scored model: the text's or the authors' code's",
+    )
 
 
 class APFL(Method):
     Settings = APFLSettings
     hp: APFLSettings
     card = Card("APFL", "Deng et al., arXiv 2003.13461, 2020", 2020, "M", personal="a second model and its weight")
+
+    def weights(self, uploads: Sequence[Upload]) -> list[float] | None:
+        uniform = self.hp.rule == "code" and self.ctx.weighting is None
+        return None if uniform else super().weights(uploads)
 
     def init_client(self, data: ClientData) -> State:
         return {**super().init_client(data), "v": T.clone(self.ctx.w0), "alpha": torch.tensor(self.hp.alpha)}
@@ -36,17 +56,23 @@ class APFL(Method):
         return both, {"lr": self.ctx.lr_at(round)}
 
     def phases(self, round: int) -> list[Phase]:
+        if self.hp.rule == "code":
+            return [Phase(update=self.in_turn)]
         train = Phase(self.loss, lambda k: k != ALPHA)
         return [Phase(update=self.weigh, steps=1), train] if self.hp.adaptive else [train]
 
+    # ---- the paper's rule ----------------------------------------------------------------------------------------
     def weigh(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
         """alpha - lr (d loss / d alpha + decay alpha), kept in [0, 1]."""
         with torch.no_grad():
             v, w = self._outputs(params, batch.x)
         alpha = params[ALPHA].detach().clone().requires_grad_()
         gradient = torch.autograd.grad(cross_entropy(alpha * v + (1 - alpha) * w, batch), alpha)[0]
-        new = alpha.detach() - extras["lr"] * (gradient + self.hp.decay * alpha.detach())
-        return {**params, ALPHA: new.clamp(0, 1)}
+        return {**params, ALPHA: self._stepped(alpha.detach(), gradient, extras)}
+
+    def _stepped(self, alpha: Tensor, gradient: Tensor, extras: Extras) -> Tensor:
+        lr: float = extras["lr"]
+        return (alpha - lr * (gradient + self.hp.decay * alpha)).clamp(0, 1)
 
     def _outputs(self, params: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.ctx.forward(T.strip("p:", params), x), self.ctx.forward(T.strip("g:", params), x)
@@ -59,14 +85,38 @@ class APFL(Method):
         v, alpha = self.ctx.forward(T.strip("p:", params), batch.x), params[ALPHA]
         return cross_entropy(w, batch) + cross_entropy(alpha * v + (1 - alpha) * w.detach(), batch)
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, T.strip("g:", params), extras, data, round)
-        new = {**state, "v": T.strip("p:", params), "alpha": params[ALPHA]}
-        return new, Upload(upload.tree, {"alpha": float(params[ALPHA])})
+    # ---- the rule of the authors' code -----------------------------------------------------------------------------
+    def in_turn(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
+        """w's step, v's step through the mixture with the new w, and on the first batch alpha's."""
+        plain = [k for k in T.strip("g:", params) if k in self.ctx.net.trainable]
+        ws, vs = [f"g:{k}" for k in plain], [f"p:{k}" for k in plain]
+        alpha, lr = params[ALPHA], extras["lr"]
+        slope = grad(lambda p: self.ctx.ce(T.strip("g:", p), batch), params, ws)
+        params = {**params, **T.add({k: params[k] for k in ws}, slope, -lr)}
+        both = grad(lambda p: cross_entropy(self._mixed(p, batch.x), batch), params, [*vs, *ws])
+        params = {**params, **T.add({k: params[k] for k in vs}, both, -lr)}
+        if self.hp.adaptive and not extras.get("weighed"):
+            extras["weighed"] = True
+            apart = T.flatten(params, vs) - T.flatten(params, ws)
+            gradient = apart.dot(alpha * T.flatten(both, vs) + (1 - alpha) * T.flatten(both, ws))
+            params = {**params, ALPHA: self._stepped(alpha, gradient, extras)}
+        return params
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return self.begin(state, download, data, 1)
-
-    def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
+    def _mixed(self, params: Tree, x: Tensor) -> Tensor:
         v, w = self._outputs(params, x)
         return params[ALPHA] * v + (1 - params[ALPHA]) * w
+
+    # ---- both ----------------------------------------------------------------------------------------------------
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        w = T.strip("g:", params)
+        state, upload = super().end(state, w, extras, data, round)
+        new = {**state, "v": T.strip("p:", params), "alpha": params[ALPHA]}
+        return (new if self.hp.rule == "paper" else {**new, "w": w}), Upload(
+            upload.tree, {"alpha": float(params[ALPHA])}
+        )
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return self.begin(state, {**download, **state.get("w", {})}, data, 1)
+
+    def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
+        return self._mixed(params, x)

@@ -3,7 +3,10 @@
 One model per cluster; when a cluster's mean update is small but some member's is large, it is cut in two by the
 cosine of the members' updates. Only members that answered vote on a split; an absent one follows the half whose mean
 update is closer to its last known update, or stays in the first half if it has none. The paper's gap criterion is not
-used (nor is it in its code).
+used (nor is it in its code). Norms and cosines are those of trained parameters: batch-norm statistics are averaged with
+their cluster, but say nothing about a gradient. The authors' optimisers live as long as their client and keep their
+momentum: `opt_state = keep` of the run does that. A second split here names clients; theirs names positions in the
+sub-matrix, which mixes clients up.
 """
 
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from coterie import tree as T
 from coterie.method import Card, ClientData, ClientId, Download, Extras, Method, Moment, Settings, State, Tree, Upload
+from coterie.parts.clusters import vectors
 from coterie.schema import Link, Schema, like
 
 
@@ -57,7 +61,7 @@ class CFL(Method):
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         models, cluster = list(server["models"]), dict(server["cluster"])
-        D = torch.stack([T.flatten(u.tree) for u in uploads])  # updates [answers, P]
+        D = vectors(self.ctx, [u.tree for u in uploads])  # updates [answers, P]
         last = {**server["last"], **{u.sender: d for u, d in zip(uploads, _unit(D), strict=True)}}
         for c in range(len(server["models"])):
             rows = [r for r, u in enumerate(uploads) if server["cluster"].get(u.sender, 0) == c]

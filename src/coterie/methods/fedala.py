@@ -4,14 +4,37 @@ Before training a client merges the received model w into its last own one o: lo
 o + A (w - o) with elementwise weights A in [0, 1] that are learned on a part of its data with the model held fixed.
 The first time A is learned until the losses settle, later for one epoch. Batch norm stands still while A is learned.
 Scored is the model after local training; who has never trained is scored with the received one.
+Departs from the authors' code, with settings that undo it: the part of the data is a random subset, as the paper says,
+not a random window of data in their order (`draw = window`); only participants receive the model and merge, so that
+traffic and work are those of FedAvg, where their server sends it to everybody in every round, who merges it and is
+scored with what comes out (`merge = everybody`). Learning A stops after `max_epochs`; theirs may go on for ever.
 """
+
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field
 
 from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Extras, Method, Settings, State, Tree, Upload
+from coterie.method import (
+    Batch,
+    Card,
+    ClientData,
+    ClientId,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Settings,
+    State,
+    Tree,
+    Upload,
+)
 from coterie.parts.groups import last_layers
+from coterie.schema import Entry, Link, Schema
+
+REST = "x:rest"  # in the download of somebody who merges but does not train
 
 
 class FedALASettings(Settings):
@@ -20,8 +43,12 @@ class FedALASettings(Settings):
     eta: float = Field(1.0, ge=0, description="rate at which the weights are learned")
     start: float = Field(1.0, ge=0, le=1, description="first value of the weights; 1: the received model")
     threshold: float = Field(0.1, ge=0, description="settled when the last losses deviate by less")
-    window: int = Field(10, ge=1, description="how many last losses are looked at")
+    window: int = Field(10, ge=1, description="how many last losses are looked at, once there are more than these")
     max_epochs: int = Field(100, ge=1, description="most epochs of learning the weights the first time")
+    draw: Literal["subset", "window"] = Field("subset", description="the share of data: any samples, or a run of them")
+    merge: Literal["participants", "everybody"] = Field(
+        "participants", description="who receives the model and merges it in a round"
+    )
 
 
 class FedALA(Method):
@@ -35,20 +62,54 @@ class FedALA(Method):
         personal="the whole model, merged on the client",
     )
 
+    # ---- with merge = everybody ----------------------------------------------------------------------------------
+    def _trains(self, server: State, round: int) -> list[ClientId]:
+        """The participants that train."""
+        return super().sample(server, round, self.ctx.rng("sample", round))
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The model both ways; somebody who only merges is told so, and sends nothing."""
+        if self.hp.merge == "participants":
+            return self.model_schema
+        rest = Schema({REST: Entry((), torch.uint8, "control", low=1, high=1, optional=now is None)})
+        if now is None:
+            return self.model_schema | rest if link == "down" else self.model_schema.optional()
+        if now.client in self._trains(now.server, now.round):
+            return self.model_schema
+        return self.model_schema | rest if link == "down" else Schema({})
+
+    def sample(self, server: State, round: int, rng: torch.Generator) -> list[ClientId]:
+        return list(self.ctx.clients) if self.hp.merge == "everybody" else super().sample(server, round, rng)
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        if self.hp.merge == "participants":
+            return super().down(server, ids, round)
+        trains, rest = self._trains(server, round), {REST: torch.ones((), dtype=torch.uint8)}
+        return Download(server["w"], {i: rest for i in ids if i not in trains})
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        trained = [u for u in uploads if u.tree]
+        return super().aggregate(server, trained, round) if trained else server
+
+    # ---- client --------------------------------------------------------------------------------------------------
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        old = state.get("o")
-        received = {**(state.get("own", {}) if old is None else old), **download}
+        old, idle = state.get("o"), {"idle": True} if REST in download else {}
+        received = {**(state.get("own", {}) if old is None else old), **T.drop(download, lambda k: k == REST)}
         if old is None:  # a flag, not a comparison of floats, says that there is nothing to merge yet
-            return received, {}
+            return received, idle
         A = self.learned(state["A"], old, received, data, round, self.hp.max_epochs if not state["settled"] else 1)
-        return merged(old, received, A), {"A": A}
+        return merged(old, received, A), {"A": A, **idle}
 
     def learned(self, A: Tree, old: Tree, new: Tree, data: ClientData, round: int, epochs: int) -> Tree:
         """Weights after up to `epochs` passes; they stop when the losses of the last batches have settled."""
         names = [k for k in A if k in self.ctx.net.trainable]
         n = len(data.train)
-        order = torch.randperm(n, generator=self.ctx.rng("ala", round, data.client))
-        drawn = order[: max(1, int(self.hp.share * n))]
+        rng, size = self.ctx.rng("ala", round, data.client), max(1, int(self.hp.share * n))
+        if self.hp.draw == "window" and n:
+            first = int(torch.randint(n - size + 1, (), generator=rng))
+            drawn = torch.arange(first, first + size)
+        else:
+            drawn = torch.randperm(n, generator=rng)[:size]
         losses: list[float] = []
         for _ in range(epochs if names and n else 0):
             for part in torch.split(drawn, self.ctx.batch):
@@ -60,21 +121,25 @@ class FedALA(Method):
                 A = {**A, **{k: (A[k] - self.hp.eta * s).clamp(0, 1) for k, s in step.items()}}
             losses.append(float(loss.detach()))
             last = torch.tensor(losses[-self.hp.window :])
-            if len(last) == self.hp.window and float(last.std(correction=0)) < self.hp.threshold:
+            if len(losses) > self.hp.window and float(last.std(correction=0)) < self.hp.threshold:
                 break
         return A
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        upload = Upload(T.drop(params, self.stays), {"weight": _mean(extras["A"])} if extras.get("A") else {})
+        sent = {} if extras.get("idle") else T.drop(params, self.stays)
         A = extras["A"] if "A" in extras else self._first_weights()
-        return {"o": params, "A": A, "settled": "A" in extras}, upload
+        new = {"o": params, "A": A, "settled": "A" in extras, "round": round}
+        return new, Upload(sent, {"weight": _mean(extras["A"])} if extras.get("A") else {})
 
     def _first_weights(self) -> Tree:
         top = last_layers(self.ctx.net.layout, self.hp.layers)
         return {k: torch.full_like(v, self.hp.start) for k, v in self.ctx.w0.items() if k in top and not self.stays(k)}
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return (state["o"], {}) if "o" in state else super().personal(state, download, data)
+        if self.hp.merge == "everybody" and "o" in state:
+            return self.begin(state, download, data, state["round"] + 1)[0], {}
+        received = T.drop(download, lambda k: k == REST)
+        return (state["o"], {}) if "o" in state else super().personal(state, received, data)
 
 
 def merged(old: Tree, new: Tree, A: Tree) -> Tree:

@@ -3,6 +3,8 @@
 The server keeps the last model of every client and sends each a mixture u_i in which similar models weigh more; the
 client trains its own model with a pull lambda/(2 alpha) ||w - u_i||^2. Who never answered is at the initial model.
 Default is HeurFedAMP (cosine weights), which the paper itself prefers for deep networks; training starts from w_i.
+Distances and cosines are those of trained parameters, as in PFLlib: batch-norm statistics are mixed but not compared.
+PFLlib's penalty has no gradient, so its FedAMP is local training; here it pulls, as the paper says.
 """
 
 from collections.abc import Sequence
@@ -66,7 +68,7 @@ class FedAMP(Method):
         return {"bank": bank.fill(T.drop(self.ctx.w0, self.stays), self.ctx.clients)}
 
     def mixing(self, V: Tensor, rows: Tensor) -> Tensor:
-        """Weights xi [rows, clients] from flattened models V [clients, P]."""
+        """Weights xi [rows, clients] from the parameters V [clients, P] of all models."""
         own = (torch.arange(len(rows)), rows)
         if len(V) == 1:
             return torch.ones(len(rows), 1)
@@ -88,8 +90,10 @@ class FedAMP(Method):
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         known, V = bank.known(server["bank"], ids), server["bank"]["flat"]
-        mixed = self.mixing(V, bank.rows(server["bank"], known)) @ V
-        return Download(each=dict(zip(known, bank.trees(mixed, T.drop(self.ctx.w0, self.stays)), strict=True)))
+        like = T.drop(self.ctx.w0, self.stays)
+        compared = V[:, bank.columns(like, self.ctx.net.trainable)]
+        mixed = self.mixing(compared, bank.rows(server["bank"], known)) @ V
+        return Download(each=dict(zip(known, bank.trees(mixed, like), strict=True)))
 
     def init_client(self, data: ClientData) -> State:
         return {"w": T.clone(self.ctx.w0)}

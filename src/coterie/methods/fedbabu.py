@@ -3,6 +3,8 @@
 Only the body is trained and averaged; the head keeps its random start, the same for everybody, for the whole
 federation. A client gets its own model by fine-tuning a copy before it is used (the view `adapted`); the copy never
 feeds back. The head never travels: every party knows the start of the run.
+Fine-tuning uses the run's rate by default, as the paper's text does (`finetune_lr`: 0.001 in the authors' code, whose
+federation ends at a rate that has been divided by 100).
 """
 
 from typing import Literal
@@ -16,6 +18,7 @@ from coterie.method import Card, Method, Phase, Settings, State, Tree
 class FedBABUSettings(Settings):
     finetune_epochs: float = Field(5, ge=0, description="epochs of fine-tuning before scoring")
     finetune: Literal["all", "head"] = Field("all", description="what fine-tuning changes")
+    finetune_lr: float | None = Field(None, gt=0, description="rate of fine-tuning; empty: the run's")
 
 
 class FedBABU(Method):
@@ -41,4 +44,4 @@ class FedBABU(Method):
         if self.hp.finetune_epochs == 0:
             return []
         trains = self.private if self.hp.finetune == "head" else T.everything
-        return [Phase(self.loss, trains, self.hp.finetune_epochs)]
+        return [Phase(self.loss, trains, self.hp.finetune_epochs, lr=self.hp.finetune_lr)]

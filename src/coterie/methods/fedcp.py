@@ -5,7 +5,12 @@ first, the frozen received head the second, and their logits are added. The body
 MMD between their features. Uploaded are body, policy and the mean of both heads.
 The policy sees the client through its own head at the start of the round; that head starts as the common random one,
 which stands in for the authors' random vector of the first round. Scoring uses the Gumbel softmax without noise.
+The received body is in training mode, as in the authors' code: then both bodies normalise by the same batch, and the
+MMD is 0 before the first step. With `reference = evaluation` it uses its running statistics. The authors' clients keep
+batch-norm statistics of their own (`bn_stats = local` of the run); policy and global head reach sampled clients only.
 """
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +40,9 @@ from coterie.tree import Tree
 class FedCPSettings(Settings):
     lam: float = Field(5.0, ge=0, description="strength of the MMD between own and received features")
     tau: float = Field(1.0, gt=0, description="temperature of the Gumbel softmax")
+    reference: Literal["training", "evaluation"] = Field(
+        "training", description="mode of the received body's batch norm when features are compared"
+    )
 
 
 class FedCP(Method):
@@ -96,8 +104,16 @@ class FedCP(Method):
         if self.hp.lam == 0:
             return ce
         with torch.no_grad():
-            frozen = self.ctx.features(extras["received"], batch.x)
+            frozen = self.ctx.features(self._reference(extras["received"]), batch.x)
         return ce + self.hp.lam * mmd(z, frozen, weight=batch.weight)
+
+    def _reference(self, received: Tree) -> Tree:
+        """The received model; in training mode with statistics that may move and batch norm that counts as trained."""
+        if self.hp.reference == "evaluation" or not self.ctx.net.has_batch_norm:
+            return received
+        norms = {k: received[k] for k in self.ctx.group("bn") if k in received}
+        fixed = self.ctx.net.fixed
+        return {**received, **{k: v.clone() if k in fixed else v.detach().requires_grad_() for k, v in norms.items()}}
 
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         return self._logits(params, self.ctx.features(params, x), extras, noise=False)

@@ -4,7 +4,9 @@ Each client keeps a dual vector h_i and minimises its loss + alpha <h_i, w> + al
 optima agree with the global one. The server sends the mean of the models plus the mean Hbar of all duals; what is
 scored is the mean of the models, as in the authors' code. The quadratic term is in the loss (the authors put it into
 the weight decay), so any optimiser sees the whole objective.
-`scale_alpha` (authors' rule for unequal clients) costs an opening round of sample counts and 4 bytes down per round.
+Two habits of the authors' code are settings, because the paper has neither: `scale_alpha` (they always divide alpha by
+a client's relative sample count) costs an opening round and 4 bytes down per round; `clip_first` clips the gradient
+before alpha w is added, as their weight decay makes it, and trains client by client.
 """
 
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ from coterie.tree import Tree
 class FedDynSettings(Settings):
     alpha: float = Field(0.01, gt=0, description="strength of the dual and of the pull towards the received model")
     clip: float | None = Field(10.0, gt=0, description="largest norm of a local gradient; empty: none")
+    clip_first: bool = Field(False, description="clip before the gradient alpha w of the pull is added")
     scale_alpha: bool = Field(False, description="divide alpha by the client's sample count over the mean count")
 
 
@@ -78,8 +81,20 @@ class FedDyn(Method):
         pull = alpha / 2 * T.sqdist(params, extras["anchor"], self.ctx.net.trainable)
         return self.ctx.ce(params, batch) + alpha * T.dot(extras["h"], params) + pull
 
+    def _linear(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        """The loss without alpha/2 |w|^2 (and the constant)."""
+        slope = {k: h - extras["anchor"][k] for k, h in extras["h"].items()}
+        alpha: float = extras["alpha"]
+        return self.ctx.ce(params, batch) + alpha * T.dot(slope, params)
+
+    def _square(self, params: Tree, extras: Extras) -> Tensor:
+        own = {k: params[k] for k in extras["h"]}
+        alpha: float = extras["alpha"]
+        return alpha / 2 * T.dot(own, own)
+
     def phases(self, round: int) -> list[Phase]:
-        return [replace(phase, clip=self.hp.clip) for phase in super().phases(round)]
+        found = [replace(phase, clip=self.hp.clip) for phase in super().phases(round)]
+        return [replace(p, loss=self._linear, unclipped=self._square) for p in found] if self.hp.clip_first else found
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         if round == 0:

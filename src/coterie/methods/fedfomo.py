@@ -5,40 +5,54 @@ client's validation part per distance, both from its model before its last train
 Affinities go back to the server, which sends the most helpful models next time and sometimes a random one.
 Only models of clients that have answered are sent, so the first rounds carry fewer than M. `val_share` of the
 federation (0.2 in the papers) sets the validation part; it is fixed per client and never trained on.
+
+`reading = paper` (default) is the text. `reading = code` sets what the authors' code does otherwise: distances are sums
+of absolute differences; a client whom nobody helps goes back to its model before its last training; affinities are
+divided by the size of their sum before they are added up; only models that were uploaded in the last round are sent;
+and averages are candidates as well: one for each of `averages` clusters of clients, found by spectral clustering of the
+affinities, over the most recent uploaders in it, and their mean. These go to everybody, beside the M models.
+The paper's rule is the default, because it needs no number of clusters and never discards a client's own training.
+The authors count the chance of a random model by epochs, here it falls from round to round.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
+from sklearn.cluster import SpectralClustering
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import (
-    Batch,
-    Card,
-    ClientData,
-    ClientId,
-    Download,
-    Extras,
-    Method,
-    Moment,
-    Settings,
-    State,
-    Tree,
-    Upload,
-)
+from coterie.method import Batch, Card, ClientData, ClientId, Download, Extras, Method, Moment, State, Tree, Upload
 from coterie.parts import bank, pairs
+from coterie.parts.readings import ReadingSettings
+from coterie.rng import key
 from coterie.schema import Entry, Link, Schema
 
-MODELS, AFFINITY = "models", "x:affinity"
+MODELS, AVERAGES, AFFINITY = "models", "averages", "x:affinity"
 BOUND = 1e6  # of an affinity
 
 
-class FedFomoSettings(Settings):
+class FedFomoSettings(ReadingSettings):
+    readings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "code": {"distance": "l1", "nobody": "baseline", "affinity": "shares", "sent": "last_round", "averages": 5}
+    }
+    reading: Literal["paper", "code"] = Field("paper", description="the text, or the authors' code")
     models: int = Field(5, ge=0, description="M: at most so many models of others are sent")
     explore: float = Field(0.3, ge=0, le=1, description="chance of a random model instead of the best, in round 1")
     explore_decay: float = Field(0.05, ge=0, description="by which that chance falls from round to round")
+    distance: Literal["l1", "l2"] = Field("l2", description="norm of the difference of two models")
+    nobody: Literal["own", "baseline"] = Field(
+        "own", description="where a client starts that nobody helps: its own model, or that before its last training"
+    )
+    affinity: Literal["raw", "shares"] = Field(
+        "raw", description="what is added up: affinities, or affinities over the size of their sum"
+    )
+    sent: Literal["answered", "last_round"] = Field(
+        "answered", description="whose models are sent: of all that ever answered, or of the last round"
+    )
+    averages: int = Field(0, ge=0, description="clusters whose averages are candidates too, with their mean; 0: none")
 
 
 class FedFomo(Method):
@@ -59,22 +73,35 @@ class FedFomo(Method):
         count: int | str = "models" if now is None else len(self.sent_to(now.server, now.client, now.round))
         lengths = {"models": (1, max(1, self.hp.models))} if now is None else {}
         if link == "down":
-            rows = Schema({MODELS: Entry((count, size))} if count else {}, lengths)
+            entries = {MODELS: Entry((count, size))} if count else {}
+            if self.hp.averages:
+                means: int | str = "averages" if now is None else len(now.server["averages"])
+                entries |= {AVERAGES: Entry((means, size))} if means else {}
+                lengths |= {"averages": (1, self.hp.averages + 1)} if now is None else {}
+            rows = Schema(entries, lengths)
             return rows.optional() if now is None else rows
         affinity = Entry((count,), kind="statistic", low=-BOUND, high=BOUND, optional=now is None)
         return self.model_schema | Schema({AFFINITY: affinity} if count else {}, lengths)
 
     def setup(self) -> State:
-        return pairs.opened(T.drop(self.ctx.w0, self.stays), [])  # similarity: the sum of a client's affinities
+        opened = pairs.opened(T.drop(self.ctx.w0, self.stays), [])  # similarity: the sum of a client's affinities
+        return {**opened, "averages": opened["bank"]["flat"], "last": {}, "samples": {}}
+
+    def _sendable(self, server: State) -> list[int]:
+        """Rows of the bank whose models may be sent."""
+        ids, last = server["bank"]["ids"], server["last"]
+        newest = max(last.values(), default=0)
+        return [r for r, i in enumerate(ids) if self.hp.sent == "answered" or last[i] == newest]
 
     def sent_to(self, server: State, client: ClientId, round: int) -> list[int]:
         """Rows of the bank that the client is sent: by falling affinity, equal ones in random order."""
         ids, rng = server["bank"]["ids"], self.ctx.rng("candidates", round, client)
+        others = {r for r in self._sendable(server) if ids[r] != client}
         shuffled = torch.randperm(len(ids), generator=rng)
         affinity = server["similarity"][ids.index(client)][shuffled] if client in ids else torch.zeros(len(ids))
         by_affinity = shuffled[affinity.sort(descending=True, stable=True).indices]
-        best = [r for r in by_affinity.tolist() if ids[r] != client]
-        at_random = [r for r in torch.randperm(len(ids), generator=rng).tolist() if ids[r] != client]
+        best = [r for r in by_affinity.tolist() if r in others]
+        at_random = [r for r in torch.randperm(len(ids), generator=rng).tolist() if r in others]
         epsilon = max(0.0, self.hp.explore - self.hp.explore_decay * (round - 1))
         picked: list[int] = []
         for draw in torch.rand(min(self.hp.models, len(best)), generator=rng).tolist():
@@ -83,7 +110,8 @@ class FedFomo(Method):
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         picked = {i: self.sent_to(server, i, round) for i in ids}
-        return Download(each={i: {MODELS: server["bank"]["flat"][rows]} for i, rows in picked.items() if rows})
+        shared = {AVERAGES: server["averages"]} if len(server["averages"]) else {}
+        return Download(shared, {i: {MODELS: server["bank"]["flat"][rows]} for i, rows in picked.items() if rows})
 
     def deliver(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         """Scoring needs no models of others, except after the last round, when one more training is scored too."""
@@ -94,17 +122,25 @@ class FedFomo(Method):
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         own, old = state["w"], state["old"]
-        sent = bank.trees(download[MODELS], T.drop(self.ctx.w0, self.stays)) if MODELS in download else []
-        candidates = [*({**own, **tree} for tree in sent), own]
+        like = T.drop(self.ctx.w0, self.stays)
+        sent = [bank.trees(download[k], like) if k in download else [] for k in (MODELS, AVERAGES)]
+        candidates = [*({**own, **tree} for part in sent for tree in part), own]
         raw = self.affinities(candidates, old, data)
-        start = T.mean(candidates, raw.clamp(min=0)) if bool((raw > 0).any()) else own
-        return start, {"start": start, "affinity": raw[:-1]}
+        start = own if self.hp.nobody == "own" else old
+        if bool((raw > 0).any()):
+            start = T.mean(candidates, raw.clamp(min=0))
+        told = raw if self.hp.affinity == "raw" else raw / raw.sum().abs().clamp(min=1e-9)
+        return start, {"start": start, "affinity": told[: len(sent[0])].clamp(-BOUND, BOUND)}
 
     def affinities(self, candidates: Sequence[Tree], old: Tree, data: ClientData) -> Tensor:
         """(L(old) - L(candidate)) / |candidate - old|, not clipped [candidates]."""
         with torch.no_grad():
             losses = torch.stack([self.ctx.ce(tree, Batch(*data.val)) for tree in [old, *candidates]])
-        far = torch.stack([T.sqdist(tree, old, self.ctx.net.trainable).sqrt() for tree in candidates])
+        names = self.ctx.net.trainable
+        if self.hp.distance == "l2":
+            far = torch.stack([T.sqdist(tree, old, names).sqrt() for tree in candidates])
+        else:
+            far = torch.stack([(T.flatten(tree, names) - T.flatten(old, names)).abs().sum() for tree in candidates])
         # bounded, so that a diverged candidate does not spoil the upload
         return ((losses[0] - losses[1:]) / (far + 1e-5)).nan_to_num(-BOUND).clamp(-BOUND, BOUND)
 
@@ -117,7 +153,32 @@ class FedFomo(Method):
         for row, u in zip(rows.tolist(), uploads, strict=True):
             if AFFINITY in u.tree:  # others keep their rows in the bank, so those they were sent by still hold
                 new["similarity"][row, self.sent_to(server, u.sender, round)] += u.tree[AFFINITY]
-        return new
+        new["last"] = {**server["last"], **{u.sender: round for u in uploads}}
+        new["samples"] = {**server["samples"], **{u.sender: u.samples for u in uploads}}
+        return {**new, "averages": self._averages(new)} if self.hp.averages else new
+
+    def _averages(self, server: State) -> Tensor:
+        """Means [clusters + 1, P] over the most recent uploaders of each cluster by samples, and the mean of those."""
+        ids, V = server["bank"]["ids"], server["bank"]["flat"]
+        rows = []
+        for c in sorted(set(labels := self._clusters(server["similarity"]))):
+            members = [r for r in range(len(ids)) if labels[r] == c]
+            newest = max(server["last"][ids[r]] for r in members)
+            recent = [r for r in members if server["last"][ids[r]] == newest]
+            share = torch.tensor(T.normalised([float(server["samples"][ids[r]]) for r in recent], len(recent)))
+            rows.append(share.to(V) @ V[recent])
+        return torch.stack([*rows, torch.stack(rows).mean(0)])
+
+    def _clusters(self, affinity: Tensor) -> list[int]:
+        """Of the bank's clients, by the affinities between them; one cluster while there are too few."""
+        groups = self.hp.averages
+        if groups == 1 or len(affinity) <= groups:
+            return [0] * len(affinity)
+        near = torch.exp(-((1 - affinity) ** 2) / 2)
+        found = SpectralClustering(
+            groups, affinity="precomputed", assign_labels="discretize", random_state=key(self.ctx.seed, "fomo") % 2**32
+        ).fit_predict(((near + near.T) / 2).numpy())
+        return [int(c) for c in found]
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         return state["w"], {}

@@ -1,7 +1,14 @@
 """FedRep. Collins, Hassani, Mokhtari, Shakkottai, ICML 2021 (arXiv 2102.07078).
 
 The head stays on the client. Local training first fits the head with the body frozen, then the body with the head
-frozen. Departs from the authors' code in one place: batch norm inside the frozen body stands still in the head phase.
+frozen. Departs from the authors' code:
+- Batch norm inside the frozen body stands still in the head phase.
+- They end with a round in which everybody fits its head for 10 epochs or more. Here everybody is scored as it is, like
+  in every other method; `final_epochs` adds that round as the view `adapted`.
+- A client that was never sampled holds the initial head; theirs holds the mean of the others' heads, which would have
+  to leave their clients.
+- Under the PyTorch of their time zeroed gradients let the head drift by momentum in the body phase. It is frozen here.
+- The mean is by samples as in their general code; for CIFAR and MNIST they average uniformly (`weighting = uniform`).
 """
 
 from pydantic import Field
@@ -12,6 +19,7 @@ from coterie.method import Card, Method, Phase, Settings
 class FedRepSettings(Settings):
     head_epochs: float = Field(4, ge=0, description="epochs on the head, body frozen")
     body_epochs: float = Field(1, ge=0, description="epochs on the body, head frozen")
+    final_epochs: float = Field(0, ge=0, description="epochs on the head before a copy is scored as adapted")
 
 
 class FedRep(Method):
@@ -28,3 +36,6 @@ class FedRep(Method):
             Phase(self.loss, self.private, self.hp.head_epochs),
             Phase(self.loss, lambda name: not self.private(name), self.hp.body_epochs),
         ]
+
+    def adapt(self) -> list[Phase]:
+        return [Phase(self.loss, self.private, self.hp.final_epochs)] if self.hp.final_epochs else []

@@ -3,7 +3,7 @@
 A bank is a state {"ids": [client, ...], "flat": [clients, P]}; who never answered stands at the initial model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +38,12 @@ def put(bank: State, models: Mapping[ClientId, Mapping[str, Tensor]]) -> State:
     for i, r in zip(models, rows(out, list(models)).tolist(), strict=True):
         out["flat"][r] = T.flatten(models[i])
     return out
+
+
+def columns(like: Mapping[str, Tensor], names: Container[str]) -> Tensor:
+    """Which columns [P] of a bank of such trees belong to these entries, as a mask."""
+    order = sorted(k for k, v in like.items() if v.is_floating_point())
+    return torch.cat([torch.full((like[k].numel(),), k in names) for k in order])
 
 
 def trees(flat: Tensor, like: Mapping[str, Tensor]) -> list[Tree]:

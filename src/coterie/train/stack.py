@@ -20,7 +20,7 @@ from coterie.rng import key
 from coterie.train.optim import Optimiser, stepper
 from coterie.train.stack_run import LARGEST, Draws, Member, Stack
 from coterie.train.stack_step import Extra, Recipe, Steps, UnstackableError, identity, truly_batched
-from coterie.train.trainer import clipped, orders, phase_rule, run_phase, starts_of, trained_names
+from coterie.train.trainer import clipped, orders, phase_lr, phase_rule, run_phase, starts_of, trained_names
 from coterie.tree import Tree
 
 PADDING = 8  # short batches are filled up to a multiple of this
@@ -48,7 +48,8 @@ class Stacker:
 
     def _phase(self, at: int, phase: Phase, members: Sequence[Member], round: int) -> None:
         try:
-            if phase.update is not None or phase.every_epoch is not None or phase.batches_per_step > 1:
+            own_step = phase.update is not None or phase.every_epoch is not None or phase.unclipped is not None
+            if own_step or phase.batches_per_step > 1:
                 raise UnstackableError("it has a step of its own")
             name = (at, identity(phase.loss))
             if name in self.reasons:
@@ -98,7 +99,7 @@ class Stacker:
         if recipe is None:
             return
         at = (name, recipe.padded, recipe.trains, recipe.decays, recipe.rule, recipe.clip)
-        Stack(self.steps, at, recipe, members, draws, torch.tensor(self.ctx.lr_at(round))).run()
+        Stack(self.steps, at, recipe, members, draws, torch.tensor(phase_lr(self.ctx, phase, round))).run()
 
     def _recipe(self, name: Any, phase: Phase, first: Member, draws: Draws) -> Recipe | None:
         """What a step does; None if nothing is trained. Checked once against a step of one client alone."""

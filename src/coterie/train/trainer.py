@@ -74,9 +74,9 @@ def run_phase(
     memory = blank(rule, leaves)
     if kept is not None:
         recall(memory, names, *kept)
-    step = stepper(rule, leaves, [phase.decays(k) for k in names], ctx.lr_at(round), memory)
+    step = stepper(rule, leaves, [phase.decays(k) for k in names], phase_lr(ctx, phase, round), memory)
     assert phase.loss is not None
-    objective, clip = phase.loss, phase.clip
+    objective, clip, more = phase.loss, phase.clip, phase.unclipped
     auxes: list[Any] = []
     total, steps, seen = torch.zeros(()), 0, 0
     if leaves:
@@ -87,8 +87,9 @@ def run_phase(
                     loss, aux = loss
                     auxes.append(aux)
                 if loss.requires_grad:
-                    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-                    step(gradients if clip is None else clipped(gradients, clip))
+                    slopes: Sequence[Tensor | None] = torch.autograd.grad(loss, leaves, allow_unused=True)
+                    slopes = slopes if clip is None else clipped(slopes, clip)
+                    step(slopes if more is None else _added(slopes, more(params, extras), leaves))
                 total += loss.detach()
                 steps += 1
                 seen += len(batch.y) if isinstance(batch, Batch) else sum(len(b.y) for b in batch)
@@ -127,6 +128,16 @@ def trained_names(ctx: Context, phase: Phase, params: Tree) -> list[str]:
 def phase_rule(rule: Optimiser, phase: Phase) -> Optimiser:
     """The run's rule with what the phase says otherwise."""
     return rule if phase.weight_decay is None else replace(rule, weight_decay=phase.weight_decay)
+
+
+def phase_lr(ctx: Context, phase: Phase, round: int) -> float:
+    return ctx.lr_at(round) if phase.lr is None else phase.lr
+
+
+def _added(gradients: Sequence[Tensor | None], more: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients with those of a further part of the objective."""
+    others = torch.autograd.grad(more, leaves, allow_unused=True)
+    return [a if b is None else b if a is None else a + b for a, b in zip(gradients, others, strict=True)]
 
 
 def _updates(
