@@ -165,11 +165,13 @@ class World:
             yield torch.randperm(SIZES[client], generator=rng)
 
     def batches(
-        self, round: int, client: int, epochs: float | None = None, stream: int = 0
+        self, round: int, client: int, epochs: float | None = None, stream: int = 0, steps: int | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """All batches of a local training. One sample alone teaches batch norm nothing and is left out."""
-        for epoch in self.epochs_of(round, client, epochs, stream):
-            yield from epoch
+        """All batches of a local training, or the first `steps`. One sample alone teaches batch norm nothing and is
+        left out."""
+        for epoch in self.epochs_of(round, client, epochs if steps is None else steps, stream):
+            yield from epoch if steps is None else epoch[:steps]
+            steps = None if steps is None else steps - len(epoch[:steps])
 
     def epochs_of(
         self, round: int, client: int, epochs: float | None = None, stream: int = 0
@@ -180,6 +182,16 @@ class World:
         for order in self.orders(round, client, int(self.epochs if epochs is None else epochs), stream):
             parts = [p for p in order.split(self.batch) if len(p) >= smallest]
             yield [(x[p], y[p]) for p in parts]
+
+    def start(self, number: int) -> nn.Module:
+        """Another draw of the first weights; number 0 is the run's own."""
+        model = self.module()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key(0, "start", number))
+            for layer in model.modules() if number else ():
+                if hasattr(layer, "reset_parameters"):
+                    layer.reset_parameters()
+        return model
 
     def rng(self, purpose: str, *keys: int | str) -> torch.Generator:
         """The keyed draws of the run."""
@@ -283,7 +295,7 @@ def vector(model: nn.Module) -> Tensor:
 
 
 def evaluated(model: nn.Module, x: Tensor) -> Tensor:
-    """Logits in evaluation mode; the model's mode is as before afterwards."""
+    """The output in evaluation mode; the model's mode is as before afterwards."""
     was = model.training
     model.eval()
     with torch.no_grad():
@@ -308,6 +320,27 @@ def squares(model: nn.Module, anchor: Sequence[Tensor]) -> Tensor:
 def parameters(model: nn.Module) -> list[Tensor]:
     """Copies of the parameters."""
     return [p.detach().clone() for p in model.parameters()]
+
+
+def two_means(points: Tensor) -> list[int]:
+    """Labels of the best cut of rows into two groups (least squares), found by trying all; the first row has 0."""
+    best, found = float("inf"), [0] * len(points)
+    for bits in range(1, 2 ** (len(points) - 1)):
+        labels = [0, *((bits >> k) & 1 for k in range(len(points) - 1))]
+        parts = [points[[i for i, c in enumerate(labels) if c == g]].double() for g in (0, 1)]
+        cost = sum(float((p - p.mean(0)).square().sum()) for p in parts)
+        if cost < best:
+            best, found = cost, labels
+    return found
+
+
+def class_means(features: Tensor, y: Tensor) -> dict[int, Tensor]:
+    return {int(k): features[y == k].mean(0) for k in y.unique()}
+
+
+def features(model: nn.Module, x: Tensor) -> Tensor:
+    """What enters the head, in evaluation mode."""
+    return evaluated(body(model), x)
 
 
 def norms(model: nn.Module) -> list[nn.Module]:

@@ -51,6 +51,9 @@ class Ditto(Method):
             return self.model_schema
         return self.model_schema.optional() if now is None else Schema({}) if now.round == 0 else self.model_schema
 
+    def setup(self) -> State:
+        return {**super().setup(), "samples": {}} if self.opening() else super().setup()
+
     def opening(self) -> bool:
         return self.hp.draw == "samples"
 
@@ -59,6 +62,8 @@ class Ditto(Method):
         if not self.opening() or round == 0:
             return super().sample(server, round, rng)
         counts = torch.tensor([server["samples"].get(i, 0) for i in self.ctx.clients], dtype=torch.float64)
+        if not bool(counts.any()):
+            return super().sample(server, round, rng)
         m = min(max(1, int(self.ctx.join * len(counts) + 0.5)), int((counts > 0).sum()))
         return sorted(self.ctx.clients[i] for i in torch.multinomial(counts, m, generator=rng).tolist())
 
