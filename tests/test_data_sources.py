@@ -39,7 +39,8 @@ def test_all_sets_of_the_papers_are_known_by_name(tmp_path):
     assert listed["digits"].available and not listed["cifar10"].available
     assert listed["emnist"].classes == 62 and listed["tinyimagenet"].shape == (3, 64, 64)
     for name in papers:
-        with pytest.raises(CoterieError, match=f"{name} is not on this machine: put {name}.npz") as e:
+        words = f"{name} is not on this machine: run `coterie data get {name}`, put {name}.npz"
+        with pytest.raises(CoterieError, match=words) as e:
             load(name, tmp_path)
         assert str(tmp_path) in str(e.value) and "\n" not in str(e.value)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the command line starts without torch
     from coterie.parts.readings import ReadingSettings
 
 catalogue = typer.Typer()
-data_app = typer.Typer(no_args_is_help=True, help="Look at data and partitions.")
+data_app = typer.Typer(no_args_is_help=True, help="Fetch data, and look at data and partitions.")
 catalogue.add_typer(data_app, name="data")
 
 
@@ -236,6 +236,23 @@ def _readings(settings: "type[ReadingSettings]") -> Table:
     for name in dict.fromkeys(name for reading in found for name in settings.preset(reading)):
         table.add_row(name, *(_text(getattr(hp, name)) for hp in found.values()))
     return table
+
+
+@data_app.command("get")
+def data_get(
+    names: Annotated[list[str], Argument(metavar="NAME...", help="fmnist, mnist, cifar10, ...")],
+    data_dir: o.DataDir = None,
+    quiet: o.Quiet = False,
+) -> None:
+    """Fetch data sets from their official sources; checked, and continued after an interruption."""
+    from coterie.cli.screen import download_bar
+    from coterie.data.fetch import get
+
+    for name in names:
+        with download_bar(quiet) as tell:
+            found = get(name, data_dir, tell)
+        if not quiet:
+            console.print(f"{name}: {found[0].parent}", soft_wrap=True, highlight=False)
 
 
 @data_app.command("show")

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -71,6 +79,24 @@ def bar(what: str, total: int, quiet: bool) -> Iterator[Any]:
     with Progress(*columns, console=errors, transient=True) as progress:
         task = progress.add_task(what, total=total, text="")
         yield lambda done, text="": progress.update(task, completed=done, text=text)
+
+
+@contextmanager
+def download_bar(quiet: bool) -> Iterator[Any]:
+    """Progress of files as tell(file, bytes there, bytes in all); nothing on something that is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda file, done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=errors, transient=True) as progress:
+        tasks: dict[str, Any] = {}
+
+        def tell(file: str, done: int, total: int) -> None:
+            if file not in tasks:
+                tasks[file] = progress.add_task(file, total=total or None)
+            progress.update(tasks[file], completed=done)
+
+        yield tell
 
 
 def frame_table(frame: "pd.DataFrame", title: str = "") -> Table:

@@ -1,6 +1,7 @@
 """Readers of the original file formats. Nothing in a file is ever run; a damaged or wrong file gets one sentence."""
 
 import gzip
+import io
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -154,6 +155,23 @@ def folder(root: Path) -> Raw:
             f"{root} holds no pictures in folders named after classes (train/CLASS/*.png or CLASS/*.png)"
         )
     return _pictures(train, tests, classes)
+
+
+def parquet(paths: Sequence[Path]) -> Raw:
+    """Pictures and labels of a data set of the Hugging Face hub: parts train and test, by their files' names."""
+    parts: dict[str, tuple[list[Array], list[Array]]] = {"train": ([], []), "test": ([], [])}
+    for path in paths:
+        with reading(path, "a parquet file of pictures"):
+            import pyarrow.parquet as pq  # slow to import
+
+            table = pq.read_table(path)
+            item = next(c for c in ("image", "img") if c in table.column_names)
+            label = next(c for c in ("label", "fine_label") if c in table.column_names)
+            x, y = parts[path.name.partition("-")[0]]
+            x += [np.asarray(Image.open(io.BytesIO(v["bytes"]))) for v in table[item].to_pylist()]
+            y.append(np.asarray(table[label]))
+    (x, y), (x_test, y_test) = parts["train"], parts["test"]
+    return Raw(np.stack(x), np.concatenate(y), np.stack(x_test), np.concatenate(y_test), None)
 
 
 def tiny_imagenet(root: Path) -> Raw:

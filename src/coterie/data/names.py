@@ -39,6 +39,7 @@ class Known:
     folders: tuple[str, ...] = ()  # where below the data folder the files may lie
     read: Callable[[Sequence[Path]], Raw] | None = None
     system: tuple[str, ...] = ()  # folders a Linux distribution installs it in
+    hub: tuple[str, ...] = ()  # repositories of the Hugging Face hub with the same pictures
 
     def find(self, root: Path) -> list[Path] | None:
         """The files of NAME.npz, or of the original form, if all are there."""
@@ -51,7 +52,10 @@ class Known:
         return None
 
     def load(self, paths: Sequence[Path]) -> Raw:
-        raw = files.npz(paths[0]) if paths[0].suffix == ".npz" or self.read is None else self.read(paths)
+        if paths[0].suffix == ".parquet":
+            raw = files.parquet(paths)
+        else:
+            raw = files.npz(paths[0]) if paths[0].suffix == ".npz" or self.read is None else self.read(paths)
         return raw if raw.classes is not None else raw._replace(classes=self.classes)
 
 
@@ -72,11 +76,13 @@ KNOWN: dict[str, Known] = {
     for k in (
         Known("digits", "8x8 handwritten digits of scikit-learn; always there", _DIGITS, (1, 8, 8), (1438, 359)),
         Known(
-            "mnist", "handwritten digits", _DIGITS, (1, 28, 28), (60_000, 10_000), _IDX, ("MNIST/raw",), files.idx_set
+            "mnist", "handwritten digits", _DIGITS, (1, 28, 28), (60_000, 10_000), _IDX, ("MNIST/raw",), files.idx_set,
+            hub=("ylecun/mnist", "mnist"),
         ),
         Known(
             "fmnist", "Fashion-MNIST: pieces of clothing", _CLOTHES, (1, 28, 28), (60_000, 10_000), _IDX,
             ("FashionMNIST/raw", "fashion-mnist"), files.idx_set, ("/usr/share/datasets/fashion-mnist",),
+            hub=("zalando-datasets/fashion_mnist", "fashion_mnist"),
         ),
         Known(
             "emnist", "EMNIST ByClass: digits and letters", _DIGITS + _UPPER + tuple(c.lower() for c in _UPPER),
@@ -86,10 +92,12 @@ KNOWN: dict[str, Known] = {
         Known(
             "cifar10", "CIFAR-10: small photographs", _CIFAR10, (3, 32, 32), (50_000, 10_000),
             (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"), ("cifar-10-batches-py",), _cifar10,
+            hub=("uoft-cs/cifar10", "cifar10"),
         ),
         Known(
             "cifar100", "CIFAR-100: small photographs, fine labels", _numbers(100), (3, 32, 32), (50_000, 10_000),
             ("train", "test"), ("cifar-100-python",), _cifar100,
+            hub=("uoft-cs/cifar100", "cifar100"),
         ),
         Known(
             "cinic10", "CINIC-10: CIFAR-10 and more of ImageNet", _CIFAR10, (3, 32, 32), (180_000, 90_000),
@@ -119,9 +127,32 @@ def data_dir() -> Path:
 
 
 def locate(known: Known, folder: Path | None) -> list[Path] | None:
-    """Files of a known set below `folder`, or below the usual folders when none is given."""
-    roots = [folder] if folder is not None else [data_dir(), *map(Path, known.system)]
-    return next((got for root in roots if (got := known.find(root)) is not None), None)
+    """Files of a known set below `folder`, or below the usual folders when none is given: Coterie's own, those of Linux
+    distributions, `data` of the working directory (torchvision's habit), and the caches of Keras and Hugging Face."""
+    if folder is not None:
+        return known.find(folder)
+    for root in (data_dir(), *map(Path, known.system), Path("data"), *_keras()):
+        if (got := known.find(root)) is not None:
+            return got
+    return _hub_cache(known)
+
+
+def _keras() -> list[Path]:
+    root = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras") / "datasets"
+    return [root, *sorted(root.glob("*-target"))] if root.is_dir() else []
+
+
+def _hub_cache(known: Known) -> list[Path] | None:
+    """Parquet files of the newest snapshot in Hugging Face's cache: those of the train part, then of the test part."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    root = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    for repository in known.hub:
+        snapshots = (root / f"datasets--{repository.replace('/', '--')}" / "snapshots").glob("*")
+        for snapshot in sorted(snapshots, key=lambda p: p.stat().st_mtime, reverse=True):
+            train, test = (sorted(snapshot.rglob(f"{part}-*.parquet")) for part in ("train", "test"))
+            if train and test:
+                return [*train, *test]
+    return None
 
 
 def size(name: str, folder: Path | None = None) -> tuple[int, int]:
@@ -145,4 +176,5 @@ def missing(known: Known, folder: Path | None) -> str:
     elif known.needs:
         inside = f" (in a folder {known.folders[0]})" if known.folders else ""
         forms += f", or {', '.join(known.needs)}{inside},"
-    return f"{known.name} is not on this machine: put {forms} into {root}, or name another folder with --data-dir"
+    get = "" if known.name == "digits" else f"run `coterie data get {known.name}`, "
+    return f"{known.name} is not on this machine: {get}put {forms} into {root}, or name another folder with --data-dir"

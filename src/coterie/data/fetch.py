@@ -1,0 +1,209 @@
+"""`coterie data get`: the files of a known data set from its official source, checked, and resumable."""
+
+import hashlib
+import tarfile
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from coterie.data.names import KNOWN, data_dir, locate
+from coterie.errors import CoterieError, unknown
+
+BLOCK = 1 << 20
+TIMEOUT = 30.0  # seconds without a byte
+
+Tell = Callable[[str, int, int], None]  # the file, bytes there, bytes in all (0: nobody said)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file on the network. Its MD5, as publisher or torchvision state it, finds damage, not forgery."""
+
+    url: str
+    md5: str
+    unpack: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2].partition("?")[0]
+
+
+def _idx(base: str, *sums: str) -> tuple[Source, ...]:
+    parts = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    return tuple(Source(f"{base}/{part}-ubyte.gz", md5) for part, md5 in zip(parts, sums, strict=True))
+
+
+# name -> the folder below the data folder, and the files
+SOURCES: dict[str, tuple[str, tuple[Source, ...]]] = {
+    "mnist": (
+        "MNIST/raw",
+        _idx(
+            "https://ossci-datasets.s3.amazonaws.com/mnist",
+            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "d53e105ee54ea40749a09fcbcd1e9432",
+            "9fb629c4189551a2d022fa330f9573f3",
+            "ec29112dd5afa0611ce80d1b7f02629c",
+        ),
+    ),
+    "fmnist": (
+        "FashionMNIST/raw",
+        _idx(
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+            "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "25c81989df183df01b3e8a0aad5dffbe",
+            "bef4ecab320f06d8554ea6380940ec79",
+            "bb300cfdad3c16e7a12a480ee83cd310",
+        ),
+    ),
+    "emnist": (
+        "",
+        (
+            Source(
+                "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "58c8d27c78d21e728a6bc7b3cc06412e", unpack=True
+            ),
+        ),
+    ),
+    "cifar10": (
+        "",
+        (
+            Source(
+                "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
+                "c58f30108f718f92721af3b95e74349a",
+                unpack=True,
+            ),
+        ),
+    ),
+    "cifar100": (
+        "",
+        (
+            Source(
+                "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
+                "eb9058c3a382ffc7106e4002c42a8d85",
+                unpack=True,
+            ),
+        ),
+    ),
+    "cinic10": (
+        "CINIC-10",
+        (
+            Source(
+                "https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz",
+                "6ee4d0c996905fe93221de577967a372",
+                unpack=True,
+            ),
+        ),
+    ),
+    "svhn": (
+        "SVHN",
+        (
+            Source("http://ufldl.stanford.edu/housenumbers/train_32x32.mat", "e26dedcc434d2e4c54c9b2d4a06d8373"),
+            Source("http://ufldl.stanford.edu/housenumbers/test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3"),
+        ),
+    ),
+    "organamnist": (
+        "",
+        (
+            Source(
+                "https://zenodo.org/record/6496656/files/organamnist.npz?download=1", "866b832ed4eeba67bfb9edee1d5544e6"
+            ),
+        ),
+    ),
+    "tinyimagenet": (
+        "",
+        (Source("http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de", unpack=True),),
+    ),
+}
+
+
+def get(name: str, folder: Path | None = None, tell: Tell = lambda file, done, total: None) -> list[Path]:
+    """The files of a data set; what is on this machine already is not fetched again."""
+    if name not in KNOWN:
+        raise unknown("data", name, SOURCES)
+    if name == "digits":
+        raise CoterieError("digits come with scikit-learn and are always there")
+    if name not in SOURCES:
+        raise CoterieError(f"{name} has no official source on the network; `coterie list data` says what it is")
+    found = locate(KNOWN[name], folder)
+    if found is not None:
+        return found
+    root = folder or data_dir()
+    below, sources = SOURCES[name]
+    for source in sources:
+        file = fetch(source, root / below, tell)
+        if source.unpack:
+            unpack(file, root / below)
+    found = locate(KNOWN[name], folder)
+    if found is None:
+        raise CoterieError(f"{name} was fetched into {root}, but files are missing: {', '.join(KNOWN[name].needs)}")
+    return found
+
+
+def fetch(source: Source, folder: Path, tell: Tell = lambda file, done, total: None) -> Path:
+    """One file. What a broken connection left is continued; a file with another checksum is never kept."""
+    target = folder / source.name
+    if target.exists() and _md5(target) == source.md5:
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    _receive(source, part, tell)
+    if _md5(part) != source.md5:
+        part.unlink()
+        raise CoterieError(
+            f"{source.url} gave a file with another checksum than {source.md5}; it was removed, try again"
+        )
+    part.replace(target)
+    return target
+
+
+def _receive(source: Source, part: Path, tell: Tell) -> None:
+    there = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(source.url, headers={"Range": f"bytes={there}-"} if there else {})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+            if there and answer.status != 206:  # the server begins from the start
+                there = 0
+            length = int(answer.headers.get("Content-Length") or 0)
+            total = there + length if length else 0
+            with part.open("ab" if there else "wb") as f:
+                while block := answer.read(BLOCK):
+                    f.write(block)
+                    there += len(block)
+                    tell(source.name, there, total)
+        if total and there < total:
+            raise CoterieError(f"{source.url} ended after {there:,} of {total:,} bytes; the same command continues")
+    except urllib.error.HTTPError as e:
+        if e.code == 416:  # all of it is there already
+            return
+        raise CoterieError(f"{source.url} answered {e.code} ({e.reason})") from None
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "reason", None) or e
+        raise CoterieError(
+            f"{source.url} cannot be reached ({reason}); is there a network? Files put into {part.parent} work as well"
+        ) from None
+
+
+def unpack(file: Path, folder: Path) -> None:
+    """An archive's files below `folder`, and nowhere else."""
+    try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as z:
+                for name in z.namelist():
+                    if not (folder / name).resolve().is_relative_to(folder.resolve()):
+                        raise CoterieError(f"{file} names a path outside of its folder: {name}")
+                z.extractall(folder)
+        else:
+            with tarfile.open(file) as t:
+                t.extractall(folder, filter="data")
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError) as e:
+        raise CoterieError(f"{file} cannot be unpacked: {e}") from None
+
+
+def _md5(path: Path) -> str:
+    found = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as f:
+        while block := f.read(BLOCK):
+            found.update(block)
+    return found.hexdigest()
