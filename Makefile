@@ -27,9 +27,17 @@ $(DOCS): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[docs]"
 	@touch $@
 
+DEMO := --data digits --clients 12 --partition "rotate(2, 0.5)" --join 1 --rounds 20 --set test_share=0.4 --set public=100
 demo: $(READY)
-	$(BIN)/coterie compare local fedavg fedrep ditto apfl --data digits --clients 20 --partition "dirichlet(0.1)" --rounds 30 --set eval_every=3 --out runs/demo
+	$(BIN)/coterie compare local fedavg fedper ditto fedcpmd fedpc fedgmh ecs-fl sc-fpfl $(DEMO) --seeds 3 --set eval_every=5 --out runs/demo
+	$(BIN)/coterie figure clients runs/demo -o runs/demo/clients.png
 	$(BIN)/coterie report runs/demo -o runs/demo/report.html
+	@echo
+	@echo "Open runs/demo/report.html in a browser. To go on, try:"
+	@echo "  . $(BIN)/activate"
+	@echo "  coterie run fedper $(subst ",',$(DEMO)) --seed 7"
+	@echo "  coterie data show --data digits --clients 12 --partition 'rotate(2, 0.5)'"
+	@echo "  coterie show fedcpmd"
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long"

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -55,6 +56,8 @@ FAMILIES = {
     "C": "Clusters",
     "P": "Prototypes and heads instead of weights",
 }
+COUNT = re.compile(r"(<!-- count ([\w ]+) -->)\d*<!-- end -->")
+NAMES = re.compile(r"(<!-- names -->).*?<!-- end -->", flags=re.S)
 MODEL = "lenet5"
 LINK_WORDS: dict[Link, str] = {
     "up": "device to server",
@@ -291,10 +294,25 @@ def counts() -> dict[str, int]:
 
 
 def fill(text: str) -> str:
-    """Put generated parts into a page: `<!-- settings NAME -->`, `<!-- run settings -->`, `<!-- count WHAT -->`."""
+    """Put generated parts into a page: `<!-- settings NAME -->`, `<!-- run settings -->`, and counts."""
     text = re.sub(r"<!-- settings ([\w-]+) -->", lambda m: settings_table(m[1]), text)
-    text = re.sub(r"<!-- count ([\w ]+) -->", lambda m: str(counts()[m[1]]), text)
+    text = counted(text)
     return text.replace("<!-- run settings -->", run_settings()) if "<!-- run settings -->" in text else text
+
+
+def counted(text: str) -> str:
+    """Renew what stands between `<!-- count WHAT -->` (or `<!-- names -->`) and `<!-- end -->`."""
+    text = re.sub(COUNT, lambda m: f"{m[1]}{counts()[m[2]]}<!-- end -->", text)
+    return re.sub(NAMES, lambda m: f"{m[1]}\n{names()}\n<!-- end -->", text)
+
+
+def names() -> str:
+    """The titles of all methods without their variants, for a paragraph."""
+    found = methods()
+    titles = [
+        m.card.title for name, m in sorted(found.items(), key=lambda i: i[1].card.year) if not parent(name, found)
+    ]
+    return textwrap.fill(", ".join(titles) + ".", 118)
 
 
 def generated(written: Path = HERE) -> dict[str, Callable[[], str]]:
@@ -309,3 +327,8 @@ def generated(written: Path = HERE) -> dict[str, Callable[[], str]]:
         return make
 
     return {"methods.md": overview, **{f"methods/{name}.md": page(name) for name in methods()}}
+
+
+if __name__ == "__main__":  # python docs/catalogue.py: renew the counts in README.md and docs/
+    for path in (HERE.parent / "README.md", *HERE.rglob("*.md")):
+        path.write_text(counted(path.read_text()))

@@ -147,6 +147,22 @@ def test_the_page_of_settings_has_them_all_with_a_meaning(catalogue) -> None:
                 assert row and row[1], name
 
 
+def test_counts_and_names_in_the_pages_are_those_of_the_registry(catalogue) -> None:
+    for page in PAGES:
+        text = page.read_text()
+        assert catalogue.counted(text) == text, f"{page.name} is out of date: run python docs/catalogue.py"
+        loose = re.search(r"\b\d+ (registered )?methods and (\d+ )?(variants|ablations)", text)
+        assert not loose, f"{page.name} has a typed count: {loose and loose[0]}"
+    assert "<!-- count methods -->" in (ROOT / "README.md").read_text()
+
+
+def test_the_page_of_environment_variables_has_all_of_ours() -> None:
+    source = "\n".join(p.read_text() for p in (ROOT / "src").rglob("*.py"))
+    assert set(re.findall(r"\bCOTERIE_[A-Z_]+", source)) == set(
+        re.findall(r"\bCOTERIE_[A-Z_]+", (DOCS / "environment.md").read_text())
+    )
+
+
 @pytest.mark.long
 def test_the_site_builds_strictly_and_needs_no_network(tmp_path) -> None:
     site = tmp_path / "site"
