@@ -7,9 +7,9 @@ RAY := $(VENV)/.ready-ray
 DOCS := $(VENV)/.ready-docs
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test test-all lint bench docs clean
+.PHONY: help setup demo test test-all lint bench docs package clean
 help:
-	@echo "make demo | test | test-all | lint | bench | docs | clean"
+	@echo "make demo | test | test-all | lint | bench | docs | package | clean"
 
 setup: $(READY)
 $(READY): pyproject.toml constraints.txt
@@ -56,6 +56,16 @@ bench: $(READY)
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+# Wheel and source distribution, checked, and installed in a fresh environment.
+package: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build twine
+	rm -rf dist build/try
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/try
+	build/try/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build/try && bin/coterie --version && bin/coterie run fedavg --rounds 1 --out run
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
