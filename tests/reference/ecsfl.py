@@ -1,0 +1,105 @@
+"""ECS-FL: edges average the devices whose models ended nearest to the one handed out."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from reference import PAPER, About, Case, Result, World, average, copied, load, vector
+
+ABOUT = About(
+    f"{PAPER} (`reading = paper`), our change (`reading = mended`)",
+    (
+        "where the paper contradicts itself: weights 1/d over all (6) in `paper`, the mean over the nearest (10) in "
+        "`ecs-fl-nearest`; nobody stops before it has trained (8)",
+    ),
+)
+
+
+def reference(  # type: ignore[no-untyped-def]
+    world: World, aggregation: str, select: str, select_fraction: float, train_fraction: float, epsilon: float,
+    distance_norm: str, n_edges: int, projection: int = 256, **_,
+) -> Result:  # fmt: skip
+    server, last, chosen = world.module(), {}, [0] * len(world.clients)
+    n = len(world.clients)
+    for t in range(1, world.rounds + 1):
+        order = torch.randperm(n, generator=world.rng("sample", t)).tolist()
+        ids = sorted(order[: max(1, int(train_fraction * n + 0.5))])
+        local = {}
+        for i in ids:
+            if i not in last or (vector(last[i]) - vector(server)).norm() >= epsilon:
+                local[i] = last[i] = world.fit(copied(server), t, i)
+        means, weights = [], []
+        for e in range(n_edges):
+            devices = list(world.clients)[e::n_edges]
+            here = [i for i in devices if i in local]
+            d = {i: _distance(world, i, local[i], server, distance_norm) for i in here}
+            count = max(1, math.ceil(select_fraction * max(1, int(train_fraction * len(devices) + 0.5)) - 1e-9))
+            moved = {i: _projected(world, local[i], server, projection) for i in here}
+            taken = here if aggregation == "invdist_all" else _chosen(world, t, e, here, d, count, select, moved)
+            if not taken:
+                continue
+            share = [1.0 if aggregation == "mean" else 1 / d[i] for i in taken]
+            means.append(average([local[i] for i in taken], share))
+            weights.append(sum(share))
+            for i in taken:
+                chosen[i] += 1
+        if means:
+            load(server, average(means, weights))
+    return Result(dict.fromkeys(world.clients, server), server, {"selected": chosen})
+
+
+def _distance(world: World, i: int, model: nn.Module, start: nn.Module, norm: str) -> float:
+    if norm == "per_param_layer":
+        parts = zip(model.parameters(), start.parameters(), strict=True)
+        return float(sum((a.data - b.data).double().square().mean() for a, b in parts)) ** 0.5
+    d = float((vector(model).double() - vector(start).double()).norm())
+    return d / math.ceil(world.epochs * math.ceil(world.sizes[i] / world.batch)) if norm == "per_step" else d
+
+
+def _chosen(
+    world: World, t: int, e: int, here: list[int], d: dict[int, float], count: int, rule: str, moved: dict[int, Tensor]
+) -> list[int]:
+    if rule == "random":  # of the devices in order of their size
+        order = sorted(here, key=lambda i: (world.sizes[i], i))
+        drawn = torch.randperm(len(order), generator=world.rng("select", t, e)).tolist()[:count]
+        return sorted(order[k] for k in drawn)
+    if rule == "herding":  # one by one, each time the one whose mean with the others is nearest to the mean of all
+        target, taken = torch.stack([moved[i] for i in here]).mean(0) if here else torch.zeros(()), []
+        while len(taken) < min(count, len(here)):
+            rest = [i for i in here if i not in taken]
+            gaps = [(torch.stack([moved[j] for j in [*taken, i]]).mean(0) - target).norm() for i in rest]
+            taken.append(rest[int(torch.stack(gaps).argmin())])
+        return sorted(taken)
+    sign = -1 if rule == "farthest" else 1
+    return sorted(sorted(here, key=lambda i: (sign * d[i], i))[:count])
+
+
+def _projected(world: World, model: nn.Module, start: nn.Module, dims: int) -> Tensor:
+    """Entries of the update, in alphabetical order of their names, added with random signs to `dims` sums."""
+    old = dict(start.named_parameters())
+    parts = sorted(model.named_parameters())
+    update = torch.cat([(p.data - old[k].data).flatten() for k, p in parts]).double()
+    rng = world.rng("projection")
+    to = torch.randint(dims, update.shape, generator=rng)
+    sign = torch.randint(2, update.shape, generator=rng) * 2 - 1
+    return torch.zeros(dims, dtype=torch.float64).index_add(0, to, update * sign).float()
+
+
+ALL = {
+    "reading": "paper", "aggregation": "invdist_all", "select": "nearest", "distance_norm": "per_step",
+    "train_fraction": 0.7, "two_stage": False, "select_fraction": 0.5, "epsilon": 0.0, "n_edges": 2, "projection": 256,
+}  # fmt: skip
+MEAN = ALL | {"aggregation": "mean", "distance_norm": "none", "train_fraction": 1.0}
+HERDING = MEAN | {"reading": "mended", "select": "herding", "two_stage": True}
+CASES = [
+    Case("ecs-fl", reference, ALL | {"epsilon": 0.3}),
+    Case("ecs-fl", reference, HERDING, tag="mended"),
+    Case("ecs-fl-nearest", reference, MEAN),
+    Case("ecs-fl-nearest", reference, MEAN | {"two_stage": True, "distance_norm": "per_param_layer"}, tag="two stages"),
+    Case("ecs-fl-invdist", reference, MEAN | {"aggregation": "invdist"}),
+    Case("ecs-fl-invdist-all", reference, MEAN | {"aggregation": "invdist_all"}),
+    Case("ecs-fl-random", reference, MEAN | {"select": "random"}),
+    Case("ecs-fl-farthest", reference, MEAN | {"select": "farthest"}),
+    Case("ecs-fl-mean-all", reference, MEAN | {"select_fraction": 1.0}),
+]
