@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import toy
 from coterie import testing
+from coterie import tree as T
 from coterie.folder import Folder
 from coterie.loop import Loop, Schedule
 from coterie.method import Method
@@ -135,42 +137,129 @@ def gap_of(start: Mapping[str, Tensor], tree: Mapping[str, Tensor]) -> float:
 
 
 # ---- a changed method is found out -----------------------------------------------------------------------------------
-def _scaled_loss(cls: type[Method]) -> type[Method]:
-    class Changed(cls):  # type: ignore[valid-type,misc]
-        def loss(self, params: Any, batch: Any, extras: Any) -> Any:
-            return 1.01 * super().loss(params, batch, extras)
+def scaled_loss(cls: Any) -> type[Method]:
+    class Changed(cls):
+        def loss(self, *args: Any) -> Any:
+            return 1.01 * super().loss(*args)
 
     return Changed
 
 
-def _nothing_private(cls: type[Method]) -> type[Method]:
-    class Changed(cls):  # type: ignore[valid-type,misc]
+def nothing_private(cls: Any) -> type[Method]:
+    class Changed(cls):
         def private(self, name: str) -> bool:
             return False
 
     return Changed
 
 
-def _other_weights(cls: type[Method]) -> type[Method]:
-    class Changed(cls):  # type: ignore[valid-type,misc]
+def other_weights(cls: Any) -> type[Method]:
+    class Changed(cls):
         def weights(self, uploads: Any) -> Any:
             return [float(u.samples) for u in uploads] if super().weights(uploads) is None else None
 
     return Changed
 
 
-CHANGES: list[tuple[str, Callable[[type[Method]], type[Method]]]] = [
-    ("fedavg", _other_weights),
-    ("fedprox", _scaled_loss),
-    ("fedper", _nothing_private),
+def phases_reversed(cls: Any) -> type[Method]:
+    class Changed(cls):
+        def phases(self, round: int) -> Any:
+            return super().phases(round)[::-1]
+
+    return Changed
+
+
+def no_anchor(cls: Any) -> type[Method]:
+    class Changed(cls):
+        def begin(self, *args: Any) -> Any:
+            params, extras = super().begin(*args)
+            return params, {**extras, "anchor": {k: torch.zeros_like(v) for k, v in extras["anchor"].items()}}
+
+    return Changed
+
+
+def batches_swapped(cls: Any) -> type[Method]:
+    class Changed(cls):
+        def outer(self, params: Any, batches: Any, *rest: Any) -> Any:
+            return super().outer(params, batches[::-1], *rest)
+
+    return Changed
+
+
+def mixed_evenly(cls: Any) -> type[Method]:
+    class Changed(cls):
+        def mixing(self, V: Tensor, rows: Tensor) -> Tensor:
+            return torch.full((len(rows), len(V)), 1 / len(V))
+
+    return Changed
+
+
+def an_epoch_early(cls: Any) -> type[Method]:
+    class Changed(cls):
+        def learned(self, *args: Any) -> Any:
+            with mock.patch.object(self, "hp", self.hp.model_copy(update={"window": self.hp.window - 1})):
+                return super().learned(*args)
+
+    return Changed
+
+
+def worst_picked(cls: Any) -> type[Method]:
+    class Changed(cls):
+        def _train_loss(self, *args: Any) -> float:
+            return -float(super()._train_loss(*args))
+
+    return Changed
+
+
+def statistics_compared(cls: Any) -> type[Method]:
+    class Changed(cls):
+        def aggregate(self, *args: Any) -> Any:
+            with mock.patch(
+                "coterie.methods.cfl.vectors", lambda ctx, trees: torch.stack([T.flatten(t) for t in trees])
+            ):
+                return super().aggregate(*args)
+
+    return Changed
+
+
+def prototypes_shrunk(cls: Any) -> type[Method]:
+    class Changed(cls):
+        def aggregate(self, *args: Any) -> Any:
+            server = super().aggregate(*args)
+            return {**server, "prototypes": 0.99 * server["prototypes"]}
+
+    return Changed
+
+
+def other_mode(cls: Any) -> type[Method]:
+    class Changed(cls):
+        def _reference(self, received: Any) -> Any:
+            return received
+
+    return Changed
+
+
+CHANGES: list[tuple[str, str, Callable[[Any], type[Method]]]] = [
+    ("fedavg", "mlp", other_weights),
+    ("fedprox", "cnn", scaled_loss),
+    ("ditto", "mlp", no_anchor),
+    ("fedper", "mlp", nothing_private),
+    ("fedrep", "mlp", phases_reversed),
+    ("per-fedavg", "mlp", batches_swapped),
+    ("fedamp", "mlp", mixed_evenly),
+    ("fedala", "mlp", an_epoch_early),
+    ("ifca", "mlp", worst_picked),
+    ("cfl[norms]", "cnn", statistics_compared),
+    ("fedproto", "mlp", prototypes_shrunk),
+    ("fedcp", "cnn", other_mode),
 ]
 
 
-@pytest.mark.parametrize(("method", "change"), CHANGES, ids=[f"{m}{c.__name__}" for m, c in CHANGES])
-def test_a_changed_method_is_not_equal_to_its_reference(method: str, change: Any, tmp_path: Path) -> None:
-    case = next(c for c in cases() if c.method == method)
-    world = worlds(case, case.models[0])
-    loop = engine(case, world, tmp_path, change(find(method)))
+@pytest.mark.parametrize(("name", "model", "change"), CHANGES, ids=[f"{m}-{c.__name__}" for m, _, c in CHANGES])
+def test_a_changed_method_is_not_equal_to_its_reference(name: str, model: str, change: Any, tmp_path: Path) -> None:
+    case = next(c for c in cases() if c.name == name)
+    world = worlds(case, model)
+    loop = engine(case, world, tmp_path, change(find(case.method)))
     with pytest.raises(AssertionError, match=r"differs by|has entries|, not "):
         compare(loop, world, reference(case, world))
 
