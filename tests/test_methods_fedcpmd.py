@@ -358,8 +358,8 @@ def test_mended_nothing_private_becomes_shared(tmp_path: Path) -> None:
     m, server = loop.method, loop.server
     assert m.edges(server) is None
     for i, tree in server["sent"].items():
-        assert tree.keys() == m.body(server["layer"][i]).keys()
-        assert not m.ctx.group("head") & tree.keys()
+        private = m.ctx.group(f"layer:{m.layers[server['layer'][i]]}")
+        assert tree.keys() == m.body(server["layer"][i]).keys() and private and not private & tree.keys()
 
 
 def test_mended_a_layer_is_mixed_over_the_participants_that_share_it() -> None:
@@ -470,8 +470,9 @@ def test_p14_the_ledger_separates_body_similarity_votes_and_switch(tmp_path: Pat
     {"phase1_personal": "voted"}, {"phase1_personal": "none"}, {"switch_init": "mean"}, {"unsampled_body": "keep"},
     {"similarity_payload": "sketch", "sketch_dims": 3}, {"candidates": ["fc2", "fc1"]}, {"gaussian": "diag_mean"},
     {"distance": "auto", "unseen": "random"}, {"reading": "paper"}, {"reading": "paper", "unsampled_body": "keep"},
-    {"personal_part": "layer"}, {"personal_part": "layer", "switch_init": "carry"}, {"shared_by": "cluster"},
-    {"reading": "paper", "switch_init": "carry"}, {"reading": "paper", "personal_part": "layer_and_classifier"},
+    {"personal_part": "layer_and_classifier"}, {"personal_part": "layer", "switch_init": "carry"},
+    {"shared_by": "cluster"}, {"reading": "paper", "switch_init": "carry"},
+    {"reading": "paper", "personal_part": "layer_and_classifier"},
 ], ids=str)  # fmt: skip
 def test_declared_bytes_are_counted_bytes_for_every_knob(own: dict[str, Any], tmp_path: Path) -> None:
     from coterie.testing import check

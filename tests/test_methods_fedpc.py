@@ -15,7 +15,7 @@ from coterie.errors import CoterieError
 from coterie.method import Batch, Download, Moment, Upload
 from coterie.methods.fedpc import FedPC, FedPCJ1, FedPCMean, FedPCNoMixing, FedPCNoProto, FedPCRandom
 from coterie.methods.fedpc import prototypes as M
-from coterie.methods.fedpc.contrast import contrast_loss
+from coterie.methods.fedpc.contrast import contrast_loss, rehearsal_loss
 from coterie.methods.fedper import FedPer
 from coterie.models.registry import build as build_model
 from coterie.parts.prototypes import Prototypes, class_means
@@ -100,7 +100,7 @@ def test_2_one_group_averages_plainly(tmp_path: Path) -> None:
 
 
 def test_2_one_group_without_pull_is_fedper_with_uniform_weights(tmp_path: Path) -> None:
-    ours = play(FedPCJ1, tmp_path, {"alpha": 1.0, "gamma": 0.0}, rounds=3, join=0.6)
+    ours = play(FedPCJ1, tmp_path, {"alpha": 1.0, "gamma": 0.0, "rehearsal": 0.0}, rounds=3, join=0.6)
     other = play(FedPer, tmp_path, rounds=3, join=0.6, weighting="uniform")
     assert same(T.row(ours.server["body"], 0), other.server["w"])
     for i in range(5):
@@ -292,6 +292,31 @@ def test_a_collapsed_network_has_the_largest_possible_contrast(seed: int) -> Non
     assert contrast_loss(z, y, Prototypes(z[:K], everything), 0.5).item() == pytest.approx(math.log(K), rel=1e-5)
     spread = torch.rand(4 * K, D, generator=rng) + torch.eye(K, D)[y]
     assert contrast_loss(spread, y, class_means(spread, y, K), 0.5) < math.log(K)
+
+
+def test_rehearsal_is_the_cross_entropy_of_the_classifier_on_the_prototypes_that_are_there() -> None:
+    rng = torch.Generator().manual_seed(2)
+    value, w, b = (torch.rand(*shape, generator=rng) for shape in ((K, D), (K, D), (K,)))
+    w.requires_grad_()
+    two = Prototypes(value, torch.arange(K) < 2)
+    want = F.cross_entropy(value[:2] @ w.T + b, torch.tensor([0, 1]))
+    assert rehearsal_loss(w, b, two).item() == pytest.approx(want.item(), rel=1e-5)
+    assert rehearsal_loss(w, b, Prototypes(value, torch.zeros(K) > 0)).item() == 0.0
+    (grad,) = torch.autograd.grad(rehearsal_loss(w, None, two), w)
+    assert (grad[2] > 0).all()  # a class without prototype is only pushed down, by positive features
+
+
+def test_mended_a_classifier_keeps_a_class_that_its_client_lacks() -> None:
+    """One step on samples of class 0 lowers the logit of class 1 at its prototype; rehearsal raises it."""
+    protos = Prototypes(torch.eye(K, D), torch.ones(K) > 0)
+    for reading, rises in (("mended", True), ("code", False)):
+        hp = FedPC.Settings(reading=reading)
+        w = torch.zeros(K, D, requires_grad=True)
+        z = torch.eye(K, D)[:1] + 0.3
+        loss = hp.alpha * F.cross_entropy(z @ w.T, torch.zeros(1, dtype=torch.int64))
+        loss = loss + (20 * hp.rehearsal) * rehearsal_loss(w, None, protos)
+        (grad,) = torch.autograd.grad(loss, w)
+        assert bool(-(grad @ protos.value[1])[1] > 0) == rises
 
 
 def test_contrast_leaves_out_absent_classes_and_padding_with_finite_gradients() -> None:

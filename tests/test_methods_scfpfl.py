@@ -12,7 +12,15 @@ from coterie.errors import CoterieError
 from coterie.method import Batch, Moment, Upload
 from coterie.methods import build, find
 from coterie.methods.scfpfl.method import accuracy
-from coterie.methods.scfpfl.spectral import cluster_count, prediction_clusters, prediction_similarity
+from coterie.methods.scfpfl.spectral import (
+    centred_similarity,
+    cluster_count,
+    divided,
+    information,
+    modularity,
+    prediction_clusters,
+    prediction_similarity,
+)
 from coterie.parts.clustering import canonical
 from coterie.parts.distill import kl
 from coterie.testing import check
@@ -78,6 +86,59 @@ def test_a_client_like_nobody_is_no_cluster_when_the_number_is_unknown() -> None
     labels = prediction_clusters(P, "eigengap", seed=1)
     assert labels[:8].tolist() == [0] * 4 + [1] * 4 and int(labels.max()) == 1
     assert cluster_count(prediction_similarity(P)) == 3
+
+
+# ---- clusters of the reading `mended` ------------------------------------------------------------------------------
+def block_similarity(sizes: tuple[int, ...], across: float, inside: float = 0.6) -> torch.Tensor:
+    label = torch.tensor([b for b, n in enumerate(sizes) for _ in range(n)])
+    s = torch.where(label[:, None] == label, inside, across).double()
+    return s.fill_diagonal_(1.0)
+
+
+def test_centred_similarity_does_not_see_what_a_client_says_of_every_item() -> None:
+    rng = torch.Generator().manual_seed(1)
+    logits = torch.randn(5, 40, 6, generator=rng)
+    prior = 4 * torch.randn(5, 1, 6, generator=rng)
+    assert torch.allclose(centred_similarity(logits), centred_similarity(logits + prior), atol=1e-5)
+    assert not torch.allclose(
+        prediction_similarity(logits.softmax(-1)), prediction_similarity((logits + prior).softmax(-1))
+    )
+    assert torch.allclose(centred_similarity(2 * logits), centred_similarity(logits))
+
+
+def test_modularity_is_that_of_newmans_formula() -> None:
+    s = block_similarity((2, 2), across=0.0, inside=1.0)
+    assert modularity(s, torch.tensor([0, 0, 1, 1])) == pytest.approx(0.5)
+    assert modularity(s, torch.tensor([0, 1, 0, 1])) == pytest.approx(-0.5)
+    assert modularity(s, torch.zeros(4, dtype=torch.int64)) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("sizes", [(9,), (6, 6), (5, 4, 3), (3, 3, 3, 3)])
+def test_clients_are_divided_where_it_pays_and_not_otherwise(sizes) -> None:
+    label = [b for b, n in enumerate(sizes) for _ in range(n)]
+    order = torch.randperm(len(label), generator=torch.Generator().manual_seed(5))
+    s = block_similarity(sizes, across=0.35)
+    assert divided(s, 1).tolist() == label
+    assert divided(s[order][:, order], 1).tolist() == canonical(torch.tensor(label)[order].numpy()).tolist()
+
+
+def test_pairs_of_clusters_that_are_alike_are_divided_again() -> None:
+    s = block_similarity((6, 6), across=0.02, inside=0.3)
+    for a in (0, 3, 6, 9):
+        s[a : a + 3, a : a + 3] = 0.7
+    assert divided(s.fill_diagonal_(1.0), 1).tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+
+
+def test_clients_that_have_not_learnt_are_not_divided() -> None:
+    P = blocks((4, 4)).log()
+    faint = 0.05 * P
+    assert float(information(P.softmax(-1)).median()) > 0.2 > float(information(faint.softmax(-1)).median())
+    assert float(information(torch.full((1, 7, 4), 0.25))) == pytest.approx(0.0, abs=1e-6)
+
+    def labels(logits: torch.Tensor) -> list[int]:
+        return prediction_clusters(logits, "modularity", 1, predict="logits", compare="centred").tolist()
+
+    assert labels(P) == [0] * 4 + [1] * 4 and labels(faint) == [0] * 8
 
 
 def test_clusters_are_edges_that_are_disjoint_and_cover_all_clients() -> None:

@@ -25,6 +25,8 @@ STATISTICS: dict[str, Callable[[Run], float]] = {
     "gm": lambda r: paper_metrics.official(r).get("GM", math.nan),
     "pm_v": lambda r: paper_metrics.official(r)["PM(V)"],
     "pm_l": lambda r: paper_metrics.official(r)["PM(L)"],
+    "pm_v_trained": lambda r: paper_metrics.official(r, view="trained")["PM(V)"],
+    "pm_l_trained": lambda r: paper_metrics.official(r, view="trained")["PM(L)"],
     "global_final": lambda r: paper_metrics.global_final(r.curve("global", "official", "pooled")),
     "global_best": lambda r: paper_metrics.global_best(r.curve("global", "official", "pooled"))[0],
     "rounds_to_70": lambda r: _rounds(r, 0.70),

@@ -75,14 +75,16 @@ def adjusted_rand(found: Sequence[int] | Counts, true: Sequence[int] | Counts) -
     return float(adjusted_rand_score(np.asarray(true), np.asarray(found)))
 
 
-def official(run: Run, round: int | None = None) -> dict[str, float]:
-    """GM, PM(V) and PM(L) of one evaluation (default: the last) of a run made with official = true."""
+def official(run: Run, round: int | None = None, view: str = "personal") -> dict[str, float]:
+    """GM, PM(V) and PM(L) of one evaluation (default: the last) of a run made with official = true; view `trained`
+    scores the personal models after one more local training (last round only)."""
     z = run.evaluation(round)
-    if "personal/official/hits" not in z:
-        raise CoterieError(f"{run.path} was not scored on the official test part; run it with official = true")
+    if f"{view}/official/hits" not in z:
+        more = " and final_trained = true" if view == "trained" else ""
+        raise CoterieError(f"{run.path} was not scored on the official test part; run it with official = true{more}")
     rows = ~z["newcomer"]
     train = run.session().federation.label_counts("train")[z["clients"][rows]]
-    hits, total = z["personal/official/hits"][rows], z["personal/official/total"][rows]
+    hits, total = z[f"{view}/official/hits"][rows], z[f"{view}/official/total"][rows]
     out = {"PM(V)": pm_v(hits, total, train), "PM(L)": pm_l(hits, total, train)}
     if "global/official/hits" in z:
         out["GM"] = gm(z["global/official/hits"][0], z["global/official/total"][0])

@@ -171,7 +171,11 @@ class Clients:
                 self._practise(phases, members, round)
                 put("adapted", [(m.params, m.extras) for m in members], everybody)
             if request.trained:
-                put("trained", self._after_training(opened, round), everybody)
+                after = self._after_training(opened, round)
+                put("trained", after, everybody)
+                split = self.federation.official() if request.official else None
+                for found, model in zip(scores, after if split is not None else [], strict=False):
+                    found["trained/official"] = score(method, *model, split)
             return [
                 ScoreAnswer(j.request.client, s, len(o.data.train), model)
                 for j, o, s, model in zip(jobs, opened, scores, models, strict=True)

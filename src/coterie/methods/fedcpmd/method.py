@@ -6,8 +6,8 @@ own (an edge); they keep that layer and receive all others mixed by how alike th
 
 That is the text (reading = paper), and it dips at the switch, where private classifiers become shared. By default
 (reading = mended) nothing private ever becomes shared: phase 1 shares the whole model, at the switch the layer voted
-for and the classifier become private with the values they have, and every other layer is mixed over all participants
-that share it, by how alike their classifiers changed.
+for becomes private with the value it has, and every other layer is mixed over all participants that share it, by how
+alike their classifiers changed.
 
 Counters stay with the client, which sends the layer in the lead: only it knows the scores that break ties. A client
 that never voted is asked for its layer when phase 2 begins, without training. Whatever a client is not sent is its own;

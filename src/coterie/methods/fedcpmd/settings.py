@@ -20,7 +20,7 @@ class FedCPMDSettings(ReadingSettings):
             "phi_of": "flat", "phi_input": "params", "phi_weight": "linear",
         },
         "mended": {
-            "phase1_personal": "none", "personal_part": "layer_and_classifier", "shared_by": "all",
+            "phase1_personal": "none", "personal_part": "layer", "shared_by": "all",
             "switch_init": "global", "min_participants": 1,
             "phi_of": "rows", "phi_input": "delta", "phi_weight": "log",
         },

@@ -1,4 +1,4 @@
-"""A pull to the own class's prototype that is also a push from all others: it cannot be met by collapsing."""
+"""What prototypes teach without a collapse: a pull that is also a push from others, and classes that a client lacks."""
 
 import torch
 from torch import Tensor
@@ -21,6 +21,17 @@ def contrast_loss(z: Tensor, y: Tensor, prototypes: Prototypes, tau: float, weig
     counts = counts if weight is None else counts * weight
     each = -(logits.log_softmax(-1) * own).sum(-1)
     return (each * counts).sum() / counts.sum().clamp(min=1)
+
+
+def rehearsal_loss(w: Tensor, b: Tensor | None, prototypes: Prototypes) -> Tensor:
+    """Cross-entropy of a classifier [classes, d] on the prototypes as if each were a sample of its class; mean.
+
+    All classes count alike, so a client's private classifier keeps those that it has few or no samples of.
+    """
+    value, mask = prototypes
+    logits = value @ w.T if b is None else value @ w.T + b
+    there = mask.to(logits.dtype)
+    return -(logits.log_softmax(-1).diagonal() * there).sum() / there.sum().clamp(min=1)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from coterie.method import (
 )
 from coterie.methods.fedpc import prototypes as P
 from coterie.methods.fedpc.clustering import prototype_groups, random_groups
-from coterie.methods.fedpc.contrast import contrast_loss
+from coterie.methods.fedpc.contrast import contrast_loss, rehearsal_loss
 from coterie.methods.fedpc.mixing import group_means, group_weights, masked_mix
 from coterie.methods.fedpc.settings import FedPCSettings
 from coterie.parts.prototypes import Prototypes, prototype_loss
@@ -143,9 +143,14 @@ class FedPC(EdgeMethod):
         hp = self.hp
         logits, z = P.logits_and_features(self.ctx, params, batch.x, hp.feature)
         ce = cross_entropy(logits, batch)
-        if not hp.gamma:
-            return hp.alpha * ce
-        return hp.alpha * ce + hp.gamma * self._pull(z, batch, extras["received"])
+        loss = hp.alpha * ce
+        if hp.gamma:
+            loss = loss + hp.gamma * self._pull(z, batch, extras["received"])
+        if hp.rehearsal:
+            weight, bias = self.ctx.net.head_names
+            b = None if bias is None else params[bias]
+            loss = loss + hp.rehearsal * rehearsal_loss(params[weight], b, extras["received"])
+        return loss
 
     def _pull(self, z: Tensor, batch: Batch, received: Prototypes) -> Tensor:
         hp = self.hp

@@ -14,10 +14,17 @@ from coterie.parts.readings import ReadingSettings
 
 class FedPCSettings(ReadingSettings):
     readings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "paper": {"alpha": 0.5, "proto_loss": "batch_mean", "proto_reduce": "sum", "init_protos": "clustering"},
-        "code": {"alpha": 0.5, "proto_loss": "mse", "proto_reduce": "mean", "init_protos": "none"},
-        "mended": {"alpha": 1.0, "proto_loss": "contrast", "proto_reduce": "mean", "init_protos": "none"},
-    }
+        "paper": {
+            "alpha": 0.5, "proto_loss": "batch_mean", "proto_reduce": "sum", "init_protos": "clustering",
+            "rehearsal": 0.0,
+        },
+        "code": {
+            "alpha": 0.5, "proto_loss": "mse", "proto_reduce": "mean", "init_protos": "none", "rehearsal": 0.0,
+        },
+        "mended": {
+            "alpha": 1.0, "proto_loss": "contrast", "proto_reduce": "mean", "init_protos": "none", "rehearsal": 0.05,
+        },
+    }  # fmt: skip
     reading: Literal["paper", "code", "mended"] = Field(
         "mended", description="the text, the framework it was evaluated in, or a contrast that cannot collapse"
     )
@@ -30,6 +37,7 @@ class FedPCSettings(ReadingSettings):
     )
     proto_reduce: Literal["sum", "mean"] = Field("sum", description="over the classes or samples of a batch")
     tau: float = Field(0.5, gt=0, description="contrast: temperature of the cosines")
+    rehearsal: float = Field(0.0, ge=0, description="weight of the classifier's cross-entropy on received prototypes")
     proto_repulsion: float = Field(0.0, ge=0, description="weight of a push from the other classes' prototypes")
     feature: Feature = Field("post_relu", description="where prototypes are taken")
 

@@ -14,9 +14,9 @@ class FedPCJ1(FedPC):
 
 
 class FedPCNoProto(FedPC):
-    """No pull towards the prototypes."""
+    """Prototypes teach nothing: neither a pull towards them nor a rehearsal."""
 
-    Settings = with_defaults(FedPCSettings, gamma=0.0)
+    Settings = with_defaults(FedPCSettings, gamma=0.0, rehearsal=0.0)
     card = replace(FedPC.card, title="FedPC no prototype loss")
 
 

@@ -247,6 +247,7 @@ class SCFPFL(EdgeMethod):
             key(self.ctx.seed, "clusters"),
             embed_dim=hp.embed_dim,
             predict=hp.predict,
+            compare=hp.compare,
             self_similarity=hp.self_similarity,
             gap_power=hp.gap_power,
             n_min=hp.n_min,

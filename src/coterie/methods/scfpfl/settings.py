@@ -20,11 +20,13 @@ class WarmUpSettings(ReadingSettings):
 
     readings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {
-            "score": "edge", "local_train_each_round": True, "kl_when": "always", "accept": "agent", "sends": "kept"
+            "score": "edge", "local_train_each_round": True, "kl_when": "always", "accept": "agent", "sends": "kept",
+            "warmup_epochs": 5, "k0": "eigengap", "compare": "items", "predict": "softmax",
         },
         "mended": {
             "score": "own", "local_train_each_round": False, "kl_when": "own_better", "accept": "best",
-            "sends": "agent",
+            "sends": "agent", "warmup_epochs": 20, "k0": "modularity", "compare": "centred",
+            "predict": "logits",
         },
     }  # fmt: skip
     reading: Literal["paper", "mended"] = Field(
@@ -44,7 +46,9 @@ class ClusterSettings(WarmUpSettings):
     eps1: float = Field(0.4, ge=0, description="stationary: cluster when the norm of the mean update is below this")
     eps2: float = Field(1.6, ge=0, description="and the norm of the largest update above this")
     min_round: int = Field(20, ge=0, description="stationary: not up to and including this round")
-    k0: Count | Literal["eigengap"] = Field("eigengap", description="first number of centres, if known")
+    k0: Count | Literal["eigengap", "modularity"] = Field(
+        "eigengap", description="first number of centres, if known; or how it is found"
+    )
     gap_power: float = Field(3.0, gt=0, description="eigengap: power of the similarity before counting")
     embed_dim: Count | Literal["k0", "eigengap"] = Field("k0", description="eigenvectors that embed a client")
     n_min: Count | None = Field(None, description="smallest cluster; empty: max(1, clients // (4 k0))")
@@ -53,6 +57,9 @@ class ClusterSettings(WarmUpSettings):
     max_iter: int = Field(20, ge=1, description="steps of the refinement")
     split: Literal["axis", "all"] = Field("axis", description="split along the widest axis, or as printed")
     isodata: Literal["paper", "off"] = Field("paper", description="off: plain k-means")
+    compare: Literal["items", "centred"] = Field(
+        "items", description="similarity of clients: cosines per item, or of all logits without their means"
+    )
     predict: Literal["softmax", "logits"] = Field("softmax", description="what predictions are")
     self_similarity: bool = Field(True, description="does the degree of a client count itself")
 

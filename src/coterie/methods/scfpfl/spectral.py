@@ -9,6 +9,9 @@ from torch import Tensor
 from coterie.errors import CoterieError, unknown
 from coterie.parts.clustering import assign, canonical, kmeans, recentre
 
+MOST_AT_ONCE = 10  # clusters of one division; these may be divided again
+LEARNT = 0.2  # nats: clients whose answers depend less on the item have not learnt enough to be told apart
+
 
 def prediction_similarity(
     outputs: Tensor, predict: Literal["softmax", "logits"] = "softmax", self_similarity: bool = True
@@ -30,6 +33,34 @@ def prediction_similarity(
     s = ((s + s.T) / 2).clamp(0, items)
     eye = torch.eye(n, dtype=torch.bool, device=s.device)
     return s.masked_fill(eye, float(items) if self_similarity else 0.0)
+
+
+def centred_similarity(logits: Tensor) -> Tensor:
+    """S [n, n]: cosines of all logits [n, items, classes] of two clients, each client's mean over the items taken away.
+
+    The mean is what a client says whatever it is shown: its label shares. What is left is how it tells items apart.
+    """
+    flat = (logits.double() - logits.double().mean(1, keepdim=True)).flatten(1)
+    unit = F.normalize(flat, dim=1, eps=1e-300)
+    s = (unit @ unit.T).clamp(0, 1)
+    return ((s + s.T) / 2).fill_diagonal_(1.0)
+
+
+def modularity(similarity: Tensor, labels: Tensor) -> float:
+    """How much more alike members of a cluster are than their degrees alone would have it (Newman 2006); 0 for one."""
+    s = similarity.double().clone().fill_diagonal_(0.0)
+    degree, total = s.sum(1), s.sum().clamp(min=1e-300)
+    together = labels[:, None] == labels[None, :]
+    return float(((s - degree[:, None] * degree / total) * together).sum() / total)
+
+
+def information(predictions: Tensor) -> Tensor:
+    """Nats [n] that an item tells about a client's answer: mutual information in predictions [n, items, classes]."""
+
+    def entropy(p: Tensor) -> Tensor:
+        return -(p * p.clamp(min=1e-12).log()).sum(-1)
+
+    return entropy(predictions.mean(1)) - entropy(predictions).mean(1)
 
 
 def laplacian(similarity: Tensor) -> Tensor:
@@ -60,20 +91,25 @@ def cluster_count(similarity: Tensor, power: float = 3.0) -> int:
 
 def prediction_clusters(
     outputs: Tensor,
-    k0: int | Literal["eigengap"],
+    k0: int | Literal["eigengap", "modularity"],
     seed: int,
     embed_dim: int | Literal["k0", "eigengap"] = "k0",
     predict: Literal["softmax", "logits"] = "softmax",
     self_similarity: bool = True,
     gap_power: float = 3.0,
     n_min: int | None = None,
+    compare: Literal["items", "centred"] = "items",
     **refine: Any,
 ) -> Tensor:
     """Labels [n] of clients by their outputs [n, items, classes]; `refine` goes to isodata.
 
     Rows are sorted by degree first, so that the seeded start does not depend on the clients' numbers.
     """
-    s = prediction_similarity(outputs, predict, self_similarity)
+    s = (
+        centred_similarity(outputs)
+        if compare == "centred"
+        else prediction_similarity(outputs, predict, self_similarity)
+    )
     order = s.sum(1).argsort(stable=True)
     found = cluster_count(s, gap_power)
 
@@ -84,13 +120,37 @@ def prediction_clusters(
         labels[order] = isodata(rows, k, seed, n_min, **refine).labels
         return canonical(labels.numpy())
 
-    if k0 != "eigengap":
+    if isinstance(k0, int):
         return cut(min(k0, len(s)))
+    if k0 == "modularity":  # one cluster, unless some division is better than none
+        tells = information(outputs.softmax(-1) if predict == "logits" else outputs).median() >= LEARNT
+        return divided(s, seed) if tells else torch.zeros(len(s), dtype=torch.int64)
     k, labels = found, cut(found)
     while k > 1 and int(torch.bincount(labels).min()) == 1:
         k -= 1  # a client like nobody, such as one that has not learned yet, is counted but is no cluster
         labels = cut(k)
     return labels
+
+
+def divided(similarity: Tensor, seed: int) -> Tensor:
+    """Labels [n]: the division of largest modularity, its clusters divided in the same way; one if none is above 0."""
+    whole = torch.zeros(len(similarity), dtype=torch.int64)
+    best, top = whole, 1e-9
+    order = similarity.sum(1).argsort(stable=True)
+    for k in range(2, min(len(similarity) // 2, MOST_AT_ONCE) + 1):
+        labels = torch.empty_like(whole)
+        rows, _ = spectral_embedding(similarity[order][:, order], k)
+        labels[order] = kmeans(rows, k, seed)
+        if int(labels.bincount().min()) > 1 and (q := modularity(similarity, labels)) > top:
+            best, top = labels, q
+    if not bool(best.any()):
+        return whole
+
+    found = torch.empty_like(whole)
+    for k in range(int(best.max()) + 1):
+        own = (best == k).nonzero()[:, 0]
+        found[own] = divided(similarity[own][:, own], seed) + len(similarity) * k  # numbers that do not meet
+    return canonical(found.numpy())
 
 
 def spectral_embedding(similarity: Tensor, dims: int) -> tuple[Tensor, Tensor]:
