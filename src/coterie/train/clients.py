@@ -173,9 +173,11 @@ class Clients:
             if request.trained:
                 after = self._after_training(opened, round)
                 put("trained", after, everybody)
-                split = self.federation.official() if request.official else None
-                for found, model in zip(scores, after if split is not None else [], strict=False):
-                    found["trained/official"] = score(method, *model, split)
+                if request.official:
+                    split = self.federation.official()
+                    assert split is not None
+                    for found, model in zip(scores, after, strict=True):
+                        found["trained/official"] = score(method, *model, split)
             return [
                 ScoreAnswer(j.request.client, s, len(o.data.train), model)
                 for j, o, s, model in zip(jobs, opened, scores, models, strict=True)

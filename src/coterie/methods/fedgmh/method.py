@@ -5,7 +5,7 @@ interfere. A client downloads the heads of its own labels, mixes them by its lab
 entries of its own head that its last training found critical. Extractors stay private and are never averaged.
 That is the text (reading = paper). By default (reading = mended) the server keeps one common head and trains it on each
 mean feature among the labels of its sender only, so that labels that a client lacks get no gradient from it; clients
-are sent the rows of their labels.
+are sent the rows of their labels and average them with their own.
 The paper does not say how the server learns a client's labels: here round 0 sends them (4 bytes each, counted). Who
 misses round 0 is sent no heads until its first upload names its labels.
 """

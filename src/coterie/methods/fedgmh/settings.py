@@ -20,7 +20,10 @@ class FedGMHSettings(ReadingSettings):
             "mask_scope": "tensor", "first_psi": "ones", "received_share": 1.0, "score": "received",
             "decay_on": "participation", "server_batch": 1, "server_steps": 1,
         },
-        "mended": {"heads": "common", "write": "whole", "score": "own", "server_batch": 0, "server_steps": 10},
+        "mended": {
+            "heads": "common", "write": "average", "received_share": 0.5, "score": "own", "server_batch": 0,
+            "server_steps": 10,
+        },
     }  # fmt: skip
     reading: Literal["paper", "code", "mended"] = Field(
         "mended", description="the text, the authors' code, or one head trained without interference of labels"
