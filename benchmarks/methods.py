@@ -2,8 +2,9 @@
 
     python benchmarks/methods.py [NAME ...] [--data fmnist --data-dir DIR --model lenet5 --rounds 8]
 
-Each method runs a whole short run (so that all its phases are there); after every round of it FedAvg does one on the
-same clients, and the ratio is that of the medians. Evaluation is off; a round 0 is reported apart.
+Each method runs a whole short run (so that all its phases are there); after every round of it FedAvg does one with the
+same participants, and the ratio is that of the sums. Evaluation is off; a round 0 is reported apart. On a machine that
+others use too, --cpu takes the time of this process alone (with one worker) instead of the clock.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from coterie.testing import close_loop, open_loop
 
 def ready(method: str, args: argparse.Namespace, out: Path) -> Loop:
     given = {"data": args.data, "model": args.model, "rounds": args.rounds, "clients": args.clients, "join": args.join}
+    given |= {"subset": args.subset} if args.subset else {}
     given |= {"epochs": args.epochs, "batch": args.batch, "lr": 0.01, "partition": "dirichlet(0.1)", "short": "fill"}
     chosen = settings(method=method, **given, public=200, eval_every=10**6, watch=False, test_share=0.5, val_share=0.1)
     loop = open_loop(prepare(chosen, Engine(workers=args.workers), loaded=args.dataset), out, args.workers)
@@ -35,14 +38,14 @@ def ready(method: str, args: argparse.Namespace, out: Path) -> Loop:
     return loop
 
 
-def timed(loop: Loop) -> float:
-    """The next round."""
-    t, begin = loop.done + 1, time.perf_counter()
-    ids = loop.method.sample(loop.server, t, torch.Generator().manual_seed(t))
-    loop.method.sample = lambda *_: ids  # type: ignore[method-assign]  # the same participants on both sides
+def timed(loop: Loop, clock: Callable[[], float], ids: list[int] | None = None) -> tuple[float, list[int]]:
+    """The next round, with these participants or the method's own; its seconds, and who took part."""
+    t, begin = loop.done + 1, clock()
+    who = ids if ids is not None else loop.method.sample(loop.server, t, torch.Generator().manual_seed(t))
+    loop.method.sample = lambda *_: who  # type: ignore[method-assign]
     loop.step()
     del loop.method.sample
-    return time.perf_counter() - begin
+    return clock() - begin, who
 
 
 def main() -> None:
@@ -50,6 +53,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--data", default="digits")
     parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--subset", type=int)
     parser.add_argument("--model", default="mlp-bn")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--clients", type=int, default=50)
@@ -57,7 +61,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=5)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
+    if args.cpu:
+        args.workers = 1
+    clock = time.process_time if args.cpu else time.perf_counter
     torch.set_num_threads(1)
     args.dataset = load(args.data, args.data_dir)
     print("| method | FedAvg's time per round | round 0, in rounds of FedAvg |\n|---|---|---|")
@@ -68,16 +76,16 @@ def main() -> None:
             except CoterieError as e:
                 print(f"| {find(name).card.title} | {e} | |", flush=True)
                 continue
-            opening = timed(loop) if loop.method.opening() else 0.0
+            opening = timed(loop, clock)[0] if loop.method.opening() else 0.0
             own, other = [], []
             for _ in range(args.rounds):
-                own.append(timed(loop))
-                other.append(timed(base))
+                seconds, who = timed(loop, clock)
+                own.append(seconds)
+                other.append(timed(base, clock, who)[0])
             for x in (loop, base):
                 close_loop(x)
-        middle = statistics.median(other[1:])
-        first = f"{opening / middle:.1f}" if opening else ""
-        print(f"| {find(name).card.title} | {statistics.median(own[1:]) / middle:.2f} | {first} |", flush=True)
+        first = f"{opening / statistics.median(other[1:]):.1f}" if opening else ""
+        print(f"| {find(name).card.title} | {sum(own[1:]) / sum(other[1:]):.2f} | {first} |", flush=True)
 
 
 if __name__ == "__main__":
