@@ -1,0 +1,99 @@
+"""FedAS. Yang, Huang, Ye, CVPR 2024.
+
+Heads stay on the clients. Before training a client aligns the received body with what it knows: it draws the features
+of its samples to the class means of its own last model, so that a body averaged over others fits its head again. The
+server averages bodies by the trace of the Fisher information of the clients' models, so that clients that trained
+little (partial participation) count little.
+Scored is the client's own last model, as in the authors' code; who has never trained has the received body and the
+first head. Alignment is by plain SGD at `align_lr` with the run's batches (16 there).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, Settings, State, Tree, Upload
+from coterie.parts.gradient import grad
+from coterie.parts.prototypes import collect, one_hot
+from coterie.schema import Entry, Link, Schema
+
+FISHER = "x:fisher"
+
+
+class FedASSettings(Settings):
+    align_epochs: float = Field(1, ge=0, description="epochs of alignment before local training")
+    align_lr: float = Field(0.01, ge=0, description="rate of the alignment")
+
+
+class FedAS(Method):
+    Settings = FedASSettings
+    hp: FedASSettings
+    card = Card(
+        "FedAS",
+        "Yang et al., CVPR 2024",
+        2024,
+        "S,P",
+        personal="the head, and the last local model",
+        compute="an epoch of alignment before local training and a pass of gradients after it",
+    )
+    needs = ("head",)
+
+    def private(self, name: str) -> bool:
+        return name in self.ctx.group("head")
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The body both ways; up also the trace of the Fisher information."""
+        return self.model_schema | Schema(
+            {FISHER: Entry((1,), kind="statistic", part="fisher information", low=0)} if link == "up" else {}
+        )
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        params, _ = super().begin(state, download, data, round)
+        last = state.get("last", self.ctx.w0)
+        own, _ = collect(lambda x: self.ctx.features(last, x), data.train.x, data.train.y, data.classes)
+        return params, {"means": own.value}
+
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(update=self.align, epochs=self.hp.align_epochs, stream=1), Phase(self.loss)]
+
+    def align(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
+        """A step of the body: for each class of the batch the mean squared distance to its mean, summed."""
+        names = [k for k in params if k in self.ctx.net.trainable and not self.private(k)]
+
+        def distance(p: Tree) -> Tensor:
+            gap = (self.ctx.features(p, batch.x) - extras["means"][batch.y]).square().mean(1)
+            hot = one_hot(batch.y, len(extras["means"]))
+            total: Tensor = ((gap @ hot) / hot.sum(0).clamp(min=1)).sum()
+            return total
+
+        gradient = grad(distance, params, names)
+        return {**params, **T.add({k: params[k] for k in names}, gradient, -self.hp.align_lr)}
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        kept, upload = super().end(state, params, extras, data, round)
+        return {**kept, "last": params}, Upload({**upload.tree, FISHER: self.fisher(params, data)})
+
+    def fisher(self, params: Tree, data: ClientData) -> Tensor:
+        """Squared norms of the gradients of all batches, summed [1]."""
+        total = torch.zeros(1)
+        names = [k for k in params if k in self.ctx.net.trainable]
+        pairs = zip(*(torch.split(t, self.ctx.batch) for t in data.train), strict=True)
+        for x, y in pairs:
+            batch = Batch(x, y)
+            found = grad(lambda p, batch=batch: self.ctx.ce(p, batch), params, names)  # type: ignore[misc]
+            total += T.dot(found, found)
+        return total
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        weights = [float(u.tree[FISHER]) for u in uploads]
+        bodies = [{k: u.tree[k] for k in server["w"]} for u in uploads]
+        return {**server, "w": T.mean(bodies, weights if sum(weights) > 0 else self.weights(uploads))}
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return (state["last"], {}) if "last" in state else super().personal(state, download, data)
+
+    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
+        return params, {}

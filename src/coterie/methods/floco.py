@@ -1,0 +1,161 @@
+"""Floco. Grinwald, Wiesner, Nakajima, NeurIPS 2024 (arXiv 2403.03333).
+
+The head's weight is a point of a simplex spanned by M endpoints, all of them shared: a solution region instead of one
+solution. Every batch draws a point, and body and endpoints are trained under it. After `tau` rounds the server places
+the clients in the simplex by their last updates of the endpoints (principal components, projected so that the clients
+spread most evenly); from then on a client draws from a small ball around its own place, and is scored at it.
+In round `tau` everybody takes part (the authors add a training of everybody that is not averaged). Who did not answer
+in it, or joins later, has the centre. The head's bias is shared, as in the authors' code.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from sklearn.decomposition import PCA
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import (
+    Batch,
+    Card,
+    ClientData,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Settings,
+    State,
+    Upload,
+    cross_entropy,
+)
+from coterie.schema import Entry, Link, Schema, like
+from coterie.tree import Tree
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+ENDPOINTS, PLACE = "x:endpoints", "x:place"
+NEAREST = 1e-4  # closer clients count as this far apart
+
+
+class FlocoSettings(Settings):
+    endpoints: int = Field(10, ge=2, le=1000, description="M: corners of the simplex")
+    tau: int = Field(10, ge=1, description="round after which clients have places of their own")
+    rho: float = Field(0.1, ge=0, description="radius of the ball around a client's place")
+
+
+class Floco(Method):
+    Settings = FlocoSettings
+    hp: FlocoSettings
+    card = Card(
+        "Floco",
+        "Grinwald et al., NeurIPS 2024, arXiv 2403.03333",
+        2024,
+        "S,M",
+        personal="a place in a simplex of heads",
+        compute="as FedAvg, with the sum of M heads per batch; everybody trains in one round",
+    )
+    needs = ("head",)
+
+    def private(self, name: str) -> bool:
+        """The weight of the head itself is made, and never travels."""
+        return name == self.ctx.net.head_names[0]
+
+    def _first(self) -> Tensor:
+        """[M, classes, d], drawn as by Glorot."""
+        classes, d = self.ctx.w0[self.ctx.net.head_names[0]].shape
+        drawn = torch.randn(self.hp.endpoints, classes, d, generator=self.ctx.rng("endpoints"))
+        return drawn * math.sqrt(2 / (classes + d))
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The model with all endpoints both ways; down also the client's place, when it has one."""
+        place = Schema({PLACE: Entry((self.hp.endpoints,), kind="control", part="places", optional=now is None)})
+        model = self.model_schema | Schema(like({ENDPOINTS: self._first()}, part="endpoints"))
+        if link == "up" or (now is not None and now.client not in now.server["places"]):
+            return model
+        return model | place
+
+    def setup(self) -> State:
+        return {"w": {**super().setup()["w"], ENDPOINTS: self._first()}, "places": {}}
+
+    def sample(self, server: State, round: int, rng: torch.Generator) -> list[int]:
+        return list(self.ctx.clients) if round == self.hp.tau else super().sample(server, round, rng)
+
+    def down(self, server: State, ids: Sequence[int], round: int) -> Download:
+        places = server["places"]
+        return Download(server["w"], {i: {PLACE: places[i]} for i in ids if i in places})
+
+    def init_client(self, data: ClientData) -> State:
+        return {k: T.drop(v, self.private) for k, v in super().init_client(data).items()}
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        params = {**T.drop(download, PLACE.__eq__), **state.get("own", {})}
+        centre = torch.full((self.hp.endpoints,), 1 / self.hp.endpoints)
+        return params, {"place": download.get(PLACE, centre), "placed": PLACE in download}
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        M = self.hp.endpoints
+        if extras["placed"]:
+            way = torch.rand(M) * 2 - 1
+            point = extras["place"] + torch.rand(()) * self.hp.rho * way / way.abs().sum()
+        else:
+            point = torch.empty(M).exponential_()
+            point = point / point.sum()
+        return cross_entropy(self.ctx.forward(self.at(params, point), batch.x), batch)
+
+    def at(self, params: Tree, point: Tensor) -> Tree:
+        """The model with the head at a point [M]."""
+        weight = torch.einsum("m,mcd->cd", point, params[ENDPOINTS])
+        return {**T.drop(params, ENDPOINTS.__eq__), self.ctx.net.head_names[0]: weight}
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        new = super().aggregate(server, uploads, round)
+        if round != self.hp.tau:
+            return new
+        updates = np.stack([(u.tree[ENDPOINTS] - server["w"][ENDPOINTS]).flatten().numpy() for u in uploads])
+        found = torch.from_numpy(placed(updates, self.hp.endpoints)).float()
+        return {**new, "places": {u.sender: p for u, p in zip(uploads, found, strict=True)}}
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        params, extras = self.begin(state, download, data, 0)
+        return self.at(params, extras["place"]), {}
+
+    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
+        return self.at(params, extras["place"]), {}
+
+    def global_model(self, server: State) -> Tree | None:
+        whole = self.at(server["w"], torch.full((self.hp.endpoints,), 1 / self.hp.endpoints))
+        return {k: whole[k] for k in self.ctx.w0} if whole.keys() == self.ctx.w0.keys() else None
+
+
+def placed(updates: Array, corners: int) -> Array:
+    """Places [clients, corners] in the simplex, from updates [clients, P]: of the projections of the principal
+    components onto simplices of different sizes, the one with the least Riesz energy (clients spread most evenly)."""
+    n = len(updates)
+    points = np.zeros((n, corners))
+    m = min(corners, n, updates.shape[1])
+    if n > 1:
+        points[:, :m] = PCA(m, svd_solver="full").fit_transform(updates.astype(np.float64))
+    best, least = np.full((n, corners), 1 / corners), np.inf
+    for size in np.linspace(1e-4, 1, 1000) if n > 1 else ():
+        found = on_simplex(points, float(size)) / size
+        if (energy := riesz(found)) < least:
+            best, least = found, energy
+    return best
+
+
+def on_simplex(points: Array, size: float) -> Array:
+    """The closest points [n, m] with non-negative entries that sum to `size`."""
+    falling = -np.sort(-points, axis=1)
+    excess = (falling.cumsum(1) - size) / np.arange(1, points.shape[1] + 1)
+    last = (falling > excess).sum(1) - 1
+    found: Array = np.maximum(points - excess[np.arange(len(points)), last][:, None], 0)
+    return found
+
+
+def riesz(points: Array) -> float:
+    """Sum of 1 / distance^2 over all pairs."""
+    gaps = np.linalg.norm(points[:, None] - points[None], axis=2)[np.triu_indices(len(points), 1)]
+    return float((1 / np.maximum(gaps, NEAREST) ** 2).sum())

@@ -1,0 +1,67 @@
+"""kNN-Per. Marfoq, Neglia, Kameni, Vidal, ICML 2022 (arXiv 2111.09360).
+
+The federation trains one model by FedAvg. A client stores the features of its training samples under that model, and
+predicts by a mixture: `share` times the labels of the k nearest stored samples, weighed by exp(-d^2 / (dim * scale)),
+plus 1 - share times the model's own probabilities. Nothing more is trained and nothing more is sent.
+Without a given share a client takes the one of 0, 0.1, ..., 1 that is best on its validation part, as in the paper
+(the first of equals; 0.5 without such a part). The view `trained` is the model alone.
+"""
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from coterie.method import Card, ClientData, Extras, Method, Settings, State, Tree
+
+CHUNK = 512
+SHARES = [i / 10 for i in range(11)]
+LEAST = 1e-12  # probability of a class that nobody names
+
+
+class KNNPerSettings(Settings):
+    k: int = Field(10, ge=1, description="neighbours that are asked")
+    scale: float = Field(1.0, gt=0, description="width of the kernel, in units of the number of features")
+    share: float | None = Field(
+        None, ge=0, le=1, description="weight of the neighbours; empty: chosen on validation data"
+    )
+
+
+class KNNPer(Method):
+    Settings = KNNPerSettings
+    hp: KNNPerSettings
+    card = Card(
+        "kNN-Per",
+        "Marfoq et al., ICML 2022, arXiv 2111.09360",
+        2022,
+        "F",
+        personal="a store of features and labels",
+        compute="rounds as FedAvg; before use, a forward pass over the training part; k neighbours per prediction",
+    )
+    needs = ("head",)
+
+    @torch.no_grad()
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        params, _ = super().personal(state, download, data)
+        if not len(data.train):
+            return params, {}
+        keys = torch.cat([self.ctx.features(params, x) for x in torch.split(data.train.x, CHUNK)])
+        store = {"keys": keys, "labels": data.train.y, "share": 0.5 if self.hp.share is None else self.hp.share}
+        if self.hp.share is None and len(data.val):
+            hits = [float((self.mixed(params, data.val.x, store, s).argmax(1) == data.val.y).sum()) for s in SHARES]
+            store["share"] = SHARES[max(range(len(SHARES)), key=hits.__getitem__)]
+        return params, store
+
+    def mixed(self, params: Tree, x: Tensor, store: Extras, share: float) -> Tensor:
+        """Probabilities [batch, classes]."""
+        logits, z = self.ctx.net.both(params, x)
+        near = torch.cdist(z, store["keys"]).square().topk(min(self.hp.k, len(store["keys"])), largest=False)
+        # shifted by the nearest: far from all neighbours the kernel would be zero for each of them
+        closeness = torch.softmax(-near.values / (z.shape[1] * self.hp.scale), 1)
+        votes = F.one_hot(store["labels"][near.indices], self.ctx.classes).to(z) * closeness[..., None]
+        return share * votes.sum(1) + (1 - share) * logits.softmax(1)
+
+    def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
+        if "keys" not in extras:
+            return self.ctx.forward(params, x)
+        return self.mixed(params, x, extras, extras["share"]).clamp(min=LEAST).log()

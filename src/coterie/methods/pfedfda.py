@@ -1,0 +1,203 @@
+"""pFedFDA. McLaughlin, Su, NeurIPS 2024 (arXiv 2411.00329).
+
+Features of each class are modelled as Gaussians with one common covariance, so that the best head follows in closed
+form (linear discriminant analysis with the client's label shares). Clients train the body under the head of the global
+Gaussians, estimate their own ones, and send a mixture of both; the shares of means and covariance in the mixture are
+chosen by two-fold cross-validation on the training part. Scored is the received body with the head of such a mixture.
+Folds are every second sample of a class (shuffled in the authors' code), shares are found on a grid, to 0.02 (by a
+quasi-Newton search there), features are of a clean pass after training (collected during training there). The identity
+that is added to a client's covariance is the authors'.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.errors import CoterieError
+from coterie.method import Card, ClientData, Extras, Method, Moment, Phase, Settings, State, Tree, Upload
+from coterie.parts.prototypes import class_sums, from_sums
+from coterie.schema import Entry, Link, Schema
+
+MEANS, COVARIANCE = "x:means", "x:covariance"
+EPS = 1e-4
+CHUNK = 512
+
+
+class PFedFDASettings(Settings):
+    single: bool = Field(False, description="one share for means and covariance instead of two")
+
+
+class PFedFDA(Method):
+    Settings = PFedFDASettings
+    hp: PFedFDASettings
+    card = Card(
+        "pFedFDA",
+        "McLaughlin and Su, NeurIPS 2024, arXiv 2411.00329",
+        2024,
+        "S,P",
+        personal="the head, from mixed Gaussians",
+        compute="a forward pass over the training part and a few decompositions of matrices of the features' size, per"
+        " round and before use",
+    )
+    needs = ("head",)
+
+    def check(self) -> None:
+        if self.ctx.net.head_names[1] is None:
+            raise CoterieError("pFedFDA writes label shares into the bias of the head; the model's head has none")
+
+    def private(self, name: str) -> bool:
+        return name in self.ctx.group("head")
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The body with class means and covariance, both ways."""
+        d, part = self.ctx.net.width, "gaussians"
+        gaussians = {
+            MEANS: Entry((self.ctx.classes, d), kind="prototype", part=part, summable=True),
+            COVARIANCE: Entry((d, d), kind="statistic", part=part, summable=True),
+        }
+        return self.model_schema | Schema(gaussians)
+
+    def setup(self) -> State:
+        d = self.ctx.net.width
+        means = torch.rand(self.ctx.classes, d, generator=self.ctx.rng("means"))
+        return {"w": {**super().setup()["w"], MEANS: means, COVARIANCE: torch.eye(d)}}
+
+    def init_client(self, data: ClientData) -> State:
+        own = T.keep(self.ctx.w0, lambda k: self.stays(k) and not self.private(k))
+        return {"own": T.clone(own)}
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        params = {**T.drop(download, lambda k: k.startswith("x:")), **state.get("own", {})}
+        head = self._head(discriminant(download[MEANS], download[COVARIANCE], priors(data)))
+        return {**params, **head}, {MEANS: download[MEANS], COVARIANCE: download[COVARIANCE]}
+
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(self.loss, lambda name: not self.private(name))]
+
+    def _head(self, found: tuple[Tensor, Tensor]) -> Tree:
+        weight, bias = self.ctx.net.head_names
+        assert bias is not None
+        return {weight: found[0].float(), bias: found[1].float()}
+
+    @torch.no_grad()
+    def mixture(self, params: Tree, data: ClientData, common: Tree) -> tuple[Tensor, Tensor]:
+        """Means and covariance between the client's own, under this body, and the common ones."""
+        z = torch.cat([self.ctx.features(params, x).double() for x in torch.split(data.train.x, CHUNK)])
+        y, shared = data.train.y, (common[MEANS].double(), common[COVARIANCE].double())
+        own = gaussians(z, y, shared[0])
+        shares = self.shares(z, y, shared, priors(data).double())
+        means, covariance = (s * a + (1 - s) * b for s, a, b in zip(shares, own, shared, strict=True))
+        return means.float(), covariance.float()
+
+    def shares(self, z: Tensor, y: Tensor, shared: tuple[Tensor, Tensor], prior: Tensor) -> Tensor:
+        """Of the client's own means and covariance [2]; none if no class has two samples."""
+        n = torch.bincount(y, minlength=len(prior))
+        order = torch.argsort(y, stable=True)
+        rank = torch.empty_like(y)  # how many of the class come before
+        rank[order] = torch.arange(len(y)) - (n.cumsum(0) - n)[y[order]]
+        usable = n[y] > 1
+        folds = [(usable & (rank % 2 == i), usable & (rank % 2 != i)) for i in (0, 1)]
+        if not bool(usable.any()):
+            return torch.zeros(2, dtype=torch.float64)
+        fitted = [Fold(gaussians(z[a], y[a], shared[0]), shared, prior, z[b], y[b]) for a, b in folds]
+        best, width = torch.full((2,), 0.5, dtype=torch.float64), 0.5
+        for _ in range(2):  # steps of 0.1, then of 0.02 around the best
+            ticks = torch.linspace(-width, width, 11, dtype=torch.float64)
+            steps = ticks[:, None].expand(-1, 2) if self.hp.single else torch.cartesian_prod(ticks, ticks)
+            tried = (best + steps).clamp(0, 1)
+            best, width = tried[torch.stack([f.losses(tried) for f in fitted]).sum(0).argmin()], width / 5
+        return best
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        body = T.drop(params, self.stays)
+        means, covariance = self.mixture(params, data, extras)
+        head = self._head(discriminant(means, covariance, priors(data)))
+        own = T.keep(params, lambda k: self.stays(k) and not self.private(k))
+        return {**state, "own": own, "head": list(head.values())}, Upload(
+            {**body, MEANS: means, COVARIANCE: covariance}
+        )
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        w = super().aggregate(server, uploads, round)["w"]
+        return {"w": {**w, COVARIANCE: definite(w[COVARIANCE])}}
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        params, common = self.begin(state, download, data, 0)
+        if not len(data.train):
+            return params, {}
+        return {**params, **self._head(discriminant(*self.mixture(params, data, common), priors(data)))}, {}
+
+    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
+        return {**params, **self._head(tuple(state["head"]))}, {}
+
+
+def priors(data: ClientData) -> Tensor:
+    """Label shares of the training part, none of them zero [classes]."""
+    shares = data.label_counts.float() / max(len(data.train), 1) + EPS
+    return shares / shares.sum()
+
+
+def gaussians(z: Tensor, y: Tensor, fallback: Tensor) -> tuple[Tensor, Tensor]:
+    """Class means [classes, d], the fallback's where there is no sample, and one covariance [d, d]."""
+    means, mask = from_sums(*class_sums(z, y, len(fallback)))
+    means = torch.where(mask[:, None], means, fallback)
+    centred = z - means[y]
+    eye = torch.eye(z.shape[1], dtype=z.dtype)
+    return means, centred.T @ centred / max(len(z) - 1, 1) + EPS + eye
+
+
+def definite(covariance: Tensor) -> Tensor:
+    """The matrix itself, or, if an upload has spoiled it, its symmetric part with no eigenvalue below a bound."""
+    values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
+    if float(values.min()) > EPS and torch.allclose(covariance, covariance.T, rtol=1e-3):
+        return covariance
+    mended: Tensor = (vectors * values.clamp(min=1)) @ vectors.T
+    return mended
+
+
+def regular(covariance: Tensor) -> Tensor:
+    """A little of the mean variance in all directions, so that it can be inverted."""
+    d = len(covariance)
+    return (1 - EPS) * covariance + EPS * covariance.trace() / d * torch.eye(d, dtype=covariance.dtype)
+
+
+def discriminant(means: Tensor, covariance: Tensor, prior: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight [classes, d] and bias [classes] of linear discriminant analysis."""
+    weight = torch.linalg.solve(regular(covariance), means.T).T
+    return weight, prior.to(means).log() - (means * weight).sum(1) / 2
+
+
+class Fold:
+    """Cross-entropy on one part of the data of mixtures fitted on the other.
+
+    The covariance is linear in its share, so a basis in which both of its ends are diagonal serves all mixtures."""
+
+    def __init__(
+        self,
+        own: tuple[Tensor, Tensor],
+        shared: tuple[Tensor, Tensor],
+        prior: Tensor,
+        z: Tensor,
+        y: Tensor,
+    ):
+        start, end = regular(shared[1]), regular(own[1])
+        low = torch.linalg.cholesky(start)
+        half = torch.linalg.solve_triangular(low, end - start, upper=False)
+        whole = torch.linalg.solve_triangular(low, half.T, upper=False)
+        self.stretch, basis = torch.linalg.eigh((whole + whole.T) / 2)
+        basis = torch.linalg.solve_triangular(low.T, basis, upper=True)
+        self.z, self.y, self.prior = z @ basis, y, prior.log()
+        self.start, self.move = shared[0] @ basis, (own[0] - shared[0]) @ basis  # [classes, d]
+
+    def losses(self, shares: Tensor) -> Tensor:
+        """For each pair of shares of means and covariance [pairs, 2]."""
+        means = self.start + shares[:, 0, None, None] * self.move  # [pairs, classes, d]
+        weight = means / (1 + shares[:, 1, None, None] * self.stretch)
+        bias = self.prior - (means * weight).sum(2) / 2
+        logits = self.z @ weight.transpose(1, 2) + bias[:, None]  # [pairs, n, classes]
+        picked = self.y[None, :, None].expand(len(shares), -1, 1)
+        found: Tensor = -logits.log_softmax(2).gather(2, picked).mean((1, 2))
+        return found
