@@ -3,17 +3,16 @@
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 import torch
 from pydantic import BaseModel
 
 from coterie.cli.traffic import declared
+from coterie.cli.words import FAMILIES, bounds_words, parents, type_words
 from coterie.config import Engine, RunSettings, settings
 from coterie.data.arrays import from_arrays
 from coterie.data.names import KNOWN
@@ -46,16 +45,6 @@ SETTINGS_TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
         Engine,
     ),
 )
-FAMILIES = {
-    "-": "Alone",
-    "G": "One global model",
-    "F": "Fine-tuning and meta-learning",
-    "S": "Split models (layers, channels, entries)",
-    "R": "Pulled towards an anchor",
-    "M": "Mixed per client",
-    "C": "Clusters",
-    "P": "Prototypes and heads instead of weights",
-}
 COUNT = re.compile(r"(<!-- count ([\w ]+) -->)\d*<!-- end -->")
 NAMES = re.compile(r"(<!-- names -->).*?<!-- end -->", flags=re.S)
 MODEL = "lenet5"
@@ -98,23 +87,18 @@ def overview() -> str:
     return "\n".join([*lines, ""])
 
 
-def parent(name: str, found: Iterable[str]) -> str | None:
-    """The method a variant belongs to, by its name: NAME of NAME-..."""
-    return min((p for p in found if name.startswith(f"{p}-")), key=len, default=None)
-
-
 def _tree(found: dict[str, type[Method]]) -> list[str]:
     """A method stands under the first of its families, by year; a variant, called NAME-..., under NAME."""
-    parents = {n: parent(n, found) for n in found}
+    above = parents(found)
     lines = []
     for letter, words in FAMILIES.items():
-        here = [n for n, m in found.items() if parents[n] is None and (m.card.family or "-").split(",")[0] == letter]
+        here = [n for n, m in found.items() if above[n] is None and (m.card.family or "-").split(",")[0] == letter]
         if not here:
             continue
-        lines.append(f"- **{words}** ({letter})" if letter != "-" else f"- **{words}**")
+        lines.append(f"- **{words.capitalize()}**" + (f" ({letter})" if letter != "-" else ""))
         for name in sorted(here, key=lambda n: (found[n].card.year, n)):
             lines.append(f"    - {found[name].card.title}, {found[name].card.year or 'no year'}: {_link(name)}")
-            lines += [f"        - {found[v].card.title}: {_link(v)}" for v, parent in parents.items() if parent == name]
+            lines += [f"        - {found[v].card.title}: {_link(v)}" for v, p in above.items() if p == name]
     return lines
 
 
@@ -209,32 +193,11 @@ def _fields_table(model: type[BaseModel], skip: tuple[str, ...] = ()) -> str:
     for field, f in model.model_fields.items():
         if field in skip:
             continue
-        bounds = ", ".join(filter(None, map(_bound, f.metadata)))
+        bounds = bounds_words(f.metadata)
         default = "" if f.default is None or f.is_required() else f"`{f.default}`"
-        row = (f"`{field}`", default, f"`{_type(f.annotation)}`", bounds, f.description or "")
+        row = (f"`{field}`", default, f"`{type_words(f.annotation)}`", bounds, f.description or "")
         lines.append("| " + " | ".join(_cell(c) for c in row) + " |")
     return "\n".join(lines)
-
-
-def _bound(b: Any) -> str:
-    for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
-        if hasattr(b, attribute) and abs(getattr(b, attribute)) < 1e6:  # larger ones only catch typing errors
-            return f"{sign} {getattr(b, attribute):g}"
-    return ""
-
-
-def _type(annotation: Any) -> str:
-    """float, "a" or "b", number or "eigengap": as a person would write it."""
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return ", ".join(map(str, inner))
-    if origin is Annotated:
-        return _type(inner[0])
-    if origin in (Union, UnionType):
-        return " or ".join("empty" if i is NoneType else _type(i) for i in inner)
-    if origin is dict:
-        return "table"
-    return annotation.__name__ if isinstance(annotation, type) and not inner else str(annotation)
 
 
 @cache
@@ -283,7 +246,7 @@ def run_settings() -> str:
 def counts() -> dict[str, int]:
     """Numbers that pages quote: methods, their variants, both together, data sets known by name, models."""
     found = methods()
-    variants = [n for n in found if parent(n, found)]
+    variants = [n for n, above in parents(found).items() if above]
     return {
         "methods": len(found) - len(variants),
         "variants": len(variants),
@@ -308,10 +271,8 @@ def counted(text: str) -> str:
 
 def names() -> str:
     """The titles of all methods without their variants, for a paragraph."""
-    found = methods()
-    titles = [
-        m.card.title for name, m in sorted(found.items(), key=lambda i: i[1].card.year) if not parent(name, found)
-    ]
+    found, above = methods(), parents(methods())
+    titles = [m.card.title for name, m in sorted(found.items(), key=lambda i: i[1].card.year) if not above[name]]
     return textwrap.fill(", ".join(titles) + ".", 118)
 
 

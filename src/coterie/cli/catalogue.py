@@ -12,10 +12,10 @@ from typer import Argument, Option
 
 from coterie.cli import options as o
 from coterie.cli.screen import console
-from coterie.cli.words import CERTAINTY, FAMILIES, NEEDS, bounds_words, families, parent, type_words
+from coterie.cli.words import CERTAINTY, FAMILIES, NEEDS, bounds_words, families, parents, type_words
 
 if TYPE_CHECKING:  # the command line starts without torch
-    from coterie.method import Settings
+    from coterie.method import Method, Settings
     from coterie.parts.readings import ReadingSettings
 
 catalogue = typer.Typer()
@@ -126,15 +126,16 @@ def _methods(
     if family and not wanted:
         raise unknown("family", family, FAMILIES.values())
     measured = traffic(sizes[0], sizes[1] or "digits", sizes[2]) if sizes else None
-    names, rows = known(), []
-    for name in names:
+    found, rows = dict[str, "type[Method]"](), list[dict[str, Any]]()
+    for name in known():
         try:
-            m = find(name)
+            found[name] = find(name)
         except CoterieError as e:  # somebody's broken package must not hide the others
-            rows.append({"name": name, "title": str(e), "family": [], "variants": []})
-            continue
+            rows.append({"name": name, "title": str(e), "year": None, "family": [], "personal": str(e), "variants": []})
+    above = parents(found)
+    for name, m in found.items():
         card, groups = m.card, families(m.card.family)
-        if (parent(name, names) and not variants) or (family and not set(groups) & set(wanted)):
+        if (above[name] and not variants) or (family and not set(groups) & set(wanted)):
             continue
         row: dict[str, Any] = {"name": name, "title": card.title, "year": card.year or None, "family": groups}
         row |= {"personal": card.personal}
@@ -142,7 +143,7 @@ def _methods(
             up, down = measured.of(name)
             row |= {"KB up": up, "KB down": down, "model": f"{measured.model} on {measured.data}"}
         row |= {"needs": [NEEDS.get(n, n) for n in m.needs], "certainty": CERTAINTY.get(card.certainty, "")}
-        row |= {"variants": [] if variants else [v for v in names if parent(v, names) == name]}
+        row |= {"variants": [] if variants else [v for v in found if above[v] == name]}
         rows.append(row)
     return rows
 
@@ -178,7 +179,7 @@ def show(method: Annotated[str, Argument(help="a method's name")], as_json: o.Js
 
     m, card = find(method), find(method).card
     text = (inspect.getdoc(inspect.getmodule(m)) or "").partition("\n\n")[2].strip()
-    related = [v for v in known() if parent(v, known()) == method]
+    related = [v for v, above in parents({name: find(name) for name in known()}).items() if above == method]
     facts = {
         "family": ", ".join(families(card.family)),
         "personal": card.personal,

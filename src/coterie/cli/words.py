@@ -1,10 +1,11 @@
 """Facts of methods and settings in plain words, for tables, `coterie show` and the documentation."""
 
+from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 FAMILIES = {
-    "": "alone",
+    "-": "alone",
     "G": "one global model",
     "F": "fine-tuning",
     "S": "split model",
@@ -30,12 +31,16 @@ NEEDS = {
 
 def families(letters: str) -> list[str]:
     """The families of a card, in words."""
-    return [FAMILIES.get(letter.strip(), letter) for letter in letters.split(",")]
+    return [FAMILIES.get(letter.strip(), letter) for letter in (letters or "-").split(",")]
 
 
-def parent(name: str, names: Any) -> str | None:
-    """The method that `name` is a variant of: the longest NAME with `name` = NAME-..."""
-    return max((p for p in names if name.startswith(f"{p}-")), key=len, default=None)
+def parents(found: Mapping[str, type]) -> dict[str, str | None]:
+    """The method that each is a variant of: it is called NAME-... and written in the same module or folder as NAME."""
+    homes = {name: cls.__module__.split(".")[:3] for name, cls in found.items()}
+    return {
+        n: min((p for p in found if n.startswith(f"{p}-") and homes[p] == homes[n]), key=len, default=None)
+        for n in found
+    }
 
 
 def type_words(annotation: Any) -> str:
