@@ -10,19 +10,23 @@ import numpy as np
 import pytest
 
 import coterie
+from coterie.api import comparison_cells
 from coterie.cli import main
+from coterie.config import settings
 from coterie.errors import CoterieError
 from coterie.methods import controls, known
 from coterie.report import figures, page
 from coterie.runs.arena import Arena, arenas
 from coterie.runs.found import find_runs
 from coterie.runs.paired import differences, resampled
+from coterie.runs.run import Run
+from coterie.session import Objects, prepare
 
 
 class Made:
     """A run of made-up accuracies: hits of 100 test samples per client, by view."""
 
-    group, last_round, finished = "g", 3, True
+    group, last_round, finished, objects = "g", 3, True, Objects()
 
     def __init__(self, method: str, seed: int, title: str = "", total: int = 100, newcomers: int = 0, **hits):
         self.title, self.path = title or method, Path(f"{method}-s{seed}")
@@ -166,8 +170,77 @@ def test_controls_that_methods_name_exist_and_are_their_own() -> None:
 def folder(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("arena") / "compare"
     small = {"clients": 4, "rounds": 2, "epochs": 1, "model": "mlp", "partition": "dirichlet(0.5)"}
-    coterie.compare(["fedrep", "fedavg"], seeds=2, out=out, workers=2, **small)
+    found = coterie.compare(["fedrep"], against="fedavg/trained", seeds=2, out=out, workers=2, **small)
+    assert found.titles == ["Local-Only", "FedRep", "FedAvg"]
+    (pair,) = found.arena().pairs
+    assert (pair.row.label, pair.against.label) == ("FedRep", "FedAvg, trained")
     return out
+
+
+def cells(methods: list[str], against: str | list[str], **more) -> dict[str, dict]:
+    found = comparison_cells(methods, "digits", None, 1, Path("nowhere"), against, **more)
+    names = [c.settings.method for c in found]
+    assert len(names) == len(set(names)) == len({c.out for c in found})
+    return {c.settings.method: c.settings for c in found}
+
+
+USUAL = ["local", "fedavg", "fedavg-ft", "fedper"]
+
+
+def test_controls_are_added_once_whoever_asks_for_them() -> None:
+    assert [*cells(["fedrep"], "controls")] == ["local", "fedrep", "fedavg", "fedavg-ft", "fedper"]
+    assert {*cells(["fedpc", "fedcpmd"], "controls")} == {
+        *USUAL, "fedpc", "fedcpmd", "fedpc-no-proto", "fedpc-random", "fedcpmd-random", "fedcpmd-classifier",
+    }  # fmt: skip
+    assert {*cells(["fedper", "fedpc", "fedpc-random"], "controls")} == {
+        *USUAL, "fedpc", "fedpc-no-proto", "fedpc-random",
+    }  # fmt: skip
+    assert {*cells(["fedrep"], ["ditto", "FedPer", "fedavg/trained"])} == {
+        "local", "fedrep", "ditto", "fedper", "fedavg",
+    }  # fmt: skip
+    with pytest.raises(CoterieError, match='did you mean "fedper"'):
+        cells(["fedrep"], ["fedpr"])
+
+
+def test_a_control_is_set_as_its_method_but_for_what_makes_it_one() -> None:
+    more = {"fedpc.reading": "paper", "fedpc.gamma": 2.0, "fedpc.lr": 0.5, "fedpc-random.lr": 0.25}
+    found = cells(["fedpc"], "controls", rounds=3, **more)
+    assert found["fedpc"].settings == {"reading": "paper", "gamma": 2.0} and found["fedpc"].lr == 0.5
+    assert found["fedpc-random"].settings == {"reading": "paper", "gamma": 2.0} and found["fedpc-random"].lr == 0.25
+    assert found["fedpc-no-proto"].settings == {"reading": "paper"} and found["fedpc-no-proto"].lr == 0.5
+    assert found["fedper"].lr != 0.5 and {s.rounds for s in found.values()} == {3}
+    assert len({s.federation for s in found.values()}) == len({s.seed for s in found.values()}) == 1
+
+
+def test_a_class_of_your_own_names_controls_too() -> None:
+    class Mine(coterie.Method):
+        controls = ("fedprox",)
+
+    assert [*cells([Mine], "controls")] == ["local", "Mine", "fedavg", "fedavg-ft", "fedper", "fedprox"]
+
+
+def test_impossible_controls_are_refused_before_anything_is_trained(monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = ["compare", "fedavg", "--against", "fedcpmd-full", "--set", "fedcpmd-full.layer=none", "--rounds", "1"]
+    code, _, err = call(monkeypatch, capsys, *args, "--out", "c")
+    assert code == 2 and 'unknown layer "none"' in err and not list(tmp_path.rglob("events.jsonl"))
+
+
+def test_a_reading_that_is_not_the_default_stands_in_the_title() -> None:
+    class Described(Run):
+        def __init__(self, method: str, title: str, settings: dict, **more):
+            self.description = {"settings": {"method": method}, "method": {"title": title, "settings": settings} | more}
+            self._title = ""
+
+    assert Described("fedpc", "FedPC", {"reading": "paper"}).title == "FedPC (paper)"
+    assert Described("fedpc", "FedPC", {}).title == "FedPC (paper)"  # from before there were readings
+    assert Described("fedpc", "FedPC", {"reading": "mended"}).title == "FedPC"
+    assert Described("fedgmh-o", "GMH-o", {"reading": "paper"}).title == "GMH-o"  # its own default
+    assert Described("fedper", "FedPer", {}).title == "FedPer"
+    assert Described("fedpc", "FedPC", {"reading": "paper"}, reading="code").title == "FedPC (code)"
+    session = prepare(settings("fedpc", reading="paper", clients=4))
+    assert session.described()["method"]["reading"] == "paper"
+    assert prepare(settings("fedavg", clients=4)).described()["method"]["reading"] == ""
 
 
 def call(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:

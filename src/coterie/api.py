@@ -2,20 +2,22 @@
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
-from coterie.config import PUBLIC, method_class, owner, settings, table
+from coterie.config import PUBLIC, RunSettings, method_class, owner, settings, table
 from coterie.config import engine as engine_of
 from coterie.data.dataset import Dataset
 from coterie.errors import CoterieError, unknown
 from coterie.folders import fresh_folder
 from coterie.method import Method
+from coterie.methods import canonical, controls, known
 from coterie.models.registry import WITH_NORM
+from coterie.runs.arena import CONTROLS, GENERAL
 from coterie.runs.comparison import Comparison
 from coterie.runs.found import APART
 from coterie.runs.run import Run
@@ -62,6 +64,7 @@ def compare(
     data: str | Path | Dataset = "digits",
     model: str | Factory | None = None,
     *,
+    against: str | Sequence[str] = (),
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
     workers: int | None = None,
@@ -69,15 +72,18 @@ def compare(
     data_dir: str | Path | None = None,
     **more: Any,
 ) -> Comparison:
-    """Several methods on the same clients; Local-Only is always among them."""
+    """Several methods on the same clients; Local-Only is always among them.
+
+    `against`: "controls" adds what every method must beat and the controls the methods name themselves; other names
+    are added as they are. `arena()` of what is returned has the differences to them."""
     how = engine_of(workers=workers, engine=engine, data_dir=_path(data_dir))
     folder = _path(out) or fresh_folder("compare")
-    cells = comparison_cells(methods, data, model, seeds, folder, **more)
+    cells = comparison_cells(methods, data, model, seeds, folder, against, **more)
     status = sweep(cells, how, check=True)
     if status.failed:
         path, reason = next(iter(status.failed.items()))
         raise CoterieError(f"{path.name} failed: {reason}")
-    found = Comparison([Run(c.out, objects=c.objects) for c in cells])
+    found = Comparison([Run(c.out, objects=c.objects) for c in cells], asked(methods, against), rivals(against))
     for sentence in [*status.said, *found.warnings()]:
         log.warning(sentence)
     return found
@@ -89,10 +95,11 @@ def comparison_cells(
     model: str | nn.Module | Factory | None,
     seeds: int | Sequence[int],
     folder: Path,
+    against: str | Sequence[str] = (),
     **more: Any,
 ) -> list[Cell]:
     """The runs of a comparison. Settings of run and federation go to all methods, others to the methods that have
-    them; `method.setting` to that one."""
+    them; `method.setting` to that one and to the controls that it names itself and that are added here."""
     named, objects = _named(data, model)
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise CoterieError(f"methods = {methods!r} is not possible: compare takes a list of methods")
@@ -105,6 +112,8 @@ def comparison_cells(
         raise CoterieError(f"a method is named twice: {', '.join(names)}")
     if method_class("local") not in map(method_class, methods):
         chosen = {"local": "local", **chosen}
+    added = _controls(chosen, against)
+    chosen |= {name: name for name in added}
     classes = {name: method_class(m) for name, m in chosen.items()}
     if model is None and any("bn" in m.needs for m in classes.values()):
         named["model"] = WITH_NORM  # all methods train the same model
@@ -125,12 +134,47 @@ def comparison_cells(
     cells = []
     for name, method in chosen.items():
         mine = {k: v for k, v in shared.items() if k not in some or k in classes[name].Settings.model_fields}
-        mine |= {k.removeprefix(f"{name}."): v for k, v in single.items() if k.startswith(f"{name}.")}
+        for whose in (added.get(name, ""), name):  # a control is set as its method is, as far as it can be
+            its = {k.removeprefix(f"{whose}."): v for k, v in single.items() if whose and k.startswith(f"{whose}.")}
+            mine |= {k: v for k, v in its.items() if whose == name or _free(classes[name], k)}
         theirs = replace(objects, method=None if isinstance(method, str) else method)
         for seed in _seeds(seeds):
             cell = settings(**{**mine, "method": method, "seed": seed, **named})
             cells.append(Cell(cell, folder / f"{name}-s{seed}", theirs))
     return cells
+
+
+def rivals(against: str | Sequence[str]) -> list[str]:
+    """As a list."""
+    return [against] if isinstance(against, str) and against else list(against)
+
+
+def asked(methods: Sequence[str | type[Method]], against: str | Sequence[str]) -> list[str]:
+    """The methods that are held against controls; empty if nobody asked for controls."""
+    return [m if isinstance(m, str) else m.__name__ for m in methods] if against else []
+
+
+def _controls(chosen: Mapping[str, str | type[Method]], against: str | Sequence[str]) -> dict[str, str]:
+    """The methods to add, each with the one it is a control of (empty: of all); nobody is added twice."""
+    names = rivals(against)
+    wanted = {n.partition("/")[0]: "" for n in names if n != CONTROLS}
+    if CONTROLS in names:
+        wanted |= {n: "" for n in GENERAL if n in known()}
+        wanted |= {c: name for name, m in chosen.items() for c in controls(m)}
+    there = {method_class(m) for m in chosen.values()}
+    out: dict[str, str] = {}
+    for name, whose in wanted.items():
+        if (cls := method_class(name)) not in there:
+            there.add(cls)
+            out[canonical(name)] = whose
+    return out
+
+
+def _free(cls: type[Method], setting: str) -> bool:
+    """Can this setting of a method be set for its control too? Not what makes the control one."""
+    if setting in cls.Settings.model_fields:
+        return setting not in getattr(cls.Settings, "fixed", {})
+    return setting in RunSettings.model_fields or setting in APART
 
 
 def shared_choices(cells: Sequence[Cell]) -> list[str]:

@@ -112,6 +112,7 @@ class Session:
                 "name": type(self.method).__name__,
                 "title": self.method.card.title or type(self.method).__name__,
                 "settings": self.method.hp.model_dump(mode="json"),
+                "reading": _reading(self.method),
                 "weighting": self.settings.weighting or self.method.weighting,
                 "certainty": self.method.card.certainty,
             },
@@ -128,6 +129,12 @@ class Session:
                 "convolutions": native.status(),
             },
         }
+
+
+def _reading(method: Method) -> str:
+    """The reading of the paper, if the method has several and this is not its default."""
+    field = method.Settings.model_fields.get("reading")
+    return "" if field is None or method.hp.reading == field.default else str(method.hp.reading)
 
 
 def prepare(

@@ -124,6 +124,9 @@ def run(
 @app.command()
 def compare(
     methods: Annotated[list[str], Argument(help="methods; Local-Only is always added")],
+    against: Annotated[
+        str | None, Option(help="controls: add what every method must beat, and what each names; or methods, by commas")
+    ] = None,
     seeds: Annotated[int, Option(min=1, help="runs per method, with seeds 0, 1, ...")] = 1,
     data: o.Data = None,
     data_dir: o.DataDir = None,
@@ -144,7 +147,9 @@ def compare(
     as_json: o.Json = False,
 ) -> None:
     """Run several methods on the same clients and print one table. `all` stands for every method."""
-    from coterie.api import comparison_cells, shared_choices
+    from coterie.api import asked, comparison_cells, shared_choices
+    from coterie.cli.arena import show
+    from coterie.cli.paper import _commas
     from coterie.folders import fresh_folder
     from coterie.methods import known
     from coterie.runs.comparison import Comparison
@@ -155,7 +160,10 @@ def compare(
                      rounds=rounds, epochs=epochs, batch=batch, lr=lr)  # fmt: skip
     names = list(dict.fromkeys(m for name in methods for m in (known() if name == "all" else [name])))
     folder = out or fresh_folder(f"compare-{given.get('data', 'digits')}")
-    cells = comparison_cells(names, given.pop("data", "digits"), given.pop("model", None), seeds, folder, **given)
+    rivals = _commas(against)
+    cells = comparison_cells(
+        names, given.pop("data", "digits"), given.pop("model", None), seeds, folder, rivals, **given
+    )
     if not (quiet or as_json):
         for sentence in shared_choices(cells):
             console.print(sentence, soft_wrap=True, highlight=False)
@@ -167,15 +175,24 @@ def compare(
         _complain(sentence)
     done = [c for c in cells if c.out not in status.failed and c.finished()]
     if done:
-        table = Comparison([Run(c.out) for c in done])
+        table = Comparison([Run(c.out) for c in done], asked(names, rivals), rivals)
         table.table().to_csv(folder / "table.csv")
         (folder / "table.md").write_text(table.markdown())
+        arena = table.arena() if rivals else None
+        if arena is not None:
+            arena.frame().to_csv(folder / "arena.csv", index=False)
         if as_json:
-            typer.echo(json.dumps({"folder": str(folder), "table": json.loads(table.table().to_json(orient="index"))}))
+            found = {"folder": str(folder), "table": json.loads(table.table().to_json(orient="index"))}
+            if arena is not None:
+                found["arena"] = json.loads(arena.frame().to_json(orient="records"))
+            typer.echo(json.dumps(found))
         elif not quiet:
             _show_table(table, "accuracy in percent, mean over clients; bytes and time per round")
-            console.print(f"runs, table.csv and table.md are in {folder}", soft_wrap=True, highlight=False)
-        for sentence in table.warnings():
+            if arena is not None:
+                show([arena])
+            files = "table.csv and table.md" if arena is None else "table.csv, table.md and arena.csv"
+            console.print(f"runs, {files} are in {folder}", soft_wrap=True, highlight=False)
+        for sentence in [*table.warnings(), *(arena.warnings() if arena is not None else [])]:
             _complain(sentence)
     for reason in dict.fromkeys(status.failed.values()):
         names = [path.name for path, why in status.failed.items() if why == reason]

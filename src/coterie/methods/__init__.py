@@ -21,24 +21,30 @@ def known() -> list[str]:
     return sorted(_points())
 
 
-def find(name: str) -> type[Method]:
-    """The class behind a name; spelling differs only by case, dashes and underscores."""
+def canonical(name: str) -> str:
+    """As it is registered: spelling differs only by case, dashes and underscores. Unknown names stay as they are."""
     plain = name.lower().replace("_", "-")
-    for key in (plain, plain.replace("-", "")):
-        if key in _points():
-            try:
-                method = _points()[key].load()
-            except (ImportError, AttributeError) as e:
-                raise CoterieError(f'the method "{key}" is registered but cannot be loaded: {e}') from e
-            if not (isinstance(method, type) and issubclass(method, Method)):
-                raise CoterieError(f'the entry point "{key}" of group {GROUP} is not a Method')
-            return method
-    raise unknown("method", name, _points())
+    return next((key for key in (plain, plain.replace("-", "")) if key in _points()), name)
 
 
-def controls(name: str) -> tuple[str, ...]:
-    """The controls that a registered method names itself; those of its base class are not its own."""
-    return tuple(vars(find(name)).get("controls", ()))
+def find(name: str) -> type[Method]:
+    """The class behind a name."""
+    key = canonical(name)
+    if key not in _points():
+        raise unknown("method", name, _points())
+    try:
+        method = _points()[key].load()
+    except (ImportError, AttributeError) as e:
+        raise CoterieError(f'the method "{key}" is registered but cannot be loaded: {e}') from e
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise CoterieError(f'the entry point "{key}" of group {GROUP} is not a Method')
+    return method
+
+
+def controls(method: str | type[Method]) -> tuple[str, ...]:
+    """The controls that a method names itself; those of its base class are not its own."""
+    cls = find(method) if isinstance(method, str) else method
+    return tuple(vars(cls).get("controls", ()))
 
 
 def build(method: str | type[Method], settings: dict[str, Any] | None = None) -> Method:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from coterie.errors import CoterieError, unknown
-from coterie.methods import controls, known
+from coterie.methods import canonical, controls, known
 from coterie.runs.paired import RESAMPLES, Difference, Floats, differences
 from coterie.runs.run import Run
 from coterie.runs.statistics import VIEWS
@@ -23,6 +23,7 @@ GENERAL: dict[str, tuple[str, ...]] = {
     "fedavg-ft": ("adapted",),
     "fedper": ("",),
 }
+CONTROLS = "controls"  # stands for the usual controls and those that a method names
 At = Literal["last", "selected"]
 
 
@@ -92,15 +93,19 @@ class Arena:
             else:
                 found[r.title][seed] = r
         return [
-            Row(title, str(next(iter(by.values())).settings["method"]), self.view, by)
+            Row(title, canonical(str(next(iter(by.values())).settings["method"])), self.view, by)
             for title, by in found.items()
             if by
         ]
 
     def _resolved(self, name: str) -> tuple[str, str]:
         """What a user calls a row: a title or a method, and perhaps a view, as in fedavg/trained."""
+        if name == CONTROLS:
+            return name, ""
         names = {n for r in self.rows for n in (r.title, r.method)}
+        name = name if name in names else canonical(name)
         plain, _, view = name.rpartition("/") if name not in names else (name, "", "")
+        plain = plain if plain in names else canonical(plain)
         if plain not in names:
             raise unknown("method among these runs", plain or name, names)
         return plain, _view(view or self.view)
@@ -108,21 +113,23 @@ class Arena:
     # ---- who meets whom ----------------------------------------------------------------------------------------------
     def opponents(self) -> list[tuple[Row, list[Row]]]:
         """Each method with its controls among the runs."""
-        own = {n: controls(n) if n in known() else () for n in {r.method for r in self.rows}}
-        theirs = GENERAL.keys() | {c for n, mine in own.items() for c in mine if c != n}
+        own = {r.title: _own(r) for r in self.rows}
+        given = [n for n in self._against if n[0] != CONTROLS]
         if self._methods:
             chosen = self._named(self._methods)
-        elif self._against:
-            named = {r.title for r in self._named(self._against)}
+        elif given:
+            named = {r.title for r in self._named(given)}
             chosen = [r for r in self.rows if r.title not in named]
         else:
+            theirs = GENERAL.keys() | {c for r in self.rows for c in own[r.title] if c != r.method}
             chosen = [r for r in self.rows if r.method not in theirs] or [r for r in self.rows if r.method != "local"]
         out = []
         for row in map(self._seen, chosen):
             usual = [(n, v or self.view) for n, views in GENERAL.items() for v in views]
-            rivals = self._named(self._against or [*usual, *((n, self.view) for n in own[row.method])])
-            mine = {r.label: r for r in map(self._seen, rivals) if r.label != row.label}
-            out.append((row, [r for r in mine.values() if self._against or r.title != row.title]))
+            usual += [(n, self.view) for n in own[row.title]]
+            names = [*(usual if not given or (CONTROLS, "") in self._against else []), *given]
+            rivals = {r.label: r for r in map(self._seen, self._named(names)) if r.label != row.label}
+            out.append((row, [r for r in rivals.values() if r.title != row.title or _is_named(r, given)]))
         return out
 
     def _named(self, names: Iterable[tuple[str, str]]) -> list[Row]:
@@ -288,6 +295,18 @@ def heading(pair: Pair) -> str:
 
 def _many(count: int, word: str) -> str:
     return f"{count} {word}" + ("" if count == 1 else "s")
+
+
+def _own(row: Row) -> tuple[str, ...]:
+    """The controls that the method of these runs names."""
+    if row.method in known():
+        return controls(row.method)
+    given = next(iter(row.runs.values())).objects.method
+    return controls(given) if given is not None else ()
+
+
+def _is_named(row: Row, names: Iterable[tuple[str, str]]) -> bool:
+    return any(name in (row.title, row.method) and view == row.view for name, view in names)
 
 
 def _view(name: str) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from coterie.errors import CoterieError
+from coterie.runs.arena import Arena
 from coterie.runs.run import Run
 
 # column -> (view or key of the summary, statistic)
@@ -31,11 +32,16 @@ BRIEF = ("personal", "worst 10%", "selected", "global", "trained", "adapted")
 class Comparison:
     """Runs grouped by method; every number is a mean over seeds, with its standard deviation beside it."""
 
-    def __init__(self, runs: Sequence[Run]):
+    def __init__(self, runs: Sequence[Run], methods: Sequence[str] = (), against: Sequence[str] = ()):
+        """`methods` and `against` are who is held against whom in the arena; empty: as the methods say."""
         if not runs:
             raise CoterieError("there is nothing to compare")
-        self.runs = list(runs)
+        self.runs, self._methods, self._against = list(runs), list(methods), list(against)
         self.titles = list(dict.fromkeys(r.title for r in self.runs))
+
+    def arena(self, view: str = "", against: Sequence[str] = (), methods: Sequence[str] = ()) -> Arena:
+        """The methods against their controls, paired by client and seed."""
+        return Arena(self.runs, against or self._against, view, methods or self._methods)
 
     def table(self) -> pd.DataFrame:
         """One row per method: accuracy columns (mean), their std over seeds (`± ...`), bytes and seconds per round.

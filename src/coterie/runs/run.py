@@ -12,6 +12,7 @@ from torch import nn
 
 from coterie import folder
 from coterie.errors import CoterieError
+from coterie.methods import find
 from coterie.runs.statistics import summarise
 from coterie.session import Objects, Session, rebuild
 
@@ -33,7 +34,7 @@ class Run:
         settings = self.description.get("settings") or {}
         if missing := [k for k in _NEEDED if k not in self.description and k not in settings]:
             raise CoterieError(f"{self.path} was written by another version of Coterie ({missing[0]} is missing)")
-        self._session, self._title, self._objects = session, title, objects
+        self._session, self._title, self.objects = session, title, objects or Objects()
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.title}, round {self.last_round} of {self.settings['rounds']})"
@@ -46,7 +47,20 @@ class Run:
     @property
     def title(self) -> str:
         """What a table calls it: the method, or a name given to tell it from other runs of the same method."""
-        return self._title or str(self.description["method"]["title"])
+        return self._title or str(self.description["method"]["title"]) + (f" ({self.reading})" if self.reading else "")
+
+    @cached_property
+    def reading(self) -> str:
+        """The reading of the paper that was run, if it is not the method's default."""
+        about = self.description["method"]
+        if "reading" in about:
+            return str(about["reading"])
+        try:  # from before it was written down
+            field = find(self.settings["method"]).Settings.model_fields.get("reading")
+        except CoterieError:
+            return ""
+        used = str(about["settings"].get("reading", "paper"))
+        return "" if field is None or used == field.default else used
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
@@ -148,7 +162,7 @@ class Run:
     def session(self) -> Session:
         """The run's data, model and method, built again from its settings."""
         if self._session is None:
-            self._session = rebuild(self.path, objects=self._objects)
+            self._session = rebuild(self.path, objects=self.objects)
         return self._session
 
     def personal(self, client: int) -> nn.Module:
