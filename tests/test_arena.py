@@ -26,7 +26,7 @@ from coterie.session import Objects, prepare
 class Made:
     """A run of made-up accuracies: hits of 100 test samples per client, by view."""
 
-    group, last_round, finished, objects = "g", 3, True, Objects()
+    group, last_round, finished, objects, headline = "g", 3, True, Objects(), "personal"
 
     def __init__(self, method: str, seed: int, title: str = "", total: int = 100, newcomers: int = 0, **hits):
         self.title, self.path = title or method, Path(f"{method}-s{seed}")

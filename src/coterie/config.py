@@ -58,6 +58,9 @@ class RunSettings(BaseModel):
     final_trained: bool = Field(
         True, description="after the last round, also evaluate all clients after local training"
     )
+    headline: Literal["personal", "global", "received", "trained", "edge", "adapted"] = Field(
+        "personal", description="the view that tables lead with; received, trained and edge are scored more often then"
+    )
     official: bool = Field(False, description="also evaluate every personal model on the whole official test part")
     gm_head: Literal["mean", "init"] = Field("mean", description="head of GM, the mean of the personal models")
     checkpoint_every: int = Field(10, ge=1, description="rounds between checkpoints")

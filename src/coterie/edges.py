@@ -1,6 +1,6 @@
 """Methods with edge servers: aggregators between devices and cloud."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from coterie import tree as T
@@ -34,6 +34,10 @@ class EdgeMethod(Method):
     def edges(self, server: State) -> dict[EdgeId, list[ClientId]] | None:
         """The clients of each edge; None while everybody talks to the cloud."""
         return None
+
+    def cluster_of(self, server: State) -> Mapping[ClientId, int] | None:
+        layout = self.edges(server)
+        return None if layout is None else {i: e for e, members in layout.items() for i in members}
 
     def relay(self, edge: Edge, ids: Sequence[ClientId], round: int) -> Download:
         """What an edge hands on to its sampled clients; default: as received."""

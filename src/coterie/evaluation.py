@@ -1,12 +1,14 @@
 """The evaluation protocol: one set of views, parts and statistics for every method.
 
-Views: personal (before local training), global, trained (after it), adapted (after fine-tuning). Parts: test, val.
-Statistics over clients: mean, std, worst decile; pooled over samples.
+Views: personal (what a client would use now), global, adapted (after fine-tuning); after the last round, or when one
+of them is the headline: received (as put together from what was sent, before local training), trained (after it), edge
+(the model of the client's cluster or edge, the global one where there is none). Parts: test, val.
+Statistics over clients: mean, std, worst decile; pooled over samples; mean over clusters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,10 +16,17 @@ import torch
 from coterie.messages import ScoreAnswer, TrainAnswer
 from coterie.method import ClientId
 
+View = Literal["personal", "global", "received", "trained", "edge", "adapted"]
+ON_REQUEST: tuple[Literal["received", "trained", "edge"], ...] = ("received", "trained", "edge")
+ALONE = -1  # the cluster of a client that is in none
 
-def statistics(hits: np.ndarray, total: np.ndarray, loss: np.ndarray) -> dict[str, float]:
+
+def statistics(
+    hits: np.ndarray, total: np.ndarray, loss: np.ndarray, cluster: np.ndarray | None = None
+) -> dict[str, float]:
     """Of clients with at least one sample; hits and total [clients, classes], loss [clients] summed.
 
+    `clusters`, where there are any: the mean over clusters of the mean over their clients; clusters count alike.
     `nonfinite`, where there are any: clients whose models give NaN or infinity."""
     n = total.sum(1)
     seen = n > 0
@@ -32,8 +41,16 @@ def statistics(hits: np.ndarray, total: np.ndarray, loss: np.ndarray) -> dict[st
         "pooled": float(hits.sum() / n.sum()),
         "loss": float(loss.sum() / n.sum()),
         "clients": int(seen.sum()),
+        **_over_clusters(accuracy, None if cluster is None else cluster[seen]),
         **({"nonfinite": broken} if (broken := int((~np.isfinite(loss[seen])).sum())) else {}),
     }
+
+
+def _over_clusters(accuracy: np.ndarray, cluster: np.ndarray | None) -> dict[str, float]:
+    if cluster is None or not (cluster != ALONE).any():
+        return {}
+    means = [accuracy[cluster == c].mean() for c in np.unique(cluster[cluster != ALONE])]
+    return {"clusters": float(np.mean(means)), "cluster_count": len(means)}
 
 
 @dataclass(frozen=True)
@@ -45,9 +62,12 @@ class Evaluation:
     hits: dict[str, np.ndarray]  # [clients, classes]
     total: dict[str, np.ndarray]
     loss: dict[str, np.ndarray]  # [clients]
+    cluster: np.ndarray | None = None  # [clients], ALONE for none; None if the method makes no clusters
 
     @staticmethod
-    def of(answers: Sequence[ScoreAnswer], newcomers: set[ClientId]) -> "Evaluation":
+    def of(
+        answers: Sequence[ScoreAnswer], newcomers: set[ClientId], cluster_of: Mapping[ClientId, int] | None = None
+    ) -> "Evaluation":
         keys = sorted({k for a in answers for k in a.scores})
         classes = next((len(s.hits) for a in answers for s in a.scores.values()), 0)
         hits = {k: np.zeros((len(answers), classes), np.int64) for k in keys}
@@ -57,11 +77,14 @@ class Evaluation:
             for k, s in a.scores.items():
                 hits[k][i], total[k][i], loss[k][i] = s.hits.numpy(), s.total.numpy(), s.loss
         clients = [a.client for a in answers]
-        return Evaluation(clients, np.array([c in newcomers for c in clients]), hits, total, loss)
+        cluster = None if cluster_of is None else np.array([int(cluster_of.get(c, ALONE)) for c in clients])
+        return Evaluation(clients, np.array([c in newcomers for c in clients]), hits, total, loss, cluster)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """For the file; per-class counts are small, so they are kept whole."""
         out = {"clients": np.array(self.clients), "newcomer": self.newcomer}
+        if self.cluster is not None:
+            out["cluster"] = self.cluster
         for k in self.hits:
             out |= {f"{k}/hits": self.hits[k], f"{k}/total": self.total[k], f"{k}/loss": self.loss[k]}
         return out
@@ -71,12 +94,15 @@ class Evaluation:
         out = {}
         for mark, rows in (("", ~self.newcomer), ("newcomers/", self.newcomer)):
             for k in self.hits:
-                if stats := statistics(self.hits[k][rows], self.total[k][rows], self.loss[k][rows]):
+                cluster = None if self.cluster is None else self.cluster[rows]
+                if stats := statistics(self.hits[k][rows], self.total[k][rows], self.loss[k][rows], cluster):
                     out[mark + k] = stats
         return out
 
-    def headline(self) -> float | None:
-        return self.summary()["personal/test"]["mean"] if "personal/test" in self.hits else None
+    def headline(self, view: str = "personal") -> float | None:
+        """Of this view, or of the personal models if there is none."""
+        name = f"{view}/test" if f"{view}/test" in self.hits else "personal/test"
+        return self.summary()[name]["mean"] if name in self.hits else None
 
     def nonfinite(self) -> int:
         """Clients whose personal models give NaN or infinity."""

@@ -10,7 +10,7 @@ import torch
 from coterie import checkpoint, ledger
 from coterie.checkpoint import Checkpoint
 from coterie.errors import CoterieError
-from coterie.evaluation import Evaluation, Watch, notes
+from coterie.evaluation import ON_REQUEST, Evaluation, View, Watch, notes
 from coterie.exchange import preview
 from coterie.folder import Folder
 from coterie.messages import ScoreAnswer, ScoreRequest, TrainAnswer
@@ -32,7 +32,8 @@ class Schedule:
     rules: Rules
     eval_every: int = 10
     checkpoint_every: int = 10
-    final_trained: bool = True  # after the last round, every client also after local training
+    final_trained: bool = True  # after the last round, every client also as received, after training, and its edge
+    headline: View = "personal"  # the view that tables lead with: scored in every evaluation
     newcomers: tuple[ClientId, ...] = ()  # never sampled, scored only
     eval_clients: int | None = None  # so many of the clients, and of the newcomers, are scored; None: all
 
@@ -116,7 +117,7 @@ class Loop:
         found = self.evaluate() if t > 0 and (t == schedule.rounds or t % schedule.eval_every == 0) else None
         self._record(result, planned.participants, trained, watch, found)
         if found is not None:
-            return found.headline(), found.nonfinite()
+            return found.headline(self.schedule.headline), found.nonfinite()
         return (watch.headline() if watch else None), 0
 
     def _record(
@@ -162,20 +163,22 @@ class Loop:
         newcomers = tuple(sorted({*self.schedule.newcomers, *self.runtime.newcomers()}))
         everybody = sorted({*self._scored(self.method.ctx.clients), *self._scored(newcomers)})
         whole = self.method.global_model(self.server)
-        trained = self.schedule.final_trained and self.done == self.schedule.rounds
+        last = self.schedule.final_trained and self.done == self.schedule.rounds
+        more = tuple(v for v in ON_REQUEST if last or v == self.schedule.headline)
         answers: list[ScoreAnswer] = []
         for a in range(0, len(everybody), CLIENTS_PER_REQUEST):
             sent = preview(self.method, self.server, self.edges, everybody[a : a + CLIENTS_PER_REQUEST], self.done + 1)
             found, _ = self.runtime.score(
                 [
-                    ScoreRequest(i, self.done + 1, shared, own, whole, trained, self.official is not None)
+                    ScoreRequest(i, self.done + 1, shared, own, whole, more, self.official is not None)
                     for i, (shared, own) in sent.items()
                 ]
             )
             answers += [found[i] for i in sorted(found)]
         if self.official is not None:
             answers = self.official.added(answers, whole, set(newcomers))
-        return Evaluation.of(answers, set(newcomers)) if answers else None
+        of = self.method.cluster_of(self.server)
+        return Evaluation.of(answers, set(newcomers), of) if answers else None
 
     def _scored(self, ids: Sequence[ClientId]) -> Sequence[ClientId]:
         """All, or as many as the run asks for: the same ones every time, so that curves compare like with like."""

@@ -113,7 +113,7 @@ class ScoreRequest:
     shared: Tree = field(default_factory=dict)
     own: Tree = field(default_factory=dict)
     global_model: Tree | None = None
-    trained: bool = False  # also after the local training of the next round
+    more: tuple[Literal["received", "trained", "edge"], ...] = ()  # views beside personal, global and adapted
     official: bool = False  # also on the official test part; a simulation only
 
     @property

@@ -124,6 +124,7 @@ class Context:
     bn_stats: Literal["shared", "local"] = "shared"
     lr_decay: float = 1.0
     public: int = 0  # unlabelled items that every party has
+    headline: str = "personal"  # the view that tables lead with
     momentum: float = 0.0  # of the run's optimiser, if it is SGD
 
     def lr_at(self, round: int) -> float:
@@ -262,6 +263,10 @@ class Method:
         """One complete model for everybody, or None if the method has none."""
         return server["w"] if "w" in server and not (self.ctx.w0.keys() - server["w"].keys()) else None
 
+    def cluster_of(self, server: State) -> Mapping[ClientId, int] | None:
+        """The cluster (or edge) of each client that is in one, for the mean over clusters; None: there are none."""
+        return None
+
     def predict_global(self, params: Tree, x: Tensor) -> Tensor:
         return self.ctx.forward(params, x)
 
@@ -296,6 +301,17 @@ class Method:
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         """The model that is scored, exported and used."""
         return {**download, **state.get("own", {})}, {}
+
+    def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        """The client's model as put together from what it receives, before local training: where that starts.
+
+        A method that trains several models at once says which one it is; else it is the personal one."""
+        params, extras = self.begin(state, download, data, round)
+        return self.personal(state, download, data) if self.ctx.w0.keys() - params.keys() else (params, extras)
+
+    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
+        """The model of the client's cluster or edge, with nothing of the client's own in it; None: there is none."""
+        return None
 
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         return self.ctx.forward(params, x)

@@ -180,6 +180,7 @@ def bind(
         bn_stats=settings.bn_stats,
         lr_decay=settings.lr_decay,
         public=settings.federation.public,
+        headline=settings.headline,
         momentum=settings.momentum if settings.optimizer == "sgd" else 0.0,
     )
     _check_needs(bound, federation)
@@ -248,6 +249,7 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
             eval_every=s.eval_every,
             checkpoint_every=1 if session.engine.runtime == "flower" else s.checkpoint_every,  # devices keep two states
             final_trained=s.final_trained,
+            headline=s.headline,
             newcomers=session.newcomers,
             eval_clients=s.eval_clients,
         ),

@@ -143,6 +143,7 @@ def compare(
     set_: o.Set = None,
     config: o.Config = None,
     out: o.Out = None,
+    also: o.Also = None,
     quiet: o.Quiet = False,
     as_json: o.Json = False,
 ) -> None:
@@ -175,7 +176,7 @@ def compare(
         _complain(sentence)
     done = [c for c in cells if c.out not in status.failed and c.finished()]
     if done:
-        table = Comparison([Run(c.out) for c in done], asked(names, rivals), rivals)
+        table = Comparison([Run(c.out) for c in done], asked(names, rivals), rivals, also=_commas(also))
         table.table().to_csv(folder / "table.csv")
         (folder / "table.md").write_text(table.markdown())
         arena = table.arena() if rivals else None
@@ -237,12 +238,13 @@ def runs(
         except CoterieError as e:  # one damaged run must not hide the others
             damaged.append(str(e))
             continue
-        personal = s.get("personal", {})
+        shown = r.headline if r.headline in s else "personal"
+        personal = s.get(shown, {})
         rows.append({
             "run": str(path), "date": path.joinpath("settings.json").stat().st_mtime, "method": r.title,
             "data": r.settings["data"], "partition": r.settings["federation"]["partition"],
             "seed": r.settings["seed"], "round": r.last_round, "rounds": r.settings["rounds"],
-            "accuracy": personal.get("last"), "diverged": personal.get("nonfinite", 0),
+            "accuracy": personal.get("last"), "headline": shown, "diverged": personal.get("nonfinite", 0),
             "clients": personal.get("clients", 0),
         })  # fmt: skip
     rows.sort(key=_ORDERS[sort])
@@ -269,11 +271,13 @@ _ORDERS: dict[Order, Callable[[dict[str, Any]], Any]] = {
 
 def _run_row(r: dict[str, Any]) -> dict[str, str]:
     accuracy = "" if r["accuracy"] is None else f"{100 * r['accuracy']:.1f}"
+    if r["headline"] != "personal":
+        accuracy += f" ({r['headline']})"
     if r["diverged"]:
         accuracy += f" (diverged: {r['diverged']} of {r['clients']} clients)"
     return {
         "begun": time.strftime("%Y-%m-%d %H:%M", time.localtime(r["date"])), "method": r["method"],
-        "round": f"{r['round']}/{r['rounds']}", "personal": accuracy, "data": r["data"], "seed": str(r["seed"]),
+        "round": f"{r['round']}/{r['rounds']}", "accuracy": accuracy, "data": r["data"], "seed": str(r["seed"]),
         "partition": r["partition"],
     }  # fmt: skip
 
@@ -335,13 +339,17 @@ def report(
     folders: Annotated[list[Path], Argument(metavar="RUN...", help="folders of runs, or folders that hold runs")],
     out: Annotated[Path, Option("--out", "-o", help="the file to write")] = Path("report.html"),
     title: Annotated[str, Option(help="heading of the page")] = "",
+    score: o.Score = "",
+    also: o.Also = None,
 ) -> None:
     """Write one HTML page about one or several runs; it opens offline."""
+    from coterie.cli.paper import _commas
     from coterie.report.page import write
 
     damaged: list[str] = []
     words = ["coterie", "report", *map(str, folders), "-o", str(out), *(["--title", title] if title else [])]
-    written = write(folders, out, title, damaged.append, shlex.join(words))
+    words += [*(["--score", score] if score else []), *(["--also", also] if also else [])]
+    written = write(folders, out, title, damaged.append, shlex.join(words), score, _commas(also))
     console.print(f"report: {written}", soft_wrap=True, highlight=False)
     for sentence in damaged:
         _complain(sentence)

@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 from typer import Argument, Option
 
+from coterie.cli import options as o
 from coterie.cli.screen import console
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def arena(
     folders: Annotated[list[Path], Argument(metavar="RUN...", help="folders of runs, or folders that hold runs")],
     against: Annotated[str | None, Option(help="controls, by commas (default: usual and own ones)")] = None,
     methods: Annotated[str | None, Option(help="what is held against them, by commas (default: all others)")] = None,
-    score: Annotated[str, Option(help="personal, trained, global or adapted: which model")] = "",
+    score: o.Score = "",
     selected: Annotated[bool, Option("--selected", help="at the round with the best validation accuracy")] = False,
     markdown: Annotated[bool, Option("--markdown", help="print Markdown tables")] = False,
     as_json: Annotated[bool, Option("--json", help="print the result as JSON")] = False,

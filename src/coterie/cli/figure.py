@@ -21,7 +21,7 @@ def figure(
     ] = None,
     view: Annotated[str, Option(help="which accuracy, e.g. personal/test/mean or participants/before/pooled")] = "",
     axis: Annotated[str, Option(help="for the kind axis: the setting to draw against, e.g. join")] = "",
-    score: Annotated[str, Option(help="for the kind arena: personal, trained, ... : which model")] = "",
+    score: o.Score = "",
     against: Annotated[str | None, Option(help="for the kind arena: only these controls, by commas")] = None,
     methods: Annotated[str | None, Option(help="only these methods, by commas")] = None,
     data_dir: o.DataDir = None,

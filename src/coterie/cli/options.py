@@ -26,6 +26,10 @@ Address = Annotated[str | None, Option(help="of a Ray cluster, with --runtime ra
 Set = Annotated[list[str] | None, Option("--set", help="key=value; any setting of method, run or federation")]
 Config = Annotated[Path | None, Option(help="a TOML file with settings; the command line wins over it")]
 Out = Annotated[Path | None, Option(help="the folder to write to (default: runs/...)")]
+Also = Annotated[str | None, Option(help="further columns, by commas: clusters, received, edge")]
+Score = Annotated[
+    str, Option(help="personal, global, received, trained, edge or adapted (default: the runs' headline)")
+]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="print nothing but errors")]
 Json = Annotated[bool, Option("--json", help="print the result as JSON")]
 

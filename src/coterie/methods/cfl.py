@@ -92,6 +92,12 @@ class CFL(Method):
     def global_model(self, server: State) -> None:
         return None
 
+    def cluster_of(self, server: State) -> dict[ClientId, int]:
+        return dict(server["cluster"])
+
+    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
+        return download if not self.ctx.w0.keys() - download.keys() else None
+
     def facts(self, server: State) -> dict[str, Any]:
         of = list(server["cluster"].values())
         return {"clusters": [of.count(c) for c in range(len(server["models"]))]}

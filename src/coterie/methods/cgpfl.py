@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from coterie import tree as T
-from coterie.method import Card, ClientId, Download, State, Tree, Upload
+from coterie.method import Card, ClientData, ClientId, Download, State, Tree, Upload
 from coterie.methods.pfedme import PFedMe, PFedMeSettings
 from coterie.parts import bank
 from coterie.parts.clustering import warm_kmeans
@@ -68,6 +68,12 @@ class CGPFL(PFedMe):
 
     def global_model(self, server: State) -> None:
         return None
+
+    def cluster_of(self, server: State) -> dict[ClientId, int]:
+        return dict(server["cluster"])
+
+    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
+        return download if not self.ctx.w0.keys() - download.keys() else None
 
     def facts(self, server: State) -> dict[str, Any]:
         return {"clusters": sizes(server["cluster"], self.hp.groups)}

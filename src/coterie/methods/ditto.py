@@ -106,6 +106,9 @@ class Ditto(Method):
         state, upload = super().end(state, T.strip("g:", params), extras, data, round)
         return {**state, "v": T.strip("p:", params)}, upload
 
+    def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        return super().personal(state, download, data)
+
     def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
         return state["v"], {}
 

@@ -114,8 +114,9 @@ class FedFomo(Method):
         return Download(shared, {i: {MODELS: server["bank"]["flat"][rows]} for i, rows in picked.items() if rows})
 
     def deliver(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
-        """Scoring needs no models of others, except after the last round, when one more training is scored too."""
-        return self.down(server, ids, round) if round > self.ctx.rounds else Download()
+        """Scoring needs no models of others, except when the mixture, or one more training, is scored too."""
+        mixes = round > self.ctx.rounds or self.ctx.headline in ("received", "trained")
+        return self.down(server, ids, round) if mixes else Download()
 
     def init_client(self, data: ClientData) -> State:
         return {"w": T.clone(self.ctx.w0), "old": T.clone(self.ctx.w0)}

@@ -108,6 +108,12 @@ class FedGroup(Method):
         """The auxiliary model: the mean of the groups."""
         return super().global_model({"w": T.mean(server["models"])})
 
+    def cluster_of(self, server: State) -> dict[ClientId, int]:
+        return dict(server["cluster"])
+
+    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
+        return download if not self.ctx.w0.keys() - download.keys() else None
+
     def facts(self, server: State) -> dict[str, Any]:
         return {"clusters": sizes(server["cluster"], len(server["models"]))}
 

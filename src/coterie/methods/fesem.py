@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie import tree as T
 from coterie.errors import CoterieError
-from coterie.method import Card, ClientId, Download, Method, Settings, State, Upload
+from coterie.method import Card, ClientData, ClientId, Download, Method, Settings, State, Tree, Upload
 from coterie.parts.clustering import assign
 from coterie.parts.clusters import first_groups, of_cluster, sizes, vectors
 
@@ -73,6 +73,12 @@ class FeSEM(Method):
 
     def global_model(self, server: State) -> None:
         return None
+
+    def cluster_of(self, server: State) -> dict[ClientId, int]:
+        return dict(server["cluster"])
+
+    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
+        return download if not self.ctx.w0.keys() - download.keys() else None
 
     def facts(self, server: State) -> dict[str, Any]:
         return {"clusters": sizes(server["cluster"], self.hp.groups)}

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from coterie import tree as T
 from coterie.errors import CoterieError
-from coterie.method import Card, ClientId, Download, Method, Settings, State, Tree, Upload
+from coterie.method import Card, ClientData, ClientId, Download, Method, Settings, State, Tree, Upload
 from coterie.parts.clustering import Linkage, Metric, agglomerate, assign
 from coterie.parts.clusters import of_cluster, sizes, vectors
 
@@ -91,6 +91,12 @@ class FLHC(Method):
 
     def global_model(self, server: State) -> Tree | None:
         return None if server["models"] else super().global_model(server)
+
+    def cluster_of(self, server: State) -> dict[ClientId, int]:
+        return dict(server["cluster"])
+
+    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
+        return download if not self.ctx.w0.keys() - download.keys() else None
 
     def facts(self, server: State) -> dict[str, Any]:
         if not server["models"]:

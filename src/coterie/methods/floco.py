@@ -122,6 +122,9 @@ class Floco(Method):
         params, extras = self.begin(state, download, data, 0)
         return self.at(params, extras["place"]), {}
 
+    def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        return self.personal(state, download, data)
+
     def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
         return self.at(params, extras["place"]), {}
 

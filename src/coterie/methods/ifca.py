@@ -80,10 +80,18 @@ class IFCA(Method):
             members = [u for u, p in zip(uploads, picked, strict=True) if p == g]
             trees = [T.drop(u.tree, lambda name: name == PICKED) for u in members]
             models[g] = T.mean(trees, self.weights(members))
-        return {"models": models, "picked": [picked.count(g) for g in range(self.hp.groups)]}
+        cluster = {**server.get("cluster", {}), **{u.sender: p for u, p in zip(uploads, picked, strict=True)}}
+        return {"models": models, "picked": [picked.count(g) for g in range(self.hp.groups)], "cluster": cluster}
 
     def global_model(self, server: State) -> None:
         return None
+
+    def cluster_of(self, server: State) -> dict[ClientId, int]:
+        """Of those that took part, the model they picked last."""
+        return dict(server.get("cluster", {}))
+
+    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
+        return self._best(state, download, data)[0] if "own" not in state else None
 
     def facts(self, server: State) -> dict[str, Any]:
         return {"picked": server["picked"]}

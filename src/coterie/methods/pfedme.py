@@ -71,6 +71,9 @@ class PFedMe(Method):
         mean = T.mean([u.tree for u in uploads], self.weights(uploads))
         return {**server, "w": towards(server["w"], mean, self.hp.beta)}
 
+    def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        return super().personal(state, download, data)
+
     def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
         return state["theta"], {}
 

@@ -137,6 +137,10 @@ class PRRFL(Method):
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         return state["w"], {}
 
+    def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        """The deputy."""
+        return {**self.ctx.w0, **download, **state["own"]}, {}
+
     def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
         return state["w"], {}
 

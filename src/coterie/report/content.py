@@ -16,12 +16,15 @@ VIEWS = {
     "personal/test/worst10": "personal model, worst tenth of the clients",
     "personal/test/pooled": "personal model, pooled over samples",
     "global/test/mean": "global model, mean over clients",
+    "received/test/mean": "model as received, mean over clients",
+    "trained/test/mean": "after local training, mean over clients",
+    "edge/test/mean": "model of the cluster or edge, mean over clients",
     "global/official/pooled": "global model, official test part",
     "participants/before/pooled": "participants before local training (pooled)",
     "participants/after/pooled": "participants after local training (pooled)",
 }
 MEANING = {  # the statistic behind each column
-    "personal": "before local training, mean over clients, last evaluation",
+    "personal": "what a client would use now, mean over clients, last evaluation",
     "worst 10%": "the same, mean of the worst tenth of clients",
     "std": "the same, standard deviation over clients",
     "pooled": "the same, over all test samples together",
@@ -31,13 +34,19 @@ MEANING = {  # the statistic behind each column
     "global": "global model, mean over clients",
     "trained": "after local training, mean over clients",
     "adapted": "after fine-tuning, mean over clients",
+    "received": "as received, before local training, mean over clients",
+    "edge": "model of the cluster or edge, else the global one; mean over clients",
+    "clusters": "the same, mean over clusters of their clients' mean",
     "newcomers": "clients that never trained, mean over them",
     "diverged": "clients whose models give NaN or infinity",
     "MB up": "sent by clients, per round",
     "MB down": "sent to clients, per round",
     "s/round": "median time of a round",
 }
-ACCURACY = ("personal", "worst 10%", "pooled", "selected", "last 10", "best", "global", "trained", "adapted")
+ACCURACY = (
+    "personal", "worst 10%", "pooled", "selected", "last 10", "best", "global", "trained", "adapted", "received",
+    "edge", "clusters",
+)  # fmt: skip
 NUMBERS = 200_000  # of clients' curves on one page; with more of them, fewer rounds are kept, then none
 
 
@@ -137,7 +146,7 @@ def gains(comparison: Comparison) -> dict[str, Any] | None:
 
 def against(comparison: Comparison) -> dict[str, Any] | None:
     """Paired differences to controls, and what to know about them."""
-    arena = Arena(comparison.runs)
+    arena = Arena(comparison.runs, view=comparison.view)
     if not arena.pairs:
         return None
     rows = []
@@ -179,7 +188,7 @@ def drawn(group: str, comparison: Comparison) -> dict[str, Any]:
 def lines(comparison: Comparison) -> dict[str, dict[str, dict[str, list[float]]]]:
     """view -> method -> rounds, mean and spread over seeds, cumulative megabytes."""
     out: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for view in VIEWS:
+    for view in dict.fromkeys((f"{comparison.view}/test/mean", *VIEWS)):  # the headline first
         for title in comparison.titles:
             frames = [r.rounds for r in comparison.runs if r.title == title and view in r.rounds]
             if not frames:

@@ -28,12 +28,15 @@ class Subject:
 
     runs: Sequence[Run]
     items: Sequence[dict[str, Any]] = ()  # printed and measured tables of `coterie paper`
+    view: str = ""  # the headline; empty: as the runs say
+    also: Sequence[str] = ()  # columns that are shown only when asked for
 
     @cached_property
     def groups(self) -> dict[str, Comparison]:
         """Runs that have the same clients, by the name of their group."""
         names = dict.fromkeys(r.group for r in self.runs)
-        return {g: Comparison([r for r in self.runs if r.group == g]) for g in names}
+        of = {g: [r for r in self.runs if r.group == g] for g in names}
+        return {g: Comparison(runs, view=self.view, also=self.also) for g, runs in of.items()}
 
     def each(self, of: Callable[[Comparison], Any]) -> list[dict[str, Any]]:
         """Something of every group that has it, with the group's name."""
@@ -68,17 +71,21 @@ def write(
     title: str = "",
     complain: Callable[[str], None] = lambda sentence: None,
     command: str = "",
+    view: str = "",
+    also: Sequence[str] = (),
 ) -> Path:
     """The report of all runs found under `paths`, and of the papers' items written there.
 
-    Damaged runs are left out and named, on the page and to `complain`. `command` is what a person typed for it."""
+    Damaged runs are left out and named, on the page and to `complain`. `command` is what a person typed for it, `view`
+    the headline, and `also` columns that are shown only when asked for."""
     damaged: list[str] = []
     runs = [r for r in find_runs(paths, damaged.append) if r.events]
     if not runs:
         raise CoterieError("; ".join(damaged) or "none of these runs has finished a round yet")
     for sentence in damaged:
         complain(sentence)
-    html = render(runs, title, find_items(paths), [f"Left out: {sentence}." for sentence in damaged], command)
+    left_out = [f"Left out: {sentence}." for sentence in damaged]
+    html = render(runs, title, find_items(paths), left_out, command, view, also)
     try:
         disk.write_atomic(out, html.encode())
     except OSError as e:
@@ -102,9 +109,11 @@ def render(
     items: Sequence[dict[str, Any]] = (),
     warnings: Sequence[str] = (),
     command: str = "",
+    view: str = "",
+    also: Sequence[str] = (),
 ) -> str:
     """One part per group of runs that have the same clients; `items` are printed and measured tables."""
-    subject = Subject(runs, items)
+    subject = Subject(runs, items, view, also)
     found = [(s, s.data(subject)) for s in SECTIONS]
     return (
         environment()

@@ -73,10 +73,10 @@ class Arena:
         resamples: int = RESAMPLES,
     ):
         """`against` names controls, and `methods` what is held against them, by title or method; empty: those that
-        the methods themselves name. `view`: what is scored; empty: the personal models."""
+        the methods themselves name. `view`: what is scored; empty: the headline of the runs."""
         self.group = runs[0].group if runs else ""
         self.at: At = at
-        self.view, self.resamples = _view(view or "personal"), resamples
+        self.view, self.resamples = headline(runs, view), resamples
         self._said: list[str] = []
         self._read: dict[tuple[str, int], pd.DataFrame | None] = {}
         self.rows = self._titles(runs)
@@ -295,6 +295,12 @@ def heading(pair: Pair) -> str:
 
 def _many(count: int, word: str) -> str:
     return f"{count} {word}" + ("" if count == 1 else "s")
+
+
+def headline(runs: Sequence[Run], view: str = "") -> str:
+    """The view that is asked for, or else the one that all of these runs lead with, or else the personal models."""
+    found = {r.headline for r in runs}
+    return _view(view or (found.pop() if len(found) == 1 else "personal"))
 
 
 def _own(row: Row) -> tuple[str, ...]:

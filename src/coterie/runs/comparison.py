@@ -6,42 +6,54 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from coterie.errors import CoterieError
-from coterie.runs.arena import Arena
+from coterie.errors import CoterieError, unknown
+from coterie.runs.arena import Arena, headline
 from coterie.runs.run import Run
 
-# column -> (view or key of the summary, statistic)
-COLUMNS = {
-    "personal": ("personal", "last"),
-    "worst 10%": ("personal", "worst10"),
-    "std": ("personal", "std"),
-    "pooled": ("personal", "pooled"),
-    "last 10": ("personal", "last10"),
-    "selected": ("personal", "selected"),
-    "best": ("personal", "best"),
-    "global": ("global", "last"),
-    "trained": ("trained", "last"),
-    "adapted": ("adapted", "last"),
-    "newcomers": ("newcomers/personal", "last"),
-}
+ON_REQUEST = ("clusters", "received", "edge")  # columns that a table shows when asked for; files have them
 
 
-BRIEF = ("personal", "worst 10%", "selected", "global", "trained", "adapted")
+def columns(view: str) -> dict[str, tuple[str, str]]:
+    """column -> (view or key of the summary, statistic). The first is the headline, and the next ones are of it."""
+    first = {
+        view: "last", "worst 10%": "worst10", "std": "std", "pooled": "pooled", "clusters": "clusters",
+        "last 10": "last10", "selected": "selected", "best": "best",
+    }  # fmt: skip
+    others = [v for v in ("personal", "global", "received", "trained", "edge", "adapted") if v != view]
+    return {
+        **{name: (view, statistic) for name, statistic in first.items()},
+        **{v: (v, "last") for v in others},
+        "newcomers": ("newcomers/personal", "last"),
+    }
 
 
 class Comparison:
     """Runs grouped by method; every number is a mean over seeds, with its standard deviation beside it."""
 
-    def __init__(self, runs: Sequence[Run], methods: Sequence[str] = (), against: Sequence[str] = ()):
-        """`methods` and `against` are who is held against whom in the arena; empty: as the methods say."""
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        methods: Sequence[str] = (),
+        against: Sequence[str] = (),
+        view: str = "",
+        also: Sequence[str] = (),
+    ):
+        """`methods` and `against` are who is held against whom in the arena; empty: as the methods say. `view` is the
+        headline; empty: as the runs say. `also`: columns that are shown only when asked for."""
         if not runs:
             raise CoterieError("there is nothing to compare")
+        self.view = headline(runs, view)
+        self.columns = columns(self.view)
+        for name in also:
+            if name not in ON_REQUEST:
+                raise unknown("column", name, ON_REQUEST)
+        self._hidden = {c for c in ON_REQUEST if c not in also and c != self.view}
         self.runs, self._methods, self._against = list(runs), list(methods), list(against)
         self.titles = list(dict.fromkeys(r.title for r in self.runs))
 
     def arena(self, view: str = "", against: Sequence[str] = (), methods: Sequence[str] = ()) -> Arena:
         """The methods against their controls, paired by client and seed."""
-        return Arena(self.runs, against or self._against, view, methods or self._methods)
+        return Arena(self.runs, against or self._against, view or self.view, methods or self._methods)
 
     def table(self) -> pd.DataFrame:
         """One row per method: accuracy columns (mean), their std over seeds (`± ...`), bytes and seconds per round.
@@ -52,7 +64,7 @@ class Comparison:
         for title in self.titles:
             summaries = [r.summary() for r in self.runs if r.title == title]
             row: dict[str, Any] = {"seeds": len(summaries), "rounds": min(s["rounds"] for s in summaries)}
-            for name, (view, statistic) in COLUMNS.items():
+            for name, (view, statistic) in self.columns.items():
                 sound = [s[view] for s in summaries if view in s and not _diverged(s[view], statistic)]
                 values = [v[statistic] for v in sound if statistic in v and not np.isnan(v[statistic])]
                 if values:
@@ -78,9 +90,11 @@ class Comparison:
         """The same as text, accuracies in percent; `brief`: the columns that fit a narrow screen."""
         frame = self.table()
         out = pd.DataFrame(index=frame.index)
-        for name in BRIEF if brief else COLUMNS:
-            if name in frame and (frame[name].notna().any() or name == "personal"):
-                out[name] = [_percent(row, name) for _, row in frame.iterrows()]
+        main = (self.view, "worst 10%", *ON_REQUEST, "selected", "personal", "global", "trained", "adapted")
+        for name in dict.fromkeys(main) if brief else self.columns:
+            if name in frame and name not in self._hidden and (frame[name].notna().any() or name == self.view):
+                own = self.columns[name][0] == "personal"
+                out[name] = [_percent(row, name, own) for _, row in frame.iterrows()]
         if frame["diverged"].any():
             out["diverged"] = [f"{d:.0f} of {n:.0f}" for d, n in zip(frame["diverged"], frame["clients"], strict=True)]
         out["MB up"] = [f"{v:.3g}" for v in frame["MB up"]]
@@ -126,7 +140,7 @@ def _diverged(view: dict[str, Any], statistic: str) -> bool:
     return view["nonfinite"] == view["clients"] and statistic not in ("selected", "best")
 
 
-def _percent(row: pd.Series, name: str) -> str:
+def _percent(row: pd.Series, name: str, personal: bool) -> str:
     if pd.isna(row[name]):
-        return "diverged" if row["diverged"] and COLUMNS[name][0] == "personal" else ""
+        return "diverged" if row["diverged"] and personal else ""
     return f"{100 * row[name]:.1f}" + ("" if pd.isna(row[f"± {name}"]) else f" ± {100 * row[f'± {name}']:.1f}")

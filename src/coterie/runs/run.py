@@ -12,6 +12,7 @@ from torch import nn
 
 from coterie import folder
 from coterie.errors import CoterieError
+from coterie.evaluation import ALONE, statistics
 from coterie.methods import find
 from coterie.runs.statistics import summarise
 from coterie.session import Objects, Session, rebuild
@@ -48,6 +49,11 @@ class Run:
     def title(self) -> str:
         """What a table calls it: the method, or a name given to tell it from other runs of the same method."""
         return self._title or str(self.description["method"]["title"]) + (f" ({self.reading})" if self.reading else "")
+
+    @property
+    def headline(self) -> str:
+        """The view that tables lead with."""
+        return str(self.settings.get("headline", "personal"))
 
     @cached_property
     def reading(self) -> str:
@@ -110,9 +116,35 @@ class Run:
             row |= {f"note/{k}": v for k, v in e["notes"].items()}
             rows.append({k: np.nan if v is None else v for k, v in row.items()})
         frame = pd.DataFrame(rows).set_index("round") if rows else pd.DataFrame()
+        for name, value in self._clusters_of_old().items():
+            frame.loc[frame.index[frame.index == self._evaluated["round"]], name] = value
         if seconds := {row["round"]: row["seconds"] for row in self._timing.rows}:
             frame["seconds"] = frame.index.map(seconds).astype(float)
         return frame
+
+    @property
+    def _evaluated(self) -> dict[str, Any]:
+        """The event of the last evaluation; empty if there is none."""
+        return next((e for e in reversed(self.events) if "evaluation" in e), {})
+
+    def _clusters_of_old(self) -> dict[str, float]:
+        """The mean over clusters of the last evaluation of a run that logged its clusters and not this mean."""
+        event = self._evaluated
+        of = next((m for k in ("layer", "clusters") if (m := _clients(event.get("facts", {}).get(k)))), {})
+        if not of or any("clusters" in stats for stats in event["eval"].values()):
+            return {}
+        try:
+            z = folder.read_evaluation(self.path, event)
+        except CoterieError:  # a warning says so
+            return {}
+        names = {name: k for k, name in enumerate(dict.fromkeys(of.values()))}
+        cluster = np.array([names[of[int(i)]] if int(i) in of else ALONE for i in z["clients"]])
+        out = {}
+        for key in (k.removesuffix("/hits") for k in z if k.endswith("/hits")):
+            rows = ~z["newcomer"]
+            found = statistics(*(z[f"{key}/{part}"][rows] for part in ("hits", "total", "loss")), cluster[rows])
+            out |= {f"{key}/{k}": v for k, v in found.items() if k.startswith("cluster")}
+        return out
 
     @cached_property
     def _timing(self) -> folder.Log:
@@ -170,3 +202,10 @@ class Run:
         from coterie.runs.models import personal_module
 
         return personal_module(self, client)
+
+
+def _clients(value: Any) -> dict[int, str]:
+    """A map of clients to names, if it is one."""
+    if not isinstance(value, Mapping) or not all(str(k).isdecimal() for k in value):
+        return {}
+    return {int(k): str(v) for k, v in value.items()}

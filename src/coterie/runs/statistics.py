@@ -4,7 +4,7 @@ from typing import Any
 
 import pandas as pd
 
-VIEWS = ("personal", "global", "adapted", "trained")
+VIEWS = ("personal", "global", "adapted", "trained", "received", "edge")
 
 
 def summarise(rounds: pd.DataFrame, planned: int) -> dict[str, Any]:
@@ -48,6 +48,8 @@ def _view(rounds: pd.DataFrame, name: str, chosen_by: str, final: int) -> dict[s
         "nonfinite": int(broken[last]),  # clients whose models give NaN or infinity
     }
     stats |= {k: float(rounds[f"{name}/{k}"][last]) for k in ("std", "worst10", "pooled", "loss")}
+    if f"{name}/clusters" in rounds and not pd.isna(rounds[f"{name}/clusters"][last]):
+        stats["clusters"] = float(rounds[f"{name}/clusters"][last])
     if chosen_by in rounds and rounds[chosen_by][sound.index].notna().any():
         pick = int(rounds[chosen_by][sound.index].dropna().idxmax())
         stats |= {"selected": float(seen[pick]), "selected_round": pick}

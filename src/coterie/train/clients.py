@@ -170,7 +170,11 @@ class Clients:
                 members = [Member(*m, o.data) for m, o in zip(own, opened, strict=True)]
                 self._practise(phases, members, round)
                 put("adapted", [(m.params, m.extras) for m in members], everybody)
-            if request.trained:
+            if "edge" in request.more:
+                self._edge(opened, scores, put)
+            if "received" in request.more:
+                put("received", [method.received_model(o.state, o.download, o.data, round) for o in opened], everybody)
+            if "trained" in request.more:
                 after = self._after_training(opened, round)
                 put("trained", after, everybody)
                 if request.official:
@@ -192,6 +196,15 @@ class Clients:
                     scores[i][f"{view}/{part}"] = s
 
         return put
+
+    def _edge(self, opened: Sequence[Opened], scores: list[dict[str, Score]], put: Callable[..., None]) -> None:
+        """The model of each client's cluster or edge; where there is none, the global model's scores."""
+        models = [self.method.cluster_model(o.state, o.download, o.data) for o in opened]
+        found = {i: m for i, m in enumerate(models) if m is not None}
+        put("edge", [(m, {}) for m in found.values()], list(found))
+        for i, s in enumerate(scores):
+            if i not in found:
+                s |= {k.replace("global", "edge"): v for k, v in s.items() if k.startswith("global/")}
 
     def _after_training(self, opened: Sequence[Opened], round: int) -> list[Model]:
         """Every client's own model after the local training of this round; nothing of it is kept."""

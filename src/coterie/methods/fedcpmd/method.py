@@ -364,6 +364,10 @@ class FedCPMD(EdgeMethod):
     def global_model(self, server: State) -> Tree | None:
         return super().global_model(server) if server["layer"] is None else None
 
+    def cluster_of(self, server: State) -> dict[ClientId, int] | None:
+        """Clients that keep the same layer, also where that layer's clients are no edge's."""
+        return server["layer"]
+
     def facts(self, server: State) -> dict[str, Any]:
         if server["layer"] is None:
             return {"voted": len(server["votes"])}

@@ -198,6 +198,13 @@ class SCFPFL(EdgeMethod):
             tree[PREDICTIONS] = predictions(self.ctx, f, data.public, self.hp.predict)
         return {"f": f}, Upload(tree, note)
 
+    def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        """The edge's model, which becomes the agent."""
+        return {**state.get("f", self.ctx.w0), **T.keep(download, self.ctx.w0.__contains__)}, {}
+
+    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
+        return T.keep(download, self.ctx.w0.__contains__) if not any(map(self.stays, self.ctx.w0)) else None
+
     def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
         return state["f"], {}
 

@@ -17,10 +17,11 @@ Value = Callable[[Run], float]
 
 
 def headline(run: Run) -> float:
-    """Participants before training over the last ten rounds if they were scored, else the last personal accuracy."""
+    """The last accuracy of the run's headline; of participants before training if no client was scored."""
     summary = run.summary()
-    if "personal" in summary:
-        return float(summary["personal"]["last"])
+    for view in (run.headline, "personal"):
+        if view in summary:
+            return float(summary[view]["last"])
     if "participants_before_last10" not in summary:
         raise CoterieError(f"{run.title} has no accuracy yet in {run.path}")
     return float(summary["participants_before_last10"])

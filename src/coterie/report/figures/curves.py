@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from coterie.errors import CoterieError
 from coterie.report.figures import style
+from coterie.runs.arena import headline
 from coterie.runs.run import Run
 
 WINDOW = 10  # rounds averaged where single rounds are too noisy to read: few clients take part in each
@@ -17,12 +18,16 @@ VIEWS = {
     "personal/official/mean": "accuracy of personal models on the official test part (%)",
     "global/official/pooled": "accuracy of the global model on the official test part (%)",
     "global/test/mean": "accuracy of the global model, mean over clients (%)",
+    "received/test/mean": "accuracy of the models as received, mean over clients (%)",
+    "trained/test/mean": "accuracy after local training, mean over clients (%)",
+    "edge/test/mean": "accuracy of the clusters' or edges' models, mean over clients (%)",
+    "adapted/test/mean": "accuracy after fine-tuning, mean over clients (%)",
 }
 
 
 def best_view(runs: Sequence[Run]) -> str:
     """What all of these runs have, in the order a reader would choose."""
-    order = ("personal/test/mean", "participants/before/pooled")
+    order = (f"{headline(runs)}/test/mean", "personal/test/mean", "participants/before/pooled")
     for view in (*order, *VIEWS):
         if all(view in r.rounds for r in runs):
             return view

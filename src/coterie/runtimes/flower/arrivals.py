@@ -25,7 +25,8 @@ from coterie.method import ClientId, Method
 from coterie.runtimes.flower.messages import Answer, Request, WireBytes
 from coterie.schema import LARGEST, Link, Schema, like
 
-VIEWS = {f"{view}/{part}" for view in ("personal", "global", "adapted", "trained") for part in ("test", "val")}
+NAMES = ("personal", "global", "adapted", "trained", "received", "edge")
+VIEWS = {f"{view}/{part}" for view in NAMES for part in ("test", "val")}
 SENTENCE = 300  # characters of a reason that another host gives
 HEADER = 2**16  # bytes of a message beside its tensors,
 PER_ENTRY = 512  # and for each of them
