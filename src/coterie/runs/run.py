@@ -139,10 +139,11 @@ class Run:
             return {}
         names = {name: k for k, name in enumerate(dict.fromkeys(of.values()))}
         cluster = np.array([names[of[int(i)]] if int(i) in of else ALONE for i in z["clients"]])
-        out = {}
+        out: dict[str, float] = {}
         for key in (k.removesuffix("/hits") for k in z if k.endswith("/hits")):
             rows = ~z["newcomer"]
-            found = statistics(*(z[f"{key}/{part}"][rows] for part in ("hits", "total", "loss")), cluster[rows])
+            hits, total, loss = (z[f"{key}/{part}"][rows] for part in ("hits", "total", "loss"))
+            found = statistics(hits, total, loss, cluster[rows])
             out |= {f"{key}/{k}": v for k, v in found.items() if k.startswith("cluster")}
         return out
 

@@ -366,7 +366,7 @@ class FedCPMD(EdgeMethod):
 
     def cluster_of(self, server: State) -> dict[ClientId, int] | None:
         """Clients that keep the same layer, also where that layer's clients are no edge's."""
-        return server["layer"]
+        return None if server["layer"] is None else dict(server["layer"])
 
     def facts(self, server: State) -> dict[str, Any]:
         if server["layer"] is None:
