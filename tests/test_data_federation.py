@@ -205,7 +205,7 @@ def test_cache_keeps_ready_tensors_within_its_budget(monkeypatch):
     ("kw", "says"),
     [
         ({"clients": 2001}, "more than the 2000 samples"),
-        ({"partition": "rotate(11)"}, "needs at least so many clients"),
+        ({"partition": "rotate(11)"}, "needs at least as many clients"),
         ({"public": 2000}, "leaves nothing"),
         ({"partition": "iid", "clients": 2000, "min_size": 1}, "set min_size to 2"),
         (

@@ -54,9 +54,9 @@ def test_a_variant_may_fix_its_reading() -> None:
 
 
 def test_wrong_readings_and_values_get_a_sentence() -> None:
-    with pytest.raises(CoterieError, match="reading = 'text' is not possible: input should be 'paper' or 'mended'"):
+    with pytest.raises(CoterieError, match="reading = 'text' is invalid: it must be 'paper' or 'mended'"):
         build(OfTwo, {"reading": "text"})
-    with pytest.raises(CoterieError, match="a = -1 is not possible"):
+    with pytest.raises(CoterieError, match="a = -1 is invalid"):
         build(OfTwo, {"a": -1})
 
 

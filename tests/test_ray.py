@@ -23,7 +23,7 @@ from coterie.session import client_states, execute, prepare
 # ---- without Ray -----------------------------------------------------------------------------------------------------
 def test_without_ray_one_sentence_says_how_to_get_it(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(CoterieError, match=r"runtime = ray needs Ray, which `pip install 'coterie\[ray\]'` brings"):
+    with pytest.raises(CoterieError, match=r"runtime = ray needs Ray; install it with `pip install 'coterie\[ray\]'`"):
         execute(_session("ray"), tmp_path / "run")
 
 

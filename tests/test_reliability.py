@@ -625,5 +625,5 @@ def test_resume_with_another_kernel_is_refused(tmp_path: Path, monkeypatch: pyte
     session = prepare(chosen, Engine(workers=1))
     execute(session, tmp_path / "run", stopped=lambda: True)
     monkeypatch.setenv("COTERIE_NATIVE", "0")
-    with pytest.raises(CoterieError, match="cannot be continued to the same bits"):
+    with pytest.raises(CoterieError, match="cannot be continued bit-identically"):
         coterie.resume(tmp_path / "run")

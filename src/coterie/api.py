@@ -1,4 +1,4 @@
-"""The same things from Python: run, compare, resume, open_run."""
+"""The Python interface: run, compare, resume, open_run."""
 
 import logging
 import os
@@ -44,7 +44,9 @@ def run(
     data_dir: str | Path | None = None,
     **more: Any,
 ) -> Run:
-    """One run; `more` are settings of the run, of the federation or of the method. Returns what it wrote, readable."""
+    """Run one method and return the finished run.
+
+    `more` takes any setting of the run, the federation or the method."""
     named, objects = _named(data, model)
     how = engine_of(
         workers=workers, state=state, runtime=runtime, address=address, engine=engine, data_dir=_path(data_dir)
@@ -72,7 +74,7 @@ def compare(
     data_dir: str | Path | None = None,
     **more: Any,
 ) -> Comparison:
-    """Several methods on the same clients; Local-Only is always among them.
+    """Run several methods on the same clients; Local-Only is always included.
 
     `against`: "controls" adds what every method must beat and the controls the methods name themselves; other names
     are added as they are. `arena()` of what is returned has the differences to them."""
@@ -102,7 +104,7 @@ def comparison_cells(
     them; `method.setting` to that one and to the controls that it names itself and that are added here."""
     named, objects = _named(data, model)
     if isinstance(methods, str) or not isinstance(methods, Sequence):
-        raise CoterieError(f"methods = {methods!r} is not possible: compare takes a list of methods")
+        raise CoterieError(f"methods = {methods!r} is invalid: compare takes a list of methods")
     for k, instead in (("method", "a list of methods"), ("seed", "seeds")):
         if k in more:
             raise CoterieError(f"compare takes {instead}; leave out {k}")
@@ -127,9 +129,7 @@ def comparison_cells(
         if whose not in classes:
             raise unknown("method in the setting", whose, classes)
         if owner(setting, classes[whose]) == "federation" and setting not in APART:
-            raise CoterieError(
-                f"{k} is not possible: {setting} is a setting of the federation, and all methods share it"
-            )
+            raise CoterieError(f"{k} is invalid: {setting} is a setting of the federation, and all methods share it")
     some = {k for k in shared if k not in ("settings", "federation") and owner(k, *classes.values()) == "method"}
     cells = []
     for name, method in chosen.items():
@@ -200,7 +200,7 @@ def _names(titles: Sequence[str]) -> str:
 def _seeds(seeds: Any) -> list[int]:
     many = list(range(seeds)) if isinstance(seeds, int) else list(seeds) if isinstance(seeds, Iterable) else []
     if not many or not all(isinstance(s, int) for s in many) or len(set(many)) < len(many):
-        raise CoterieError(f"seeds = {seeds!r} is not possible: it is a number above 0, or a list of different seeds")
+        raise CoterieError(f"seeds = {seeds!r} is invalid: it must be a number above 0 or a list of different seeds")
     return many
 
 
@@ -216,9 +216,9 @@ def resume(
     address: str | None = None,
     data_dir: str | Path | None = None,
 ) -> Run:
-    """Continue a run that was interrupted, to the same bits as one that was not.
+    """Resume an interrupted run; the result is bit-identical to that of an uninterrupted one.
 
-    A run made with a method, data or a model of your own needs the same objects again."""
+    If the run was made with your own method, data or model object, pass the same object again."""
     folder = _folder(path)
     how = engine_of(workers=workers, state=state, runtime=runtime, address=address, data_dir=_path(data_dir))
     session = rebuild(folder, how, Objects(method, data, model))
@@ -233,7 +233,7 @@ def open_run(
     data: Dataset | None = None,
     model: nn.Module | Factory | None = None,
 ) -> Run:
-    """A run's results; `personal` of a run made with objects of your own needs the same objects again."""
+    """Open the results of a run. For `personal`, pass the method, data or model objects the run was made with."""
     return Run(_folder(path), objects=Objects(method, data, model))
 
 
@@ -244,13 +244,13 @@ def _told(found: Run) -> Run:
 
 
 def _named(data: str | Path | Dataset, model: str | nn.Module | Factory | None) -> tuple[dict[str, Any], Objects]:
-    """Names for the settings, and the objects that stand behind names nobody could look up."""
+    """Names for the settings, and the objects that cannot be found by name."""
     own_data, own_model = isinstance(data, Dataset), not (model is None or isinstance(model, str))
     if not own_data and not isinstance(data, str | Path):
-        raise CoterieError(f"data = {data!r} is not possible: it is a name, a path or a data set")
+        raise CoterieError(f"data = {data!r} is invalid: it must be a name, a path or a Dataset")
     if own_model and not callable(model):
         raise CoterieError(
-            f"model = {model!r} is not possible: it is a name, an nn.Module or a function that makes one"
+            f"model = {model!r} is invalid: it must be a name, an nn.Module or a function that returns one"
         )
     names = {
         "data": data.name if isinstance(data, Dataset) else os.fspath(data),

@@ -1,4 +1,4 @@
-"""Checkpoints: written atomically, and read back to the same bits."""
+"""Checkpoints: written atomically, and read back bit-identically."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +21,7 @@ class WrongMethodError(CoterieError):
 @codec.register
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on after this round."""
+    """Everything a run needs to continue after this round."""
 
     round: int
     method: str

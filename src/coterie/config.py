@@ -17,7 +17,7 @@ BOUND = 1e9  # of numbers whose meaning only a method or a model knows
 
 
 class RunSettings(BaseModel):
-    """Everything that decides the numbers of a run. How it is computed (workers, disk) is elsewhere."""
+    """Everything that affects the results of a run. How it is computed is in Engine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -84,7 +84,7 @@ class RunSettings(BaseModel):
 
 
 class Engine(BaseModel):
-    """How a run is computed; changes nothing in its results."""
+    """How a run is computed; does not affect its results."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -102,7 +102,7 @@ class Engine(BaseModel):
 
 
 def engine(**given: Any) -> Engine:
-    """Checked; what is None is left to its default."""
+    """Check the given options; None means the default."""
     try:
         return Engine(**{k: v for k, v in given.items() if v is not None})
     except ValidationError as e:
@@ -110,7 +110,7 @@ def engine(**given: Any) -> Engine:
 
 
 def settings(method: str | type[Method], **given: Any) -> RunSettings:
-    """Checked settings; names may belong to the run, to the federation or to the method, and are sorted out here."""
+    """Check settings; each name may belong to the run, the federation or the method."""
     cls = method_class(method)
     own, fed = (table(name, given.pop(name, None)) for name in ("settings", "federation"))
     run: dict[str, Any] = {}
@@ -133,11 +133,11 @@ def method_class(method: str | type[Method]) -> type[Method]:
         return find(method)
     if isinstance(method, type) and issubclass(method, Method):
         return method
-    raise CoterieError(f"method = {method!r} is not possible: it is the name of a method, or a class of yours")
+    raise CoterieError(f"method = {method!r} is invalid: it must be the name of a method or a Method class")
 
 
 def owner(name: str, *methods: type[Method]) -> Literal["run", "federation", "method"]:
-    """Whose setting this is."""
+    """Say whether a setting belongs to the run, the federation or the method."""
     if name in RunSettings.model_fields:
         return "run"
     if name in PartitionSettings.model_fields:
@@ -149,19 +149,19 @@ def owner(name: str, *methods: type[Method]) -> Literal["run", "federation", "me
 
 
 def shared_names(method: type[Method]) -> list[str]:
-    """Settings of the method whose names a run or federation setting has too."""
+    """Settings of the method that have the name of a run or federation setting."""
     return [
         n for n in method.Settings.model_fields if n in RunSettings.model_fields or n in PartitionSettings.model_fields
     ]
 
 
 def table(name: str, given: Any) -> dict[str, Any]:
-    """The settings of a table; None is an empty one."""
+    """The settings of a table; None means an empty table."""
     if isinstance(given, BaseModel):
         return given.model_dump(exclude_unset=True)
     if given is None or isinstance(given, dict):
         return dict(given or {})
-    raise CoterieError(f"{name} = {given!r} is not possible: it is a table, such as {name} = {{name = value}}")
+    raise CoterieError(f"{name} = {given!r} is invalid: it must be a table, such as {name} = {{name = value}}")
 
 
 def _is_plain(value: Any) -> bool:

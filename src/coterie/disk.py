@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and that carry a checksum: a flipped bit is named, never believed."""
+"""Atomic file writes and checksums: a file is complete or absent, and damage is reported."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ _MANY = 64  # files that are synced one by one; more of them, all at once
 
 
 def write_atomic(path: Path, blob: Blob | Sequence[Blob], durable: bool = True, mode: int = 0o666) -> None:
-    """The file is there whole or not at all; `durable` also survives a power cut. The umask narrows the mode."""
+    """Write the file atomically; with `durable` it also survives a power cut. The umask narrows the mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -1,11 +1,11 @@
-"""Mistakes a person can mend: one sentence each, no trace."""
+"""Errors a user can fix: one sentence each, no traceback."""
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 
 class CoterieError(Exception):
-    """Something the user can mend; the command line prints the sentence and exits with 2."""
+    """An error the user can fix; the command line prints the sentence and exits with code 2."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> CoterieError:

@@ -90,7 +90,7 @@ class Evaluation:
         return out
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """view/part -> statistics, newcomers apart."""
+        """view/part -> statistics; newcomers separately."""
         out = {}
         for mark, rows in (("", ~self.newcomer), ("newcomers/", self.newcomer)):
             for k in self.hits:

@@ -70,7 +70,7 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """Let others in. A folder that holds no run is left as it was found."""
+        """Unlock the folder. A folder without a run is restored as it was."""
         for f in (self._events, self._timing):
             if f is not None:
                 with suppress(OSError):  # nothing is buffered, so nothing can be lost here
@@ -92,7 +92,7 @@ class Folder:
     def open_logs(self, events_at: int = 0, timing_at: int = 0, complain: Callable[[str], None] | None = None) -> None:
         """Continue both logs from the given lengths: what a crash left behind them is cut off.
 
-        Raises if events or evaluations before that are damaged: computing them again is the way to mend them. Where
+        Raises if events or evaluations before that are damaged: they must be computed again. Where
         that is impossible, `complain` gets the sentences, and what is damaged is taken out."""
         log = read_log(self.path / EVENTS, events_at)
         damage = [*([log.damage] if log.damage else []), *evaluation_damage(self.path, log.rows)]
@@ -246,7 +246,7 @@ def evaluation_damage(path: Path, events: list[dict[str, Any]]) -> list[str]:
 
 
 def _mend(path: Path, rows: list[dict[str, Any]]) -> tuple[int, int]:
-    """Write the sound rows anew, without damaged evaluations; returns the length and the last checksum."""
+    """Rewrite the intact rows, without damaged evaluations; returns the length and the last checksum."""
     lines, crc = [], 0
     for row in rows:
         if evaluation_damage(path, [row]):

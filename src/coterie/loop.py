@@ -40,7 +40,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a spectator is told after each round."""
+    """Progress information after each round."""
 
     round: int
     rounds: int
@@ -72,7 +72,7 @@ class Loop:
         self.done = self.first - 1
 
     def resume(self) -> list[str]:
-        """Go on where the newest sound checkpoint left the run; a sentence for each that was not sound."""
+        """Continue from the newest intact checkpoint; returns a sentence for each damaged one."""
         saved, complaints = checkpoint.resume(self.folder, self.runtime, type(self.method).__name__)
         if saved is not None:
             self.server, self.edges, self.bytes, self.done = saved.server, saved.edges, saved.bytes, saved.round
@@ -98,7 +98,7 @@ class Loop:
         return True
 
     def step(self) -> tuple[float | None, int]:
-        """The next round; the accuracy a spectator wants to see, if there is one, and how many models diverged."""
+        """Run the next round. Returns the accuracy to show, if any, and the number of diverged models."""
         t, schedule = self.done + 1, self.schedule
         planned = plan(self.method, self.server, self.edges, t, schedule.rules)
         answers = self.runtime.run(planned)

@@ -46,7 +46,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class ClientData:
-    """What a client's hooks may look at. Its test part is not here: it decides nothing."""
+    """The data that a client's hooks may use. The test part is not included."""
 
     client: ClientId
     train: Split
@@ -66,10 +66,10 @@ Update = Callable[[Tree, Any, Extras, torch.Generator], Tree]
 
 @dataclass(frozen=True)
 class Phase:
-    """One stretch of local training; None means the run's own setting."""
+    """One phase of local training; None means the run's own setting."""
 
     loss: Loss | None = None  # pure: (params, batch, extras) -> scalar or (scalar, aux); aux collect in extras["aux"]
-    trains: Predicate = everything  # masks the update, not the gradient; batch norm of a frozen layer stands still
+    trains: Predicate = everything  # masks the update, not the gradient; batch norm of a frozen layer is not updated
     epochs: float | None = None
     steps: int | None = None  # instead of epochs
     stream: int = 0  # phases with equal streams see equal batch orders
@@ -108,7 +108,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Context:
-    """What every party of a run knows. Made by the runtime, read-only."""
+    """What every party of a run knows. Created by the runtime, read-only."""
 
     net: Net
     w0: Tree
@@ -166,7 +166,7 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True)
 class Moment:
-    """Which payload is meant: that of a client (or edge) in a round, by what the server knows before it."""
+    """Identifies a payload: the client (or edge), the round, and the server's state before it."""
 
     server: State
     client: ClientId
@@ -175,7 +175,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Card:
-    """What describes a method and changes nothing: for tables, pages and `coterie show`."""
+    """Description of a method, for tables, pages and `coterie show`."""
 
     title: str = ""  # as the papers write it
     paper: str = ""  # authors, venue, year, DOI or arXiv number
@@ -206,7 +206,7 @@ class Method:
         self.hp = self.Settings(**settings)
 
     def check(self) -> None:
-        """Called once, bound, before any work: raise CoterieError for settings that cannot work here."""
+        """Called once before any work: raise CoterieError for settings that cannot work with this model or data."""
 
     # ---- what is private -------------------------------------------------------------------------------------------
     def private(self, name: str) -> bool:
@@ -231,6 +231,7 @@ class Method:
 
     # ---- server: sees its own state and uploads ---------------------------------------------------------------------
     def setup(self) -> State:
+        """The server's initial state."""
         return {"w": T.clone(T.drop(self.ctx.w0, self.stays))}
 
     def opening(self) -> bool:
@@ -245,14 +246,15 @@ class Method:
         return sorted(clients[int(i)] for i in picked)
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        """What is sent to the participants `ids`."""
         return Download(shared=server["w"])
 
     def deliver(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
-        """What clients are handed to score and use; default: what they would be sent in this (the next) round."""
+        """What clients receive for evaluation and use; default: what they would be sent in the next round."""
         return self.down(server, ids, round)
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        """Uploads come in the order of ids, from whoever answered (at least one)."""
+        """The server's next state; uploads are in the order of client ids, and there is at least one."""
         return {**server, "w": T.mean([u.tree for u in uploads], self.weights(uploads))}
 
     def weights(self, uploads: Sequence[Upload]) -> list[float] | None:
@@ -268,14 +270,16 @@ class Method:
         return None
 
     def predict_global(self, params: Tree, x: Tensor) -> Tensor:
+        """Logits of the global model."""
         return self.ctx.forward(params, x)
 
     def facts(self, server: State) -> dict[str, Any]:
-        """What a reader of the log wants to know of the server's state (clusters, norms); JSON."""
+        """Facts about the server's state for the log, such as clusters; must be JSON."""
         return {}
 
     # ---- client: sees its own data, its own state and what was sent to it ------------------------------
     def init_client(self, data: ClientData) -> State:
+        """A client's initial private state."""
         own = T.keep(self.ctx.w0, self.stays)
         return {"own": T.clone(own)} if own else {}
 
@@ -284,9 +288,11 @@ class Method:
         return {**download, **state.get("own", {})}, {}
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        """The loss of a batch; a pure function."""
         return self.ctx.ce(params, batch)
 
     def phases(self, round: int) -> list[Phase]:
+        """The local training of a round, as a list of phases."""
         return [Phase(self.loss)] if round > 0 else []
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
@@ -314,6 +320,7 @@ class Method:
         return None
 
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
+        """Logits of the personal model."""
         return self.ctx.forward(params, x)
 
     def adapt(self) -> list[Phase]:

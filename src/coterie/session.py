@@ -97,7 +97,7 @@ class Session:
         return found
 
     def cost(self, client: int) -> int:
-        """How long a client takes, in any unit."""
+        """Relative cost of a client, in any unit."""
         return int(self._costs[client])
 
     @cached_property
@@ -105,7 +105,7 @@ class Session:
         return self.federation.sizes("train") * self.settings.epochs * 3 + self.federation.sizes("test") * 2
 
     def described(self) -> dict[str, Any]:
-        """What settings.json holds."""
+        """The content of settings.json."""
         return {
             "settings": self.settings.model_dump(mode="json"),
             "method": {
@@ -143,7 +143,9 @@ def prepare(
     objects: Objects | None = None,
     loaded: Dataset | None = None,
 ) -> Session:
-    """Load, deal out, build and check; objects stand in for what the settings name, `loaded` are the data they name."""
+    """Load and partition the data, build model and method, and check everything.
+
+    `objects` replace what the settings name; `loaded` is the data set, if it was loaded already."""
     objects = objects or Objects()
     torch.set_num_threads(1)
     engine = engine or Engine()
@@ -160,7 +162,7 @@ def bind(
     federation: Federation,
     model: nn.Module | Factory | None = None,
 ) -> Session:
-    """A method with its model and context on data that are dealt out already."""
+    """A method with its model and context on partitioned data."""
     n = len(federation.clients)
     if settings.newcomers >= n:
         raise CoterieError(f"newcomers = {settings.newcomers} leaves none of the {n} clients to train")
@@ -268,7 +270,7 @@ OPENERS = {"flower": "coterie.runtimes.flower.here:open_here"}
 def open_runtime(
     session: Session, folder: Path, stopped: Callable[[], bool] = lambda: False
 ) -> AbstractContextManager[Runtime]:
-    """What computes a run's clients; the choice changes no result."""
+    """The runtime that computes a run's clients; the choice does not affect results."""
     e = session.engine
     if e.address is not None and e.runtime != "ray":
         raise CoterieError(f"address = {e.address} is of a Ray cluster and needs runtime = ray")
@@ -309,7 +311,7 @@ def execute(
     stopped: Callable[[], bool] = lambda: False,
     opened: Opener = open_runtime,
 ) -> bool:
-    """Run in the folder `out`; True when it came to its end, False when `stopped` asked for a pause."""
+    """Run in the folder `out`. Returns True when it finished, False when `stopped` asked for a pause."""
     if session.engine.runtime == "flower" and session.engine.engine != "loop":
         raise CoterieError(f"engine = {session.engine.engine} needs many clients in one process; devices have one each")
     if not resume and (out / "settings.json").exists():
@@ -349,7 +351,7 @@ def _drive(
         try:
             return loop.run(tell, stopped)
         except StateLostError as e:  # only a cluster's; what is repeated comes out the same
-            say(f"{e}; going on from the newest checkpoint")
+            say(f"{e}; continuing from the newest checkpoint")
             resume = True
 
 
@@ -358,7 +360,7 @@ def _kept(session: Session, out: Path) -> Choice:
     found = read_settings(out)
     then, here = found["versions"]["convolutions"], native.status()
     if session.method.ctx.net.layout.of_kind("conv") and then != here:
-        raise CoterieError(f'{out} began with "{then}" and cannot be continued to the same bits with "{here}"')
+        raise CoterieError(f'{out} began with "{then}" and cannot be continued bit-identically with "{here}"')
     began = found["engine"].get("runtime", "local")
     if "flower" in (began, session.engine.runtime) and began != session.engine.runtime:
         where = "on its devices" if began == "flower" else "in its folder"

@@ -44,7 +44,7 @@ from coterie.session import Objects, Session, client_states, make_loop, prepare
 class SmallNet(nn.Module):
     """Two hidden layers with batch norm: has everything a method may ask a model for.
 
-    The head is registered before what it follows, so that a method which trusts the order of names is found out."""
+    The head is registered before what it follows, so that a method that relies on the order of names fails."""
 
     def __init__(self, features: int = 64, classes: int = 10, norm: bool = True):
         super().__init__()
@@ -317,7 +317,7 @@ class _Renamed:
 
 
 def any_subset_of_answers_is_aggregated(bench: Bench, tmp: Path) -> None:
-    """Clients fail and straggle in every round, the opening included; then nobody at all answers the first round."""
+    """Clients fail and straggle in every round, the opening included; then no client answers the first round."""
     quiet: dict[str, Any] = {"watch": False, "final_trained": False, "eval_every": 100, "checkpoint_every": 100}
     loops = [bench.play(tmp / "some", dropout=0.6, stragglers=0.5, rounds=5, join=1.0, **quiet)]
     loop = open_loop(bench.session(join=1.0, **quiet), tmp / "none")

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Sentences for mistakes (exit 2), traces for bugs."""
+    """Print one sentence for a user's mistake (exit code 2), a traceback for a bug."""
     from coterie.cli.app import app
     from coterie.errors import CoterieError
 

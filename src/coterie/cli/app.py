@@ -199,7 +199,7 @@ def compare(
         names = [path.name for path, why in status.failed.items() if why == reason]
         _complain(f"{', '.join(names)} failed: {reason}")
     if stop.asked:
-        typer.echo("stopped; the same command with --out " + str(folder) + " goes on", err=True)
+        typer.echo(f"stopped; to resume, repeat the command with --out {folder}", err=True)
         raise typer.Exit(130)
     if status.failed:
         raise typer.Exit(2 if not done else 1)
@@ -321,7 +321,7 @@ def _complain(sentence: str) -> None:
 
 
 def _show_table(comparison: Any, title: str) -> None:
-    """All columns where there is room, else the main ones (the files have all)."""
+    """Show all columns if they fit, otherwise the main ones."""
     shown = comparison.readable(brief=console.width < 130)
     console.print(frame_table(shown.drop(columns="selected", errors="ignore") if console.width < 90 else shown, title))
 

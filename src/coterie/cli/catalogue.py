@@ -265,9 +265,9 @@ def data_show(
     seed: o.Seed = None,
     set_: o.Set = None,
     config: o.Config = None,
-    out: Annotated[Path, Option(help="where the picture goes (.png or .svg)")] = Path("partition.png"),
+    out: Annotated[Path, Option(help="file for the picture (.png or .svg)")] = Path("partition.png"),
 ) -> None:
-    """Who has what: a table, and a picture of labels by client."""
+    """Show a partition: a table, and a picture of labels by client."""
     from coterie.config import settings
     from coterie.data.federation import federate
     from coterie.data.show import draw, table

@@ -16,7 +16,7 @@ certs_app = typer.Typer(no_args_is_help=True, help="Keys and certificates of a f
 federation_app.add_typer(certs_app, name="certs")
 
 CertsDir = Annotated[Path, Option("--certs", help="the directory that `coterie certs init` made")]
-Ca = Annotated[Path, Option(help="the authority's certificate (ca.crt) of whom this host connects to")]
+Ca = Annotated[Path, Option(help="CA certificate (ca.crt) of the server to connect to")]
 Key = Annotated[Path, Option(help="this node's private key")]
 Deadline = Annotated[float, Option(min=0.1, help="seconds a round waits for answers")]
 AllowModule = Annotated[
@@ -37,9 +37,9 @@ def certs_init(
     host: Annotated[
         list[str] | None, Option(help="name or address by which nodes reach this host; may be repeated")
     ] = None,
-    days: Annotated[int, Option(min=1, help="how long the certificates hold")] = 825,
+    days: Annotated[int, Option(min=1, help="days of validity of the certificates")] = 825,
 ) -> None:
-    """Make an authority, a server certificate and a control key."""
+    """Create a certificate authority, a server certificate and a control key."""
     from coterie.runtimes.flower import certs
 
     made = certs.init(root, host or [], days)
@@ -51,9 +51,9 @@ def certs_add(
     root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")],
     names: Annotated[list[str], Argument(metavar="NAME...", help="names of nodes")],
     public: Annotated[Path | None, Option(help="the public half of a key made on the device itself")] = None,
-    edge: Annotated[bool, Option("--edge", help="the node is an edge that speaks for --devices alone")] = False,
+    edge: Annotated[bool, Option("--edge", help="register the node as an edge for the devices in --devices")] = False,
     devices: Annotated[
-        str | None, Option(help="names of an edge's devices, with commas; * and ? are patterns, as in ward-*")
+        str | None, Option(help="comma-separated names of the edge's devices; * and ? are wildcards")
     ] = None,
 ) -> None:
     """Register nodes, as devices or as an edge; without --public their keys are made here."""
@@ -73,7 +73,7 @@ def certs_remove(
     root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")],
     name: Annotated[str, Argument(help="the node")],
 ) -> None:
-    """Take a node off the list; a running cloud refuses it from the next round on."""
+    """Remove a node; a running cloud refuses it from the next round on."""
     from coterie.runtimes.flower import certs
 
     certs.remove_node(root, name)
@@ -85,9 +85,9 @@ def certs_renew(
     host: Annotated[
         list[str] | None, Option(help="name or address by which nodes reach this host; may be repeated")
     ] = None,
-    days: Annotated[int, Option(min=1, help="how long the certificate holds")] = 825,
+    days: Annotated[int, Option(min=1, help="days of validity of the certificate")] = 825,
 ) -> None:
-    """A new server certificate from the same authority; devices need nothing new."""
+    """Issue a new server certificate from the same authority; devices need no new files."""
     from coterie.runtimes.flower import certs
 
     certs.renew(root, host or [], days)
@@ -97,7 +97,7 @@ def certs_renew(
 def certs_key(
     path: Annotated[Path, Argument(metavar="FILE", help="the private key to make, for example node.key")],
 ) -> None:
-    """Make a node's key on the device; its .pub half is registered at the cloud with add-node --public."""
+    """Create a node's key on the device; register its .pub file at the cloud with add-node --public."""
     from coterie.runtimes.flower import certs
 
     console.print(f"made {certs.new_key(path)}; register {path.with_suffix('.pub')} at the cloud", soft_wrap=True)
@@ -111,13 +111,13 @@ def serve(
     port: Annotated[int, Option(min=1, max=65535, help="the one port that devices and edges connect to")] = 9092,
     min_clients: Annotated[int, Option(min=1, help="clients to wait for before a round starts")] = 2,
     deadline: Deadline = 600.0,
-    shape: Annotated[str | None, Option(help="of one item of the devices' own data, for example 1,28,28")] = None,
-    classes: Annotated[int, Option(help="labels of the devices' own data")] = 0,
+    shape: Annotated[str | None, Option(help="shape of one item of the devices' own data, for example 1,28,28")] = None,
+    classes: Annotated[int, Option(help="number of classes of the devices' own data")] = 0,
     data: o.Data = None,
     data_dir: o.DataDir = None,
     model: o.Model = None,
     partition: o.Partition = None,
-    clients: Annotated[int | None, Option(help="places in the federation; who comes later is a newcomer")] = None,
+    clients: Annotated[int | None, Option(help="number of client slots; later devices join as newcomers")] = None,
     join: o.Join = None,
     rounds: o.Rounds = None,
     epochs: o.Epochs = None,
@@ -129,7 +129,7 @@ def serve(
     out: o.Out = None,
     resume: Annotated[Path | None, Option(help="continue the federation in this folder")] = None,
 ) -> None:
-    """Be the cloud: wait for devices, run the rounds, keep a checkpoint of each."""
+    """Run the cloud: wait for devices, run the rounds, write a checkpoint after each."""
     from coterie.config import settings
     from coterie.errors import CoterieError
     from coterie.folders import fresh_folder
@@ -200,11 +200,13 @@ def join(
     key: Key,
     data: Annotated[str, Option(help="this device's data: a file, a folder, module:function, or a name with --client")],
     state: Annotated[Path, Option(help="the directory for this device's private state and model")],
-    client: Annotated[int | None, Option(min=0, help="take this client's share of named data, for trying")] = None,
+    client: Annotated[
+        int | None, Option(min=0, help="use this client's partition of a named data set (for testing)")
+    ] = None,
     data_dir: o.DataDir = None,
     allow_module: AllowModule = None,
 ) -> None:
-    """Be a device: train on this host's data whenever the cloud asks, until stopped."""
+    """Run a device: train on this host's data when the cloud asks, until stopped."""
     from coterie.runtimes.flower import device, permits
     from coterie.runtimes.flower.processes import die_with_parent
     from coterie.runtimes.flower.transport import use_flower
@@ -226,7 +228,7 @@ def edge(
     state: Annotated[Path, Option(help="the directory for this edge's SuperLink")] = Path("edge"),
     allow_module: AllowModule = None,
 ) -> None:
-    """Be an edge: a node to the cloud and a server to devices of its own, with certificates of its own."""
+    """Run an edge: a node of the cloud and a server for its own devices."""
     from coterie.errors import CoterieError
     from coterie.runtimes.flower import permits
     from coterie.runtimes.flower.edge import bridge
@@ -264,7 +266,7 @@ def up(
     out: o.Out = None,
     quiet: o.Quiet = False,
 ) -> None:
-    """Try a whole federation on this machine: cloud, edges and devices in processes of their own."""
+    """Try a whole federation on this machine, each party as a separate process."""
     from coterie.folders import fresh_folder
     from coterie.runtimes.flower.local import Local
     from coterie.runtimes.flower.watch import watch
@@ -279,5 +281,5 @@ def up(
     if ended:
         typer.echo(f"the run is in {local.out}; each device's model is in {folder / 'devices'}")
     else:
-        typer.echo(f"stopped; continue with the same command and --out {folder}", err=True)
+        typer.echo(f"stopped; to resume, repeat the command with --out {folder}", err=True)
         raise typer.Exit(130)

@@ -20,17 +20,17 @@ paper_app = typer.Typer()
 def paper(
     name: Annotated[str, Argument(help="fedcpmd, fedpc, fedgmh, ecs-fl, sc-fpfl; or `list`")],
     item: Annotated[str | None, Argument(help="a table or figure; `coterie paper list PAPER` names them")] = None,
-    data: Annotated[str | None, Option(help="only these data sets, by commas")] = None,
-    methods: Annotated[str, Option(help="only these methods, by commas, or all")] = "all",
+    data: Annotated[str | None, Option(help="comma-separated list of data sets")] = None,
+    methods: Annotated[str, Option(help="comma-separated list of methods, or all")] = "all",
     seeds: Annotated[int, Option(min=1)] = 1,
     rounds: Annotated[int | None, Option(min=1, help="fewer rounds than the paper")] = None,
-    subset: Annotated[int | None, Option(min=1, help="so many samples of each data set")] = None,
+    subset: Annotated[int | None, Option(min=1, help="use only N samples of each data set")] = None,
     instead: Annotated[str | None, Option(help="a data set to use instead of another: emnist=mnist")] = None,
     set_: o.Set = None,
     data_dir: o.DataDir = None,
     workers: o.Workers = None,
     out: o.Out = None,
-    calibrate: Annotated[bool, Option("--calibrate", help="with `list`: time this machine again")] = False,
+    calibrate: Annotated[bool, Option("--calibrate", help="with `list`: repeat the timing of this machine")] = False,
     quiet: o.Quiet = False,
 ) -> None:
     """Rerun a paper's table or figure; printed and measured values side by side."""
@@ -77,7 +77,7 @@ def paper(
         more = f" and {len(names) - 3} more" if len(names) > 4 else ""
         typer.echo(f"coterie: {', '.join(names[:3] if more else names)}{more} failed: {reason}", err=True)
     if stop.asked:
-        typer.echo("stopped; the same command goes on", err=True)
+        typer.echo("stopped; to resume, repeat the command", err=True)
         raise typer.Exit(130)
     if status.failed:
         raise typer.Exit(1 if done else 2)

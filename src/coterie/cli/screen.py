@@ -1,4 +1,4 @@
-"""What a person sees: progress, tables, and how Ctrl-C is taken."""
+"""Screen output: progress, tables, and the handling of Ctrl-C."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ NAME_WIDTH = 24  # columns that the first column of a table may always take
 
 
 class Stop:
-    """Ctrl-C once: finish the round, save and say how to go on; twice: end at once."""
+    """Ctrl-C once: finish the round, save and say how to resume; twice: end at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -44,7 +44,7 @@ class Stop:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        errors.print("stopping after this round (press again to end at once) ...")
+        errors.print("stopping after this round (press Ctrl-C again to stop now) ...")
 
     @contextmanager
     def listening(self) -> Iterator["Stop"]:
@@ -58,7 +58,7 @@ class Stop:
 
 @contextmanager
 def bar(what: str, total: int, quiet: bool) -> Iterator[Any]:
-    """A progress bar as update(done, text); on something that is no terminal, a line every tenth of the way."""
+    """A progress bar as update(done, text); if the output is not a terminal, a line for every tenth."""
     if quiet:
         yield lambda done, text="": None
         return

@@ -1,4 +1,4 @@
-"""The data room: sources, partitions and federations."""
+"""Data: sources, partitions and federations."""
 
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, PartitionSettings, federate

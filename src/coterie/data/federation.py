@@ -23,7 +23,7 @@ CACHE_BYTES = 256 * 2**20  # ready tensors kept per process; small federations a
 
 
 class Federation:
-    """Who has what. Read-only; the tensors it hands out are shared, so nobody may write to them."""
+    """The clients and their samples. Read-only: the tensors it returns are shared and must not be modified."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Federation:
         return len(self.dataset.classes)
 
     def data(self, client: int) -> ClientData:
-        """What the client's hooks may look at."""
+        """The data that the client's hooks may use."""
         return ClientData(
             client, self._split(client, "train"), self._split(client, "val"), self.num_classes, self.public()
         )
@@ -152,7 +152,7 @@ class Federation:
 
 
 def federate(dataset: Dataset, settings: PartitionSettings, seed: int) -> Federation:
-    """Deal the pool out to clients and split each client's samples; a function of its arguments alone."""
+    """Divide the pool among clients and split each client's samples; a pure function of its arguments."""
     labels = dataset.y.numpy()
     is_test = dataset.is_test.numpy()
     scheme = settings.scheme
@@ -186,7 +186,7 @@ def _turns(dataset: Dataset, n: int, K: int) -> NDArray[np.float64]:
     if not dataset.is_picture or dataset.shape[1] != dataset.shape[2]:
         raise CoterieError(f"partition rotate needs square pictures, and items of {dataset.name} are {dataset.shape}")
     if n < K:
-        raise CoterieError(f"rotate({K}) makes {K} groups and needs at least so many clients, but clients = {n}")
+        raise CoterieError(f"rotate({K}) makes {K} groups and needs at least as many clients, but clients = {n}")
     group = np.arange(n) // (n // K) + 1
     return np.where(group < K, 360.0 * group / K, 0.0)
 

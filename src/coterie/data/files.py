@@ -21,7 +21,7 @@ _IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 
 @contextmanager
 def reading(path: Path, kind: str) -> Iterator[None]:
-    """Whatever goes wrong in a foreign file becomes one sentence that names it."""
+    """Turn any error while reading a file into one sentence that names the file."""
     try:
         yield
     except FileNotFoundError:

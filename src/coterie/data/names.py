@@ -36,7 +36,7 @@ class Known:
     shape: tuple[int, ...]
     samples: tuple[int, int]  # of the original's train and test parts
     needs: tuple[str, ...] = ()
-    folders: tuple[str, ...] = ()  # where below the data folder the files may lie
+    folders: tuple[str, ...] = ()  # subfolders of the data folder in which the files may be
     read: Callable[[Sequence[Path]], Raw] | None = None
     system: tuple[str, ...] = ()  # folders a Linux distribution installs it in
     hub: tuple[str, ...] = ()  # repositories of the Hugging Face hub with the same pictures
@@ -74,7 +74,7 @@ def _numbers(n: int) -> tuple[str, ...]:
 KNOWN: dict[str, Known] = {
     k.name: k
     for k in (
-        Known("digits", "8x8 handwritten digits of scikit-learn; always there", _DIGITS, (1, 8, 8), (1438, 359)),
+        Known("digits", "8x8 handwritten digits of scikit-learn; always available", _DIGITS, (1, 8, 8), (1438, 359)),
         Known(
             "mnist", "handwritten digits", _DIGITS, (1, 28, 28), (60_000, 10_000), _IDX, ("MNIST/raw",), files.idx_set,
             hub=("ylecun/mnist", "mnist"),

@@ -160,7 +160,7 @@ def _redrawn(
         if counts.sum(axis=0).min() >= settings.min_size:
             return _spread(labels, counts, rng)
     raise CoterieError(
-        f"{settings.scheme} over {n_clients} clients left somebody with fewer than min_size = {settings.min_size} "
+        f"{settings.scheme} over {n_clients} clients left a client with fewer than min_size = {settings.min_size} "
         f"samples in each of {attempts} draws; {mend}"
     )
 
@@ -191,7 +191,7 @@ def _capped(
         share = shares[c] * opened
         if not share.sum() > 0:
             share = instead(c, opened.astype(float)).astype(float)
-        last = int(np.flatnonzero(share)[-1])  # rounding leftovers belong to somebody who is open
+        last = int(np.flatnonzero(share)[-1])  # rounding leftovers go to a client that is not full
         edges = np.floor(np.cumsum(share / share.sum()) * n).astype(np.int64)
         edges[last:] = n
         counts[c] = np.diff(np.minimum(edges, n), prepend=0)
@@ -206,7 +206,7 @@ def _by_class(labels: Ints, rng: np.random.Generator) -> Ints:
 
 
 def _spread(labels: Ints, counts: Ints, rng: np.random.Generator) -> Ints:
-    """Deal the shuffled samples of each class in runs of the given counts [classes, clients]."""
+    """Assign the shuffled samples of each class to clients, by the given counts [classes, clients]."""
     client = np.empty(len(labels), np.int64)
     client[_by_class(labels, rng)] = np.repeat(np.tile(np.arange(counts.shape[1]), len(counts)), counts.ravel())
     return client

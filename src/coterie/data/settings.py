@@ -1,4 +1,4 @@
-"""How a data set becomes a federation: every knob, checked with a sentence before any work."""
+"""Settings of a federation: how a data set is divided among clients."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from coterie.errors import CoterieError, unknown
 
 
 class PartitionSettings(BaseModel):
-    """Who gets what, and how each client's own samples are split."""
+    """How samples are divided among clients, and how each client's samples are split."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""Who has what: a table and a picture of labels by client."""
+"""A partition as a table and as a picture of labels by client."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -35,7 +35,7 @@ def load(name: str, data_dir: Path | None = None, subset: int | None = None) -> 
 
 
 def known(folder: Path | None = None) -> list[Listed]:
-    """The known names, and whether their files are there."""
+    """The known names, and whether their files were found."""
     return [
         Listed(k.name, k.text, len(k.classes), k.shape, k.name == "digits" or locate(k, folder) is not None)
         for k in KNOWN.values()

@@ -65,8 +65,11 @@ def build(method: str | type[Method], settings: dict[str, Any] | None = None) ->
 
 
 def sentence(where: str, error: ValidationError) -> str:
-    """The first complaint of pydantic as one sentence."""
+    """The first error of pydantic as one sentence."""
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"])) or "settings"
     text = first["msg"].removeprefix("Value error, ")
-    return f"{where}: {name} = {first.get('input')!r} is not possible: {text[0].lower()}{text[1:]}"
+    text = f"{text[0].lower()}{text[1:]}"
+    for old, new in (("input should be", "it must be"), ("input should have", "it must have")):
+        text = text.replace(old, new, 1) if text.startswith(old) else text
+    return f"{where}: {name} = {first.get('input')!r} is invalid: {text}"

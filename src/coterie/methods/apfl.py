@@ -29,7 +29,9 @@ ALPHA = "a:alpha"
 
 
 class APFLSettings(Settings):
-    alpha: float = Field(0.5, ge=0, le=1, description="share of the client's own model (its first value if adaptive)")
+    alpha: float = Field(
+        0.5, ge=0, le=1, description="fraction of the client's own model (its first value if adaptive)"
+    )
     adaptive: bool = Field(True, description="learn alpha, one step per round")
     decay: float = Field(0.02, ge=0, description="pull of alpha towards 0 in its step")
     rule: Literal["paper", "code"] = Field(
@@ -81,7 +83,7 @@ class APFL(Method):
         """w learns from its own loss only, v from that of the mixture only."""
         w = self.ctx.forward(T.strip("g:", params), batch.x)
         if self.hp.alpha == 0 and not self.hp.adaptive:
-            return cross_entropy(w, batch)  # v has no part in anything: it and its batch norm stand still
+            return cross_entropy(w, batch)  # v has no part in anything: it and its batch norm are not updated
         v, alpha = self.ctx.forward(T.strip("p:", params), batch.x), params[ALPHA]
         return cross_entropy(w, batch) + cross_entropy(alpha * v + (1 - alpha) * w.detach(), batch)
 

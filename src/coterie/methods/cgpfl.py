@@ -41,7 +41,7 @@ class CGPFL(PFedMe):
         return {"contexts": contexts, "cluster": {}, "bank": empty, "grouped": False}
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
-        """Who never answered gets the largest cluster's context."""
+        """Clients that never answered get the largest cluster's context."""
         count = sizes(server["cluster"], self.hp.groups)
         largest = count.index(max(count))
         return Download(each={i: server["contexts"][server["cluster"].get(i, largest)] for i in ids})

@@ -36,7 +36,9 @@ from coterie.schema import Link, Schema
 class DittoSettings(Settings):
     lam: float = Field(1.0, ge=0, description="strength of the pull of the personal model towards the received one")
     personal_epochs: float | None = Field(None, ge=0, description="epochs of the personal model; empty: as the global")
-    draw: Literal["uniform", "samples"] = Field("uniform", description="draw participants alike, or by their samples")
+    draw: Literal["uniform", "samples"] = Field(
+        "uniform", description="sample participants uniformly, or in proportion to their samples"
+    )
 
 
 class Ditto(Method):

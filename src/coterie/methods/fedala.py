@@ -2,7 +2,7 @@
 
 Before training a client merges the received model w into its last own one o: lower layers become w, the top p layers
 o + A (w - o) with elementwise weights A in [0, 1] that are learned on a part of its data with the model held fixed.
-The first time A is learned until the losses settle, later for one epoch. Batch norm stands still while A is learned.
+The first time A is learned until the losses settle, later for one epoch. Batch norm is not updated while A is learned.
 Scored is the model after local training; who has never trained is scored with the received one.
 Departs from the authors' code, with settings that undo it: the part of the data is a random subset, as the paper says,
 not a random window of data in their order (`draw = window`); only participants receive the model and merge, so that
@@ -34,20 +34,24 @@ from coterie.method import (
 from coterie.parts.groups import last_layers
 from coterie.schema import Entry, Link, Schema
 
-REST = "x:rest"  # in the download of somebody who merges but does not train
+REST = "x:rest"  # in the download of a client that merges but does not train
 
 
 class FedALASettings(Settings):
     layers: int = Field(1, ge=0, description="p: how many of the last layers are merged by weights")
-    share: float = Field(0.8, gt=0, le=1, description="share of the training part on which the weights are learned")
+    share: float = Field(0.8, gt=0, le=1, description="fraction of the training part on which the weights are learned")
     eta: float = Field(1.0, ge=0, description="rate at which the weights are learned")
     start: float = Field(1.0, ge=0, le=1, description="first value of the weights; 1: the received model")
-    threshold: float = Field(0.1, ge=0, description="settled when the last losses deviate by less")
-    window: int = Field(10, ge=1, description="how many last losses are looked at, once there are more than these")
-    max_epochs: int = Field(100, ge=1, description="most epochs of learning the weights the first time")
-    draw: Literal["subset", "window"] = Field("subset", description="the share of data: any samples, or a run of them")
+    threshold: float = Field(
+        0.1, ge=0, description="settled when the standard deviation of the last losses is below this"
+    )
+    window: int = Field(10, ge=1, description="number of last losses that are compared, once there are more")
+    max_epochs: int = Field(100, ge=1, description="maximum epochs of learning the weights the first time")
+    draw: Literal["subset", "window"] = Field(
+        "subset", description="the fraction of data: any samples, or a run of them"
+    )
     merge: Literal["participants", "everybody"] = Field(
-        "participants", description="who receives the model and merges it in a round"
+        "participants", description="clients that receive the model and merge it in a round"
     )
 
 
@@ -68,7 +72,7 @@ class FedALA(Method):
         return super().sample(server, round, self.ctx.rng("sample", round))
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The model both ways; somebody who only merges is told so, and sends nothing."""
+        """The model both ways; a client that only merges is told so, and sends nothing."""
         if self.hp.merge == "participants":
             return self.model_schema
         rest = Schema({REST: Entry((), torch.uint8, "control", low=1, high=1, optional=now is None)})

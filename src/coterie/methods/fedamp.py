@@ -1,7 +1,7 @@
 """FedAMP. Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, AAAI 2021 (arXiv 2007.03797).
 
 The server keeps the last model of every client and sends each a mixture u_i in which similar models weigh more; the
-client trains its own model with a pull lambda/(2 alpha) ||w - u_i||^2. Who never answered is at the initial model.
+client trains its own model with a pull lambda/(2 alpha) ||w - u_i||^2. Clients that never answered have w_0.
 Default is HeurFedAMP (cosine weights), which the paper itself prefers for deep networks; training starts from w_i.
 Distances and cosines are those of trained parameters, as in PFLlib: batch-norm statistics are mixed but not compared.
 PFLlib's penalty has no gradient, so its FedAMP is local training; here it pulls, as the paper says.
@@ -40,7 +40,7 @@ class FedAMPSettings(Settings):
     alpha: float = Field(1.0, gt=0, description="step of the attention; the pull is lam / alpha")
     sigma: float = Field(1.0, gt=0, description="sharpness of cosine weights, or width of the attention")
     lam: float = Field(1.0, ge=0, description="strength of the pull towards the mixture")
-    self_weight: float = Field(0.1, ge=0, le=1, description="share of the own model (heuristic)")
+    self_weight: float = Field(0.1, ge=0, le=1, description="fraction of the own model (heuristic)")
 
 
 class FedAMP(Method):
@@ -56,7 +56,7 @@ class FedAMP(Method):
     )
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """Somebody whose model the server does not have is sent nothing."""
+        """A client whose model the server does not have is sent nothing."""
         if link == "down":
             if now is None:
                 return replace(self.model_schema, may_be_empty=True)
@@ -99,7 +99,9 @@ class FedAMP(Method):
         return {"w": T.clone(self.ctx.w0)}
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        return state["w"], {"u": download or state["w"]}  # a client the server does not know mixes with nobody
+        return state["w"], {
+            "u": download or state["w"]
+        }  # a client that the server does not know is not mixed with others
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         ce = self.ctx.ce(params, batch)

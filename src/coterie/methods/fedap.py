@@ -24,7 +24,7 @@ from coterie.schema import Entry, Link, Schema
 
 class FedAPSettings(FedBNSettings):
     mu: float = Field(0.5, ge=0, le=1, description="weight of the client's own model in its mixture")
-    warm: float = Field(0.5, ge=0, lt=1, description="share of the rounds that are FedBN, before the exchange")
+    warm: float = Field(0.5, ge=0, lt=1, description="fraction of the rounds that are FedBN, before the exchange")
     layers: Literal["all", "last"] = Field("all", description="batch-norm layers that are compared (last: d-FedAP)")
 
 
@@ -66,7 +66,7 @@ class FedAP(FedBN):
         return list(self.ctx.clients) if round == self._exchange() else super().sample(server, round, rng)
 
     def mixing(self, server: State) -> Tensor:
-        """Weights [clients, clients]; who sent no statistics mixes with nobody."""
+        """Weights [clients, clients]; clients that sent no statistics are not mixed with others."""
         ids, stats = server["bank"]["ids"], server["stats"]
         empty = torch.zeros(2, sum(self._compared().values()), dtype=torch.float64)
         S = torch.stack([stats[i].double() if i in stats else empty for i in ids])  # [clients, 2, channels]

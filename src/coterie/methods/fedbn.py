@@ -12,7 +12,9 @@ from coterie.parts.norms import recalibrated
 
 
 class FedBNSettings(Settings):
-    recalibrate: bool = Field(True, description="score who never trained with batch-norm statistics of its own data")
+    recalibrate: bool = Field(
+        True, description="evaluate clients that never trained with batch-norm statistics of their own data"
+    )
 
 
 class FedBN(Method):

@@ -21,8 +21,8 @@ from coterie.schema import Entry, Link, Schema, like
 
 
 class FedCACSettings(Settings):
-    tau: float = Field(0.5, ge=0, le=1, description="share of the entries of each tensor that are critical")
-    beta: float = Field(100, gt=0, description="rounds until nobody shares critical entries")
+    tau: float = Field(0.5, ge=0, le=1, description="fraction of the entries of each tensor that are critical")
+    beta: float = Field(100, gt=0, description="rounds until critical entries are no longer shared")
 
 
 class FedCAC(Method):

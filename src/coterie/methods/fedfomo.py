@@ -39,12 +39,13 @@ class FedFomoSettings(ReadingSettings):
         "code": {"distance": "l1", "nobody": "baseline", "affinity": "shares", "sent": "last_round", "averages": 5}
     }
     reading: Literal["paper", "code"] = Field("paper", description="the text, or the authors' code")
-    models: int = Field(5, ge=0, description="M: at most so many models of others are sent")
+    models: int = Field(5, ge=0, description="M: largest number of other clients' models that are sent")
     explore: float = Field(0.3, ge=0, le=1, description="chance of a random model instead of the best, in round 1")
-    explore_decay: float = Field(0.05, ge=0, description="by which that chance falls from round to round")
+    explore_decay: float = Field(0.05, ge=0, description="decrease of that chance per round")
     distance: Literal["l1", "l2"] = Field("l2", description="norm of the difference of two models")
     nobody: Literal["own", "baseline"] = Field(
-        "own", description="where a client starts that nobody helps: its own model, or that before its last training"
+        "own",
+        description="start of a client without a helpful model: its own model, or its model before its last training",
     )
     affinity: Literal["raw", "shares"] = Field(
         "raw", description="what is added up: affinities, or affinities over the size of their sum"

@@ -80,7 +80,7 @@ class FedGroup(Method):
         return self._join({**server, "models": across(self.ctx, models, self.hp.eta_g)}, uploads)
 
     def _join(self, server: State, uploads: Sequence[Upload]) -> State:
-        """Who has no group yet joins the one with the nearest direction."""
+        """Clients without a group join the one with the nearest direction."""
         new = [u for u in uploads if u.sender not in server["cluster"]]
         if not new:
             return server

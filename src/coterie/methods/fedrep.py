@@ -2,7 +2,7 @@
 
 The head stays on the client. Local training first fits the head with the body frozen, then the body with the head
 frozen. Departs from the authors' code:
-- Batch norm inside the frozen body stands still in the head phase.
+- Batch norm inside the frozen body is not updated in the head phase.
 - They end with a round in which everybody fits its head for 10 epochs or more. Here everybody is scored as it is, like
   in every other method; `final_epochs` adds that round as the view `adapted`.
 - A client that was never sampled holds the initial head; theirs holds the mean of the others' heads, which would have

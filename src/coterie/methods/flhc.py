@@ -26,7 +26,7 @@ class FLHCSettings(Settings):
     linkage: Linkage = Field("ward", description="linkage; ward needs l2")
     quantile: float = Field(0.9, ge=0, le=1, description="cut at this quantile of the merge heights")
     threshold: float | None = Field(None, ge=0, description="cut at this height instead")
-    groups: int | None = Field(None, ge=1, description="cut into so many clusters instead")
+    groups: int | None = Field(None, ge=1, description="cut into this many clusters instead")
 
 
 class FLHC(Method):

@@ -3,8 +3,8 @@
 FedAvg with a contrastive term: the features of a sample are drawn towards those of the model received and pushed from
 those of the client's model after its last local training, -log(e^a / (e^a + e^b)) with cosines a, b over tau.
 Features are what enters the head; the authors add a projection of two layers to their models, which is part of the
-model there. The two other models stand still, their batch norm uses its running statistics. Who has never trained has
-the first model of the run as its last one, so the first round is FedAvg.
+model there. The two other models are not updated, their batch norm uses its running statistics. A client that has
+never trained uses the initial model as its last one, so the first round is FedAvg.
 """
 
 import torch.nn.functional as F

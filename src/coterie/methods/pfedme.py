@@ -78,5 +78,5 @@ class PFedMe(Method):
         return state["theta"], {}
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        """theta; who never trained has the model received."""
+        """theta; clients that never trained have the received model."""
         return (state["theta"], {}) if "theta" in state else super().personal(state, download, data)

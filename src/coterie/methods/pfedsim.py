@@ -21,7 +21,7 @@ from coterie.schema import Link, Schema, like
 
 
 class PFedSimSettings(Settings):
-    rho: float = Field(0.5, ge=0, le=1, description="share of the rounds that are FedAvg (generalisation phase)")
+    rho: float = Field(0.5, ge=0, le=1, description="fraction of the rounds that are FedAvg (generalisation phase)")
     score: Literal["own", "mixed"] = Field("own", description="model that is scored: last trained, or the next mixture")
 
 

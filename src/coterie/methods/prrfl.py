@@ -71,7 +71,7 @@ class PRRFL(Method):
         return name in self.ctx.group("bn")
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """Somebody whose deputy the server does not have is sent nothing."""
+        """A client whose deputy the server does not have is sent nothing."""
         if link == "down":
             if now is None:
                 return replace(self.model_schema, may_be_empty=True)
@@ -112,7 +112,7 @@ class PRRFL(Method):
         """Who teaches in the next epoch, by both models' macro-F1 on the training data."""
         if extras["left"] <= 0:
             return params, extras
-        # detached, so that batch norm stands still
+        # detached, so that batch norm is not updated
         trees = [{k: v.detach() for k, v in T.strip(mark, params).items()} for mark in ("v:", "w:")]
         v, w = (macro_f1(partial(self.ctx.forward, tree), data.train.x, data.train.y) for tree in trees)
         now = stage(v, w, self.hp.alpha1, self.hp.alpha2)

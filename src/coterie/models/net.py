@@ -1,4 +1,4 @@
-"""A module as a way to call trees: the tree is the truth, the module holds nothing of its own."""
+"""Calls a module with the tensors of a tree; the module itself holds no state."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -160,7 +160,7 @@ class Net:
 
 
 def initial(module: nn.Module, seed: int) -> None:
-    """Draw the module's parameters anew from the seed (its own reset_parameters, in module order).
+    """Re-initialise the module's parameters from the seed (its own reset_parameters, in module order).
 
     Parts marked `keep_initial` (pre-trained, or made from a seed already) stay as they are."""
     with torch.random.fork_rng(devices=[]):

@@ -54,7 +54,7 @@ def build(
     shape, name, options = tuple(shape), _name(source), dict(options or {})
     if isinstance(source, str):
         source = _factory(source)
-    with torch.random.fork_rng(devices=[]):  # building a model must not disturb anybody's random numbers
+    with torch.random.fork_rng(devices=[]):  # building a model must not change the global random state
         torch.manual_seed(0 if seed is None else seed)
         if isinstance(source, nn.Module):
             if options:

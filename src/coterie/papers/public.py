@@ -77,6 +77,6 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     out = table[["method", "column", "window"]].copy()
     out["theirs"] = [f"{v:.2f}" for v in table["theirs"]]
     out["ours"] = [f"{v:.2f} ± {s:.2f}" for v, s in zip(table["ours"], table["standard error"], strict=True)]
-    out["errors apart"] = [f"{v:+.1f}" for v in table["apart"]]
+    out["difference (SE)"] = [f"{v:+.1f}" for v in table["apart"]]
     out["within two"] = ["yes" if v else "no" for v in table["within two"]]
     return out.set_index("method")

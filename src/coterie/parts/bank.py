@@ -1,6 +1,6 @@
 """The last model of every client as one matrix on the server, so that mixing is one matrix product.
 
-A bank is a state {"ids": [client, ...], "flat": [clients, P]}; who never answered stands at the initial model.
+A bank is a state {"ids": [client, ...], "flat": [clients, P]}; clients that never answered have the initial model.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -14,7 +14,7 @@ from coterie.tree import Tree
 
 
 def fill(tree: Mapping[str, Tensor], ids: Sequence[ClientId]) -> State:
-    """Everybody at the same model."""
+    """All clients at the same model."""
     return {"ids": list(ids), "flat": T.flatten(tree).expand(len(ids), -1).clone()}
 
 

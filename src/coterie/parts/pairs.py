@@ -15,7 +15,7 @@ from coterie.parts import bank
 
 
 def opened(tree: Mapping[str, Tensor], clients: Sequence[ClientId]) -> State:
-    """Everybody at the same model, nobody like anybody."""
+    """All clients at the same model, with no similarities."""
     n = len(clients)
     return {"bank": bank.fill(tree, clients), "similarity": torch.zeros(n, n, dtype=torch.float64), "answered": []}
 

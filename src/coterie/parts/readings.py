@@ -1,8 +1,8 @@
 """Readings of a paper: named presets over a method's other settings.
 
 `paper` is the text, `code` what the authors' published code (or the framework they evaluated in) does, `mended` the
-smallest change that keeps the paper's idea and works. A reading is weaker than the defaults of a variant, and these
-are weaker than what a user sets.
+smallest change that keeps the paper's idea and works. The defaults of a variant override a reading, and the
+user's settings override both.
 """
 
 from collections.abc import Mapping

@@ -16,7 +16,7 @@ from coterie.tree import Tree
 def start(ctx: Context, number: int) -> Tree:
     """Number 0 is the run's own start, any other a fresh draw of the same module keyed by it.
 
-    Pre-trained parts stay as they are; a model that the user built as a whole is drawn anew.
+    Pre-trained parts stay as they are; a model that the user built as a whole is re-initialised.
     """
     if number == 0:
         return T.clone(ctx.w0)
@@ -35,5 +35,5 @@ def starts(ctx: Context, count: int) -> list[Tree]:
     """`count` different models, the run's own start first."""
     models = [start(ctx, g) for g in range(count)]
     if count > 1 and all(torch.equal(v, models[1][k]) for k, v in ctx.w0.items()):
-        raise CoterieError("this model has nothing that can be drawn anew, so several models would all start equal")
+        raise CoterieError("this model has nothing that can be re-initialised, so several models would all start equal")
     return models

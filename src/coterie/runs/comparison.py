@@ -103,11 +103,11 @@ class Comparison:
         return out
 
     def warnings(self) -> list[str]:
-        """A sentence for each thing that a reader of the numbers must know."""
+        """Warnings that a reader of the numbers must know, one sentence each."""
         out = [w for r in self.runs for w in r.warnings()]
         seeds: dict[int, set[tuple[str, float]]] = {}
         for r in self.runs:
-            # a validation part is cut from the training part, which changes the fingerprint but not who has what
+            # a validation part is cut from the training part, which changes the fingerprint but not the partition
             mark = r.description["partition"]["sha256"], r.settings["federation"]["val_share"]
             seeds.setdefault(r.settings["seed"], set()).add(mark)
         if any(len(marks) > len({share for _, share in marks}) for marks in seeds.values()):

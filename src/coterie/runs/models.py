@@ -1,4 +1,4 @@
-"""Personal models taken out of a run's folder."""
+"""Personal models from a run's folder."""
 
 import copy
 import json
@@ -45,7 +45,7 @@ class Saved:
             raise CoterieError(f"{run.path / 'checkpoints'} holds no checkpoint yet")
         last = files[-1].with_name(f"{run.last_round:06d}.state")
         if run.finished and files[-1] != last:
-            raise CoterieError(f"{last} is missing; `coterie run --resume {run.path}` computes it again")
+            raise CoterieError(f"{last} is missing; `coterie run --resume {run.path}` recomputes it")
         self.checkpoint: Checkpoint = read(files[-1], type(self.method).__name__)
         self.states: ClientStates = client_states(self.session, run.path)
         self.states.look(self.checkpoint.clients)

@@ -21,7 +21,7 @@ _NEEDED = ("settings", "method", "partition", "versions", "data", "subset", "fed
 
 
 class Run:
-    """Reads what is there; never writes. `objects` are those that stand behind names in the settings, if any."""
+    """A run's folder, read only. `objects` are the user's own objects that its settings refer to, if any."""
 
     group = ""  # runs of one group have the same clients and can be compared
     base = ""  # the name without what tells it from other runs of the same method
@@ -72,7 +72,7 @@ class Run:
     def events(self) -> list[dict[str, Any]]:
         """One dictionary per finished round; a last line that a crash cut short is left out.
 
-        Raises if others are damaged: no number may be missing from a table without a word."""
+        Raises if other lines are damaged, so that no number is silently missing from a table."""
         log = folder.read_log(self.path / folder.EVENTS)
         saved = max((folder.round_of(p) for p in folder.checkpoints(self.path)), default=-1)
         damage = log.damage
@@ -84,11 +84,11 @@ class Run:
 
     @property
     def _mend(self) -> str:
-        return f"`coterie run --resume {self.path}` computes again what is lost"
+        return f"`coterie run --resume {self.path}` recomputes what is lost"
 
     @cached_property
     def damage(self) -> list[str]:
-        """A sentence for each evaluation that is damaged or missing; events that are, raise."""
+        """A sentence for each damaged or missing evaluation. Damaged events raise an error."""
         return folder.evaluation_damage(self.path, self.events)
 
     @property
@@ -152,7 +152,7 @@ class Run:
         return folder.read_timing(self.path / folder.TIMING)
 
     def warnings(self) -> list[str]:
-        """A sentence for each thing that a reader of the numbers must know."""
+        """Warnings that a reader of the numbers must know, one sentence each."""
         out = [f"{sentence}; {self._mend}" for sentence in self.damage]
         out += [f"{self._timing.damage}; seconds are incomplete"] if self._timing.damage else []
         found = self.summary().get("personal", {})

@@ -1,4 +1,4 @@
-"""Many runs in one go: cells spread over processes, loaded data shared, finished cells skipped, broken ones named."""
+"""Many runs in one command: cells run in several processes and share loaded data; finished cells are skipped."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -32,7 +32,7 @@ class Cell:
     objects: Objects = field(default_factory=Objects)
 
     def finished(self) -> bool:
-        """Done already and undamaged, with the same settings; other settings in the same folder are refused."""
+        """Is the run finished, undamaged and of the same settings? Other settings in the same folder are refused."""
         if not (self.out / "settings.json").exists():
             return False
         run = Run(self.out)
@@ -54,7 +54,7 @@ class Cell:
 
 @dataclass
 class Status:
-    """What a spectator is told: rounds done per cell, and what went wrong."""
+    """Progress of a sweep: rounds done per cell, and errors."""
 
     rounds: dict[Path, int]
     planned: dict[Path, int]

@@ -1,4 +1,4 @@
-"""No processes: everything is computed here, with the same hand-over by value as between processes."""
+"""Computes everything in this process, and copies values as between processes."""
 
 from collections.abc import Sequence
 

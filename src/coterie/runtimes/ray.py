@@ -240,12 +240,12 @@ def _without_items(clients: Clients) -> Clients:
 
 
 def _ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing about a run is reported to anybody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a notice about accelerators
     try:
         return importlib.import_module("ray")
     except ImportError:
-        raise CoterieError("runtime = ray needs Ray, which `pip install 'coterie[ray]'` brings") from None
+        raise CoterieError("runtime = ray needs Ray; install it with `pip install 'coterie[ray]'`") from None
 
 
 def _connect(ray: Any, workers: int | None, address: str | None) -> bool:

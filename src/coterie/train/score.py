@@ -46,7 +46,7 @@ class Scorer:
     def __init__(self, method: Method):
         self.method = method
         self.convolves = bool(method.ctx.net.layout.of_kind("conv"))
-        self._failed = False  # vmap said no once; it would again
+        self._failed = False  # vmap failed before and would fail again
 
     def __call__(self, cases: Sequence[Case], shared: bool = False) -> list[Score]:
         if len(cases) > 1 and (shared or _one_model(cases)):

@@ -23,10 +23,12 @@ from coterie.tree import Tree
 
 
 class CD2pFedSettings(Settings):
-    p_max: float = Field(0.5, ge=0, le=1, description="share of private channels in the end")
-    ramp: float = Field(1.0, ge=0, le=1, description="over which share of the rounds it grows; 0: there from the start")
+    p_max: float = Field(0.5, ge=0, le=1, description="fraction of private channels in the end")
+    ramp: float = Field(
+        1.0, ge=0, le=1, description="over which fraction of the rounds it grows; 0: there from the start"
+    )
     distil: float = Field(1.0, ge=0, description="weight of the distillation between the sub-networks")
-    average: float = Field(1.0, gt=0, le=1, description="share of the new model in the mean with the last epoch's")
+    average: float = Field(1.0, gt=0, le=1, description="fraction of the new model in the mean with the last epoch's")
     average_ramp: int = Field(1, ge=1, description="rounds over which that share grows to its value")
 
 

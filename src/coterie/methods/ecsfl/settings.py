@@ -28,9 +28,11 @@ class ECSFLSettings(ReadingSettings):
         "mean", description="plain mean of the selected, weights 1/d over the selected, or 1/d over all"
     )
     select: Rule = Field("nearest", description="which devices are aggregated; farthest and random are controls")
-    select_fraction: float = Field(0.1, gt=0, le=1, description="share of the training devices that is aggregated")
-    train_fraction: float = Field(1.0, gt=0, le=1, description="share of the devices that trains, in place of join")
-    epsilon: float = Field(1e-3, ge=0, description="a device with its last model so near to the new one stops; 0: none")
+    select_fraction: float = Field(0.1, gt=0, le=1, description="fraction of the training devices that is aggregated")
+    train_fraction: float = Field(1.0, gt=0, le=1, description="fraction of the devices that trains, in place of join")
+    epsilon: float = Field(
+        1e-3, ge=0, description="a device stops if its last model is nearer than this to the new one; 0: never"
+    )
     stop: Literal["round", "forever"] = Field("round", description="for how long a device stops")
     d_min: float = Field(1e-12, gt=0, description="devices nearer than this carry no update and are left out")
     distance_norm: DistanceNorm = Field("none", description="what distances are divided by before ranking")

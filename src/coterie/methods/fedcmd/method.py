@@ -38,7 +38,7 @@ from coterie.tree import Tree
 
 
 class FedCMDSettings(Settings):
-    rho: float = Field(0.1, gt=0, le=1, description="share of the rounds in which the personal layer is elected")
+    rho: float = Field(0.1, gt=0, le=1, description="fraction of the rounds in which the personal layer is elected")
     use_sigma: bool = Field(True, description="compare deviations too; the authors' code compares means only")
     score: Literal["own", "mixed"] = Field("own", description="model that is scored: last trained, or the next mixture")
 

@@ -30,7 +30,7 @@ class FedCPMDSettings(ReadingSettings):
     )
 
     preparation: float = Field(
-        0.3, gt=0, description="rounds of phase 1: a share of all rounds if below 1, else so many"
+        0.3, gt=0, description="rounds of phase 1: fraction of all rounds if < 1, otherwise a number of rounds"
     )
 
     # how a layer is scored
@@ -49,10 +49,12 @@ class FedCPMDSettings(ReadingSettings):
     w2_sigma: bool = Field(True, description="false compares means only, as the predecessor's code does")
 
     # phase 1 and the switch
-    sampler: Literal["coverage", "uniform"] = Field("coverage", description="of phase 1: everybody once first")
+    sampler: Literal["coverage", "uniform"] = Field(
+        "coverage", description="sampling of phase 1: every client once first"
+    )
     vote: Literal["round", "batch"] = Field("round", description="one vote per participation or per mini-batch")
     tie: Tie = Field("mean_score", description="which of the layers with most votes wins")
-    unseen: Literal["probe", "classifier", "random"] = Field("probe", description="layer of who never voted")
+    unseen: Literal["probe", "classifier", "random"] = Field("probe", description="layer for clients that never voted")
     phase1_personal: Literal["classifier", "voted", "none"] = Field("classifier", description="private in phase 1")
     switch_init: Literal["carry", "mean", "reset", "global"] = Field(
         "carry",
@@ -65,9 +67,12 @@ class FedCPMDSettings(ReadingSettings):
         "layer", description="what is private: the layer voted for, or the classifier as well"
     )
     shared_by: Literal["cluster", "all"] = Field(
-        "cluster", description="who averages a layer: clients with the same personal layer, or all that share it"
+        "cluster",
+        description="clients over which a layer is averaged: those with the same personal layer, or all that share it",
     )
-    min_participants: int = Field(1, ge=1, description="of each cluster in a round, if it has so many members")
+    min_participants: int = Field(
+        1, ge=1, description="fewest participants of each cluster in a round, if it has that many members"
+    )
     similarity_payload: Literal["full", "sketch", "none"] = Field(
         "full", description="what is uploaded for the similarity: the layer, a random projection, or nothing"
     )
@@ -78,4 +83,4 @@ class FedCPMDSettings(ReadingSettings):
         "params", description="of parameters or of their change since the start"
     )
     phi_weight: Literal["linear", "log"] = Field("linear", description="weight of a similarity s: s or -log(1 - s)")
-    unsampled_body: Unsampled = Field("similarity", description="bodies of members who did not take part")
+    unsampled_body: Unsampled = Field("similarity", description="bodies of members that did not take part")

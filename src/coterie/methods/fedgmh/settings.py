@@ -33,8 +33,8 @@ class FedGMHSettings(ReadingSettings):
     )
 
     # clients
-    beta: float = Field(0.5, ge=0, le=1, description="share of the head's entries that are critical")
-    mask_scope: Literal["head", "tensor"] = Field("head", description="rank weight and bias together or apart")
+    beta: float = Field(0.5, ge=0, le=1, description="fraction of the head's entries that are critical")
+    mask_scope: Literal["head", "tensor"] = Field("head", description="rank weight and bias together or separately")
     criticality: Literal["product", "square"] = Field(
         "product", description="of an entry: |change x value|, or change squared x value as in the authors' code"
     )
@@ -42,9 +42,9 @@ class FedGMHSettings(ReadingSettings):
         "mask", description="how the received head is written in: some entries, averaged with the own (GMH-a), or all"
     )
     written: Literal["critical", "others"] = Field("critical", description="mask: entries that take the received value")
-    received_share: float = Field(0.5, ge=0, le=1, description="average: share of the received head")
+    received_share: float = Field(0.5, ge=0, le=1, description="average: fraction of the received head")
     first_psi: Literal["none", "ones"] = Field("none", description="mask of a client that has not trained yet")
-    init: Literal["shared", "independent"] = Field("shared", description="do clients start from the same model")
+    init: Literal["shared", "independent"] = Field("shared", description="whether clients start from the same model")
     decay_on: Literal["round", "participation"] = Field("round", description="what lr_decay counts (exact for SGD)")
 
     # what travels

@@ -45,7 +45,7 @@ class FedPCSettings(ReadingSettings):
     J: int | None = Field(None, ge=1, description="number of groups; empty: chosen by silhouette")
     J_max: int = Field(10, ge=2, description="largest number of groups to choose from")
     pca: Annotated[float, Field(gt=0)] | Annotated[int, Field(ge=1)] | Literal["none"] = Field(
-        0.95, description="share of variance, or number of components"
+        0.95, description="fraction of variance, or number of components"
     )
     missing: Missing = Field("zero", description="absent classes in the clustering")
     grouping: Literal["prototypes", "random"] = Field("prototypes", description="random: same sizes, as a control")

@@ -21,7 +21,7 @@ class FedPCNoProto(FedPC):
 
 
 class FedPCNoMixing(FedPC):
-    """Groups learn apart."""
+    """Groups learn separately."""
 
     Settings = with_defaults(FedPCSettings, inter="none")
     card = replace(FedPC.card, title="FedPC no mixing")

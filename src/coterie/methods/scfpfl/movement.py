@@ -21,5 +21,5 @@ def follow(moves: State, uploads: Sequence[Upload], names: Names) -> State:
 
 
 def stationary(moves: State, eps1: float, eps2: float) -> bool:
-    """Together they hardly move any more, yet somebody still moves far: they pull in different directions."""
+    """The mean update is small but some update is large: clients pull in different directions."""
     return bool(moves["mean_update"] < eps1 and moves["largest_update"] > eps2)

@@ -60,18 +60,18 @@ class ClusterSettings(WarmUpSettings):
     compare: Literal["items", "centred"] = Field(
         "items", description="similarity of clients: cosines per item, or of all logits without their means"
     )
-    predict: Literal["softmax", "logits"] = Field("softmax", description="what predictions are")
-    self_similarity: bool = Field(True, description="does the degree of a client count itself")
+    predict: Literal["softmax", "logits"] = Field("softmax", description="form of the predictions")
+    self_similarity: bool = Field(True, description="whether the degree of a client counts itself")
 
 
 class FourierSettings(Settings):
     """How the cloud mixes the edge models."""
 
-    g: float = Field(0.35, ge=0, le=0.5, description="share of frequencies that is low; 0 leaves the mean")
+    g: float = Field(0.35, ge=0, le=0.5, description="fraction of frequencies that is low; 0 leaves the mean")
     g_schedule: Literal["const", "linear"] = Field("const", description="linear: g grows to g_last")
     g_last: float = Field(0.475, ge=0, le=0.5, description="g of the last round when it grows")
-    fourier_linear: Treatment = Field("fourier", description="what happens to linear weights")
-    fourier_bias: Treatment = Field("mean", description="and to biases and batch norm")
+    fourier_linear: Treatment = Field("fourier", description="treatment of linear weights")
+    fourier_bias: Treatment = Field("mean", description="treatment of biases and batch norm")
     fourier_mask: MaskKind = Field("symmetric", description="which frequencies are low")
     fourier_layout: Layout = Field("tile", description="how a kernel becomes a matrix")
     fourier_weight: Literal["uniform", "samples"] = Field("uniform", description="weight of an edge")
@@ -80,12 +80,12 @@ class FourierSettings(Settings):
 class AgentSettings(Settings):
     """How the edge's model becomes the client's own."""
 
-    lambda1: float = Field(0.9, ge=0, description="the agent needs this share of the own validation accuracy")
+    lambda1: float = Field(0.9, ge=0, description="the agent needs this fraction of the own validation accuracy")
     agent_epochs: float | None = Field(None, ge=0, description="epochs of the agent; empty: the local epochs")
-    local_train_each_round: bool = Field(False, description="does the own model also train, before the agent")
+    local_train_each_round: bool = Field(False, description="whether the own model also trains, before the agent")
     agent_fail: Literal["keep", "train"] = Field("keep", description="what the own model does instead")
     accept: Literal["agent", "best"] = Field(
-        "agent", description="who becomes the own model: a good enough agent, or the best of agent, edge and own"
+        "agent", description="what becomes the own model: a good enough agent, or the best of agent, edge and own"
     )
     sends: Literal["kept", "agent"] = Field("kept", description="what is uploaded: the own model or the agent")
     kl_when: Literal["always", "own_better"] = Field(

@@ -1,4 +1,4 @@
-"""What a person sees of a running federation: who is connected, round, accuracy, bytes per link, errors."""
+"""Screen output of a running federation: connected nodes, round, accuracy, bytes per link, errors."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ from coterie.runtimes.flower.local import Local
 
 
 def watch(local: Local, console: Console, quiet: bool, stopped: Callable[[], bool]) -> bool:
-    """Show it until it ends; False when a stop was asked for. A dead device is shown, not started again."""
+    """Show it until it ends; returns False if a stop was requested. A dead device is shown, not restarted."""
     cloud = local.children["cloud"]
     terminal = sys.stdout.isatty() and not quiet
     said: tuple[Any, ...] = ()
