@@ -56,6 +56,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = generated()[name]()
     markdown = fill(markdown)
     markdown = markdown.replace("```python norun\n", "```python\n")
+    markdown = re.sub(r"\]\((tutorials/[\w-]+)\.ipynb\)", r"](\1.md)", markdown)
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!methods/|tutorials/|images/)[^)]*\)", _outside(name), markdown)
 
 
