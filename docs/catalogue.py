@@ -259,7 +259,8 @@ def counts() -> dict[str, int]:
 def fill(text: str) -> str:
     """Put generated parts into a page: `<!-- settings NAME -->`, `<!-- run settings -->`, and counts."""
     text = re.sub(r"<!-- settings ([\w-]+) -->", lambda m: settings_table(m[1]), text)
-    text = counted(text)
+    text = re.sub(COUNT, lambda m: str(counts()[m[2]]), text)  # without the marks, which can end a paragraph
+    text = re.sub(NAMES, lambda m: names(), text)
     return text.replace("<!-- run settings -->", run_settings()) if "<!-- run settings -->" in text else text
 
 

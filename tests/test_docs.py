@@ -151,6 +151,7 @@ def test_counts_and_names_in_the_pages_are_those_of_the_registry(catalogue) -> N
     for page in PAGES:
         text = page.read_text()
         assert catalogue.counted(text) == text, f"{page.name} is out of date: run python docs/catalogue.py"
+        assert not re.search(r"^[-*]? ?<!-- count", text, flags=re.M), f"{page.name}: a comment here ends the paragraph"
         loose = re.search(r"\b\d+ (registered )?methods and (\d+ )?(variants|ablations)", text)
         assert not loose, f"{page.name} has a typed count: {loose and loose[0]}"
     assert "<!-- count methods -->" in (ROOT / "README.md").read_text()
