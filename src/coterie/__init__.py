@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from coterie.data.arrays import from_arrays, from_torch
     from coterie.errors import CoterieError
     from coterie.method import Card, Download, Method, Phase, Settings, Upload
+    from coterie.models.assigned import PerClient
 
 _HOME = {
     "compare": "api", "open_run": "api", "resume": "api", "run": "api",
@@ -21,6 +22,7 @@ _HOME = {
     "CoterieError": "errors",
     "Card": "method", "Download": "method", "Method": "method", "Phase": "method", "Settings": "method",
     "Upload": "method",
+    "PerClient": "models.assigned",
 }  # fmt: skip
 
 
@@ -38,6 +40,6 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Card", "CoterieError", "Download", "Method", "Phase", "Settings", "Upload", "compare", "from_arrays",
+    "Card", "CoterieError", "Download", "Method", "PerClient", "Phase", "Settings", "Upload", "compare", "from_arrays",
     "from_torch", "open_run", "resume", "run",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from coterie.errors import CoterieError, unknown
 from coterie.folders import fresh_folder
 from coterie.method import Method
 from coterie.methods import canonical, controls, known
+from coterie.models.assigned import PerClient
 from coterie.models.registry import WITH_NORM
 from coterie.runs.arena import CONTROLS, GENERAL
 from coterie.runs.comparison import Comparison
@@ -33,7 +34,7 @@ log = logging.getLogger("coterie")
 def run(
     method: str | type[Method] = "fedavg",
     data: str | Path | Dataset = "digits",
-    model: str | nn.Module | Factory | None = None,
+    model: str | nn.Module | Factory | PerClient | None = None,
     *,
     out: str | Path | None = None,
     workers: int | None = None,
@@ -94,7 +95,7 @@ def compare(
 def comparison_cells(
     methods: Sequence[str | type[Method]],
     data: str | Path | Dataset,
-    model: str | nn.Module | Factory | None,
+    model: str | nn.Module | Factory | PerClient | None,
     seeds: int | Sequence[int],
     folder: Path,
     against: str | Sequence[str] = (),
@@ -243,12 +244,14 @@ def _told(found: Run) -> Run:
     return found
 
 
-def _named(data: str | Path | Dataset, model: str | nn.Module | Factory | None) -> tuple[dict[str, Any], Objects]:
+def _named(
+    data: str | Path | Dataset, model: str | nn.Module | Factory | PerClient | None
+) -> tuple[dict[str, Any], Objects]:
     """Names for the settings, and the objects that cannot be found by name."""
     own_data, own_model = isinstance(data, Dataset), not (model is None or isinstance(model, str))
     if not own_data and not isinstance(data, str | Path):
         raise CoterieError(f"data = {data!r} is invalid: it must be a name, a path or a Dataset")
-    if own_model and not callable(model):
+    if own_model and not callable(model) and not isinstance(model, PerClient):
         raise CoterieError(
             f"model = {model!r} is invalid: it must be a name, an nn.Module or a function that returns one"
         )

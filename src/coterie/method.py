@@ -198,6 +198,8 @@ class Method:
     # random, or a part of it taken away; subclasses do not inherit them
     controls: ClassVar[tuple[str, ...]] = ()
     weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
+    # what the models of all clients have in common: everything, the head and its features, or only the classes
+    agree: ClassVar[Literal["model", "head", "output"]] = "model"
 
     ctx: Context  # bound by the runtime before any hook is called
     hp: Any  # the settings; a method annotates it with its own class

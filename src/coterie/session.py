@@ -1,5 +1,6 @@
 """From settings to a run: data, model, method and loop put together, and everything checked before work starts."""
 
+import copy
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +26,9 @@ from coterie.loop import Loop, Progress, Schedule
 from coterie.method import Context, Method
 from coterie.methods import build as build_method
 from coterie.methods import find
+from coterie.models.assigned import PerClient, assigned, is_assignment
 from coterie.models.net import Net
-from coterie.models.registry import WITH_NORM, default_for
+from coterie.models.registry import WITH_NORM, default_for, options_of
 from coterie.models.registry import build as build_model
 from coterie.official import Official
 from coterie.rng import key
@@ -49,7 +51,7 @@ class Objects:
 
     method: type[Method] | None = None
     dataset: Dataset | None = None
-    model: nn.Module | Factory | None = None
+    model: nn.Module | Factory | PerClient | None = None
 
     def described(self) -> dict[str, str]:
         """Where each of them comes from: such a run can be continued only with the same objects."""
@@ -58,6 +60,7 @@ class Objects:
 
 
 def _origin(thing: object) -> str:
+    thing = thing.pick if isinstance(thing, PerClient) else thing
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}:{getattr(named, '__qualname__', '')}"
 
@@ -71,6 +74,11 @@ class Session:
     federation: Federation
     method: Method
     objects: Objects = field(default_factory=Objects)
+    others: Mapping[int, Method] = field(default_factory=dict)  # the method bound to other models, by client
+
+    def method_of(self, client: int) -> Method:
+        """The method with this client's own model."""
+        return self.others.get(client, self.method)
 
     @property
     def newcomers(self) -> tuple[int, ...]:
@@ -80,7 +88,7 @@ class Session:
         s = self.settings
         rule = Optimiser(s.optimizer, s.momentum, s.weight_decay, s.opt_state == "keep")
         stacker = Stacker(self.method.ctx, rule) if self.engine.engine == "stack" else None
-        return Clients(self.method, self.federation, rule, stacker)
+        return Clients(self.method, self.federation, rule, stacker, self.others)
 
     def chosen(self) -> list[str]:
         """A sentence for each thing that nobody named and that the method needs."""
@@ -160,9 +168,11 @@ def bind(
     engine: Engine,
     bound: Method,
     federation: Federation,
-    model: nn.Module | Factory | None = None,
+    model: nn.Module | Factory | PerClient | None = None,
 ) -> Session:
     """A method with its model and context on partitioned data."""
+    if isinstance(model, PerClient) or (model is None and is_assignment(settings.model)):
+        return _bind_each(settings, engine, bound, federation, model or str(settings.model))
     n = len(federation.clients)
     if settings.newcomers >= n:
         raise CoterieError(f"newcomers = {settings.newcomers} leaves none of the {n} clients to train")
@@ -190,6 +200,57 @@ def bind(
         official.check(federation)
     bound.check()
     return Session(settings, engine, federation, bound)
+
+
+def _bind_each(
+    settings: RunSettings, engine: Engine, bound: Method, federation: Federation, models: PerClient | str
+) -> Session:
+    """The same where clients have different models: the method is bound once for each of them, on the server to the
+    first client's; what it exchanges must not depend on which."""
+    title = bound.card.title or type(bound).__name__
+    if bound.agree == "model":
+        raise CoterieError(
+            f"{title} needs the same model at every client; models that differ work with methods that exchange "
+            "prototypes, heads or predictions only (fedproto, fedtgp, fedgh, fedgmh, fedmd)"
+        )
+    for name in ("official", "log_updates"):
+        if getattr(settings, name):
+            raise CoterieError(f"{name} = true needs the same model at every client")
+    made: dict[object, Session] = {}
+    of = {}
+    for i, source in assigned(models, federation.clients).items():
+        key = source if isinstance(source, str) else id(source)
+        if key not in made:
+            fits = _options_of(source, settings.model_options) if isinstance(source, str) else {}
+            plain = settings.model_copy(
+                update={"model": source if isinstance(source, str) else None, "model_options": fits}
+            )
+            one = copy.copy(bound)
+            made[key] = bind(plain, engine, one, federation, None if isinstance(source, str) else source)
+        of[i] = made[key].method
+    if unused := set(settings.model_options) - {k for s in made.values() for k in s.settings.model_options}:
+        raise CoterieError(f'none of the models has an option "{min(unused)}"')
+    first = of[federation.clients[0]]
+    for i, method in of.items():
+        a, b = first.ctx.net, method.ctx.net
+        if bound.agree == "head" and (a.width, a.head_names) != (b.width, b.head_names):
+            what = (
+                f"{a.width} and {b.width} features before the head"
+                if a.width != b.width
+                else f"heads with other names ({a.head_names[0]}, {b.head_names[0]})"
+            )
+            raise CoterieError(
+                f"the models of clients {federation.clients[0]} and {i} have {what}; {title} exchanges those, so they "
+                "must agree"
+            )
+    others = {i: method for i, method in of.items() if method is not first}
+    return Session(settings, engine, federation, first, others=others)
+
+
+def _options_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that this model knows; one that none of the models knows is refused after all are made."""
+    known = options_of(name)
+    return {k: v for k, v in options.items() if k in known}
 
 
 def _net(

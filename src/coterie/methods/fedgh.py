@@ -29,6 +29,7 @@ class FedGH(Method):
     hp: FedGHSettings
     card = Card("FedGH", "Yi et al., ACM MM 2023, arXiv 2303.13137", 2023, "P,S", personal="the body")
     needs = ("head",)
+    agree = "head"
 
     def private(self, name: str) -> bool:
         return name in self.ctx.group("body")

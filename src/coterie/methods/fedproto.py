@@ -45,6 +45,7 @@ class FedProto(Method):
     card = Card("FedProto", "Tan et al., AAAI 2022, arXiv 2105.00243", 2022, "P,R", personal="the whole model")
     needs = ("head",)
     weighting = "uniform"
+    agree = "head"
 
     def private(self, name: str) -> bool:
         return True

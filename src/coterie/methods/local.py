@@ -13,6 +13,7 @@ class Local(Method):
     card = Card(
         title="Local-Only", paper="no collaboration (reference)", family="-", personal="the whole model", certainty="B"
     )
+    agree = "output"
 
     def private(self, name: str) -> bool:
         return True

@@ -95,6 +95,11 @@ def known() -> list[ModelInfo]:
     return [_info(name, _factory(name)) for name in sorted({*ZOO, *entry_points(group=GROUP).names})]
 
 
+def options_of(name: str) -> set[str]:
+    """The options that a model takes."""
+    return {k for k in _parameters(_factory(name)) if k not in FACTS}
+
+
 def _info(name: str, factory: nn.Module | Factory) -> ModelInfo:
     options = {k: p.default for k, p in _parameters(factory).items() if p.default is not p.empty}
     return ModelInfo(name, (inspect.getdoc(factory) or "").partition("\n")[0], options)

@@ -55,23 +55,24 @@ class Saved:
         federation, saved = self.session.federation, self.checkpoint
         if client not in federation.clients:
             raise CoterieError(f"the run has no client {client}; they are numbered 0 to {len(federation.clients) - 1}")
-        data = federation.data(client)
+        data, method = federation.data(client), self.session.method_of(client)
         state = self.states.get(client)
         if state is None:
-            state = self.method.init_client(data)
+            state = method.init_client(data)
         shared, own = preview(self.method, saved.server, saved.edges, [client], saved.round + 1)[client]
         with torch.no_grad():
-            params, extras = self.method.personal(state, {**shared, **own}, data)
+            params, extras = method.personal(state, {**shared, **own}, data)
         return clone(params), extras
 
     def adapted(self, client: int) -> tuple[Tree, Extras]:
         """The same after the fine-tuning that comes before use, if the method has some."""
         params, extras = self.personal(client)
-        if not (phases := self.method.adapt()):
+        method = self.session.method_of(client)
+        if not (phases := method.adapt()):
             return params, extras
         data, rule = self.session.federation.data(client), self.session.clients().rule
         round = self.checkpoint.round + 1
-        return train(self.method.ctx, rule, phases, params, extras, data, round)[:2]
+        return train(method.ctx, rule, phases, params, extras, data, round)[:2]
 
     def plain(self, extras: Extras) -> bool:
         """Is the personal model just the network with these parameters?"""
@@ -88,11 +89,12 @@ def personal_module(run: Run, client: int) -> nn.Module:
     saved = Saved(run)
     params, extras = saved.adapted(client)
     if not saved.plain(extras):
-        return PersonalModel(saved.method, params, extras).eval()
-    net = saved.method.ctx.net
+        return PersonalModel(saved.session.method_of(client), params, extras).eval()
+    ctx = saved.session.method_of(client).ctx
+    net = ctx.net
     net.load({k: nn.Parameter(v) if k in net.trainable else v for k, v in params.items()})
     module = copy.deepcopy(net.module)
-    net.load(saved.method.ctx.w0)
+    net.load(ctx.w0)
     return module.eval()
 
 

@@ -39,6 +39,10 @@ def choose(clients: Clients, asked: Asked) -> Choice:
     """The engine of a new run. Engines agree to rounding only, so a run that is resumed keeps its own."""
     if asked == "loop":
         return Choice("loop", "as asked")
+    if clients.others:
+        if asked == "stack":
+            raise CoterieError("engine = stack trains clients of one model together; here their models differ")
+        return Choice("loop", "clients have different models")
     if clients.rule.keep:
         if asked == "stack":
             raise CoterieError("engine = stack trains without memory of earlier rounds; opt_state = keep needs loop")

@@ -1,8 +1,8 @@
 """The client's side of a run: trains and scores with the client's own data and state. The same in every runtime."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -11,7 +11,7 @@ from coterie import tree as T
 from coterie.data.federation import Federation
 from coterie.errors import CoterieError
 from coterie.messages import Job, Remote, Score, ScoreAnswer, ScoreRequest, TrainAnswer, Trained, TrainRequest
-from coterie.method import ClientData, Extras, Method, Phase, Split, State
+from coterie.method import ClientData, ClientId, Extras, Method, Phase, Split, State
 from coterie.train.optim import Optimiser
 from coterie.train.score import TOGETHER, Case, Scorer, score
 from coterie.train.stack import Stacker
@@ -42,6 +42,7 @@ class Clients:
     federation: Federation
     rule: Optimiser
     stacker: Stacker | None = None  # None: client by client
+    others: Mapping[ClientId, Method] = field(default_factory=dict)  # bound to other models, for clients that have one
 
     @cached_property
     def _scorer(self) -> Scorer:
@@ -49,14 +50,22 @@ class Clients:
 
     def train(self, jobs: Sequence[Job]) -> list[Trained]:
         """Local training of these clients, in the order of the jobs."""
+        if self.others:
+            return [done for j in jobs for done in self._of(j.request.client)._train([j])]
         step = max(1, len(jobs)) if self.stacker else 1
         parts = [jobs[a : a + step] for a in range(0, len(jobs), step)]
         return [done for part in parts for done in self._train(part)]
 
     def score(self, jobs: Sequence[Job]) -> list[ScoreAnswer]:
+        if self.others:
+            return [answer for j in jobs for answer in self._of(j.request.client)._score([j])]
         step = TOGETHER if self.stacker else 1
         parts = [jobs[a : a + step] for a in range(0, len(jobs), step)]
         return [answer for part in parts for answer in self._score(part)]
+
+    def _of(self, client: ClientId) -> "Clients":
+        """The same with the client's own model."""
+        return replace(self, method=self.others.get(client, self.method), others={})
 
     # ---- one client, or many at once -----------------------------------------------------------------------------
     @contextmanager

@@ -44,6 +44,7 @@ class FedGMH(Method):
     Settings = FedGMHSettings
     hp: FedGMHSettings
     needs = ("head",)
+    agree = "head"
     controls = ("fedgmh-o", "fedgmh-a", "fedgmh-oa")
     card = Card(
         title="FedGMH",

@@ -125,7 +125,8 @@ class DeviceHandler:
 
     def _keep_model(self, session: Session, run: str, job: Job) -> None:
         """The personal model as a file of its own beside the state, for whoever wants to use it on this device."""
-        method, request = session.method, job.request
+        request = job.request
+        method = session.method_of(request.client)
         data = session.federation.data(request.client)
         state = method.init_client(data) if job.state is None else _held(job.state)
         with torch.no_grad():

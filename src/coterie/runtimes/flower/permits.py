@@ -10,6 +10,7 @@ from typing import Any
 
 from coterie.config import RunSettings
 from coterie.errors import CoterieError
+from coterie.models.assigned import is_assignment, named
 
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:([A-Za-z_][A-Za-z0-9_.]*|\*)")
@@ -29,8 +30,12 @@ def check(settings: RunSettings, allow: Iterable[str] = ()) -> None:
     """Refuses settings that name code which is not allowed here; to be called before anything is imported or built."""
     if not WORD.fullmatch(settings.method):
         raise CoterieError(f"the plan's method {settings.method[:80]!r} is not the name of an installed method")
-    model = settings.model
-    if model is not None and not WORD.fullmatch(model):
+    models = [settings.model] if settings.model is not None else []
+    if is_assignment(settings.model):
+        models = [name for _, name in named(str(settings.model))]
+    for model in models:
+        if WORD.fullmatch(model):
+            continue
         if not PATH.fullmatch(model) or model.endswith("*"):
             raise CoterieError(f"the plan's model {model[:80]!r} is neither a name nor package.module:name")
         if model not in allow and f"{model.partition(':')[0]}:*" not in allow:

@@ -1,0 +1,96 @@
+"""FedMD. Li, Wang, arXiv 1910.03581, 2019.
+
+No weights travel: clients send their scores (logits) on a public set, the server averages them, and each client draws
+its own model's scores to that consensus before it trains on its own data again. So models of clients may differ in
+everything but the classes.
+The public set here has no labels, so the authors' training on it before the first round is left out; it holds few
+items, so all of them are scored in every round (a drawn part there). Scores are drawn together by their mean absolute
+difference, as in the authors' code, in steps of plain SGD at the run's rate.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.method import Batch, Card, ClientData, Download, Extras, Method, Moment, Phase, Settings, State, Upload
+from coterie.parts.gradient import grad
+from coterie.schema import Entry, Link, Schema
+from coterie.tree import Tree
+
+SCORES = "x:scores"
+CHUNK = 512
+
+
+class FedMDSettings(Settings):
+    digest_epochs: float = Field(1, ge=0, description="passes over the public set towards the consensus")
+
+
+class FedMD(Method):
+    Settings = FedMDSettings
+    hp: FedMDSettings
+    card = Card(
+        "FedMD",
+        "Li and Wang, arXiv 1910.03581, 2019",
+        2019,
+        "P",
+        personal="the whole model",
+        compute="a training pass and a forward pass over the public set",
+    )
+    needs = ("public",)
+    weighting = "uniform"
+    agree = "output"
+
+    def private(self, name: str) -> bool:
+        return True
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """Scores of all public items, both ways; down they are NaN before anybody has answered."""
+        shape = (self.ctx.public, self.ctx.classes)
+        return Schema({SCORES: Entry(shape, kind="prediction", part="scores", nan=link == "down", summable=True)})
+
+    def setup(self) -> State:
+        return {"scores": torch.full((self.ctx.public, self.ctx.classes), torch.nan)}
+
+    def down(self, server: State, ids: Sequence[int], round: int) -> Download:
+        return Download({SCORES: server["scores"]})
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        assert data.public is not None
+        scores = download[SCORES]
+        rate = 0.0 if bool(scores.isnan().any()) else self.ctx.lr_at(round)
+        return state["own"], {"public": data.public, "scores": scores.nan_to_num(), "rate": rate}
+
+    def phases(self, round: int) -> list[Phase]:
+        steps = math.ceil(self.hp.digest_epochs * math.ceil(self.ctx.public / self.ctx.batch))
+        return [Phase(update=self.digest, steps=steps), Phase(self.loss)]
+
+    def digest(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
+        """A step towards the consensus on some public items; the batch of the client's own is not used."""
+        drawn = torch.randperm(len(extras["public"]), generator=rng)[: self.ctx.batch]
+        if not extras["rate"]:
+            return params
+        x, target = extras["public"][drawn], extras["scores"][drawn]
+        names = [k for k in params if k in self.ctx.net.trainable]
+
+        def distance(p: Tree) -> Tensor:
+            return F.l1_loss(self.ctx.forward(p, x), target)
+
+        return {**params, **T.add({k: params[k] for k in names}, grad(distance, params, names), -extras["rate"])}
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        scores = torch.cat([self.ctx.forward(params, x) for x in torch.split(extras["public"], CHUNK)])
+        return {**state, "own": params}, Upload({SCORES: scores})
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        return {"scores": T.mean([u.tree for u in uploads], self.weights(uploads))[SCORES]}
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return state["own"], {}
+
+    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
+        return params, {}
