@@ -33,7 +33,7 @@ demo: $(READY)
 	$(BIN)/coterie figure clients runs/demo -o runs/demo/clients.png
 	$(BIN)/coterie report runs/demo -o runs/demo/report.html
 	@echo
-	@echo "Open runs/demo/report.html in a browser. To go on, try:"
+	@echo "Open runs/demo/report.html in a browser. Next, try:"
 	@echo "  . $(BIN)/activate"
 	@echo "  coterie run fedper $(subst ",',$(DEMO)) --seed 7"
 	@echo "  coterie data show --data digits --clients 12 --partition 'rotate(2, 0.5)'"
