@@ -128,6 +128,13 @@ def test_newcomers_and_runs_that_diverged_do_not_count() -> None:
     assert any("diverged" in w for w in arena.warnings()) and any("1 common seed" in w for w in arena.warnings())
 
 
+def test_a_control_with_another_budget_is_named() -> None:
+    runs = [Made("fedrep", 0, personal=[50, 60]), Made("local", 0, personal=[40, 50])]
+    assert not Arena(runs).warnings()
+    runs[1].settings["epochs"] = 2
+    assert Arena(runs).warnings() == ["fedrep and local were trained with different epochs"]
+
+
 def test_other_test_parts_are_not_paired() -> None:
     arena = Arena([Made("fedrep", 0, personal=[50, 60]), Made("local", 0, personal=[40, 50], total=90)])
     assert not arena.pairs and any("test parts of their clients differ" in w for w in arena.warnings())

@@ -24,6 +24,7 @@ GENERAL: dict[str, tuple[str, ...]] = {
     "fedper": ("",),
 }
 CONTROLS = "controls"  # stands for the usual controls and those that a method names
+BUDGET = ("rounds", "epochs", "batch", "lr", "lr_decay", "join", "model", "optimizer", "momentum", "weight_decay")
 At = Literal["last", "selected"]
 
 
@@ -217,6 +218,10 @@ class Arena:
         shown = {id(r): r for p in self.pairs for row in (p.row, p.against) for r in row.runs.values()}.values()
         rounds = sorted({r.last_round for r in shown})
         said = [*self._said]
+        for p in self.pairs:
+            a, b = (next(iter(row.runs.values())).settings for row in (p.row, p.against))
+            if other := [k for k in BUDGET if a.get(k) != b.get(k)]:
+                said.append(f"{p.row.label} and {p.against.label} were trained with different {', '.join(other)}")
         if len(rounds) > 1:
             said.append(f"the runs end after different rounds: {', '.join(map(str, rounds))}")
         said += [f"{r.path} stands at round {r.last_round} of {r.settings['rounds']}" for r in shown if not r.finished]
