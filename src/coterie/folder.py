@@ -11,6 +11,8 @@ clients/          private state of the clients, one file each; the checkpoint ha
 import fcntl
 import io
 import os
+import struct
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -209,6 +211,44 @@ def read_log(path: Path, length: int | None = None) -> Log:
             rows.append(found[0])
             crc = found[1]
     return Log(rows, crc, damage)
+
+
+def more_log(path: Path, before: Log, at: int) -> tuple[Log, int]:
+    """What `read_log` gives, for somebody who has read the first `at` bytes already: only the rest is read.
+
+    A file that is shorter than that, or does not go on from there, is read from its start."""
+    size = path.stat().st_size if path.exists() else 0
+    if at and not before.damage and size >= at:
+        with path.open("rb") as f:
+            f.seek(at)
+            fresh = f.read()
+        *lines, rest = fresh.split(b"\n")
+        rows, crc = list(before.rows), before.crc
+        for line in lines:
+            found = disk.unseal(line, crc)
+            if found is None:
+                break
+            rows.append(found[0])
+            crc = found[1]
+        else:
+            return Log(rows, crc), at + len(fresh) - len(rest)
+    length = disk.read(path).rfind(b"\n") + 1 if path.exists() else 0
+    whole = read_log(path, length) if length else read_log(path)
+    return whole, 0 if whole.damage else length
+
+
+def writer(path: Path) -> int | None:
+    """The process that has this folder open as a run's; None if there is none. The lock is looked at, never taken."""
+    mac = sys.platform == "darwin"
+    layout = "qqihh" if mac else "hhqqi4x"
+    fields = (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET) if mac else (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        with (path / "lock").open("rb") as f:
+            found = struct.unpack(layout, fcntl.fcntl(f, fcntl.F_GETLK, struct.pack(layout, *fields)))
+    except OSError:
+        return None
+    kind, pid = (found[3], found[2]) if mac else (found[0], found[4])
+    return None if kind == fcntl.F_UNLCK else int(pid)
 
 
 def read_timing(path: Path) -> Log:

@@ -27,7 +27,7 @@ function axes(svg, o) {
   svg.setAttribute("viewBox", `0 0 ${W} ${H}`); svg.replaceChildren();
   const fx = o.logX ? Math.log10 : v => v, x0 = fx(o.x[0]), x1 = fx(o.x[1]), [y0, y1] = o.y;
   const X = v => L + (fx(v) - x0) / (x1 - x0 || 1) * (R - L), Y = v => B - (v - y0) / (y1 - y0 || 1) * (B - T);
-  for (const t of ticks(y0, y1, H / 60)) svg.append(s("line", { x1: L, x2: R, y1: Y(t), y2: Y(t), stroke: "var(--line)" }), label(L - 6, Y(t) + 4, short(t), { "text-anchor": "end" }));
+  for (const t of ticks(y0, y1, H / 50)) svg.append(s("line", { x1: L, x2: R, y1: Y(t), y2: Y(t), stroke: "var(--line)" }), label(L - 6, Y(t) + 4, short(t), { "text-anchor": "end" }));
   const xs = o.xTicks || (o.logX ? decades(o.x[0], o.x[1]) : ticks(o.x[0], o.x[1], W / 90, o.integerX)); let last = -99;
   for (const t of xs) { const at = X(t); svg.append(s("line", { x1: at, x2: at, y1: B, y2: B + 4, stroke: "var(--soft)" })); if (at - last > 34) { svg.append(label(at, B + 17, o.xText ? o.xText(t) : short(t), { "text-anchor": "middle" })); last = at; } }
   svg.append(s("line", { x1: L, x2: R, y1: B, y2: B, stroke: "var(--soft)" }));

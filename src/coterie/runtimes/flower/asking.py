@@ -1,7 +1,7 @@
 """Asking the nodes of one SuperLink about one run: hello first, then jobs. The same in the cloud and in an edge."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from coterie import codec
@@ -18,6 +18,8 @@ Answers = tuple[dict[str, Value], dict[str, str]]  # what was answered, and why 
 
 class Link(Protocol):
     """What is needed of the transport (a FlowerLink)."""
+
+    looked: Callable[[Collection[str], Collection[str]], None]  # told while it waits: who is connected, whom it asks
 
     def nodes(self) -> list[str]: ...
 

@@ -19,6 +19,7 @@ from coterie.runtimes.flower.arrivals import check_answer, check_merged, check_w
 from coterie.runtimes.flower.asking import Asking, Link, passing
 from coterie.runtimes.flower.messages import Answer, DeviceJob, EdgeAnswer, EdgeJob, Hello, Job, Kind, Request
 from coterie.runtimes.flower.plan import Plan
+from coterie.runtimes.flower.presence import Presence
 from coterie.runtimes.flower.registry import NodeRole
 from coterie.runtimes.flower.roster import ATTACHED_BYTES, Roster, read_attached, read_hello
 from coterie.runtimes.flower.tier import Tier
@@ -71,6 +72,8 @@ class FlowerRuntime(Runtime):
         self.edges: dict[str, list[str]] = {}  # edges that are connected, with their connected devices (EDGE/DEVICE)
         self.errors: list[str] = []  # the latest, for a person
         self.begun = False  # have enough clients come for the first round?
+        self.presence = Presence()  # for a person; decisions rest on `here`
+        link.looked = self._waiting
         self._asking = Asking(link, plan.model_dump_json())
         self._version = torch.full((plan.places,), -1, dtype=torch.int64)
         self._round = 0  # the last one that was closed
@@ -86,8 +89,12 @@ class FlowerRuntime(Runtime):
     def keep(self, round: int, clients: Sequence[ClientId], left_out: Mapping[ClientId, str]) -> None:
         self._version[list(clients)] = round
         self._round = round
+        for client in clients:
+            self.presence.uploaded(self._name(client), round)
         for client, reason in left_out.items():
             self._trouble(f"round {round}: {self._named(client, reason)}")
+            if not passing(reason):
+                self.presence.refused(self._name(client), round, reason)
 
     def save(self) -> Index:
         """The states themselves are durable since the devices answered."""
@@ -113,11 +120,24 @@ class FlowerRuntime(Runtime):
         log.warning("%s", text)
         self.errors = [*self.errors, text][-20:]
 
+    def _name(self, client: ClientId) -> str:
+        entry = self.roster.entries.get(client)
+        return f"client {client}" if entry is None else entry.name
+
     def _named(self, client: ClientId, reason: str) -> str:
         """The reason with the node's name before it."""
-        entry = self.roster.entries.get(client)
-        name = f"client {client}" if entry is None else entry.name
+        name = self._name(client)
         return reason if reason.startswith(name) else f"{name}: {reason}"
+
+    @property
+    def known_roles(self) -> Mapping[str, NodeRole]:
+        """Of the nodes that the operator has registered here."""
+        return self._roles
+
+    @property
+    def out(self) -> dict[str, str]:
+        """Nodes that are not in the run, and why."""
+        return {name: reason for name, (reason, _) in self._refused.items()}
 
     # ---- who is here -------------------------------------------------------------------------------------------------
     def look(self) -> None:
@@ -136,6 +156,13 @@ class FlowerRuntime(Runtime):
         behind = {name for devices in self.edges.values() for name in devices}
         self.here = {c for c, entry in self.roster.entries.items() if entry.name in behind | (nodes - edges)}
         self._last_seen |= dict.fromkeys(self.here, now)
+        self.presence.here(nodes, {e: set(devices) for e, devices in self.edges.items()})
+        self.seen(self)
+
+    def _waiting(self, connected: Collection[str], asked: Collection[str]) -> None:
+        """Told by the link while a round waits for answers: nothing but the status file depends on it."""
+        self.presence.here(set(connected), {e: set(d) for e, d in self.edges.items() if e in connected})
+        self.presence.waiting_for = sorted(asked)
         self.seen(self)
 
     def _hello(self, nodes: Sequence[str]) -> None:
@@ -197,6 +224,7 @@ class FlowerRuntime(Runtime):
         while True:
             if self.patience.stopped():
                 raise Interrupted
+            self.presence.doing, self.presence.waiting_for = self._missing()
             self.look()
             if self.patience.clients and self._refused:
                 raise CoterieError(f"not everybody can take part: {self.errors[-1]}")
@@ -207,6 +235,20 @@ class FlowerRuntime(Runtime):
                 break
             time.sleep(0.3)
         self.begun = True
+        self.presence.doing, self.presence.waiting_for = "", []
+
+    def _missing(self) -> tuple[str, list[str]]:
+        """What the cloud waits for before a round, in words, and who it is, where that is known."""
+        here, least = sum(c < self.roster.places for c in self.here), self.patience.min_clients
+        recent = time.monotonic() - MOMENT
+        known = [
+            name
+            for name, c in sorted(self.roster.numbers.items())
+            if c not in self.here and (not self.begun or self._last_seen.get(c, recent) > recent)
+        ]
+        if not self.begun and here < least:
+            return f"{here} of {least} clients are here", known
+        return "before the next round", known
 
     # ---- a round -----------------------------------------------------------------------------------------------------
     def train(self, requests: Sequence[TrainRequest]) -> Replies[TrainAnswer]:
@@ -276,6 +318,8 @@ class FlowerRuntime(Runtime):
                 tuple(merges.get(node, ())),
             )
         round = next((r.round for many in asked.values() for r in many), 0)
+        self.presence.doing = f"round {round}: training" if kind == "train" else f"after round {self._round}: scoring"
+        self.presence.waiting_for = sorted(jobs)
         largest = max((self._room(job) for job in jobs.values()), default=0)
         replies, errors = self._asking.jobs(jobs, kind, round, self.patience.deadline, largest)
         for node, job in jobs.items():
@@ -294,6 +338,7 @@ class FlowerRuntime(Runtime):
             except CoterieError as e:
                 found.missing |= {r.client: f"{node}: {e}" for r in asked[node]}
         self._asking.traffic.clear()
+        self.presence.doing, self.presence.waiting_for = "", []
         return found
 
     def _base(self, client: ClientId) -> int:

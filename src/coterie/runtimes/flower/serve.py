@@ -4,11 +4,13 @@ import json
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from coterie.config import Engine, RunSettings
 from coterie.disk import write_atomic
@@ -21,9 +23,11 @@ from coterie.runtimes.flower.certs import Certs
 from coterie.runtimes.flower.cloud import FlowerRuntime, Patience
 from coterie.runtimes.flower.own_data import OwnData, example
 from coterie.runtimes.flower.plan import Plan
+from coterie.runtimes.flower.presence import Seen
 from coterie.runtimes.flower.transport import FlowerLink, address, superlink
 from coterie.session import Session, bind, execute, prepare
 
+BEAT = 3.0  # seconds between heartbeats in status.json
 log = logging.getLogger("coterie.cloud")
 
 
@@ -107,8 +111,13 @@ def serve(
         status.told(p)
         tell(p)
 
-    ended = execute(session, out, resume=resume, tell=told, say=log.warning, stopped=stopped, opened=opened)
-    status.end("ended" if ended else "stopped")
+    state = "failed"
+    try:
+        ended = execute(session, out, resume=resume, tell=told, say=log.warning, stopped=stopped, opened=opened)
+        state = "ended" if ended else "stopped"
+    finally:
+        with suppress(OSError):  # what has been written before stands
+            status.end(state)
     return ended
 
 
@@ -120,6 +129,9 @@ class StatusFile:
         self._state = "waiting"
         self._runtime: FlowerRuntime | None = None
         self._last = Progress(0, session.settings.rounds, None, 0.0)
+        self._found: dict[str, Any] = {}
+        self._lock, self._over = threading.Lock(), threading.Event()
+        threading.Thread(target=self._beat, name="status", daemon=True).start()
 
     def seen(self, runtime: FlowerRuntime) -> None:
         self._runtime = runtime
@@ -132,8 +144,10 @@ class StatusFile:
         self._last = replace(progress, accuracy=accuracy)
 
     def end(self, state: str) -> None:
+        self._over.set()
         self._state = state
         if self._runtime is not None:
+            self._runtime.presence.doing, self._runtime.presence.waiting_for = "", []
             self._write(self._runtime)
 
     def _write(self, runtime: FlowerRuntime) -> None:
@@ -146,10 +160,41 @@ class StatusFile:
                 str(c): {"name": entry.name, "via": entry.via, "connected": c in runtime.here}
                 for c, entry in sorted(runtime.roster.entries.items())
             },
+            "nodes": self._nodes(runtime), "doing": runtime.presence.doing, "waiting_for": runtime.presence.waiting_for,
             "edges": runtime.edges, "wire": runtime.wire.totals, "ledger": _sums(last.bytes),
             "errors": runtime.errors, "time": time.time(),
         }  # fmt: skip
-        write_atomic(self.path, json.dumps(found, indent=1).encode(), durable=False)
+        with self._lock:
+            self._found = found
+            self._put()
+
+    def _put(self) -> None:
+        text = json.dumps({**self._found, "heartbeat": time.time()}, indent=1)
+        write_atomic(self.path, text.encode(), durable=False)
+
+    def _beat(self) -> None:
+        """While the cloud computes, the file says at least that it lives."""
+        while not self._over.wait(BEAT):
+            with self._lock, suppress(OSError):
+                if self._found and time.time() - self._found["time"] > BEAT:
+                    self._put()
+
+    @staticmethod
+    def _nodes(runtime: FlowerRuntime) -> dict[str, dict[str, Any]]:
+        """Every node that is registered, was seen or was refused."""
+        roles, presence = runtime.known_roles, runtime.presence
+        clients = {entry.name: c for c, entry in runtime.roster.entries.items()}
+        clients = {**runtime.roster.numbers, **clients}
+        out = {}
+        for name in sorted({*roles, *presence.nodes, *clients, *runtime.out}):
+            seen = presence.nodes.get(name, Seen())
+            out[name] = {
+                "role": "edge" if name in roles and roles[name].is_edge else "device",
+                "client": clients.get(name), "connected": name in presence.connected,
+                "last_seen": round(seen.last, 1) or None, "round": seen.round, "uploads": seen.uploads,
+                "refusals": seen.refusals, "refused": seen.refused, "out": runtime.out.get(name, ""),
+            }  # fmt: skip
+        return out
 
 
 def _sums(page: Page) -> dict[str, dict[str, int]]:

@@ -23,7 +23,7 @@ What was learned about Flower 1.41 and is relied on here (runs: server_run.py, w
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -97,6 +97,7 @@ class FlowerLink:
         self.address = address
         self.certs = certs if isinstance(certs, Certs) else Certs(certs)
         self.poll = poll  # seconds between questions for replies, at first
+        self.looked: Callable[[Collection[str], Collection[str]], None] = lambda connected, asked: None
         self._run: ServerRun | None = None
         self._lost = float("-inf")  # when the SuperLink was last away
 
@@ -165,6 +166,7 @@ class FlowerLink:
     def _ask(self, run: ServerRun, now: _Round) -> None:
         """Send what is not on its way: at first everything, later what a node took along when it died."""
         online = run.online()
+        self.looked(online.keys(), list(now.heads))
         waiting = {about.client: (key, about) for key, about in now.asked.items()}
         new = []
         for client in list(now.heads):

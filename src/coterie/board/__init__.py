@@ -1,0 +1,1 @@
+"""`coterie board`: a live page about runs and a federation, in the browser (extra `board`)."""

@@ -1,0 +1,213 @@
+"""The board's web application. GET reads; POST changes something and needs the token (guard.py)."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from coterie.board import metrics
+from coterie.board.control import Control
+from coterie.board.federation import Federation
+from coterie.board.guard import LOOPBACK, Guard
+from coterie.board.runs import CURVES, Watch
+from coterie.disk import finite
+from coterie.errors import CoterieError
+from coterie.methods import known
+
+EVERY = 1.0  # seconds between looks at the folders
+LARGEST = 65_536  # bytes of a request
+READERS = 64  # open pages
+STILL = 15.0  # seconds after which a page without news hears that the board is there
+
+
+@dataclass
+class Board:
+    """What all pages see: read once for all of them, by whoever asks first."""
+
+    watch: Watch
+    control: Control
+    federation: Federation | None = None
+    closing: bool = False  # then the streams end
+    read: float = float("-inf")
+    readers: int = 0
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _about: dict[str, Any] | None = None
+
+    async def refresh(self) -> None:
+        async with self._lock:
+            if time.monotonic() - self.read >= EVERY * 0.9:
+                await run_in_threadpool(self._look)
+                self.read = time.monotonic()
+
+    def _look(self) -> None:
+        self.watch.refresh()
+        self._about = self.federation.snapshot() if self.federation is not None else None
+
+    def runs(self) -> list[dict[str, Any]]:
+        failed = self.control.ended()
+        found = []
+        for run in self.watch.runs.values():
+            about = run.snapshot()
+            if run.id in failed and about["state"] == "stopped":
+                about = {
+                    **about,
+                    "trouble": about["trouble"] or f"its process ended with code {failed[run.id]}; see its log",
+                }
+            found.append(about)
+        early = {i: code for i, code in failed.items() if i not in self.watch.runs}
+        return found + [
+            {"id": i, "title": i, "state": "damaged", "round": 0, "rounds": 0, "curves": {}, "version": 0,
+             "trouble": f"it ended with code {code} before its first round; see its log"}
+            for i, code in early.items()
+        ]  # fmt: skip
+
+    def about(self) -> dict[str, Any] | None:
+        return self._about
+
+
+def make(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -> ASGIApp:
+    loader = ChoiceLoader([PackageLoader("coterie.board"), PackageLoader("coterie.report")])
+    templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+
+    async def page(request: Request) -> Response:
+        nonce = secrets.token_urlsafe(18)
+        policy = (
+            f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; "
+            "img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        html = templates.get_template("board.html").render(
+            nonce=nonce,
+            methods=sorted(known()),
+            curves=CURVES,
+            root=str(board.watch.root),
+            federation=str(board.federation.path) if board.federation else "",
+        )
+        return HTMLResponse(html, headers={"content-security-policy": policy})
+
+    async def state(request: Request) -> Response:
+        await board.refresh()
+        return JSONResponse(finite({"runs": board.runs(), "federation": board.about()}))
+
+    async def stream(request: Request) -> Response:
+        if board.readers >= READERS:
+            return PlainTextResponse(f"more than {READERS} pages are open\n", 503)
+        return StreamingResponse(_news(board, request), media_type="text/event-stream")
+
+    async def details(request: Request) -> Response:
+        await board.refresh()
+        run = board.watch.runs.get(request.query_params.get("run", ""))
+        if run is None:
+            return _no_run()
+        return JSONResponse(finite(await run_in_threadpool(run.details)))
+
+    async def log(request: Request) -> Response:
+        """Of a run that was started here, or of a node; names are looked up, never made into a path."""
+        node, run = request.query_params.get("node"), request.query_params.get("run", "")
+        if node is not None:
+            text = board.federation.log(node) if board.federation is not None else None
+            return _no_run() if text is None else PlainTextResponse(text)
+        if run not in board.watch.runs and run not in board.control.started:
+            return _no_run()
+        return PlainTextResponse(board.control.log(run))
+
+    async def numbers(request: Request) -> Response:
+        await board.refresh()
+        return PlainTextResponse(metrics.text(board.runs(), board.about()), media_type=metrics.TYPE)
+
+    async def act(request: Request) -> Response:
+        asked = await _body(request)
+        if asked is None:
+            return PlainTextResponse("the request must be one small JSON object\n", 400)
+        what = request.path_params["what"]
+        if what not in ("start", "stop", "resume"):
+            return PlainTextResponse("there is no such action\n", 404)
+        try:
+            if what == "start":
+                return JSONResponse({"run": await run_in_threadpool(board.control.start, asked)})
+            await board.refresh()
+            run = board.watch.runs.get(str(asked.get("run", "")))
+            if run is None:
+                return _no_run()
+            await run_in_threadpool(run.refresh)
+            await run_in_threadpool(board.control.stop if what == "stop" else board.control.resume, run)
+        except CoterieError as e:
+            return PlainTextResponse(f"{e}\n", 400)
+        return JSONResponse({"run": run.id})
+
+    async def check(request: Request) -> Response:
+        """Only the guard's answer matters: is the token right?"""
+        return JSONResponse({"token": "right"})
+
+    app = Starlette(
+        routes=[
+            Route("/", page),
+            Route("/api/state", state),
+            Route("/api/stream", stream),
+            Route("/api/run", details),
+            Route("/api/log", log),
+            Route("/metrics", numbers),
+            Route("/api/token", check, methods=["POST"]),
+            Route("/api/{what:str}", act, methods=["POST"]),
+        ]
+    )
+    return Guard(app, (*LOOPBACK, *hosts), port, token)
+
+
+def _no_run() -> Response:
+    return PlainTextResponse("there is no such run or log\n", 404)
+
+
+async def _body(request: Request) -> dict[str, Any] | None:
+    raw = b""
+    async for part in request.stream():
+        raw += part
+        if len(raw) > LARGEST:
+            return None
+    try:
+        found = json.loads(raw or b"{}")
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+async def _news(board: Board, request: Request) -> AsyncIterator[str]:
+    """Everything at first, then what has changed, as server-sent events."""
+    told: dict[str, str] = {}
+    federation, heard = "", 0.0
+    board.readers += 1
+    try:
+        while not board.closing and not await request.is_disconnected():
+            await board.refresh()
+            runs = {str(r["id"]): json.dumps(finite(r)) for r in board.runs()}
+            about = json.dumps(finite(board.about()))
+            changed = [text for i, text in runs.items() if told.get(i) != text]
+            gone = [i for i in told if i not in runs]
+            if changed or gone or about != federation or not heard:
+                now = f'"now":{time.time():.3f}'
+                yield f'data: {{{now},"runs":[{",".join(changed)}],"gone":{json.dumps(gone)},"federation":{about}}}\n\n'
+                heard = time.monotonic()
+            elif time.monotonic() - heard > STILL:
+                yield ": still here\n\n"
+                heard = time.monotonic()
+            told, federation = runs, about
+            await asyncio.sleep(EVERY)
+    finally:
+        board.readers -= 1
+
+
+def open_board(root: Path, federation: Path | None = None, data_dir: Path | None = None) -> Board:
+    """About the runs below `root`, and about a federation if there is one."""
+    watched = Federation(federation) if federation is not None else None
+    return Board(Watch(root), Control(root, data_dir), watched)

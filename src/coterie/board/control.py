@@ -1,0 +1,128 @@
+"""Starting, stopping and continuing local runs. Every request is checked before anything is started."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coterie import folder
+from coterie.board.federation import tail
+from coterie.board.runs import Watched
+from coterie.config import RunSettings, settings
+from coterie.data.settings import PartitionSettings
+from coterie.errors import CoterieError, unknown
+from coterie.folders import fresh_folder
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+PLAIN = ("data", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "lr", "seed")
+LONGEST = 200  # characters of a value
+
+
+@dataclass
+class Control:
+    """The board's hands. Runs it has started go on when the board ends; their logs lie beside the runs."""
+
+    root: Path
+    data_dir: Path | None = None
+    started: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)  # by id of the run
+    _logs: Path | None = None
+
+    @property
+    def logs(self) -> Path:
+        """RUNS/.board, or a temporary folder if RUNS is a run itself: nothing is written into a run."""
+        if self._logs is None:
+            inside = any((self.root / name).exists() for name in (folder.SETTINGS, folder.EVENTS))
+            self._logs = Path(tempfile.mkdtemp(prefix="coterie-board-")) if inside else self.root / ".board"
+        return self._logs
+
+    def start(self, asked: dict[str, Any]) -> str:
+        """A new run of `coterie run`; returns its id."""
+        given = {str(k): v for k, v in asked.items() if k != "name" and v not in (None, "")}
+        for key, value in given.items():
+            _possible(key, value)
+        method = given.pop("method", "")
+        chosen = settings(method=str(method), **given)  # a mistake is a sentence before anything starts
+        name = str(asked.get("name") or "")
+        if name and not NAME.fullmatch(name):
+            raise CoterieError(f'the name "{name}" must be letters, digits, dot, dash or underscore')
+        out = self.root / name if name else fresh_folder(f"{chosen.method}-{chosen.data}", self.root)
+        if out.exists():
+            raise CoterieError(f'there is a folder "{out.name}" already; choose another name')
+        options = [f"--{k}={_text(given.pop(k))}" for k in PLAIN if k in given]
+        sets = [f"--set={k}={_text(v)}" for k, v in given.items()]
+        where = [f"--data-dir={self.data_dir}"] if self.data_dir else []
+        self._launch(out.name, ["run", chosen.method, f"--out={out}", *where, *options, *sets])
+        return out.name
+
+    def resume(self, run: Watched) -> None:
+        if run.pid is not None:
+            raise CoterieError(f'"{run.id}" is running')
+        if run.state == "finished":
+            raise CoterieError(f'"{run.id}" has finished')
+        _local(run)
+        where = [f"--data-dir={self.data_dir}"] if self.data_dir else []
+        self._launch(run.id, ["run", f"--resume={run.path}", *where])
+
+    def stop(self, run: Watched) -> None:
+        """As Ctrl-C does: the run finishes its round and writes a checkpoint."""
+        _local(run)
+        pid = folder.writer(run.path)  # asked anew: the process that writes to this folder now, and no other
+        if pid is None or pid <= 1 or pid == os.getpid():
+            raise CoterieError(f'"{run.id}" is not running')
+        try:
+            os.kill(pid, signal.SIGINT)
+        except ProcessLookupError:
+            raise CoterieError(f'"{run.id}" is not running') from None
+        except PermissionError:
+            raise CoterieError(f'"{run.id}" belongs to another user') from None
+
+    def log(self, run: str) -> str:
+        """What a run that was started here has printed."""
+        path = self._log(run)
+        return tail(path) if path.exists() else ""
+
+    def ended(self) -> dict[str, int]:
+        """Runs started here that ended with an error: id to exit code."""
+        codes = {name: p.poll() for name, p in self.started.items()}
+        return {name: code for name, code in codes.items() if code not in (None, 0, 130)}
+
+    def _log(self, run: str) -> Path:
+        return self.logs / (re.sub(r"[^A-Za-z0-9._-]", "_", run)[:150] + ".log")
+
+    def _launch(self, run: str, arguments: list[str]) -> None:
+        if (before := self.started.get(run)) is not None and before.poll() is None:
+            raise CoterieError(f'"{run}" is running')
+        path = self._log(run)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as out:  # a group of its own: Ctrl-C at the board is not for the run
+            self.started[run] = subprocess.Popen(
+                [sys.executable, "-m", "coterie", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+
+def _local(run: Watched) -> None:
+    if (run.path / "cloud.json").exists():
+        raise CoterieError(f'"{run.id}" is a federation; it is stopped and continued where its cloud runs')
+
+
+def _possible(key: str, value: Any) -> None:
+    """Names and values that go to a command line; code is not started from a web page."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,40}", key):
+        raise unknown("setting", key[:40], [*RunSettings.model_fields, *PartitionSettings.model_fields])
+    if isinstance(value, dict | list) or len(str(value)) > LONGEST or any(ord(c) < 32 for c in str(value)):
+        raise CoterieError(f"{key} must be one short value")
+    if key in ("data", "model") and ":" in str(value):
+        raise CoterieError(f'{key} "{value}" names code or a download; start such a run from the command line')
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,110 @@
+"""What the board knows of a real federation: the cloud's status.json, and the logs of `coterie up`."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SILENT = 15.0  # seconds without a heartbeat after which the cloud is taken for gone
+TAIL = 32_768  # bytes of a log that are shown
+
+
+@dataclass
+class Federation:
+    """The folder of `coterie serve`, or of `coterie up` with run/ in it."""
+
+    path: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.path if (self.path / "status.json").exists() else self.path / "run"
+
+    def snapshot(self) -> dict[str, Any]:
+        """Cloud, edges and devices as a tree; a sentence in `trouble` if there is nothing to read."""
+        try:
+            status = json.loads((self.folder / "status.json").read_text())
+            return self._read(status)
+        except FileNotFoundError:
+            return {"trouble": f"{self.path} has no status.json yet: is its cloud running?", "logs": self.logs()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            return {"trouble": f"{self.folder / 'status.json'} cannot be read ({e})", "logs": self.logs()}
+
+    def _read(self, status: dict[str, Any]) -> dict[str, Any]:
+        now = time.time()
+        beat = float(status.get("heartbeat", status["time"]))
+        state = str(status["state"])
+        silent = state in ("waiting", "running") and now - beat > SILENT
+        nodes = [_node(name, about, state, silent) for name, about in sorted(_nodes(status).items())]
+        edges = [n for n in nodes if n["role"] == "edge"]
+        for edge in edges:
+            edge["devices"] = [n for n in nodes if n["via"] == edge["name"] and n["role"] == "device"]
+        behind = {n["name"] for e in edges for n in e["devices"]}
+        return {
+            "trouble": f"no heartbeat of the cloud for {now - beat:.0f} s: it may have ended" if silent else "",
+            "state": "silent" if silent else state,
+            "method": str(status.get("method", "")),
+            "round": int(status["round"]),
+            "rounds": int(status["rounds"]),
+            "doing": str(status.get("doing", "")),
+            "accuracy": None if status.get("accuracy") is None else 100 * float(status["accuracy"]),
+            "seconds": float(status.get("seconds", 0)),
+            "places": int(status.get("places", 0)),
+            "online": sum(n["online"] for n in nodes if n["role"] == "device"),
+            "waiting_for": [str(n) for n in status.get("waiting_for", [])] if not silent else [],
+            "heartbeat": beat,
+            "edges": edges,
+            "devices": [n for n in nodes if n["role"] == "device" and n["name"] not in behind],
+            "wire": {
+                str(link): {str(way): {k: int(v) for k, v in part.items()} for way, part in ways.items()}
+                for link, ways in status.get("wire", {}).items()
+            },
+            "errors": [str(e) for e in status.get("errors", [])],
+            "logs": self.logs(),
+        }
+
+    def logs(self) -> list[str]:
+        """Names of the logs there are."""
+        return sorted(p.stem for p in (self.path / "logs").glob("*.log"))
+
+    def log(self, name: str) -> str | None:
+        """The end of one of them; None if it is not in the list."""
+        return tail(self.path / "logs" / f"{name}.log") if name in self.logs() else None
+
+
+def tail(path: Path) -> str:
+    try:
+        with path.open("rb") as f:
+            f.seek(max(0, f.seek(0, 2) - TAIL))
+            return f.read().decode(errors="replace")
+    except OSError as e:
+        return f"(the log cannot be read: {e.strerror})"
+
+
+def _nodes(status: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    if "nodes" in status:
+        return dict(status["nodes"])
+    found = {  # written by an older cloud
+        c["name"]: {"role": "device", "client": int(i), "connected": c["connected"]}
+        for i, c in status["clients"].items()
+    }
+    return found | {e: {"role": "edge", "connected": True} for e in status.get("edges", {})}
+
+
+def _node(name: str, about: dict[str, Any], state: str, silent: bool) -> dict[str, Any]:
+    refused = [r for r in about.get("refused", []) if isinstance(r, dict)]
+    return {
+        "name": str(name),
+        "role": "edge" if about.get("role") == "edge" else "device",
+        "via": str(name).partition("/")[0] if "/" in str(name) else "cloud",
+        "client": about.get("client"),
+        "online": bool(about.get("connected")) and state in ("waiting", "running") and not silent,
+        "last_seen": about.get("last_seen"),
+        "round": about.get("round"),
+        "uploads": about.get("uploads"),
+        "out": str(about.get("out", "")),
+        "refused": [
+            {"round": r.get("round"), "why": str(r.get("reason", "")), "time": r.get("time")} for r in refused[-5:]
+        ],
+        "refusals": int(about.get("refusals", len(refused))),
+    }

@@ -1,0 +1,70 @@
+"""Who may ask what: every request by its Host, changes by Origin and token as well."""
+
+import secrets
+import time
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+TOKEN = "x-coterie-token"
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+PAUSE = 0.5  # seconds after a wrong token before the next is looked at
+HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class Guard:
+    """A web page elsewhere can make a browser send requests here, also under a name of its own (DNS rebinding): so
+    the Host must be one we are known by, and whoever changes something needs the token and a matching Origin."""
+
+    def __init__(self, app: ASGIApp, hosts: Iterable[str], port: int, token: str):
+        self.app, self.token = app, token.encode()
+        self.hosts = {h.lower() for name in hosts for h in (name, f"{name}:{port}")}
+        self._wrong = float("-inf")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+
+        async def sealed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                have = {k.lower() for k, _ in message["headers"]}
+                extra = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in have]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        refused = self.refusal(scope["method"], Headers(scope=scope))
+        if refused:
+            await PlainTextResponse(refused[1] + "\n", refused[0])(scope, receive, sealed)
+        else:
+            await self.app(scope, receive, sealed)
+
+    def refusal(self, method: str, headers: Headers) -> tuple[int, str] | None:
+        """Status and reason, if the request is refused."""
+        if len(headers.getlist("host")) != 1 or headers["host"].lower() not in self.hosts:
+            return 421, "this board is not known by that name; see --allow-host"
+        origin = headers.get("origin")
+        if origin is not None and origin.lower() not in {f"{s}://{h}" for h in self.hosts for s in ("http", "https")}:
+            return 403, "requests from other pages are refused"
+        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            return 403, "requests from other pages are refused"
+        if method in ("GET", "HEAD"):
+            return None
+        if method != "POST":
+            return 405, "only GET and POST"
+        if time.monotonic() - self._wrong < PAUSE:
+            return 429, "a wrong token was tried a moment ago; wait a second"
+        if not secrets.compare_digest(headers.get(TOKEN, "").encode(), self.token):
+            self._wrong = time.monotonic()
+            return 401, "this needs the token that `coterie board` printed when it started"
+        return None

@@ -1,0 +1,75 @@
+"""Serving the board: on this machine only, unless somebody says by which name others may reach it."""
+
+import ipaddress
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from coterie.board.app import Board, make, open_board
+from coterie.errors import CoterieError
+
+
+def loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(
+    root: Path,
+    federation: Path | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8765,
+    allow_hosts: Sequence[str] = (),
+    data_dir: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Until Ctrl-C. `say` is told the address and the token."""
+    if not loopback(host) and not allow_hosts:
+        raise CoterieError(
+            f"host = {host} would show the board to other machines, without encryption; if you want that, "
+            "say with --allow-host by which name they reach it"
+        )
+    if root.exists() and not root.is_dir():
+        raise CoterieError(f"{root} is not a folder")
+    if federation is not None and not federation.is_dir():
+        raise CoterieError(f"there is no folder {federation}")
+    with listen(host, port) as listening:
+        port = int(listening.getsockname()[1])
+        token = secrets.token_urlsafe(24)
+        say(f"board: http://{'127.0.0.1' if loopback(host) and ':' not in host else host}:{port}/")
+        say(f"token: {token}")
+        server(open_board(root, federation, data_dir), token, port, tuple(allow_hosts)).run([listening])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host.strip("[]"), port))
+    except OSError as e:
+        found.close()
+        raise CoterieError(f"{host}:{port} cannot be used ({e.strerror or e}); choose another --port") from None
+    return found
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, board: Board):
+        super().__init__(config)
+        self.board = board
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.board.closing = True  # open pages hold a connection for good otherwise
+        await super().shutdown(sockets)
+
+
+def server(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -> uvicorn.Server:
+    config = uvicorn.Config(
+        make(board, token, port, hosts), log_level="warning", access_log=False, server_header=False, lifespan="off",
+        ws="none", timeout_graceful_shutdown=3, limit_concurrency=256, h11_max_incomplete_event_size=16_384,
+    )  # fmt: skip
+    return _Server(config, board)
