@@ -84,6 +84,17 @@ def test_the_state_has_the_numbers_of_the_runs(made) -> None:
     assert mine["curves"]["personal"]["y"] == pytest.approx(list(100 * run.curve()), abs=1e-3)
 
 
+def test_a_long_curve_is_thinned_with_its_bytes(tmp_path) -> None:
+    seen = runs.Watched(tmp_path, "x", {"settings": {"rounds": 1000}, "method": {}})
+    event = {"participants": [], "failed": [], "nonfinite": [], "eval": {}, "loss": 1.0}
+    watch = {"before": {"mean": 0.5}}
+    sent = {"device-cloud": {"up": {"model": 1_000_000}}}
+    seen.rows = [{"round": t, **event, "bytes": sent, "watch": watch if t % 2 else {}} for t in range(1, 1001)]
+    for curve in seen.curves().values():
+        assert len(curve["x"]) == len(curve["y"]) == len(curve["mb"]) == runs.POINTS and curve["x"] == curve["mb"]
+    assert seen.curves()["loss"]["x"][-1] == 1000 and seen.curves()["participants"]["x"][-1] == 999
+
+
 def test_reading_changes_nothing_in_a_run(made) -> None:
     before, client = state_of(made), page(made)
     for path in ("/", "/api/state", "/metrics", "/api/run?run=deep/er/fedavg", "/api/log?run=deep/er/fedavg"):
@@ -161,6 +172,18 @@ def test_the_time_left_is_that_of_recent_rounds(tmp_path) -> None:
     seen.rows = [{"round": t, **event} for t in range(1, 51)]
     seen.seconds = {t: 100.0 if t <= 30 else 2.0 for t in range(1, 51)}
     assert seen.snapshot()["left"] == 100.0
+
+
+def test_a_folder_whose_name_is_no_text_is_listed(made, tmp_path) -> None:
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/odd-\xff"))
+    shutil.copytree(made / "deep" / "er" / "fedavg", odd)
+    client = page(tmp_path)
+    (found,) = client.get("/api/state").json()["runs"]
+    assert found["id"] == "odd-\ufffd" and client.get("/api/run", params={"run": found["id"]}).status_code == 200
+    assert client.get("/metrics").status_code == 200
+    (odd / "settings.json").write_text("{")
+    (found,) = page(tmp_path).get("/api/state").json()["runs"]
+    assert "odd-\ufffd" in found["trouble"]
 
 
 # ---- who may ask what ------------------------------------------------------------------------------------------------

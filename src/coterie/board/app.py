@@ -42,29 +42,28 @@ class Board:
     closing: bool = False  # then the streams end
     read: float = float("-inf")
     readers: int = 0
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of everything that reads folders
+    _runs: list[dict[str, Any]] = field(default_factory=list)
     _about: dict[str, Any] | None = None
 
     async def refresh(self) -> None:
-        async with self._lock:
+        async with self.lock:
             if time.monotonic() - self.read >= EVERY * 0.9:
                 await run_in_threadpool(self._look)
                 self.read = time.monotonic()
 
     def _look(self) -> None:
         self.watch.refresh()
+        self._runs = [run.snapshot() for run in self.watch.runs.values()]
         self._about = self.federation.snapshot() if self.federation is not None else None
 
     def runs(self) -> list[dict[str, Any]]:
         failed = self.control.ended()
         found = []
-        for run in self.watch.runs.values():
-            about = run.snapshot()
-            if run.id in failed and about["state"] == "stopped":
-                about = {
-                    **about,
-                    "trouble": about["trouble"] or f"its process ended with code {failed[run.id]}; see its log",
-                }
+        for about in self._runs:
+            if about["id"] in failed and about["state"] == "stopped":
+                code = failed[about["id"]]
+                about = {**about, "trouble": about["trouble"] or f"its process ended with code {code}; see its log"}
             found.append(about)
         early = {i: code for i, code in failed.items() if i not in self.watch.runs}
         return found + [
@@ -110,7 +109,8 @@ def make(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -> AS
         run = board.watch.runs.get(request.query_params.get("run", ""))
         if run is None:
             return _no_run()
-        return JSONResponse(finite(await run_in_threadpool(run.details)))
+        async with board.lock:
+            return JSONResponse(finite(await run_in_threadpool(run.details)))
 
     async def log(request: Request) -> Response:
         """Of a run that was started here, or of a node; names are looked up, never made into a path."""
@@ -140,7 +140,8 @@ def make(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -> AS
             run = board.watch.runs.get(str(asked.get("run", "")))
             if run is None:
                 return _no_run()
-            await run_in_threadpool(run.refresh)
+            async with board.lock:
+                await run_in_threadpool(run.refresh)
             await run_in_threadpool(board.control.stop if what == "stop" else board.control.resume, run)
         except CoterieError as e:
             return PlainTextResponse(f"{e}\n", 400)

@@ -74,14 +74,14 @@ class Watched:
             if marks[1] != before[1]:
                 self._log, self._at = folder.more_log(self.path / folder.EVENTS, self._log, self._at)
                 self.rows = self._log.rows
-            self.trouble = self._log.damage
+            self.trouble = _plain(self._log.damage)
             self.seconds = {
                 int(r["round"]): float(r["seconds"]) for r in folder.read_timing(self.path / folder.TIMING).rows
             }
         except CoterieError as e:
-            self.trouble = str(e)
+            self.trouble = _plain(str(e))
         except (OSError, ValueError, KeyError, TypeError) as e:
-            self.trouble = f"{self.path} cannot be read ({e})"
+            self.trouble = _plain(f"{self.path} cannot be read ({e})")
         self.version += 1
         self._snapshot = {}
         return True
@@ -110,7 +110,7 @@ class Watched:
             try:
                 self._snapshot = self._made()
             except (KeyError, TypeError, ValueError, AttributeError) as e:  # sealed, but not what this version writes
-                self.trouble = f"{self.path} was written by another version of Coterie ({e})"
+                self.trouble = _plain(f"{self.path} was written by another version of Coterie ({e})")
                 self._snapshot = {"id": self.id, "state": "damaged", "trouble": self.trouble, "title": self.id,
                                   "curves": {}, "round": 0, "rounds": 0, "version": self.version}  # fmt: skip
         return {**self._snapshot, "state": self.state, "pid": self.pid}
@@ -147,14 +147,13 @@ class Watched:
         }
 
     def curves(self) -> dict[str, dict[str, list[float]]]:
-        """name -> rounds and values, thinned out where there are many."""
-        found: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in CURVES}
+        """name -> rounds, values and megabytes sent by then, thinned out where there are many."""
+        found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in CURVES}
         sent = 0
 
         def add(name: str, at: int, value: float | None) -> None:
             if value is not None:
-                found[name][0].append(at)
-                found[name][1].append(round(float(value), 4))
+                found[name].append((at, round(float(value), 4), round(sent / 1e6, 4)))
 
         for e in self.rows:
             sent += _bytes(e)
@@ -165,7 +164,10 @@ class Watched:
                 add("personal", at, 100 * e["eval"]["personal/test"]["mean"])
             if "before" in e["watch"]:
                 add("participants", at, 100 * e["watch"]["before"]["mean"])
-        return {name: {"x": _thin(x), "y": _thin(y)} for name, (x, y) in found.items() if x}
+        kept = {name: _thin(points) for name, points in found.items() if points}
+        return {
+            n: {"x": [p[0] for p in ps], "y": [p[1] for p in ps], "mb": [p[2] for p in ps]} for n, ps in kept.items()
+        }
 
     def details(self) -> dict[str, Any]:
         """Settings, what went wrong round by round, and the clients of the last evaluation."""
@@ -205,7 +207,12 @@ class Watch:
 
 
 def _id(root: Path, path: Path) -> str:
-    return path.relative_to(root).as_posix() if path != root else root.resolve().name
+    return _plain(path.relative_to(root).as_posix() if path != root else root.resolve().name)
+
+
+def _plain(text: str) -> str:
+    """Bytes of file names that are no UTF-8 replaced, so that JSON can hold it."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _mark(path: Path) -> tuple[int, int] | None:

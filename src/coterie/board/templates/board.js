@@ -56,7 +56,7 @@ $("csv").onclick = () => saveCsv("runs.csv", [["run", "method", "data", "partiti
 // ---- curves ----
 function series(r, view, axis) {
   const c = r.curves[view]; if (!c) return null; if (axis === "x") return { name: r.id, i: colour(r.id), x: c.x, y: c.y };
-  const m = r.curves.megabytes, at = new Map(m ? m.x.map((x, k) => [x, m.y[k]]) : []), pts = c.x.map((x, k) => [at.get(x), c.y[k], x]).filter(p => p[0] != null); return { name: r.id, i: colour(r.id), x: pts.map(p => p[0]), y: pts.map(p => p[1]), round: pts.map(p => p[2]) };
+  return { name: r.id, i: colour(r.id), x: c.mb, y: c.y, round: c.x };
 }
 const viewOptions = (view, axis, more = {}) => ({ percent: view === "personal" || view === "participants", zero: view === "megabytes", integerX: axis === "x", digits: view === "loss" ? 3 : 1, xLabel: axis === "x" ? "round" : "sent so far (MB)", yLabel: { personal: "accuracy (%)", participants: "accuracy (%)", loss: "training loss", megabytes: "MB" }[view], height: 340, ...more });
 function curves() {
