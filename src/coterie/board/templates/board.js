@@ -10,6 +10,8 @@ const card = (value, text) => h("div", { class: "card" }, h("b", {}, value), h("
 const nameOf = r => r.id;
 const colour = id => { if (!order.includes(id)) order.push(id); return order.indexOf(id); };
 
+async function read(url) { try { return await fetch(url); } catch { return { ok: false }; } } // the page says elsewhere that the board is gone
+
 // ---- news ----
 function listen() {
   const news = new EventSource("/api/stream");
@@ -86,7 +88,7 @@ function federation() {
   $("f-errors").textContent = F.errors.length ? [...F.errors].reverse().join("\n") : "none";
 }
 function logsOf(names) { const s = $("f-log-of"); if ([...s.options].map(o => o.value).join() === names.join()) return; s.replaceChildren(...names.map(n => new Option(n, n))); s.closest("h3").parentNode.classList.toggle("hidden", !names.length); if (names.length) fedLog(); }
-async function fedLog() { const name = $("f-log-of").value; if (!name) return; const r = await fetch(`/api/log?node=${encodeURIComponent(name)}`); if (r.ok) { $("f-log").textContent = await r.text(); $("f-log").scrollTop = 1e9; } }
+async function fedLog() { const name = $("f-log-of").value; if (!name) return; const r = await read(`/api/log?node=${encodeURIComponent(name)}`); if (r.ok) { $("f-log").textContent = await r.text(); $("f-log").scrollTop = 1e9; } }
 if ($("f-log-of")) $("f-log-of").onchange = fedLog;
 
 // ---- one run ----
@@ -94,7 +96,7 @@ async function openRun(id) { opened = id; $("run-said").textContent = ""; $("run
 let busy = false;
 async function refreshOpen(first) {
   if (busy && !first) return; busy = true;
-  try { const id = opened, r = await fetch(`/api/run?run=${encodeURIComponent(id)}`), log = await fetch(`/api/log?run=${encodeURIComponent(id)}`); if (opened !== id) return; if (!r.ok) { const known = runs.get(id); show({ ...(known || { id, title: id, state: "damaged", curves: {}, round: 0, rounds: 0 }), settings: {}, wrong: [] }, log.ok ? await log.text() : ""); return; } show(await r.json(), log.ok ? await log.text() : ""); } finally { busy = false; }
+  try { const id = opened, r = await read(`/api/run?run=${encodeURIComponent(id)}`), log = await read(`/api/log?run=${encodeURIComponent(id)}`); if (opened !== id) return; if (!r.ok) { const known = runs.get(id); show({ ...(known || { id, title: id, state: "damaged", curves: {}, round: 0, rounds: 0 }), settings: {}, wrong: [] }, log.ok ? await log.text() : ""); return; } show(await r.json(), log.ok ? await log.text() : ""); } finally { busy = false; }
 }
 let client = null;
 function show(r, log) {
