@@ -21,12 +21,15 @@ from coterie.runs.found import find_runs
 from coterie.runs.paired import differences, resampled
 from coterie.runs.run import Run
 from coterie.session import Objects, prepare
+from coterie.tasks import Classification
 
 
 class Made:
     """A run of made-up accuracies: hits of 100 test samples per client, by view."""
 
     group, last_round, finished, objects, headline = "g", 3, True, Objects(), "personal"
+    task = Classification(1)
+    metric = task.metric
 
     def __init__(self, method: str, seed: int, title: str = "", total: int = 100, newcomers: int = 0, **hits):
         self.title, self.path = title or method, Path(f"{method}-s{seed}")

@@ -240,7 +240,7 @@ def test_runs_are_sorted_dated_and_fit_80_columns(cli, columns) -> None:  # type
     assert code == 0 and max(map(len, out.splitlines())) <= 80
     assert out.index("first-run") < out.index("2001-09-09") and "Local-Only" in out and "1/1" in out
     by_name = json.loads(cli("runs", "--sort", "name", "--json")[1])
-    assert [Path(r["run"]).name[0] for r in by_name] == ["b", "f"] and 0 <= by_name[0]["accuracy"] <= 1
+    assert [Path(r["run"]).name[0] for r in by_name] == ["b", "f"] and 0 <= by_name[0]["value"] <= 1
 
 
 @pytest.mark.parametrize(

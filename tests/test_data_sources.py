@@ -123,7 +123,7 @@ def test_labels_may_be_names_columns_or_have_gaps():
     ("args", "kw", "says"),
     [
         ((np.zeros((3, 2)), [0, 1]), {}, "3 items but 2 labels"),
-        ((np.zeros((2, 2)), [0.5, 1]), {}, "whole numbers"),
+        ((np.zeros((2, 2)), [0.5, 1]), {"task": "classification"}, "whole numbers"),
         ((np.zeros((2, 2)), np.eye(2)), {}, "one number each"),
         ((np.full((2, 2), np.nan), [0, 1]), {}, "not finite"),
         ((np.zeros((2, 2)), [0, 5]), {"classes": ["a", "b"]}, "run from 0 to 5, but there are 2 classes"),

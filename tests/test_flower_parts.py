@@ -16,7 +16,7 @@ from coterie import codec
 from coterie import tree as T
 from coterie.config import settings
 from coterie.errors import CoterieError
-from coterie.messages import ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest
+from coterie.messages import Score, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest
 from coterie.runtimes.flower.arrivals import check_answer
 from coterie.runtimes.flower.device import NO_PLAN, DeviceHandler
 from coterie.runtimes.flower.messages import Common, DeviceJob, EdgeJob, joined, split
@@ -60,7 +60,7 @@ def trained(member: DeviceHandler, cloud: Any, round: int = 1, base: int = -1, *
 def test_an_answer_holds_the_upload_and_no_state(member: DeviceHandler, cloud: Any) -> None:
     answer = trained(member, cloud)
     assert set(answer.upload) == {k for k in cloud.method.ctx.w0 if not cloud.method.private(k)}
-    check_answer(answer, training(cloud).request, answer.samples, 3)
+    check_answer(answer, training(cloud).request, answer.samples, cloud.method.ctx.task)
     kept = States(member.state / RUN / "1")
     assert kept.rounds() == [1] and "own" in codec.load(kept.path(1))
 
@@ -93,7 +93,9 @@ def test_a_score_leaves_the_personal_model_on_the_device(member: DeviceHandler, 
 
     samples = trained(member, cloud).samples
     request = ScoreRequest(1, 2, T.clone(cloud.method.setup()["w"]))
-    answer = check_answer(member.answer("score", 2, DeviceJob(RUN, 1, request)), request, samples, 3)
+    answer = check_answer(
+        member.answer("score", 2, DeviceJob(RUN, 1, request)), request, samples, cloud.method.ctx.task
+    )
     assert isinstance(answer, ScoreAnswer) and set(answer.scores) == {"personal/test", "personal/val"}
     model = load_file(member.state / RUN / "model.safetensors")
     state = States(member.state / RUN / "1").read(1)
@@ -239,20 +241,24 @@ def test_an_answer_that_is_not_one_is_refused(
     answer: TrainAnswer, cloud: Any, field: str, value: Any, reason: str
 ) -> None:
     with pytest.raises(CoterieError, match=reason):
-        check_answer(replace(answer, **{field: value}), training(cloud).request, 30, 3)
+        check_answer(replace(answer, **{field: value}), training(cloud).request, 30, cloud.method.ctx.task)
 
 
 @pytest.mark.parametrize("change", ["hits", "negative", "length", "many", "loss"])
 def test_a_score_that_cannot_be_is_refused(answer: TrainAnswer, cloud: Any, change: str) -> None:
     score = answer.before
     assert score is not None
+    hits, total = score.counts["hits"], score.counts["total"]
+
+    def changed(**counts: torch.Tensor) -> Score:
+        return replace(score, counts={**score.counts, **counts})
+
     wrong = {
-        "hits": replace(score, hits=score.total + 1), "negative": replace(score, hits=score.hits - 100),
-        "length": replace(score, hits=score.hits[:2]), "many": replace(score, total=score.total + 2**40),
-        "loss": replace(score, loss=1e300),
+        "hits": changed(hits=total + 1), "negative": changed(hits=hits - 100), "length": changed(hits=hits[:2]),
+        "many": changed(total=total + 2**40), "loss": replace(score, loss=1e300),
     }  # fmt: skip
     with pytest.raises(CoterieError, match="score"):
-        check_answer(replace(answer, before=wrong[change]), training(cloud).request, 30, 3)
+        check_answer(replace(answer, before=wrong[change]), training(cloud).request, 30, cloud.method.ctx.task)
 
 
 # ---- what crosses once -------------------------------------------------------------------------------------------

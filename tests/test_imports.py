@@ -18,7 +18,7 @@ SRC = Path(coterie.__file__).parent
 ROOMS = [
     ["errors", "rng", "native"],
     ["tree", "schema", "disk", "ledger", "folders"],
-    ["codec"],
+    ["codec", "tasks"],
     ["models"],
     ["method"],
     ["edges"],

@@ -29,10 +29,11 @@ from coterie.runtimes.flower import messages as hosts
 from coterie.runtimes.ray import Beside
 from coterie.runtimes.states import Index
 from coterie.schema import Entry, Schema, class_ids, like
+from coterie.tasks import Classification
 from test_codec import values
 
 W = {"0.weight": torch.arange(6.0).view(2, 3), "mask": torch.tensor([True, False, True])}
-SCORE = Score(torch.tensor([1, 0, 2]), torch.tensor([3, 0, 2]), 1.5)
+SCORE = Score({"hits": torch.tensor([1, 0, 2]), "total": torch.tensor([3, 0, 2])}, 1.5)
 SCHEMA = Schema({**like(W), "ids": class_ids("labels", 3)}, {"labels": (0, 3)}, may_be_empty=True)
 TRAIN = TrainRequest(3, 7, W, {"own": torch.zeros(2)}, 0.25, True, True)
 ANSWER = TrainAnswer(3, W, {"alpha": 0.5, "n": 2}, 12, 4, math.nan, SCORE, None, torch.ones(5))
@@ -105,7 +106,7 @@ WRONG = {
     "a note of text": (replace(ANSWER, note={"a": "b"}), "note"),
     "a note with tensors": (replace(ANSWER, note={"a": torch.ones(1)}), "note"),
     "a score that is none": (replace(ANSWER, before={"hits": 1}), "before"),
-    "a score of lists": (replace(ANSWER, before=replace(SCORE, hits=[1, 2])), "before"),
+    "a score of lists": (replace(ANSWER, before=replace(SCORE, counts={"hits": [1, 2]})), "before"),
     "senders by name": (replace(MESSAGES["MergeAnswer"], senders=["a"]), "senders"),
     "bytes as fractions": (replace(MESSAGES["MergeAnswer"], up={"model": 0.5}), "up"),
     "reasons for nobody": (replace(MESSAGES["MergeAnswer"], refused={"1": "no"}), "refused"),
@@ -169,17 +170,18 @@ def test_mutated_bytes_give_a_sound_message_or_a_sentence(kind, data):
 @pytest.mark.parametrize(
     ("score", "sentence"),
     [
-        (replace(SCORE, hits=torch.tensor([1, 0])), "a score must count per class"),
-        (replace(SCORE, total=torch.tensor([[3, 0, 2]])), "a score must count per class"),
-        (replace(SCORE, hits=torch.tensor([1.0, 0.0, 2.0])), "a score must count per class"),
-        (replace(SCORE, hits=torch.tensor([4, 0, 2])), "a score cannot have more hits than samples"),
-        (replace(SCORE, hits=torch.tensor([-1, 0, 2])), "a score cannot have more hits than samples"),
+        ({"hits": torch.tensor([1, 0])}, r"a score must hold hits of shape \[3\]"),
+        ({"total": torch.tensor([[3, 0, 2]])}, r"a score must hold total of shape \[3\]"),
+        ({"hits": torch.tensor([1.0, 0.0, 2.0])}, r"a score must hold hits of shape \[3\]"),
+        ({"hits": torch.tensor([4, 0, 2])}, "a score cannot have more hits than samples"),
+        ({"hits": torch.tensor([-1, 0, 2])}, "a score cannot count fewer than 0 or more than 1000000000 samples"),
+        ({"other": torch.tensor([1, 0, 2])}, "a score of classification must hold hits, total"),
     ],
 )
 def test_a_score_must_be_able_to_be_true(score, sentence):
-    check_score(SCORE, 3)
+    check_score(SCORE, Classification(3))
     with pytest.raises(CoterieError, match=f"^{sentence}$"):
-        check_score(score, 3)
+        check_score(replace(SCORE, counts={**SCORE.counts, **score}), Classification(3))
 
 
 def test_a_download_is_what_all_get_and_what_is_for_one():

@@ -23,6 +23,7 @@ from coterie.models.net import Net
 from coterie.models.registry import build as build_model
 from coterie.parts import gaussian as G
 from coterie.session import Objects, prepare
+from coterie.tasks import Classification
 from coterie.testing import Bench, open_loop, small_data
 from coterie.tree import Tree
 from refused import refuses
@@ -65,7 +66,9 @@ def lenet(clients: int = 20, **own: Any) -> Method:
     """The card's model: LeNet5 with batch norm at 3x32x32, statistics local."""
     net = Net(build_model("lenet5", (3, 32, 32), 10, seed=1), torch.zeros(2, 3, 32, 32))
     method = build("fedcpmd", as_text("fedcpmd", own))
-    method.ctx = Context(net, net.state(), tuple(range(clients)), 10, 200, 0.1, 5, 32, 0.01, 1, bn_stats="local")
+    method.ctx = Context(
+        net, net.state(), tuple(range(clients)), Classification(10), 200, 0.1, 5, 32, 0.01, 1, bn_stats="local"
+    )
     return method
 
 

@@ -79,9 +79,9 @@ def test_clients_have_their_labels_and_their_course(runs, html) -> None:
     z = first.evaluation()
     assert found["1"]["labels"] == z["personal/test/total"].tolist()
     assert found["1"]["course"]["FedAvg"]["x"] == [1, 2, 3]
-    assert found["1"]["course"]["FedAvg"]["y"][-1] == found["1"]["accuracy"]["FedAvg"]
+    assert found["1"]["course"]["FedAvg"]["y"][-1] == found["1"]["values"]["FedAvg"]
     share = z["personal/test/hits"].sum(1) / z["personal/test/total"].sum(1)
-    np.testing.assert_allclose(found["1"]["accuracy"]["FedAvg"], 100 * share, atol=0.006)
+    np.testing.assert_allclose(found["1"]["values"]["FedAvg"], 100 * share, atol=0.006)
 
 
 def test_pages_with_many_clients_keep_fewer_rounds(runs, monkeypatch) -> None:

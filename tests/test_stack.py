@@ -334,7 +334,7 @@ def test_many_clients_are_scored_at_once_as_one_by_one(one: bool, monkeypatch: p
     predict = type(s.method).predict
     monkeypatch.setattr(type(s.method), "predict", lambda m, w, x, e: asked.append(len(x)) or predict(m, w, x, e))
     for a, b in zip(alone, Scorer(s.method)(many), strict=True):
-        assert torch.equal(a.hits, b.hits) and torch.equal(a.total, b.total)
+        assert all(torch.equal(a.counts[k], b.counts[k]) for k in ("hits", "total"))
         assert float(a.loss) == pytest.approx(float(b.loss), rel=1e-5)
     assert len(asked) == (3 if one else 2), "in chunks of 256, not client by client"
 
@@ -347,4 +347,4 @@ def test_what_cannot_be_stacked_is_scored_one_by_one() -> None:
     s = session(Branches)
     many = cases(s, False, [12, 5])
     for a, b in zip([score(s.method, *c) for c in many], Scorer(s.method)(many), strict=True):
-        assert torch.equal(a.hits, b.hits) and float(a.loss) == float(b.loss)
+        assert torch.equal(a.counts["hits"], b.counts["hits"]) and float(a.loss) == float(b.loss)

@@ -19,6 +19,7 @@ from coterie.round import Rules
 from coterie.runtimes.inline import Inline
 from coterie.runtimes.states import ClientStates
 from coterie.runtimes.workers import Workers
+from coterie.tasks import Classification
 from coterie.train.clients import Clients
 from coterie.train.optim import Optimiser
 
@@ -64,7 +65,9 @@ def bind(cls, own=None, *, model=None, data=None, **ctx):
     net = Net(copy.deepcopy(model or mlp()), data.parts[0][0][:2])
     base = {"rounds": 3, "join": 1.0, "epochs": 1, "batch": 4, "lr": 0.1, "seed": 0}
     everybody = tuple(range(len(data.parts)))
-    method.ctx = Context(net=net, w0=net.state(), clients=everybody, classes=data.classes, **{**base, **ctx})
+    method.ctx = Context(
+        net=net, w0=net.state(), clients=everybody, task=Classification(data.classes), **{**base, **ctx}
+    )
     method.check()
     return method
 

@@ -10,6 +10,7 @@ from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError, unknown
 from coterie.method import Method
 from coterie.methods import build, find, sentence
+from coterie.tasks import known
 
 PUBLIC = 200  # unlabelled items that are set aside for a method that needs some, if nobody says how many
 LARGEST = 1e6  # of rates and epochs; larger values are typing errors
@@ -24,6 +25,9 @@ class RunSettings(BaseModel):
     method: str = Field(description="name of the method")
     settings: dict[str, Any] = Field({}, description="the method's own settings")
     data: str = Field("digits", description="a known name, a file or folder, hub:owner/name or module:function")
+    task: str | None = Field(
+        None, description="classification, binary, regression, count, multilabel or survival; empty: as the data show"
+    )
     subset: int | None = Field(None, ge=1, description="use only this many samples of the data set")
     federation: PartitionSettings = Field(PartitionSettings(), description="how the data are divided among clients")
     model: str | None = Field(None, description="a known name or package.module:factory; empty: chosen from the data")
@@ -73,6 +77,11 @@ class RunSettings(BaseModel):
             if name not in cls.model_fields:
                 raise unknown("setting", str(name), cls.model_fields)
         return given
+
+    @field_validator("task")
+    @classmethod
+    def _task(cls, given: str | None) -> str | None:
+        return given if given is None else known(given)
 
     @field_validator("model_options", "settings")
     @classmethod

@@ -15,6 +15,7 @@ import torch
 
 from coterie.messages import ScoreAnswer, TrainAnswer
 from coterie.method import ClientId
+from coterie.tasks import Task
 
 View = Literal["personal", "global", "received", "trained", "edge", "adapted"]
 ON_REQUEST: tuple[Literal["received", "trained", "edge"], ...] = ("received", "trained", "edge")
@@ -22,87 +23,103 @@ ALONE = -1  # the cluster of a client that is in none
 
 
 def statistics(
-    hits: np.ndarray, total: np.ndarray, loss: np.ndarray, cluster: np.ndarray | None = None
+    task: Task, counts: Mapping[str, np.ndarray], loss: np.ndarray, cluster: np.ndarray | None = None
 ) -> dict[str, float]:
-    """Of clients with at least one sample; hits and total [clients, classes], loss [clients] summed.
+    """Of clients with at least one sample; counts [clients, ...], loss [clients] summed.
 
-    `clusters`, where there are any: the mean over clusters of the mean over their clients; clusters count alike.
-    `nonfinite`, where there are any: clients whose models give NaN or infinity."""
-    n = total.sum(1)
+    mean, std and worst10 are of the task's first metric over the clients for which it is defined, pooled is the metric
+    of all their counts together; other metrics follow by name, and as `pooled NAME`. Where there are any, `undefined`
+    counts the clients without a value, and `nonfinite` those whose models give NaN or infinity.
+    `clusters`, where there are any: the mean over clusters of the mean over their clients; clusters count alike."""
+    n = task.samples(counts)
     seen = n > 0
     if not seen.any():
         return {}
-    accuracy = hits.sum(1)[seen] / n[seen]
-    worst = np.sort(accuracy)[: max(1, round(0.1 * len(accuracy)))]
-    return {
-        "mean": float(accuracy.mean()),
-        "std": float(accuracy.std()),
-        "worst10": float(worst.mean()),
-        "pooled": float(hits.sum() / n.sum()),
+    here = {k: v[seen] for k, v in counts.items()}
+    each, pooled = task.measured(here), task.measured({k: v.sum(0, keepdims=True) for k, v in here.items()})
+    name, *others = (m.name for m in task.metrics)
+    broken, values = ~np.isfinite(loss[seen]), each[name]
+    absent = np.isnan(values) & ~broken
+    values = values[~absent]
+    out = {
+        "mean": float(values.mean()) if len(values) else np.nan,
+        "std": float(values.std()) if len(values) else np.nan,
+        "worst10": float(task.metric.worst(values).mean()) if len(values) else np.nan,
+        "pooled": float(pooled[name][0]),
         "loss": float(loss.sum() / n.sum()),
         "clients": int(seen.sum()),
-        **_over_clusters(accuracy, None if cluster is None else cluster[seen]),
-        **({"nonfinite": broken} if (broken := int((~np.isfinite(loss[seen])).sum())) else {}),
+        **_over_clusters(values, None if cluster is None else cluster[seen][~absent]),
     }
+    for other in others:
+        known = each[other][~np.isnan(each[other])]
+        out[other] = float(known.mean()) if len(known) else np.nan
+        out[f"pooled {other}"] = float(pooled[other][0])
+    out |= {"undefined": int(absent.sum())} if absent.any() else {}
+    return out | ({"nonfinite": int(broken.sum())} if broken.any() else {})
 
 
-def _over_clusters(accuracy: np.ndarray, cluster: np.ndarray | None) -> dict[str, float]:
+def _over_clusters(values: np.ndarray, cluster: np.ndarray | None) -> dict[str, float]:
     if cluster is None or not (cluster != ALONE).any():
         return {}
-    means = [accuracy[cluster == c].mean() for c in np.unique(cluster[cluster != ALONE])]
+    means = [values[cluster == c].mean() for c in np.unique(cluster[cluster != ALONE])]
     return {"clusters": float(np.mean(means)), "cluster_count": len(means)}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Hits, totals and losses of all clients, by "view/part"."""
+    """Counts and losses of all clients, by "view/part"."""
 
+    task: Task
     clients: list[ClientId]
     newcomer: np.ndarray  # [clients] bool
-    hits: dict[str, np.ndarray]  # [clients, classes]
-    total: dict[str, np.ndarray]
+    counts: dict[str, dict[str, np.ndarray]]  # [clients, ...]
     loss: dict[str, np.ndarray]  # [clients]
     cluster: np.ndarray | None = None  # [clients], ALONE for none; None if the method makes no clusters
 
     @staticmethod
     def of(
-        answers: Sequence[ScoreAnswer], newcomers: set[ClientId], cluster_of: Mapping[ClientId, int] | None = None
+        task: Task,
+        answers: Sequence[ScoreAnswer],
+        newcomers: set[ClientId],
+        cluster_of: Mapping[ClientId, int] | None = None,
     ) -> "Evaluation":
         keys = sorted({k for a in answers for k in a.scores})
-        classes = next((len(s.hits) for a in answers for s in a.scores.values()), 0)
-        hits = {k: np.zeros((len(answers), classes), np.int64) for k in keys}
-        total = {k: np.zeros((len(answers), classes), np.int64) for k in keys}
-        loss = {k: np.zeros(len(answers)) for k in keys}
+        n, shapes = len(answers), task.shapes()
+        counts = {k: {c: torch.zeros(n, *s, dtype=d).numpy() for c, (s, d) in shapes.items()} for k in keys}
+        loss = {k: np.zeros(n) for k in keys}
         for i, a in enumerate(answers):
             for k, s in a.scores.items():
-                hits[k][i], total[k][i], loss[k][i] = s.hits.numpy(), s.total.numpy(), s.loss
+                loss[k][i] = s.loss
+                for c, v in s.counts.items():
+                    counts[k][c][i] = v.numpy()
         clients = [a.client for a in answers]
         cluster = None if cluster_of is None else np.array([int(cluster_of.get(c, ALONE)) for c in clients])
-        return Evaluation(clients, np.array([c in newcomers for c in clients]), hits, total, loss, cluster)
+        return Evaluation(task, clients, np.array([c in newcomers for c in clients]), counts, loss, cluster)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """For the file; per-class counts are small, so they are kept whole."""
+        """For the file; counts are small, so they are kept whole."""
         out = {"clients": np.array(self.clients), "newcomer": self.newcomer}
         if self.cluster is not None:
             out["cluster"] = self.cluster
-        for k in self.hits:
-            out |= {f"{k}/hits": self.hits[k], f"{k}/total": self.total[k], f"{k}/loss": self.loss[k]}
+        for k, found in self.counts.items():
+            out |= {f"{k}/{c}": v for c, v in found.items()} | {f"{k}/loss": self.loss[k]}
         return out
 
     def summary(self) -> dict[str, dict[str, float]]:
         """view/part -> statistics; newcomers separately."""
         out = {}
         for mark, rows in (("", ~self.newcomer), ("newcomers/", self.newcomer)):
-            for k in self.hits:
-                cluster = None if self.cluster is None else self.cluster[rows]
-                if stats := statistics(self.hits[k][rows], self.total[k][rows], self.loss[k][rows], cluster):
+            cluster = None if self.cluster is None else self.cluster[rows]
+            for k, found in self.counts.items():
+                mine = {c: v[rows] for c, v in found.items()}
+                if stats := statistics(self.task, mine, self.loss[k][rows], cluster):
                     out[mark + k] = stats
         return out
 
     def headline(self, view: str = "personal") -> float | None:
         """Of this view, or of the personal models if there is none."""
-        name = f"{view}/test" if f"{view}/test" in self.hits else "personal/test"
-        return self.summary()[name]["mean"] if name in self.hits else None
+        name = f"{view}/test" if f"{view}/test" in self.counts else "personal/test"
+        return self.summary()[name]["mean"] if name in self.counts else None
 
     def nonfinite(self) -> int:
         """Clients whose personal models give NaN or infinity."""
@@ -114,29 +131,32 @@ class Evaluation:
 class Watch:
     """The participants of one round, before and after their local training, on their test parts."""
 
-    when: dict[str, tuple[np.ndarray, np.ndarray]]  # before, after -> hits, total [participants]
+    task: Task
+    when: dict[str, dict[str, np.ndarray]]  # before, after -> counts [participants, ...]
 
     @staticmethod
-    def of(answers: Sequence[TrainAnswer]) -> "Watch":
+    def of(task: Task, answers: Sequence[TrainAnswer]) -> "Watch":
         when = {}
         for name in ("before", "after"):
             rows = [s for a in answers if (s := getattr(a, name)) is not None]
             if rows:
-                hits, total = [int(s.hits.sum()) for s in rows], [int(s.total.sum()) for s in rows]
-                when[name] = (np.array(hits), np.array(total))
-        return Watch(when)
+                when[name] = {c: np.stack([s.counts[c].numpy() for s in rows]) for c in task.shapes()}
+        return Watch(task, when)
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """pooled: all hits over all samples; mean: over participants."""
-        return {
-            name: {
-                "pooled": float(h.sum() / max(1, n.sum())),
-                "mean": float((h / np.maximum(n, 1)).mean()),
-                "hits": h.tolist(),
-                "total": n.tolist(),
-            }
-            for name, (h, n) in self.when.items()
-        }
+        """pooled: of all samples; mean: over participants. With classes also the hits and samples of each."""
+        return {name: self._stats(counts) for name, counts in self.when.items()}
+
+    def _stats(self, counts: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        if self.task.metric.name == "accuracy":
+            h, n = counts["hits"].sum(1), counts["total"].sum(1)
+            pooled, mean = float(h.sum() / max(1, n.sum())), float((h / np.maximum(n, 1)).mean())
+            return {"pooled": pooled, "mean": mean, "hits": h.tolist(), "total": n.tolist()}
+        name = self.task.metric.name
+        each = self.task.measured(counts)[name]
+        pooled = self.task.measured({k: v.sum(0, keepdims=True) for k, v in counts.items()})[name][0]
+        known = each[~np.isnan(each)]
+        return {"pooled": float(pooled), "mean": float(known.mean()) if len(known) else np.nan}
 
     def headline(self) -> float | None:
         return float(self.summary()["before"]["mean"]) if "before" in self.when else None

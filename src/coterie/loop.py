@@ -20,6 +20,7 @@ from coterie.rng import torch_rng
 from coterie.round import RoundResult, Rules, close, plan
 from coterie.runtimes.base import Runtime
 from coterie.runtimes.states import Index
+from coterie.tasks import Classification, Metric
 
 CLIENTS_PER_REQUEST = 256  # bounds memory when every client is scored
 
@@ -44,10 +45,16 @@ class Progress:
 
     round: int
     rounds: int
-    accuracy: float | None
+    value: float | None  # of the metric; None where nobody was scored
     seconds: float
     nonfinite: int = 0  # clients whose personal models give NaN or infinity, where they were scored
     bytes: ledger.Page = field(default_factory=dict)  # since the start of the run
+    metric: Metric = Classification.metrics[0]
+
+    @property
+    def text(self) -> str:
+        """The metric's name and value."""
+        return "" if self.value is None else f"{self.metric.name} {self.metric.text(self.value)}"
 
 
 class Loop:
@@ -86,10 +93,11 @@ class Loop:
             self.start()
         for t in range(self.done + 1, self.schedule.rounds + 1):
             begun = time.perf_counter()
-            accuracy, nonfinite = self.step()
+            value, nonfinite = self.step()
             seconds = time.perf_counter() - begun
             self.folder.timing(round=t, seconds=round(seconds, 6))
-            tell(Progress(t, self.schedule.rounds, accuracy, seconds, nonfinite, self.bytes))
+            metric = self.method.ctx.task.metric
+            tell(Progress(t, self.schedule.rounds, value, seconds, nonfinite, self.bytes, metric))
             halt = stopped()
             if halt or t == self.schedule.rounds or t % self.schedule.checkpoint_every == 0:
                 self.checkpoint()
@@ -98,7 +106,7 @@ class Loop:
         return True
 
     def step(self) -> tuple[float | None, int]:
-        """Run the next round. Returns the accuracy to show, if any, and the number of diverged models."""
+        """Run the next round. Returns the value of the metric to show, if any, and the number of diverged models."""
         t, schedule = self.done + 1, self.schedule
         planned = plan(self.method, self.server, self.edges, t, schedule.rules)
         answers = self.runtime.run(planned)
@@ -113,7 +121,7 @@ class Loop:
         self.bytes = ledger.total([self.bytes, result.bytes])
         self.done = t
         trained = [answers.trained[i] for i in sorted(answers.trained)]
-        watch = Watch.of(trained) if schedule.rules.watch else None
+        watch = Watch.of(self.method.ctx.task, trained) if schedule.rules.watch else None
         found = self.evaluate() if t > 0 and (t == schedule.rounds or t % schedule.eval_every == 0) else None
         self._record(result, planned.participants, trained, watch, found)
         if found is not None:
@@ -178,7 +186,7 @@ class Loop:
         if self.official is not None:
             answers = self.official.added(answers, whole, set(newcomers))
         of = self.method.cluster_of(self.server)
-        return Evaluation.of(answers, set(newcomers), of) if answers else None
+        return Evaluation.of(self.method.ctx.task, answers, set(newcomers), of) if answers else None
 
     def _scored(self, ids: Sequence[ClientId]) -> Sequence[ClientId]:
         """All, or as many as the run asks for: the same ones every time, so that curves compare like with like."""

@@ -20,6 +20,7 @@ from coterie.edges import Edge
 from coterie.errors import CoterieError
 from coterie.method import ClientId, Download, EdgeId, State, Upload
 from coterie.schema import Entry, Schema
+from coterie.tasks import Task
 from coterie.tree import Tree
 
 Bytes = dict[str, int]  # by heading of the ledger
@@ -33,9 +34,8 @@ for _known in (Download, Edge, Entry, Schema, Upload):
 class Score:
     """One model on one part of one client's data."""
 
-    hits: Tensor  # [classes] int64
-    total: Tensor  # [classes] int64
-    loss: float  # summed cross-entropy
+    counts: Mapping[str, Tensor]  # sums over samples that the task's metrics are made of (tasks.py)
+    loss: float  # summed over samples
 
 
 # ---- a round ---------------------------------------------------------------------------------------------------------
@@ -203,23 +203,18 @@ def _fits(v: Any, hint: Any) -> bool:
     return False
 
 
-MOST = 10**9  # samples that a client may have, and bound of the numbers it may report
+BOUND = 1e9  # of the numbers that a client may report
 
 
-def check_score(score: Score, classes: int) -> None:
-    """Counts per class that can be true."""
-    hits, total = score.hits, score.total
-    for v in (hits, total):
-        if v.dtype != torch.int64 or v.shape != (classes,):
-            raise CoterieError("a score must count per class")
-    if not bool(((hits >= 0) & (hits <= total)).all()):
-        raise CoterieError("a score cannot have more hits than samples")
-    if not bool((total <= MOST).all()):
-        raise CoterieError(f"a score cannot count more than {MOST} samples")
-    check_number(score.loss / max(1, int(total.sum())), "the loss of a score")
+def check_score(score: Score, task: Task) -> None:
+    """Counts of this task that can be true."""
+    counts = dict(score.counts)
+    task.check(counts)
+    n = int(task.samples({k: v[None].numpy() for k, v in counts.items()})[0])
+    check_number(score.loss / max(1, n), "the loss of a score")
 
 
 def check_number(value: float, what: str) -> None:
     """A number for the log; NaN and infinity say that training diverged."""
-    if math.isfinite(value) and abs(value) > MOST:
+    if math.isfinite(value) and abs(value) > BOUND:
         raise CoterieError(f"{what} is {value:g}")

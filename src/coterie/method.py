@@ -12,15 +12,16 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from coterie import tree as T
+from coterie.errors import CoterieError
 from coterie.models.layers import Names
 from coterie.models.net import Net
 from coterie.rng import torch_rng
 from coterie.schema import Link, Schema, like
+from coterie.tasks import Classification, Task
 from coterie.tree import Names as Predicate
 from coterie.tree import Tree, everything
 
@@ -32,13 +33,13 @@ Extras = dict[str, Any]  # what the losses of one client need beside parameters 
 
 class Batch(NamedTuple):
     x: Tensor  # [batch, ...]
-    y: Tensor  # [batch]
+    y: Tensor  # [batch] int64 classes, or [batch, ...] float32
     weight: Tensor | None = None  # [batch], 0 for padding; None: all count
 
 
 class Split(NamedTuple):
     x: Tensor  # [n, ...] ready for the model
-    y: Tensor  # [n] int64
+    y: Tensor  # [n] int64 classes, or [n, ...] float32
 
     def __len__(self) -> int:
         return len(self.y)
@@ -51,12 +52,14 @@ class ClientData:
     client: ClientId
     train: Split
     val: Split
-    classes: int
+    classes: int  # 0 where targets are no classes
     public: Tensor | None = None  # unlabelled items every party has, if the federation has some
 
     @property
     def label_counts(self) -> Tensor:
         """Training samples per class [classes]."""
+        if not self.classes:
+            raise CoterieError("label_counts needs classes, and the targets of this task are none")
         return torch.bincount(self.train.y, minlength=self.classes)
 
 
@@ -113,7 +116,7 @@ class Context:
     net: Net
     w0: Tree
     clients: tuple[ClientId, ...]
-    classes: int
+    task: Task
     rounds: int
     join: float
     epochs: float
@@ -126,6 +129,11 @@ class Context:
     public: int = 0  # unlabelled items that every party has
     headline: str = "personal"  # the view that tables lead with
     momentum: float = 0.0  # of the run's optimiser, if it is SGD
+
+    @property
+    def classes(self) -> int:
+        """Number of classes; 0 where targets are no classes. How many outputs a model has, `task.outputs` says."""
+        return self.task.classes
 
     def lr_at(self, round: int) -> float:
         """The local rate of a round; decay acts from round 2 on."""
@@ -146,16 +154,24 @@ class Context:
     def logits(self, params: Tree, z: Tensor) -> Tensor:
         return self.net.logits(params, z)
 
+    def loss(self, params: Tree, batch: Batch) -> Tensor:
+        """The task's mean loss of the batch: cross-entropy, squared error, ..."""
+        return self.loss_of(self.net.forward(params, batch.x), batch)
+
+    def loss_of(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """The same of outputs [batch, outputs] that are there already."""
+        return self.task.loss(outputs, batch.y, batch.weight)
+
     def ce(self, params: Tree, batch: Batch) -> Tensor:
-        """Mean cross-entropy of the batch."""
-        return cross_entropy(self.net.forward(params, batch.x), batch)
+        """Mean cross-entropy of the batch, for methods that mean just that; they declare `needs = ("classes",)`."""
+        if not self.classes:
+            raise CoterieError(f"cross-entropy needs classes, and the task is {self.task.name}; ask for ctx.loss")
+        return self.loss(params, batch)
 
 
 def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    if batch.weight is None:
-        return F.cross_entropy(logits, batch.y)
-    each = F.cross_entropy(logits, batch.y, reduction="none")
-    return (each * batch.weight).sum() / batch.weight.sum().clamp(min=1)
+    """For methods that need classes."""
+    return Classification(logits.shape[1]).loss(logits, batch.y, batch.weight)
 
 
 class Settings(BaseModel):
@@ -193,7 +209,7 @@ class Method:
 
     Settings: ClassVar[type[Settings]] = Settings
     card: ClassVar[Card] = Card()
-    needs: ClassVar[tuple[str, ...]] = ()  # of: bn, val, head, public, full
+    needs: ClassVar[tuple[str, ...]] = ()  # of: bn, val, head, public, full, classes
     # registered names of what a claim about this very class must beat beside the usual controls: its idea drawn at
     # random, or a part of it taken away; subclasses do not inherit them
     controls: ClassVar[tuple[str, ...]] = ()
@@ -291,7 +307,7 @@ class Method:
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         """The loss of a batch; a pure function."""
-        return self.ctx.ce(params, batch)
+        return self.ctx.loss(params, batch)
 
     def phases(self, round: int) -> list[Phase]:
         """The local training of a round, as a list of phases."""

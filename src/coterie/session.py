@@ -20,6 +20,7 @@ from coterie.config import PUBLIC, Engine, RunSettings
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
 from coterie.data.sources import load
+from coterie.data.targets import with_task
 from coterie.errors import CoterieError
 from coterie.folder import Folder, read_settings
 from coterie.loop import Loop, Progress, Schedule
@@ -125,6 +126,7 @@ class Session:
                 "certainty": self.method.card.certainty,
             },
             "objects": self.objects.described(),
+            "task": {"name": self.method.ctx.task.name, "outputs": self.method.ctx.task.outputs},
             "partition": self.federation.identity,
             "data_dir": str(self.engine.data_dir.resolve()) if self.engine.data_dir else None,
             "normalisation": {"mean": self.federation.dataset.mean, "std": self.federation.dataset.std},
@@ -159,6 +161,7 @@ def prepare(
     engine = engine or Engine()
     bound = build_method(objects.method or settings.method, settings.settings)
     dataset = objects.dataset or loaded or load(settings.data, engine.data_dir, settings.subset)
+    dataset = with_task(dataset, settings.task)
     session = bind(settings, engine, bound, federate(dataset, settings.federation, settings.seed), objects.model)
     return replace(session, objects=objects)
 
@@ -181,7 +184,7 @@ def bind(
         net=net,
         w0=net.state(),
         clients=federation.clients[: n - settings.newcomers],
-        classes=federation.num_classes,
+        task=federation.task,
         rounds=settings.rounds,
         join=settings.join,
         epochs=settings.epochs,
@@ -261,18 +264,19 @@ def _net(
     Without a name it is what fits the data, with batch norm if the method needs that."""
     data = federation.dataset
     example = data.ready(torch.arange(2), federation.settings.normalize)
-    source = model or settings.model
+    task, source = federation.task, model or settings.model
     if source is None or source == WITH_NORM:
         norm = batch_norm or source == WITH_NORM
-        source = default_for(federation.shape, federation.num_classes, example.dtype, norm)
+        source = default_for(federation.shape, task.outputs, example.dtype, norm, task.name)
     module = build_model(
         source,
         federation.shape,
-        federation.num_classes,
+        task.outputs,
         seed=key(settings.seed, "init"),
         dtype=example.dtype,
         vocab=data.vocab,
         options=settings.model_options,
+        task=task.name,
     )
     net = Net(module, example)
     if net.layout.of_kind("conv"):
@@ -288,6 +292,7 @@ _NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {
     "head": (lambda m, f: m.ctx.net.layout.head is not None, "a model whose last layer is an nn.Linear (its head)"),
     "val": (lambda m, f: bool((f.sizes("val") > 0).all()), "a validation part at every client (set val_share)"),
     "public": (lambda m, f: f.public() is not None, "a public set (set public to a number of items)"),
+    "classes": (lambda m, f: f.num_classes > 0, "class labels (task = classification or binary)"),
     "full": (lambda m, f: m.ctx.join == 1, "full participation (set join to 1)"),
 }
 
@@ -296,7 +301,8 @@ def _check_needs(method: Method, federation: Federation) -> None:
     for need in method.needs:
         holds, words = _NEEDS[need]
         if not holds(method, federation):
-            raise CoterieError(f"{method.card.title} needs {words}")
+            here = f", and the task here is {federation.task.name}" if need == "classes" else ""
+            raise CoterieError(f"{method.card.title} needs {words}{here}")
 
 
 def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from coterie import codec
 from coterie.config import Engine, RunSettings, settings, shared_names
+from coterie.data.arrays import from_arrays
 from coterie.data.dataset import Dataset
 from coterie.edges import ANNOUNCE, EdgeMethod
 from coterie.errors import CoterieError
@@ -67,6 +68,16 @@ def small_data(n: int = 600) -> Dataset:
     return Dataset("small-digits", images, labels, tuple("0123456789"), torch.zeros(n, dtype=torch.bool))
 
 
+@cache
+def small_numbers(clients: int = 3, each: int = 60) -> Dataset:
+    """A regression task: the same line for all clients, shifted by a number of each client's own."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(clients * each, 4)).astype(np.float32)
+    owner = np.repeat(np.arange(clients), each)
+    y = 2 * x[:, 0] + 0.5 * rng.normal(size=clients)[owner] + 0.1 * rng.normal(size=len(x))
+    return from_arrays(x, y, name="small-numbers", client=owner, task="regression")
+
+
 @dataclass(frozen=True)
 class Bench:
     """A small federation to try a method on."""
@@ -74,7 +85,7 @@ class Bench:
     method: type[Method]
     own: dict[str, Any]  # settings of the method
 
-    def session(self, **changes: Any) -> Session:
+    def session(self, objects: Objects | None = None, **changes: Any) -> Session:
         base: dict[str, Any] = {
             "rounds": 3, "join": 0.6, "epochs": 1, "batch": 16, "lr": 0.1, "eval_every": 1, "checkpoint_every": 1,
             "clients": 5, "partition": "dirichlet(0.5)", "val_share": 0.2, "public": 30, "seed": 3,
@@ -83,7 +94,8 @@ class Bench:
             update={"method": self.method.__name__, "settings": self.own}
         )
         torch.manual_seed(0)
-        return prepare(run, Engine(workers=1), Objects(self.method, small_data(), SmallNet()))
+        made = Objects(self.method, small_data(), SmallNet())
+        return prepare(run, Engine(workers=1), made if objects is None else objects)
 
     def play(self, folder: Path, session: Session | None = None, workers: int = 1, **changes: Any) -> Loop:
         """Run to the end; the loop that did it, with its server, edges, client states and bytes."""
@@ -517,6 +529,26 @@ def learns_a_small_task(bench: Bench, tmp: Path) -> None:
     assert best > 0.5, f"only {best:.2f} after {loop.done} rounds on ten classes"
 
 
+def numbers_are_learned_or_refused(bench: Bench, tmp: Path) -> None:
+    """A regression task: a method that needs classes refuses it before any work, every other one learns it."""
+    torch.manual_seed(0)
+    objects = Objects(bench.method, small_numbers(), SmallNet(4, 1))
+    quiet: dict[str, Any] = {"watch": False, "final_trained": False, "checkpoint_every": 100}
+    changes: dict[str, Any] = {"partition": "natural", "clients": 3, "public": 9, "join": 1.0, **quiet}
+    if "classes" in bench.method.needs:
+        try:
+            bench.session(objects, **changes)
+        except CoterieError as e:
+            assert "needs class labels" in str(e) and "\n" not in str(e)
+            return
+        raise AssertionError("it says that it needs classes, and takes a task without")
+    bench.play(tmp, bench.session(objects, rounds=8, epochs=2, eval_every=8, **changes))
+    result = events(tmp)[-1]["eval"]
+    views = ("personal/test", "adapted/test", "trained/test")
+    best = max(result[v]["pooled R2"] for v in views if v in result)
+    assert best > 0.25, f"explains only {best:.2f} of the variance of a line with noise"
+
+
 def bad_settings_get_a_sentence(bench: Bench, tmp: Path) -> None:
     bad: list[dict[str, Any]] = [{"no_such_setting": 1}, {"no_such_setting": "x"}]
     for name, info in bench.method.Settings.model_fields.items():
@@ -558,6 +590,7 @@ CHECKS: dict[str, Callable[[Bench, Path], None]] = {
         hooks_do_not_change_what_they_are_given,
         state_survives_the_codec,
         learns_a_small_task,
+        numbers_are_learned_or_refused,
         bad_settings_get_a_sentence,
         settings_have_names_of_their_own,
         a_newcomer_gets_a_model,

@@ -55,6 +55,7 @@ def run(
     method: Annotated[str | None, Argument(help="a method; `coterie list methods` names them")] = None,
     data: o.Data = None,
     data_dir: o.DataDir = None,
+    task: o.Task = None,
     model: o.Model = None,
     partition: o.Partition = None,
     clients: o.Clients = None,
@@ -83,8 +84,9 @@ def run(
     from coterie.folders import fresh_folder
     from coterie.session import execute, prepare, rebuild
 
-    given = o.gather(config, set_, method=method, data=data, model=model, partition=partition, clients=clients,
-                     join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip
+    given = o.gather(config, set_, method=method, data=data, task=task, model=model, partition=partition,
+                     clients=clients, join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr,
+                     seed=seed)  # fmt: skip
     how = engine_from(workers, state, data_dir, runtime=runtime, address=address, engine=engine)
     silent = quiet or as_json
     if resume is not None:
@@ -105,7 +107,7 @@ def run(
             session,
             folder,
             resume=resume is not None,
-            tell=lambda p: update(p.round, "" if p.accuracy is None else f"accuracy {100 * p.accuracy:.1f}"),
+            tell=lambda p: update(p.round, p.text),
             say=_complain,
             stopped=stop,
         )
@@ -132,6 +134,7 @@ def compare(
     seeds: Annotated[int, Option(min=1, help="runs per method, with seeds 0, 1, ...")] = 1,
     data: o.Data = None,
     data_dir: o.DataDir = None,
+    task: o.Task = None,
     model: o.Model = None,
     partition: o.Partition = None,
     clients: o.Clients = None,
@@ -159,7 +162,7 @@ def compare(
     from coterie.runs.run import Run
     from coterie.runs.sweep import sweep
 
-    given = o.gather(config, set_, data=data, model=model, partition=partition, clients=clients, join=join,
+    given = o.gather(config, set_, data=data, task=task, model=model, partition=partition, clients=clients, join=join,
                      rounds=rounds, epochs=epochs, batch=batch, lr=lr)  # fmt: skip
     names = list(dict.fromkeys(m for name in methods for m in (known() if name == "all" else [name])))
     folder = out or fresh_folder(f"compare-{given.get('data', 'digits')}")
@@ -190,7 +193,7 @@ def compare(
                 found["arena"] = json.loads(arena.frame().to_json(orient="records"))
             typer.echo(json.dumps(found))
         elif not quiet:
-            _show_table(table, "accuracy in percent, mean over clients; bytes and time per round")
+            _show_table(table, f"{table.metric.heading}, mean over clients; bytes and time per round")
             if arena is not None:
                 show([arena])
             files = "table.csv and table.md" if arena is None else "table.csv, table.md and arena.csv"
@@ -211,13 +214,13 @@ class Order(StrEnum):
     date = "date"
     name = "name"
     method = "method"
-    accuracy = "accuracy"
+    score = "score"
 
 
 @app.command()
 def runs(
     folder: Annotated[Path, Argument(help="where to look")] = Path("runs"),
-    sort: Annotated[Order, Option(help="newest first, or by name, method or accuracy")] = Order.date,
+    sort: Annotated[Order, Option(help="newest first, or by name, method or score")] = Order.date,
     as_json: o.Json = False,
 ) -> None:
     """List the runs in a folder."""
@@ -246,7 +249,8 @@ def runs(
             "run": str(path), "date": path.joinpath("settings.json").stat().st_mtime, "method": r.title,
             "data": r.settings["data"], "partition": r.settings["federation"]["partition"],
             "seed": r.settings["seed"], "round": r.last_round, "rounds": r.settings["rounds"],
-            "accuracy": personal.get("last"), "headline": shown, "diverged": personal.get("nonfinite", 0),
+            "metric": r.metric.name, "value": personal.get("last"), "headline": shown,
+            "diverged": personal.get("nonfinite", 0),
             "clients": personal.get("clients", 0),
         })  # fmt: skip
     rows.sort(key=_ORDERS[sort])
@@ -267,19 +271,32 @@ _ORDERS: dict[Order, Callable[[dict[str, Any]], Any]] = {
     Order.date: lambda r: -r["date"],
     Order.name: lambda r: r["run"],
     Order.method: lambda r: (r["method"], r["run"]),
-    Order.accuracy: lambda r: -1.0 if r["accuracy"] is None else -r["accuracy"],
+    Order.score: lambda r: (r["metric"], _worse(r)),
 }
 
 
+def _worse(r: dict[str, Any]) -> float:
+    """Larger for worse scores."""
+    return float("inf") if r["value"] is None else (r["value"] if _metric(r).lower else -r["value"])
+
+
+def _metric(r: dict[str, Any]) -> Any:
+    from coterie.tasks import TASKS
+
+    return next(m for t in TASKS.values() for m in t.metrics if m.name == r["metric"])
+
+
 def _run_row(r: dict[str, Any]) -> dict[str, str]:
-    accuracy = "" if r["accuracy"] is None else f"{100 * r['accuracy']:.1f}"
+    value = "" if r["value"] is None else _metric(r).text(r["value"])
+    if value and r["metric"] != "accuracy":
+        value = f"{r['metric']} {value}"
     if r["headline"] != "personal":
-        accuracy += f" ({r['headline']})"
+        value += f" ({r['headline']})"
     if r["diverged"]:
-        accuracy += f" (diverged: {r['diverged']} of {r['clients']} clients)"
+        value += f" (diverged: {r['diverged']} of {r['clients']} clients)"
     return {
         "begun": time.strftime("%Y-%m-%d %H:%M", time.localtime(r["date"])), "method": r["method"],
-        "round": f"{r['round']}/{r['rounds']}", "accuracy": accuracy, "data": r["data"], "seed": str(r["seed"]),
+        "round": f"{r['round']}/{r['rounds']}", "score": value, "data": r["data"], "seed": str(r["seed"]),
         "partition": r["partition"],
     }  # fmt: skip
 
@@ -309,12 +326,11 @@ def engine_from(workers: int | None, state: str | None, data_dir: Path | None, *
 
 
 def _now(status: Any) -> str:
-    """The runs that are being computed, with their accuracy."""
+    """The runs that are being computed, with their scores."""
     words = []
     for path, done in status.rounds.items():
         if 0 < done < status.planned[path]:
-            accuracy = status.accuracy.get(path)
-            words.append(path.name + ("" if accuracy is None else f" {100 * accuracy:.1f} %"))
+            words.append(" ".join(w for w in (path.name, status.text.get(path, "")) if w))
     return ", ".join(words)
 
 
@@ -332,7 +348,7 @@ def _show_run(run: Any) -> None:
     from coterie.runs.comparison import Comparison
 
     if run.events:
-        _show_table(Comparison([run]), f"after round {run.last_round}; accuracy in percent, mean over clients")
+        _show_table(Comparison([run]), f"after round {run.last_round}; {run.metric.heading}, mean over clients")
     console.print(f"the run is in {run.path}", soft_wrap=True, highlight=False)
 
 

@@ -259,6 +259,7 @@ def data_get(
 @data_app.command("show")
 def data_show(
     data: o.Data = None,
+    task: o.Task = None,
     data_dir: o.DataDir = None,
     partition: o.Partition = None,
     clients: o.Clients = None,
@@ -272,10 +273,11 @@ def data_show(
     from coterie.data.federation import federate
     from coterie.data.show import draw, table
     from coterie.data.sources import load
+    from coterie.data.targets import with_task
 
-    given = o.gather(config, set_, data=data, partition=partition, clients=clients, seed=seed)
+    given = o.gather(config, set_, data=data, task=task, partition=partition, clients=clients, seed=seed)
     s = settings(**{"method": "fedavg", **given})
-    federation = federate(load(s.data, data_dir, s.subset), s.federation, s.seed)
+    federation = federate(with_task(load(s.data, data_dir, s.subset), s.task), s.federation, s.seed)
     console.print(table(federation))
     console.print(f"picture: {draw(federation, out)}", soft_wrap=True, highlight=False)
 

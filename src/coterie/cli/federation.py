@@ -112,7 +112,8 @@ def serve(
     min_clients: Annotated[int, Option(min=1, help="clients to wait for before a round starts")] = 2,
     deadline: Deadline = 600.0,
     shape: Annotated[str | None, Option(help="shape of one item of the devices' own data, for example 1,28,28")] = None,
-    classes: Annotated[int, Option(help="number of classes of the devices' own data")] = 0,
+    classes: Annotated[int, Option(help="number of classes of the devices' own data, or of numbers per target")] = 0,
+    task: o.Task = None,
     data: o.Data = None,
     data_dir: o.DataDir = None,
     model: o.Model = None,
@@ -139,8 +140,9 @@ def serve(
 
     die_with_parent()
     _log()
-    given = o.gather(config, set_, method=method, data=data, model=model, partition=partition, clients=clients,
-                     join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip
+    given = o.gather(config, set_, method=method, data=data, task=task, model=model, partition=partition,
+                     clients=clients, join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr,
+                     seed=seed)  # fmt: skip
     if resume is not None:
         if given:
             raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(sorted(given))}")
@@ -152,7 +154,7 @@ def serve(
                 "name a method, for example `coterie serve fedrep`; `coterie list methods` shows them all"
             )
         chosen = settings(**given)
-        items = _shape(shape, classes)
+        items = _shape(shape, 2 if chosen.task not in (None, "classification", "binary") else classes)
         cloud = s.CloudSettings(
             str(certs), host, port, min_clients, deadline, items, classes, str(data_dir) if data_dir else None
         )
@@ -175,8 +177,8 @@ def serve(
 
 
 def _told(p: Any) -> None:
-    accuracy = "" if p.accuracy is None else f", accuracy {100 * p.accuracy:.1f}"
-    logging.getLogger("coterie.cloud").info("round %s of %s, %.1f s%s", p.round, p.rounds, p.seconds, accuracy)
+    score = f", {p.text}" if p.text else ""
+    logging.getLogger("coterie.cloud").info("round %s of %s, %.1f s%s", p.round, p.rounds, p.seconds, score)
 
 
 def _shape(text: str | None, classes: int) -> tuple[int, ...]:

@@ -9,6 +9,9 @@ Data = Annotated[str | None, Option(help="digits, cifar10, ..., a file, a folder
 DataDir = Annotated[
     Path | None, Option(help="directory with the data files (default: $COTERIE_DATA or ~/.cache/coterie/data)")
 ]
+Task = Annotated[
+    str | None, Option(help="regression, multilabel, binary, count, survival, ... (default: chosen from the data)")
+]
 Model = Annotated[str | None, Option(help="lenet5, mlp, ... or module:factory (default: chosen from the data)")]
 Partition = Annotated[str | None, Option(help="iid, dirichlet(0.1), exdir(2,0.5), shards(2), rotate(4), natural")]
 Clients = Annotated[int | None, Option(help="number of clients (default 20)")]

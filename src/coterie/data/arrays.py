@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coterie.data import targets
 from coterie.data.dataset import Dataset
 from coterie.data.text import VOCABULARY, tokens
 from coterie.errors import CoterieError
@@ -25,6 +26,7 @@ class Raw(NamedTuple):
     classes: Sequence[str] | None = None
     client: Array | None = None
     client_test: Array | None = None
+    task: str | None = None  # None: the one that the targets show
 
 
 def from_arrays(
@@ -37,12 +39,16 @@ def from_arrays(
     classes: Sequence[str] | None = None,
     client: Any = None,
     client_test: Any = None,
+    task: str | None = None,
 ) -> Dataset:
-    """Pictures [n, H, W(, C)] or [n, C, H, W], signals [n, T, C], vectors [n, d], token ids [n, L] or texts [n]."""
+    """Pictures [n, H, W(, C)] or [n, C, H, W], signals [n, T, C], vectors [n, d], token ids [n, L] or texts [n].
+
+    Targets y are classes [n], numbers [n] or [n, k], labels of 0 and 1 [n, k], or time and event [n, 2]; which of them,
+    `task` says or the values show."""
     many = [None if a is None else _plain(a) for a in (x, y, x_test, y_test, client, client_test)]
     if many[0] is None or many[1] is None:
         raise CoterieError(f"{name} needs both x and y")
-    return dataset(name, Raw(many[0], many[1], many[2], many[3], classes, many[4], many[5]))
+    return dataset(name, Raw(many[0], many[1], many[2], many[3], classes, many[4], many[5], task))
 
 
 def from_torch(train: Any, test: Any = None, *, name: str = "torch", classes: Sequence[str] | None = None) -> Dataset:
@@ -76,12 +82,12 @@ def dataset(name: str, raw: Raw) -> Dataset:
                 f"training and test labels of {name} differ in shape: {y.shape[1:]} and {more.shape[1:]}"
             )
         y = np.concatenate([y, more])
-    labels, classes = _labels(name, y, raw.classes)
+    kind, labels, classes = targets.read(name, y, raw.classes, raw.task)
     items = _items_form(name, x)
     is_test = torch.arange(len(labels)) >= n_train
     mean, std = moments(items, ~is_test)
     vocab = VOCABULARY if x.dtype.kind == "U" else int(items.max()) + 1 if items.dtype == torch.int64 else None
-    return Dataset(name, items, labels, classes, is_test, _owner(name, raw, n_train), mean, std, vocab)
+    return Dataset(name, items, labels, classes, is_test, _owner(name, raw, n_train), mean, std, vocab, kind)
 
 
 def moments(x: Tensor, train: Tensor) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
@@ -135,26 +141,6 @@ def _channels_first(x: Array) -> Array:
     if x.ndim == 3 and x.shape[1] > x.shape[2]:
         return x.transpose(0, 2, 1)  # signals: time is the longer axis
     return x
-
-
-def _labels(name: str, y: Array, classes: Sequence[str] | None) -> tuple[Tensor, tuple[str, ...]]:
-    if y.shape[1] != 1:
-        raise CoterieError(f"labels of {name} must be one number each, but have shape {y.shape[1:]}")
-    y = y[:, 0]
-    if y.dtype.kind in "US":
-        found, y = np.unique(y, return_inverse=True)
-        return torch.from_numpy(y.astype(np.int64)), tuple(map(str, found))
-    if y.dtype.kind not in "buif" or (y.dtype.kind == "f" and not (np.isfinite(y).all() and (y == np.floor(y)).all())):
-        raise CoterieError(f"labels of {name} must be whole numbers or names")
-    y = y.astype(np.int64)
-    if classes is not None:
-        if y.min() < 0 or y.max() >= len(classes):
-            raise CoterieError(
-                f"labels of {name} run from {y.min()} to {y.max()}, but there are {len(classes)} classes"
-            )
-        return torch.from_numpy(y), tuple(map(str, classes))
-    found, compact = np.unique(y, return_inverse=True)
-    return torch.from_numpy(compact.astype(np.int64)), tuple(map(str, found))
 
 
 def _owner(name: str, raw: Raw, n_train: int) -> Tensor | None:

@@ -5,12 +5,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.data.turn import Interp, turned
 from coterie.rng import torch_rng
+from coterie.tasks import Task, make
 
+Ints = NDArray[np.int64]
 Normalize = Literal["standard", "unit", "none"]
 
 
@@ -20,13 +24,14 @@ class Dataset:
 
     name: str
     x: Tensor  # uint8 [n, C, H, W] pictures | float32 [n, ...] pictures, signals [n, C, T], vectors | int64 [n, L] text
-    y: Tensor  # int64 [n]
-    classes: tuple[str, ...]
+    y: Tensor  # classes: int64 [n]; other targets: float32 [n, k]
+    classes: tuple[str, ...]  # names of classes, or of labels; empty where targets are numbers
     is_test: Tensor  # bool [n], the official test part
     owner: Tensor | None = None  # int64 [n], the natural client of each item
     mean: tuple[float, ...] | None = None  # per channel, of the official training part; of x/255 for bytes
     std: tuple[float, ...] | None = None  # None, as for the mean: leave as is
     vocab: int | None = None  # token ids are below this
+    kind: str = "classification"  # of task, a name of tasks.py
 
     def __len__(self) -> int:
         return len(self.y)
@@ -35,6 +40,23 @@ class Dataset:
     def shape(self) -> tuple[int, ...]:
         """Of one item as the model sees it."""
         return tuple(self.x.shape[1:])
+
+    @property
+    def targets(self) -> int:
+        """Numbers per item; of a class one."""
+        return 1 if self.y.dim() == 1 else self.y.shape[1]
+
+    @cached_property
+    def task(self) -> Task:
+        if self.kind in ("classification", "binary"):
+            return make(self.kind, len(self.classes))
+        return make(self.kind, 1 if self.kind == "survival" else self.targets)
+
+    @cached_property
+    def strata(self) -> tuple[Ints, tuple[str, ...]]:
+        """Class or range of targets of each item [n], by which items are dealt out and split evenly, and the names."""
+        strata, names = self.task.strata(self.y)
+        return strata, self.classes if self.task.classes else names
 
     @property
     def is_picture(self) -> bool:

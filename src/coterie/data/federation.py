@@ -15,6 +15,7 @@ from coterie.data.split import like_training, parts_of, public_items
 from coterie.errors import CoterieError
 from coterie.method import ClientData, Split
 from coterie.rng import torch_rng
+from coterie.tasks import Task
 
 Part = Literal["train", "val", "test"]
 PARTS: tuple[Part, ...] = ("train", "val", "test")
@@ -57,8 +58,13 @@ class Federation:
         return self.dataset.shape
 
     @property
+    def task(self) -> Task:
+        return self.dataset.task
+
+    @property
     def num_classes(self) -> int:
-        return len(self.dataset.classes)
+        """0 where targets are no classes."""
+        return self.task.classes
 
     def data(self, client: int) -> ClientData:
         """The data that the client's hooks may use."""
@@ -106,11 +112,12 @@ class Federation:
         return each.sum(axis=1) if part == "all" else each[:, PARTS.index(part)]
 
     def label_counts(self, part: Part | Literal["all"] = "train") -> Ints:
-        """Samples per client and class [clients, classes]."""
+        """Samples per client and class [clients, classes]; without classes, per range of targets."""
+        strata, names = self.dataset.strata
         row = np.repeat(np.arange(len(self._bounds) - 1), np.diff(self._bounds))  # 3 * client + part
         picked = slice(None) if part == "all" else row % 3 == PARTS.index(part)
-        cell = row[picked] // 3 * self.num_classes + self.dataset.y.numpy()[self._index.numpy()[picked]]
-        return np.bincount(cell, minlength=len(self.clients) * self.num_classes).reshape(-1, self.num_classes)
+        cell = row[picked] // 3 * len(names) + strata[self._index.numpy()[picked]]
+        return np.bincount(cell, minlength=len(self.clients) * len(names)).reshape(-1, len(names))
 
     def turn(self, client: int) -> float:
         """Degrees by which this client sees its pictures turned."""
@@ -153,9 +160,14 @@ class Federation:
 
 def federate(dataset: Dataset, settings: PartitionSettings, seed: int) -> Federation:
     """Divide the pool among clients and split each client's samples; a pure function of its arguments."""
-    labels = dataset.y.numpy()
+    labels, names = dataset.strata
     is_test = dataset.is_test.numpy()
     scheme = settings.scheme
+    if scheme.name not in ("iid", "natural") and not dataset.task.can_deal:
+        raise CoterieError(
+            f"partition {scheme} deals by classes or ranges of one target, and {dataset.name} is for {dataset.kind}; "
+            "take iid or natural"
+        )
     if settings.pool == "train" and settings.test_from == "official" and not is_test.any():
         raise CoterieError(f"test_from = official needs an official test part, and {dataset.name} has none")
     pool = np.arange(len(dataset)) if settings.pool == "merged" else np.flatnonzero(~is_test)
@@ -165,14 +177,14 @@ def federate(dataset: Dataset, settings: PartitionSettings, seed: int) -> Federa
     n = settings.clients or DEFAULT_CLIENTS
     turns = _turns(dataset, n, int(scheme["K"])) if scheme.name == "rotate" else None
     owner = None if dataset.owner is None else dataset.owner.numpy()[pool]
-    client = deal(labels[pool], owner, len(dataset.classes), n, settings, seed)
+    client = deal(labels[pool], owner, len(names), n, settings, seed)
     kept = client >= 0
     pool, client = pool[kept], client[kept]
 
     own_test = settings.test_from == "own"
     part = parts_of(client, labels[pool], settings, own_test, seed)
     if not own_test and official is not None:
-        dealt, whose = like_training(client, labels[pool], labels[official], len(dataset.classes), seed)
+        dealt, whose = like_training(client, labels[pool], labels[official], len(names), seed)
         pool, client = np.concatenate([pool, official[dealt]]), np.concatenate([client, whose])
         part = np.concatenate([part, np.full(len(dealt), 2)])
     n = int(client.max()) + 1

@@ -34,7 +34,7 @@ def reading(path: Path, kind: str) -> Iterator[None]:
 
 
 def npz(path: Path) -> Raw:
-    """x_train, y_train, x_test, y_test (classes, client_train, client_test); x, y; or MedMNIST's names."""
+    """x_train, y_train, x_test, y_test (classes, client_train, client_test, task); x, y; or MedMNIST's names."""
     with reading(path, "an .npz data file"):
         have = _arrays(path)
         if "train_images" in have:
@@ -49,8 +49,18 @@ def npz(path: Path) -> Raw:
         if lacks:
             raise ValueError(f"it lacks {' and '.join(lacks)}")
         classes = [str(c) for c in have["classes"]] if "classes" in have else None
-        rest = [have.get(k) for k in ("client_train", "client_test")]
-        return Raw(have["x_train"], have["y_train"], have.get("x_test"), have.get("y_test"), classes, *rest)
+        clients = have.get("client_train"), have.get("client_test")
+        task = str(have["task"]) if "task" in have else None
+        return Raw(
+            have["x_train"],
+            have["y_train"],
+            have.get("x_test"),
+            have.get("y_test"),
+            classes,
+            clients[0],
+            clients[1],
+            task,
+        )
 
 
 def _arrays(path: Path) -> dict[str, Array]:

@@ -36,7 +36,7 @@ def table(fed: Federation) -> Table:
     for i in rows:
         turn = [] if fed.groups is None else [f"{fed.turn(i):g}°"]
         parts = [str(s[i]) for s in sizes]
-        out.add_row(str(i), *parts, str((counts[i] > 0).sum()), _largest(counts[i], fed.dataset.classes), *turn)
+        out.add_row(str(i), *parts, str((counts[i] > 0).sum()), _largest(counts[i], fed.dataset.strata[1]), *turn)
     return out
 
 
@@ -75,8 +75,8 @@ def picture(fed: Federation) -> "Figure":
         ticks = np.unique(np.linspace(0, len(rows) - 1, 9).astype(int))
         axes.set_xticks(ticks, [str(rows[t]) for t in ticks])
     if k <= _BUBBLES:
-        axes.set_yticks(range(k), [c[:24] for c in fed.dataset.classes], fontsize=8 if k <= 30 else 6)
-    axes.set_ylabel("label")
+        axes.set_yticks(range(k), [c[:24] for c in fed.dataset.strata[1]], fontsize=8 if k <= 30 else 6)
+    axes.set_ylabel("label" if fed.num_classes else "target")
     axes.set_title(_title(fed), fontsize=11)
     return figure
 

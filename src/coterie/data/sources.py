@@ -45,7 +45,9 @@ def known(folder: Path | None = None) -> list[Listed]:
 def save(data: Dataset, path: Path) -> None:
     """Write NAME.npz, which opens much faster than thousands of picture files."""
     test = data.is_test.numpy()
-    arrays = {"classes": np.array(data.classes)}
+    arrays = {"classes": np.array(data.classes)} if data.classes else {}
+    if data.kind != "classification":
+        arrays["task"] = np.array(data.kind)
     for part, rows in (("train", ~test), ("test", test)):
         if rows.any() or part == "train":
             arrays |= {f"x_{part}": data.x.numpy()[rows], f"y_{part}": data.y.numpy()[rows]}

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload, cross_entropy
+from coterie.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload
 from coterie.parts.gradient import grad
 
 ALPHA = "a:alpha"
@@ -69,7 +69,7 @@ class APFL(Method):
         with torch.no_grad():
             v, w = self._outputs(params, batch.x)
         alpha = params[ALPHA].detach().clone().requires_grad_()
-        gradient = torch.autograd.grad(cross_entropy(alpha * v + (1 - alpha) * w, batch), alpha)[0]
+        gradient = torch.autograd.grad(self.ctx.loss_of(alpha * v + (1 - alpha) * w, batch), alpha)[0]
         return {**params, ALPHA: self._stepped(alpha.detach(), gradient, extras)}
 
     def _stepped(self, alpha: Tensor, gradient: Tensor, extras: Extras) -> Tensor:
@@ -83,9 +83,9 @@ class APFL(Method):
         """w learns from its own loss only, v from that of the mixture only."""
         w = self.ctx.forward(T.strip("g:", params), batch.x)
         if self.hp.alpha == 0 and not self.hp.adaptive:
-            return cross_entropy(w, batch)  # v has no part in anything: it and its batch norm are not updated
+            return self.ctx.loss_of(w, batch)  # v has no part in anything: it and its batch norm are not updated
         v, alpha = self.ctx.forward(T.strip("p:", params), batch.x), params[ALPHA]
-        return cross_entropy(w, batch) + cross_entropy(alpha * v + (1 - alpha) * w.detach(), batch)
+        return self.ctx.loss_of(w, batch) + self.ctx.loss_of(alpha * v + (1 - alpha) * w.detach(), batch)
 
     # ---- the rule of the authors' code -----------------------------------------------------------------------------
     def in_turn(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
@@ -93,9 +93,9 @@ class APFL(Method):
         plain = [k for k in T.strip("g:", params) if k in self.ctx.net.trainable]
         ws, vs = [f"g:{k}" for k in plain], [f"p:{k}" for k in plain]
         alpha, lr = params[ALPHA], extras["lr"]
-        slope = grad(lambda p: self.ctx.ce(T.strip("g:", p), batch), params, ws)
+        slope = grad(lambda p: self.ctx.loss(T.strip("g:", p), batch), params, ws)
         params = {**params, **T.add({k: params[k] for k in ws}, slope, -lr)}
-        both = grad(lambda p: cross_entropy(self._mixed(p, batch.x), batch), params, [*vs, *ws])
+        both = grad(lambda p: self.ctx.loss_of(self._mixed(p, batch.x), batch), params, [*vs, *ws])
         params = {**params, **T.add({k: params[k] for k in vs}, both, -lr)}
         if self.hp.adaptive and not extras.get("weighed"):
             extras["weighed"] = True

@@ -93,14 +93,14 @@ class Ditto(Method):
         ]
 
     def _global_loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        return self.ctx.ce(T.strip("g:", params), batch)
+        return self.ctx.loss(T.strip("g:", params), batch)
 
     def _personal_loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         v = T.strip("p:", params)
-        ce = self.ctx.ce(v, batch)
+        loss = self.ctx.loss(v, batch)
         if self.hp.lam == 0:
-            return ce
-        return ce + self.hp.lam / 2 * T.sqdist(v, extras["anchor"], self.ctx.net.trainable)
+            return loss
+        return loss + self.hp.lam / 2 * T.sqdist(v, extras["anchor"], self.ctx.net.trainable)
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         if round == 0:

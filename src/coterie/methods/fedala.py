@@ -119,7 +119,7 @@ class FedALA(Method):
             for part in torch.split(drawn, self.ctx.batch):
                 theta = merged(old, new, A)
                 leaves = [theta[k].requires_grad_() for k in names]
-                loss = self.ctx.ce(theta, Batch(data.train.x[part], data.train.y[part]))
+                loss = self.ctx.loss(theta, Batch(data.train.x[part], data.train.y[part]))
                 gradients = torch.autograd.grad(loss, leaves)
                 step = {k: g * (new[k] - old[k]) for k, g in zip(names, gradients, strict=True)}
                 A = {**A, **{k: (A[k] - self.hp.eta * s).clamp(0, 1) for k, s in step.items()}}

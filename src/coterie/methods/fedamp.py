@@ -104,10 +104,10 @@ class FedAMP(Method):
         }  # a client that the server does not know is not mixed with others
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        ce = self.ctx.ce(params, batch)
+        loss = self.ctx.loss(params, batch)
         if self.hp.lam == 0:
-            return ce
-        return ce + self.hp.lam / self.hp.alpha / 2 * T.sqdist(params, extras["u"], self.ctx.net.trainable)
+            return loss
+        return loss + self.hp.lam / self.hp.alpha / 2 * T.sqdist(params, extras["u"], self.ctx.net.trainable)
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         return {"w": params}, Upload(T.drop(params, self.stays))

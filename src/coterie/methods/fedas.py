@@ -39,7 +39,7 @@ class FedAS(Method):
         personal="the head, and the last local model",
         compute="an epoch of alignment before local training and a pass of gradients after it",
     )
-    needs = ("head",)
+    needs = ("head", "classes")
 
     def private(self, name: str) -> bool:
         return name in self.ctx.group("head")

@@ -29,7 +29,6 @@ from coterie.method import (
     Settings,
     State,
     Upload,
-    cross_entropy,
 )
 from coterie.parts import small_layers
 from coterie.parts.distill import mmd
@@ -100,12 +99,12 @@ class FedCP(Method):
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         z = self.ctx.features(params, batch.x)
-        ce = cross_entropy(self._logits(params, z, extras, noise=True), batch)
+        loss = self.ctx.loss_of(self._logits(params, z, extras, noise=True), batch)
         if self.hp.lam == 0:
-            return ce
+            return loss
         with torch.no_grad():
             frozen = self.ctx.features(self._reference(extras["received"]), batch.x)
-        return ce + self.hp.lam * mmd(z, frozen, weight=batch.weight)
+        return loss + self.hp.lam * mmd(z, frozen, weight=batch.weight)
 
     def _reference(self, received: Tree) -> Tree:
         """The received model; in training mode with statistics that may move and batch norm that counts as trained."""

@@ -26,7 +26,6 @@ from coterie.method import (
     Settings,
     State,
     Upload,
-    cross_entropy,
 )
 from coterie.schema import Entry, Link, Schema
 from coterie.tree import Tree
@@ -90,16 +89,16 @@ class FedDBE(Method):
         return [Phase(self.loss if round else self.first_loss)]
 
     def first_loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        return self.ctx.ce(params, batch)
+        return self.ctx.loss(params, batch)
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         z = self.ctx.features(params, batch.x)
-        ce = cross_entropy(self.ctx.logits(params, z + params[BIAS]), batch)
+        loss = self.ctx.loss_of(self.ctx.logits(params, z + params[BIAS]), batch)
         w = torch.ones_like(z[:, 0]) if batch.weight is None else batch.weight
         mean = w @ z / w.sum().clamp(min=1)
         kappa: Tensor = extras["kappa"]
         pull: Tensor = (mean - extras["mean"]).square().mean()
-        return ce + kappa / 2 * pull
+        return loss + kappa / 2 * pull
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         if round:

@@ -79,13 +79,13 @@ class FedDyn(Method):
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         alpha: float = extras["alpha"]
         pull = alpha / 2 * T.sqdist(params, extras["anchor"], self.ctx.net.trainable)
-        return self.ctx.ce(params, batch) + alpha * T.dot(extras["h"], params) + pull
+        return self.ctx.loss(params, batch) + alpha * T.dot(extras["h"], params) + pull
 
     def _linear(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         """The loss without alpha/2 |w|^2 (and the constant)."""
         slope = {k: h - extras["anchor"][k] for k, h in extras["h"].items()}
         alpha: float = extras["alpha"]
-        return self.ctx.ce(params, batch) + alpha * T.dot(slope, params)
+        return self.ctx.loss(params, batch) + alpha * T.dot(slope, params)
 
     def _square(self, params: Tree, extras: Extras) -> Tensor:
         own = {k: params[k] for k in extras["h"]}

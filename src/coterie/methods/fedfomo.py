@@ -137,7 +137,7 @@ class FedFomo(Method):
     def affinities(self, candidates: Sequence[Tree], old: Tree, data: ClientData) -> Tensor:
         """(L(old) - L(candidate)) / |candidate - old|, not clipped [candidates]."""
         with torch.no_grad():
-            losses = torch.stack([self.ctx.ce(tree, Batch(*data.val)) for tree in [old, *candidates]])
+            losses = torch.stack([self.ctx.loss(tree, Batch(*data.val)) for tree in [old, *candidates]])
         names = self.ctx.net.trainable
         if self.hp.distance == "l2":
             far = torch.stack([T.sqdist(tree, old, names).sqrt() for tree in candidates])

@@ -28,7 +28,7 @@ class FedGH(Method):
     Settings = FedGHSettings
     hp: FedGHSettings
     card = Card("FedGH", "Yi et al., ACM MM 2023, arXiv 2303.13137", 2023, "P,S", personal="the body")
-    needs = ("head",)
+    needs = ("head", "classes")
     agree = "head"
 
     def private(self, name: str) -> bool:

@@ -50,7 +50,7 @@ class FedNH(Method):
     card = Card(
         "FedNH", "Dai et al., AAAI 2023, arXiv 2212.02758", 2023, "P", personal="the model after its own training"
     )
-    needs = ("head",)
+    needs = ("head", "classes")
     weighting = "uniform"
 
     @property

@@ -40,7 +40,7 @@ class FedNova(Method):
 
     def counted(self, params: Tree, batch: Batch, extras: Extras) -> tuple[Tensor, Tensor]:
         """The loss, and a one: the trainer collects those, which counts the steps."""
-        return self.ctx.ce(params, batch), torch.ones(())
+        return self.ctx.loss(params, batch), torch.ones(())
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, params, extras, data, round)

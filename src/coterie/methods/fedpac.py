@@ -58,7 +58,7 @@ class FedPAC(Method):
         compute="an epoch on the head and two forward passes over the training part; the server solves a small"
         " quadratic problem per participant",
     )
-    needs = ("head",)
+    needs = ("head", "classes")
 
     def _head(self, name: str) -> bool:
         return name in self.ctx.group("head")

@@ -43,7 +43,7 @@ class FedProto(Method):
     Settings = FedProtoSettings
     hp: FedProtoSettings
     card = Card("FedProto", "Tan et al., AAAI 2022, arXiv 2105.00243", 2022, "P,R", personal="the whole model")
-    needs = ("head",)
+    needs = ("head", "classes")
     weighting = "uniform"
     agree = "head"
 

@@ -25,7 +25,7 @@ class FedProx(Method):
         return params, {**extras, "anchor": params}
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        ce = self.ctx.ce(params, batch)
+        loss = self.ctx.loss(params, batch)
         if self.hp.mu == 0:
-            return ce
-        return ce + self.hp.mu / 2 * T.sqdist(params, extras["anchor"], self.ctx.net.trainable)
+            return loss
+        return loss + self.hp.mu / 2 * T.sqdist(params, extras["anchor"], self.ctx.net.trainable)

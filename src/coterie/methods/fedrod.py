@@ -29,7 +29,7 @@ class FedRoD(Method):
     card = Card(
         "FedRoD", "Chen and Chao, ICLR 2022, arXiv 2107.00778", 2022, "S", personal="a second head", certainty="B"
     )
-    needs = ("head",)
+    needs = ("head", "classes")
 
     def private(self, name: str) -> bool:
         return name.startswith("p:")

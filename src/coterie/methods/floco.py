@@ -30,7 +30,6 @@ from coterie.method import (
     Settings,
     State,
     Upload,
-    cross_entropy,
 )
 from coterie.schema import Entry, Link, Schema, like
 from coterie.tree import Tree
@@ -103,7 +102,7 @@ class Floco(Method):
         else:
             point = torch.empty(M).exponential_()
             point = point / point.sum()
-        return cross_entropy(self.ctx.forward(self.at(params, point), batch.x), batch)
+        return self.ctx.loss_of(self.ctx.forward(self.at(params, point), batch.x), batch)
 
     def at(self, params: Tree, point: Tensor) -> Tree:
         """The model with the head at a point [M]."""

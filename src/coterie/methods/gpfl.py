@@ -28,7 +28,7 @@ class GPFL(Method):
     Settings = GPFLSettings
     hp: GPFLSettings
     card = Card("GPFL", "Zhang et al., ICCV 2023, arXiv 2308.10279", 2023, "S,P", personal="the head")
-    needs = ("head",)
+    needs = ("head", "classes")
 
     def private(self, name: str) -> bool:
         return name in self.ctx.group("head")

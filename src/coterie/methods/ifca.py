@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 
 from coterie import tree as T
@@ -57,7 +56,7 @@ class IFCA(Method):
     @torch.no_grad()
     def _train_loss(self, model: Tree, data: ClientData) -> float:
         parts = zip(torch.split(data.train.x, CHUNK), torch.split(data.train.y, CHUNK), strict=True)
-        losses = [F.cross_entropy(self.ctx.forward(model, x), y, reduction="sum").double() for x, y in parts]
+        losses = [self.ctx.task.total(self.ctx.forward(model, x), y).double() for x, y in parts]
         return float(torch.stack(losses).sum())
 
     def _best(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, int]:

@@ -38,7 +38,7 @@ class KNNPer(Method):
         personal="a store of features and labels",
         compute="rounds as FedAvg; before use, a forward pass over the training part; k neighbours per prediction",
     )
-    needs = ("head",)
+    needs = ("head", "classes")
 
     @torch.no_grad()
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:

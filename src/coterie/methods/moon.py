@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Extras, Method, Settings, State, Tree, Upload, cross_entropy
+from coterie.method import Batch, Card, ClientData, Extras, Method, Settings, State, Tree, Upload
 
 
 class MoonSettings(Settings):
@@ -41,11 +41,11 @@ class Moon(Method):
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         towards, away = (self.ctx.features(extras[k], batch.x).detach() for k in ("received", "last"))
         logits, z = self.ctx.net.both(params, batch.x)
-        ce = cross_entropy(logits, batch)
+        loss = self.ctx.loss_of(logits, batch)
         if self.hp.mu == 0:
-            return ce
+            return loss
         gap = F.cosine_similarity(z, away) - F.cosine_similarity(z, towards)
-        return ce + self.hp.mu * mean(F.softplus(gap / self.hp.tau), batch)
+        return loss + self.hp.mu * mean(F.softplus(gap / self.hp.tau), batch)
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, params, extras, data, round)

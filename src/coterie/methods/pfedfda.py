@@ -42,7 +42,7 @@ class PFedFDA(Method):
         compute="a forward pass over the training part and a few decompositions of matrices of the features' size, per"
         " round and before use",
     )
-    needs = ("head",)
+    needs = ("head", "classes")
 
     def check(self) -> None:
         if self.ctx.net.head_names[1] is None:

@@ -65,6 +65,7 @@ class PRRFL(Method):
         "S,R",
         personal="the whole model; the deputy's batch norm",
     )
+    needs = ("classes",)
     weighting = "uniform"
 
     def private(self, name: str) -> bool:

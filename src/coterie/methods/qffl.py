@@ -53,9 +53,9 @@ class QFFL(Method):
 
     @torch.no_grad()
     def risk(self, params: Tree, split: Split) -> Tensor:
-        """Mean cross-entropy over a whole split [1]."""
+        """Mean loss over a whole split [1]."""
         pairs = zip(torch.split(split.x, CHUNK), torch.split(split.y, CHUNK), strict=True)
-        each = [torch.nn.functional.cross_entropy(self.ctx.forward(params, x), y, reduction="sum") for x, y in pairs]
+        each = [self.ctx.task.total(self.ctx.forward(params, x), y) for x, y in pairs]
         return torch.stack(each).sum()[None] / max(len(split), 1)
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:

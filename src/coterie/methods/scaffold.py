@@ -65,7 +65,7 @@ class Scaffold(Method):
 
     def counted(self, params: Tree, batch: Batch, extras: Extras) -> tuple[Tensor, Tensor]:
         """The loss, and a one: the trainer collects those, which counts the steps."""
-        return self.ctx.ce(params, batch) + T.dot(extras["gap"], params), torch.ones(())
+        return self.ctx.loss(params, batch) + T.dot(extras["gap"], params), torch.ones(())
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         kept, upload = super().end(state, params, extras, data, round)

@@ -24,6 +24,8 @@ GROUP = "coterie.models"  # entry points: name -> factory(shape, classes, **opti
 
 FACTS = ("shape", "classes", "num_classes")  # what a factory may ask for by name
 
+CLASSES = ("classification", "binary")  # tasks whose outputs are scores of classes
+
 Factory = Callable[..., nn.Module]
 Source = str | nn.Module | Factory
 
@@ -46,8 +48,11 @@ def build(
     dtype: torch.dtype | None = None,
     vocab: int | None = None,
     options: Mapping[str, Any] | None = None,
+    task: str = "classification",
 ) -> nn.Module:
     """A model for items of `shape`: by name, by 'package.module:factory', or a user's own factory, class or instance.
+
+    `classes` is the number of its outputs, whatever the task.
 
     With a seed its first values are a function of the seed alone and `initial` leaves them so; an instance keeps the
     values it has. `dtype` and `vocab` are facts of the data, if known: the type of an item, the number of tokens."""
@@ -66,7 +71,7 @@ def build(
             module = _call(name, source, shape, classes, _checked(name, source, options))
         else:
             raise CoterieError(f"a model is a name, a factory or an nn.Module, not {type(source).__name__}")
-        _fit(name, module, shape, classes, dtype)  # here, because layers that wait for their first input draw now
+        _fit(name, module, shape, classes, dtype, task)  # here, because layers that wait for their first input draw now
     if seed is not None or isinstance(source, nn.Module):
         module.keep_initial = True  # type: ignore[assignment]
     return module
@@ -78,9 +83,15 @@ _NORMED = {"mlp": "mlp-bn", "text": "text-bn"}  # the other default models have 
 
 
 def default_for(
-    shape: tuple[int, ...], classes: int, dtype: torch.dtype = torch.float32, batch_norm: bool = False
+    shape: tuple[int, ...],
+    classes: int,
+    dtype: torch.dtype = torch.float32,
+    batch_norm: bool = False,
+    task: str = "classification",
 ) -> str:
     """The name of a sensible model for items of this shape."""
+    if shape == (1,) and not dtype.is_floating_point and task == "regression":
+        return "ratings"
     if len(shape) == 1:
         name = "mlp" if dtype.is_floating_point else "text"
     elif len(shape) == 2:
@@ -193,7 +204,7 @@ def _call(name: str, factory: Factory, shape: Shape, classes: int, options: Mapp
     return module
 
 
-def _fit(name: str, module: nn.Module, shape: Shape, classes: int, dtype: torch.dtype | None) -> None:
+def _fit(name: str, module: nn.Module, shape: Shape, classes: int, dtype: torch.dtype | None, task: str) -> None:
     """Runs two items of zeros through: a model that does not fit the data is refused before any work."""
     taken = dtype or getattr(module, "takes", None)
     tries = [taken] if taken is not None else [torch.float32, torch.int64]  # int64: a model for tokens
@@ -205,7 +216,8 @@ def _fit(name: str, module: nn.Module, shape: Shape, classes: int, dtype: torch.
             failures.append(e)
             continue
         if width != classes:
-            raise CoterieError(f"the model {name} gives {width} scores per item, but the data have {classes} classes")
+            wanted = f"the data have {classes} classes" if task in CLASSES else f"the task {task} takes {classes}"
+            raise CoterieError(f"the model {name} gives {width} scores per item, but {wanted}")
         _keeps_input(name, module, torch.zeros(2, *shape, dtype=kind))
         return
     raise CoterieError(f"{name}: {failures[0]}") from failures[0]

@@ -168,6 +168,50 @@ def text_bn(shape: Shape, classes: int, *, vocab: Count = 8192, width: Count = 6
     return text_net(shape, classes, vocab=vocab, width=width, hidden=hidden, batch_norm=True)
 
 
+class ItemVectors(nn.Embedding):
+    """A vector and, as its last entry, a bias for each item."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.1)
+        with torch.no_grad():
+            self.weight[:, -1] = 0
+
+
+class Taste(nn.Linear):
+    """A person's vector and bias; the item's bias, its last input, counts fully at first."""
+
+    start = 0.0
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.1)
+        with torch.no_grad():
+            self.weight[:, -1] = 1
+            self.bias.fill_(self.start)
+
+
+class RatingNet(nn.Module):
+    """Matrix factorisation where each client is one person: item vectors are the body, the person's is the head."""
+
+    takes = torch.int64
+
+    def __init__(self, items: int, width: int, outputs: int, start: float):
+        super().__init__()
+        self.items = ItemVectors(items, width + 1)
+        self.classifier = Taste(width + 1, outputs)
+        self.classifier.start = start
+        self.classifier.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.items(x[:, 0]))  # type: ignore[no-any-return]
+
+
+def ratings(shape: Shape, classes: int, *, vocab: Count = 8192, width: Count = 8, start: float = 3.0) -> nn.Module:
+    """Matrix factorisation: an item is a number below `vocab`, the client a person; `start`: middle of the scale."""
+    if shape != (1,):
+        raise CoterieError(f"the model ratings takes one item number each; the data's items have shape {text(shape)}")
+    return RatingNet(vocab, width, classes, start)
+
+
 def signal(shape: Shape, classes: int, *, batch_norm: bool = True, hidden: Widths = (64,)) -> nn.Module:
     """Three 1-D convolutions (32, 64, 64), mean over time, a small MLP; items are [channels, time]."""
     if len(shape) != 2 or shape[1] < 8:
@@ -196,6 +240,7 @@ ZOO: dict[str, Callable[..., nn.Module]] = {
     "logistic": logistic,
     "mlp": mlp,
     "mlp-bn": mlp_bn,
+    "ratings": ratings,
     "scfpfl-cnn": scfpfl_cnn,
     "signal": signal,
     "text": text_net,

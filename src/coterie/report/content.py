@@ -7,9 +7,10 @@ import numpy as np
 
 from coterie.errors import CoterieError
 from coterie.report import membership
-from coterie.runs.arena import Arena, percent, points
+from coterie.runs import arena as paired
 from coterie.runs.comparison import Comparison
 from coterie.runs.run import Run
+from coterie.tasks import Metric
 
 VIEWS = {
     "personal/test/mean": "personal model, mean over clients",
@@ -43,7 +44,7 @@ MEANING = {  # the statistic behind each column
     "MB down": "sent to clients, per round",
     "s/round": "median time of a round",
 }
-ACCURACY = (
+OF_METRIC = (
     "personal", "worst 10%", "pooled", "selected", "last 10", "best", "global", "trained", "adapted", "received",
     "edge", "clusters",
 )  # fmt: skip
@@ -82,6 +83,7 @@ def summary(comparison: Comparison) -> dict[str, Any]:
     partition = comparison.runs[0].description["partition"]
     same = len(set(seeds.values())) == 1
     return {
+        "metric": comparison.metric.heading,
         "text": f"{partition['clients']} clients, {partition['dealt']:,} samples"
         + (f", {next(iter(seeds.values()))} seeds" if same and seeds and max(seeds.values()) > 1 else ""),
         "columns": [{"name": c, "meaning": MEANING.get(c, "")} for c in readable.columns],
@@ -92,19 +94,21 @@ def summary(comparison: Comparison) -> dict[str, Any]:
 
 
 def winners(comparison: Comparison) -> dict[str, list[str]]:
-    """The methods with the highest mean in each accuracy column; several if the table shows the same number."""
+    """The methods with the best mean in each column of the metric; several if the table shows the same number."""
     table, out = comparison.table(), {}
     if len(table) < 2:
         return {}
-    for name in ACCURACY:
+    for name in OF_METRIC:
         if name in table and table[name].notna().any():
-            shown = (100 * table[name].astype(float)).round(1)
-            out[name] = [str(t) for t in shown.index[shown == shown.max()]]
+            shown = {str(t): comparison.metric.text(v) for t, v in table[name].astype(float).dropna().items()}
+            values = table[name].astype(float)
+            best = shown[str(values.idxmin() if comparison.metric.lower else values.idxmax())]
+            out[name] = [t for t, text in shown.items() if text == best]
     return out
 
 
 def gained(comparison: Comparison) -> dict[str, list[tuple[int, int, float]]]:
-    """title -> (seed, client, points gained against Local-Only), over all seeds that have both."""
+    """title -> (seed, client, what it gains against Local-Only), over all seeds that have both."""
     base = local_title(comparison)
     if base is None:
         return {}
@@ -114,13 +118,14 @@ def gained(comparison: Comparison) -> dict[str, list[tuple[int, int, float]]]:
         seed = r.settings["seed"]
         if r.title == base or seed not in alone or (mine := _scored(r)) is None:
             continue
-        difference = 100 * (mine - alone[seed]).dropna()
-        out.setdefault(r.title, []).extend((seed, int(i), round(float(v), 2)) for i, v in difference.items())
+        difference = _sign(comparison.metric) * comparison.metric.scale * (mine - alone[seed]).dropna()
+        digits = _digits(comparison.metric) + 1
+        out.setdefault(r.title, []).extend((seed, int(i), round(float(v), digits)) for i, v in difference.items())
     return out
 
 
 def _scored(run: Run) -> Any:
-    """Personal accuracy by client at the last evaluation; None if there is none that can be read."""
+    """The metric of personal models by client at the last evaluation; None if there is none that can be read."""
     try:
         frame = run.clients()
     except CoterieError:  # not evaluated yet, or damaged: then a warning says so
@@ -141,25 +146,29 @@ def gains(comparison: Comparison) -> dict[str, Any] | None:
             "title": title, "up": up, "same": len(values) - up - down, "down": down, "mean": float(values.mean()),
             "median": float(np.median(values)), "least": float(values.min()), "most": float(values.max()),
         })  # fmt: skip
-    return {"base": local_title(comparison), "rows": rows}
+    metric = comparison.metric
+    return {
+        "base": local_title(comparison), "rows": rows, "unit": _unit(metric), "digits": _digits(metric),
+        "metric": metric.name,
+    }  # fmt: skip
 
 
 def against(comparison: Comparison) -> dict[str, Any] | None:
     """Paired differences to controls, and what to know about them."""
-    arena = Arena(comparison.runs, view=comparison.view)
+    arena, metric = paired.Arena(comparison.runs, view=comparison.view), comparison.metric
     if not arena.pairs:
         return None
     rows = []
     for p in arena.pairs:
         d = p.difference
         cells = [
-            (percent(p.against_mean, p.against_std), p.against_mean),
-            (points(d.mean), d.mean),
-            (f"{points(d.low)} to {points(d.high)}", d.low),
+            (paired.scored(metric, p.against_mean, p.against_std), p.against_mean),
+            (paired.gained(metric, d.mean), d.mean),
+            (f"{paired.gained(metric, d.low)} to {paired.gained(metric, d.high)}", d.low),
             *((n, n) for n in (d.gain, d.lose, d.tie)),
         ]
         rows.append({"method": p.row.title, "label": p.row.label, "against": p.against.label, "cells": cells})
-    return {"rows": rows, "covers": f"{arena.covers().capitalize()}.", "notes": arena.warnings()}
+    return {"rows": rows, "metric": metric.name, "covers": f"{arena.covers().capitalize()}.", "notes": arena.warnings()}
 
 
 def sent(comparison: Comparison) -> list[list[Any]]:
@@ -176,6 +185,7 @@ def drawn(group: str, comparison: Comparison) -> dict[str, Any]:
     return {
         "name": group_name(group, comparison),
         "methods": comparison.titles,
+        "metric": described(comparison.metric),
         "local": local_title(comparison),
         "curves": lines(comparison),
         "gains": gained(comparison),
@@ -185,9 +195,30 @@ def drawn(group: str, comparison: Comparison) -> dict[str, Any]:
     }
 
 
+def described(metric: Metric) -> dict[str, Any]:
+    """What the script must know to show numbers of a metric; `sign` is -1 where lower is better."""
+    return {
+        "name": metric.name, "label": metric.label, "percent": metric.percent, "sign": _sign(metric),
+        "digits": _digits(metric), "unit": _unit(metric),
+    }  # fmt: skip
+
+
+def _sign(metric: Metric) -> int:
+    return -1 if metric.lower else 1
+
+
+def _digits(metric: Metric) -> int:
+    return 1 if metric.percent else 3
+
+
+def _unit(metric: Metric) -> str:
+    return "points" if metric.percent else metric.name
+
+
 def lines(comparison: Comparison) -> dict[str, dict[str, dict[str, list[float]]]]:
     """view -> method -> rounds, mean and spread over seeds, cumulative megabytes."""
     out: dict[str, dict[str, dict[str, list[float]]]] = {}
+    scale = comparison.metric.scale
     for view in dict.fromkeys((f"{comparison.view}/test/mean", *VIEWS)):  # the headline first
         for title in comparison.titles:
             frames = [r.rounds for r in comparison.runs if r.title == title and view in r.rounds]
@@ -203,19 +234,19 @@ def lines(comparison: Comparison) -> dict[str, dict[str, dict[str, list[float]]]
             )
             out.setdefault(view, {})[title] = {
                 "x": [int(t) for t in rounds],
-                "y": [round(100 * v, 3) for v in values.mean(0)],
-                "s": [round(100 * v, 3) for v in values.std(0, ddof=min(1, len(values) - 1))],
+                "y": [round(scale * v, 4) for v in values.mean(0)],
+                "s": [round(scale * v, 4) for v in values.std(0, ddof=min(1, len(values) - 1))],
                 "mb": [round(float(v) / 1e6, 4) for v in spent],
             }
     return out
 
 
 def costs(comparison: Comparison) -> dict[str, dict[str, float]]:
-    """method -> megabytes sent in all and the last personal accuracy, means over seeds."""
+    """method -> megabytes sent in all and the last metric of personal models, means over seeds."""
     out = {}
     for title in comparison.titles:
         found = [s for r in comparison.runs if r.title == title and "personal" in (s := r.summary())]
-        values = [100 * s["personal"]["last"] for s in found if np.isfinite(s["personal"]["last"])]
+        values = [comparison.metric.scale * s["personal"]["last"] for s in found if np.isfinite(s["personal"]["last"])]
         if values:
             sizes = [sum(s["bytes"].values()) / 1e6 for s in found]
             spread = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
@@ -224,7 +255,7 @@ def costs(comparison: Comparison) -> dict[str, dict[str, float]]:
 
 
 def clients(comparison: Comparison) -> dict[str, Any]:
-    """seed -> every client's samples, test labels, accuracy by method and its course over the rounds."""
+    """seed -> every client's samples, test labels if there are classes, metric by method and its course over rounds."""
     seeds = sorted({r.settings["seed"] for r in comparison.runs})
     kept = _kept_rounds(comparison, seeds)
     out = {}
@@ -250,44 +281,48 @@ def _of_seed(runs: Sequence[Run], kept: int) -> dict[str, Any]:
             frames[r.title] = r, r.evaluation()
         except CoterieError:  # not evaluated yet, or damaged: then a warning says so
             continue
-    frames = {t: (r, z) for t, (r, z) in frames.items() if "personal/test/hits" in z}
+    frames = {t: (r, z) for t, (r, z) in frames.items() if "personal/test/loss" in z}
     ids = sorted({int(i) for _, z in frames.values() for i in z["clients"]})
     place = {i: k for k, i in enumerate(ids)}
     samples: list[int] = [0] * len(ids)
     labels: list[list[int]] = [[] for _ in ids]
-    accuracy: dict[str, list[float | None]] = {}
+    values: dict[str, list[float | None]] = {}
     course: dict[str, dict[str, Any]] = {}
     for title, (r, z) in frames.items():
-        totals = z["personal/test/total"]
-        for i, total in zip(z["clients"], totals, strict=True):
-            samples[place[int(i)]], labels[place[int(i)]] = int(total.sum()), [int(n) for n in total]
-        accuracy[title] = _accuracies(z, place)
+        totals = z.get("personal/test/total", np.zeros((len(z["clients"]), 0), np.int64))
+        for i, n, total in zip(z["clients"], r.task.samples(_counts(z)), totals, strict=True):
+            samples[place[int(i)]], labels[place[int(i)]] = int(n), [int(k) for k in total]
+        values[title] = _values(r, z, place)
         rounds = [e["round"] for e in r.events if "evaluation" in e]
         if kept and len(rounds) > 1:
             picked = sorted({rounds[int(k)] for k in np.linspace(0, len(rounds) - 1, min(kept, len(rounds)))})
             course[title] = _course(r, picked, place)
-    return {"ids": ids, "samples": samples, "labels": labels, "accuracy": accuracy, "course": course}
+    return {"ids": ids, "samples": samples, "labels": labels, "values": values, "course": course}
 
 
-def _accuracies(z: dict[str, np.ndarray], place: dict[int, int]) -> list[float | None]:
-    hits, total = z["personal/test/hits"].sum(1), z["personal/test/total"].sum(1)
+def _counts(z: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Of the personal models on the test parts."""
+    return {k.rpartition("/")[2]: v for k, v in z.items() if k.startswith("personal/test/")}
+
+
+def _values(run: Run, z: dict[str, np.ndarray], place: dict[int, int]) -> list[float | None]:
     out: list[float | None] = [None] * len(place)
-    for i, a, n in zip(z["clients"], hits, total, strict=True):
-        if n and int(i) in place:
-            out[place[int(i)]] = round(100 * float(a / n), 2)
+    for i, v in zip(z["clients"], run.task.measured(_counts(z))[run.metric.name], strict=True):
+        if np.isfinite(v) and int(i) in place:
+            out[place[int(i)]] = round(run.metric.scale * float(v), _digits(run.metric) + 1)
     return out
 
 
 def _course(run: Run, rounds: Sequence[int], place: dict[int, int]) -> dict[str, Any]:
-    """Rounds, and for each of them the accuracies of all clients."""
+    """Rounds, and for each of them the metric of all clients."""
     found = []
     for t in rounds:
         try:
             z = run.evaluation(t)
         except CoterieError:  # a warning names it
             continue
-        if "personal/test/hits" in z:
-            found.append((t, _accuracies(z, place)))
+        if "personal/test/loss" in z:
+            found.append((t, _values(run, z, place)))
     return {"x": [t for t, _ in found], "y": [row for _, row in found]}
 
 

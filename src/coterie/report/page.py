@@ -57,7 +57,7 @@ SECTIONS = (
     Section("gains", "Who gains, who loses", lambda s: s.each(content.gains)),
     Section("arena", "Against controls", lambda s: s.each(content.against)),
     Section("curves", "Curves", lambda s: s.each(content.lines)),
-    Section("cost", "Accuracy against bytes", lambda s: s.each(content.costs)),
+    Section("cost", "Scores against bytes", lambda s: s.each(content.costs)),
     Section("clients", "Clients", lambda s: s.each(content.clients)),
     Section("clusters", "Clusters and edges", lambda s: s.each(content.clusters)),
     Section("bytes", "Bytes", lambda s: s.each(content.sent)),

@@ -14,6 +14,7 @@ from coterie.methods import canonical, controls, known
 from coterie.runs.paired import RESAMPLES, Difference, Floats, differences
 from coterie.runs.run import Run
 from coterie.runs.statistics import VIEWS
+from coterie.tasks import Classification, Metric
 
 # What every method must beat, and the views its rows show beside (or, without "", instead of) the one asked for.
 # FedAvg after local training is no second run: it is the same one, scored after local training.
@@ -76,6 +77,7 @@ class Arena:
         """`against` names controls, and `methods` what is held against them, by title or method; empty: those that
         the methods themselves name. `view`: what is scored; empty: the headline of the runs."""
         self.group = runs[0].group if runs else ""
+        self.metric: Metric = runs[0].metric if runs else Classification.metrics[0]
         self.at: At = at
         self.view, self.resamples = headline(runs, view), resamples
         self._said: list[str] = []
@@ -157,7 +159,7 @@ class Arena:
         found: dict[tuple[str, str], Pair] = {}
         for alike in wanted.values():
             seeds = alike[0][2].index.get_level_values("seed").to_numpy()
-            values: Floats = np.stack([(both["a"] - both["b"]).to_numpy() for _, _, both in alike])
+            values: Floats = self._sign * np.stack([(both["a"] - both["b"]).to_numpy() for _, _, both in alike])
             for (row, rival, both), d in zip(alike, differences(values, seeds, self.resamples), strict=True):
                 means = both.groupby(level="seed").mean()
                 spread = means.std(ddof=1)  # NaN of one seed
@@ -167,18 +169,22 @@ class Arena:
                 )  # fmt: skip
         return [found[a.label, b.label] for a, b in order if (a.label, b.label) in found]
 
+    @property
+    def _sign(self) -> int:
+        return -1 if self.metric.lower else 1
+
     def _paired(self, row: Row, rival: Row) -> pd.DataFrame | None:
-        """Accuracies a and b by (seed, client), where both have them; None (and a sentence) if nothing is left."""
+        """Scores a and b by (seed, client), where both have them; None (and a sentence) if nothing is left."""
         seeds = sorted(row.runs.keys() & rival.runs.keys())
         frames = {}
         for seed in seeds:
             for r in (row, rival):
                 if (r.label, seed) not in self._read:
-                    self._read[r.label, seed] = self._accuracies(r, seed)
+                    self._read[r.label, seed] = self._values(r, seed)
             a, b = self._read[row.label, seed], self._read[rival.label, seed]
             if a is None or b is None:
                 continue
-            both = pd.concat({"a": a["accuracy"], "b": b["accuracy"]}, axis=1, join="inner")
+            both = pd.concat({"a": a["value"], "b": b["value"]}, axis=1, join="inner")
             if not a["samples"].reindex(both.index).equals(b["samples"].reindex(both.index)):
                 paths = f"{row.runs[seed].path} and {rival.runs[seed].path}"
                 self._said.append(f"{paths} are not paired: the test parts of their clients differ")
@@ -191,8 +197,8 @@ class Arena:
             self._said.append(f"{row.label} and {rival.label} are paired on {_many(len(frames), 'common seed')}")
         return pd.concat(frames, names=["seed", "client"])
 
-    def _accuracies(self, row: Row, seed: int) -> pd.DataFrame | None:
-        """Accuracy and test samples by client, without newcomers; None (and a sentence) if every model diverged, or the
+    def _values(self, row: Row, seed: int) -> pd.DataFrame | None:
+        """Score and test samples by client, without newcomers; None (and a sentence) if every model diverged, or the
         file is damaged."""
         run = row.runs[seed]
         round = None
@@ -205,12 +211,14 @@ class Arena:
         except CoterieError as e:  # damaged
             self._said.append(f"{e}; it is left out")
             return None
-        kept = ~z["newcomer"] & (z[f"{row.view}/test/total"].sum(1) > 0)
+        part = f"{row.view}/test/"
+        counts = {k.removeprefix(part): v for k, v in z.items() if k.startswith(part)}
+        samples, values = run.task.samples(counts), run.task.measured(counts)[run.metric.name]
+        kept = ~z["newcomer"] & (samples > 0)
         if not np.isfinite(z[f"{row.view}/test/loss"][kept]).any():
             self._said.append(f"{row.label}, seed {seed}: every model diverged, so it is left out")
             return None
-        hits, total = (z[f"{row.view}/test/{k}"][kept].sum(1) for k in ("hits", "total"))
-        return pd.DataFrame({"accuracy": hits / total, "samples": total}, index=z["clients"][kept])
+        return pd.DataFrame({"value": values[kept], "samples": samples[kept]}, index=z["clients"][kept]).dropna()
 
     def warnings(self) -> list[str]:
         """A sentence for each thing that a reader of the numbers must know."""
@@ -229,21 +237,25 @@ class Arena:
 
     # ---- for readers -------------------------------------------------------------------------------------------------
     def frame(self) -> pd.DataFrame:
-        """One row per pair; accuracies are shares."""
+        """One row per pair; accuracies are shares, and a positive difference is a gain also where lower is better."""
         return pd.DataFrame([_plain(p, self.group) for p in self.pairs])
 
     def readable(self) -> dict[str, pd.DataFrame]:
-        """A small table for each method, headed by its accuracy; in percent, differences in points."""
+        """A small table for each method, headed by its score; accuracies in percent, their differences in
+        points. A positive difference is a gain also where lower is better."""
         out = {}
         for row in dict.fromkeys(p.row.label for p in self.pairs):
             mine = [p for p in self.pairs if p.row.label == row]
             found = [p.difference for p in mine]
             most = max(mine, key=lambda p: p.difference.seeds)
-            head = f"{row}: {percent(most.mean, most.std)} ({heading(most)})"
+            head = f"{row}: {scored(self.metric, most.mean, most.std)} ({heading(most)})"
             out[head] = pd.DataFrame(
                 {
-                    "accuracy": [percent(p.against_mean, p.against_std) for p in mine],
-                    "difference [95 %]": [f"{points(d.mean)} [{points(d.low)}, {points(d.high)}]" for d in found],
+                    self.metric.name: [scored(self.metric, p.against_mean, p.against_std) for p in mine],
+                    "difference [95 %]": [
+                        f"{gained(self.metric, d.mean)} [{gained(self.metric, d.low)}, {gained(self.metric, d.high)}]"
+                        for d in found
+                    ],
                     "gain": [str(d.gain) for d in found],
                     "lose": [str(d.lose) for d in found],
                     "tie": [str(d.tie) for d in found],
@@ -345,11 +357,12 @@ def _plain(p: Pair, group: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def points(share: float) -> str:
-    """A difference of shares, signed."""
-    return f"{round(100 * share, 1) + 0.0:+.1f}"  # no -0.0
+def gained(metric: Metric, difference: float) -> str:
+    """A difference, signed; of accuracies in points."""
+    digits = 1 if metric.percent else 4
+    return f"{round(metric.scale * difference, digits) + 0.0:+.{digits}f}"  # no -0.0
 
 
-def percent(mean: float, std: float) -> str:
-    """A share and its standard deviation, if there is one."""
-    return f"{100 * mean:.1f}" + ("" if np.isnan(std) else f" ± {100 * std:.1f}")
+def scored(metric: Metric, mean: float, std: float) -> str:
+    """A value and its standard deviation, if there is one."""
+    return metric.text(mean) + ("" if np.isnan(std) else f" ± {metric.spread(std)}")

@@ -9,6 +9,7 @@ import pandas as pd
 from coterie.errors import CoterieError, unknown
 from coterie.runs.arena import Arena, headline
 from coterie.runs.run import Run
+from coterie.tasks import Metric
 
 ON_REQUEST = ("clusters", "received", "edge")  # columns that a table shows when asked for; files have them
 
@@ -43,7 +44,7 @@ class Comparison:
         if not runs:
             raise CoterieError("there is nothing to compare")
         self.view = headline(runs, view)
-        self.columns = columns(self.view)
+        self.columns = columns(self.view) | {m.name: (self.view, m.name) for m in runs[0].task.metrics[1:]}
         for name in also:
             if name not in ON_REQUEST:
                 raise unknown("column", name, ON_REQUEST)
@@ -55,11 +56,20 @@ class Comparison:
         """The methods against their controls, paired by client and seed."""
         return Arena(self.runs, against or self._against, view or self.view, methods or self._methods)
 
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Of the runs' task; the first is the one of all columns of views."""
+        return self.runs[0].task.metrics
+
+    @property
+    def metric(self) -> Metric:
+        return self.metrics[0]
+
     def table(self) -> pd.DataFrame:
-        """One row per method: accuracy columns (mean), their std over seeds (`± ...`), bytes and seconds per round.
+        """One row per method: columns of the metric (mean), their std over seeds (`± ...`), bytes and time per round.
 
         `diverged` counts, of all scored `clients`, those whose personal models give NaN or infinity; where all of them
-        do, there is no accuracy."""
+        do, there is no value. Further metrics of the task follow, of the headline."""
         rows = {}
         for title in self.titles:
             summaries = [r.summary() for r in self.runs if r.title == title]
@@ -91,10 +101,11 @@ class Comparison:
         frame = self.table()
         out = pd.DataFrame(index=frame.index)
         main = (self.view, "worst 10%", *ON_REQUEST, "selected", "personal", "global", "trained", "adapted")
+        others = {m.name: m for m in self.metrics[1:]}
         for name in dict.fromkeys(main) if brief else self.columns:
             if name in frame and name not in self._hidden and (frame[name].notna().any() or name == self.view):
-                own = self.columns[name][0] == "personal"
-                out[name] = [_percent(row, name, own) for _, row in frame.iterrows()]
+                own, metric = self.columns[name][0] == "personal", others.get(name, self.metric)
+                out[name] = [_text(row, name, own, metric) for _, row in frame.iterrows()]
         if frame["diverged"].any():
             out["diverged"] = [f"{d:.0f} of {n:.0f}" for d, n in zip(frame["diverged"], frame["clients"], strict=True)]
         out["MB up"] = [f"{v:.3g}" for v in frame["MB up"]]
@@ -105,6 +116,8 @@ class Comparison:
     def warnings(self) -> list[str]:
         """Warnings that a reader of the numbers must know, one sentence each."""
         out = [w for r in self.runs for w in r.warnings()]
+        if len(names := sorted({r.task.name for r in self.runs})) > 1:
+            out.append(f"The runs are of several tasks ({', '.join(names)}): their numbers are not comparable.")
         seeds: dict[int, set[tuple[str, float]]] = {}
         for r in self.runs:
             # a validation part is cut from the training part, which changes the fingerprint but not the partition
@@ -140,7 +153,7 @@ def _diverged(view: dict[str, Any], statistic: str) -> bool:
     return view["nonfinite"] == view["clients"] and statistic not in ("selected", "best")
 
 
-def _percent(row: pd.Series, name: str, personal: bool) -> str:
+def _text(row: pd.Series, name: str, personal: bool, metric: Metric) -> str:
     if pd.isna(row[name]):
         return "diverged" if row["diverged"] and personal else ""
-    return f"{100 * row[name]:.1f}" + ("" if pd.isna(row[f"± {name}"]) else f" ± {100 * row[f'± {name}']:.1f}")
+    return metric.text(row[name]) + ("" if pd.isna(row[f"± {name}"]) else f" ± {metric.spread(row[f'± {name}'])}")

@@ -97,7 +97,9 @@ def _flat(run: Run) -> dict[str, Any]:
 
 def _clients(run: Run) -> str:
     fed = {k: v for k, v in run.settings["federation"].items() if k not in APART}
-    return json.dumps({"data": run.settings["data"], "subset": run.settings["subset"], **fed}, sort_keys=True)
+    return json.dumps(
+        {"data": run.settings["data"], "task": run.task.name, "subset": run.settings["subset"], **fed}, sort_keys=True
+    )
 
 
 def _labels(keys: Sequence[str]) -> dict[str, str]:

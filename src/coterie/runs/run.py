@@ -16,6 +16,7 @@ from coterie.evaluation import ALONE, statistics
 from coterie.methods import find
 from coterie.runs.statistics import summarise
 from coterie.session import Objects, Session, rebuild
+from coterie.tasks import Classification, Metric, Task, make
 
 _NEEDED = ("settings", "method", "partition", "versions", "data", "subset", "federation", "rounds", "seed")
 
@@ -69,6 +70,17 @@ class Run:
         return "" if field is None or used == field.default else used
 
     @cached_property
+    def task(self) -> Task:
+        """Runs from before there were tasks are classification."""
+        found = self.description.get("task", {"name": Classification.name, "outputs": 1})
+        return make(found["name"], found["outputs"])
+
+    @property
+    def metric(self) -> Metric:
+        """What its numbers are: accuracy, RMSE, ..."""
+        return self.task.metric
+
+    @cached_property
     def events(self) -> list[dict[str, Any]]:
         """One dictionary per finished round; a last line that a crash cut short is left out.
 
@@ -101,7 +113,7 @@ class Run:
 
     @cached_property
     def rounds(self) -> pd.DataFrame:
-        """One row per round: loss, bytes, seconds, participants' accuracy before and after, evaluated statistics."""
+        """One row per round: loss, bytes, seconds, participants' metric before and after, evaluated statistics."""
         rows = []
         for e in self.events:
             row: dict[str, Any] = {"round": e["round"], "loss": e["loss"], "participants": len(e["participants"])}
@@ -160,6 +172,9 @@ class Run:
             name = f"{self.title}, seed {self.settings['seed']}"
             many = f"{found['nonfinite']} of {found['clients']} clients"
             out.append(f"{name}: training diverged, the personal models of {many} give NaN or infinity")
+        if found.get("undefined"):
+            many = f"{found['undefined']} of {found['clients']} clients"
+            out.append(f"{self.title}: {self.metric.name} is not defined for {many}, which are left out of its mean")
         return out
 
     def curve(self, view: str = "personal", part: str = "test", statistic: str = "mean") -> pd.Series:
@@ -170,26 +185,27 @@ class Run:
         return self.rounds[name].dropna()
 
     def evaluation(self, round: int | None = None) -> dict[str, np.ndarray]:
-        """Raw arrays of one evaluation (default: the last): hits and totals [clients, classes], losses [clients]."""
+        """Raw arrays of one evaluation (default: the last): counts of the task [clients, ...] (hits and total per
+        class), losses [clients]."""
         found = [e for e in self.events if "evaluation" in e and round in (None, e["round"])]
         if not found:
             raise CoterieError(f"{self.path} has no evaluation" + (f" of round {round}" if round is not None else ""))
         return folder.read_evaluation(self.path, found[-1])
 
     def clients(self, round: int | None = None) -> pd.DataFrame:
-        """One row per client: test samples and accuracy of every view."""
+        """One row per client: test samples, and the task's metric of every view."""
         z = self.evaluation(round)
         frame = pd.DataFrame({"client": z["clients"], "newcomer": z["newcomer"]}).set_index("client")
-        for key in sorted(k.removesuffix("/hits") for k in z if k.endswith("/hits")):
-            n = z[f"{key}/total"].sum(1)
+        for key in sorted(k.removesuffix("/loss") for k in z if k.endswith("/loss")):
+            counts = {k.removeprefix(f"{key}/"): v for k, v in z.items() if k.startswith(f"{key}/")}
             if key.endswith("/test"):
-                frame["samples"] = n
-            frame[key] = np.where(n > 0, z[f"{key}/hits"].sum(1) / np.maximum(n, 1), np.nan)
+                frame["samples"] = self.task.samples(counts)
+            frame[key] = self.task.measured(counts)[self.metric.name]
         return frame
 
     def summary(self) -> dict[str, Any]:
         """The protocol's statistics (see statistics.py)."""
-        return summarise(self.rounds, int(self.settings["rounds"]))
+        return summarise(self.rounds, int(self.settings["rounds"]), self.task.metrics)
 
     # ---- models ------------------------------------------------------------------------------------------------------
     def session(self) -> Session:

@@ -1,15 +1,21 @@
-"""From the rounds of one run to the numbers of a table. Accuracies are shares, not percent."""
+"""From the rounds of one run to the numbers of a table. Accuracies are shares, not percent; which of two rounds is
+better, the metric of the task says."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
+
+from coterie.tasks import Classification, Metric
 
 VIEWS = ("personal", "global", "adapted", "trained", "received", "edge")
 
 
-def summarise(rounds: pd.DataFrame, planned: int) -> dict[str, Any]:
+def summarise(rounds: pd.DataFrame, planned: int, metrics: Sequence[Metric] = Classification.metrics) -> dict[str, Any]:
     """For each view: last, mean of the last ten rounds, best (called best), and the round chosen on validation data."""
     out: dict[str, Any] = {"rounds": int(rounds.index.max()) if len(rounds) else 0, "planned": planned}
+    out |= {"metric": metrics[0].name, "lower_is_better": metrics[0].lower}
     if not len(rounds):
         return out
     final = rounds.index.max()
@@ -17,7 +23,7 @@ def summarise(rounds: pd.DataFrame, planned: int) -> dict[str, Any]:
         for view in VIEWS:
             name = f"{mark}{view}/test"
             if f"{name}/mean" in rounds and rounds[f"{name}/mean"].notna().any():
-                out[f"{mark}{view}"] = _view(rounds, name, f"{mark}{view}/val/mean", final)
+                out[f"{mark}{view}"] = _view(rounds, name, f"{mark}{view}/val/mean", final, metrics)
     for when in ("before", "after"):
         if (column := f"participants/{when}/pooled") in rounds:
             out[f"participants_{when}_last10"] = float(rounds[column][rounds.index > final - 10].mean())
@@ -32,7 +38,7 @@ def summarise(rounds: pd.DataFrame, planned: int) -> dict[str, Any]:
     return out
 
 
-def _view(rounds: pd.DataFrame, name: str, chosen_by: str, final: int) -> dict[str, Any]:
+def _view(rounds: pd.DataFrame, name: str, chosen_by: str, final: int, metrics: Sequence[Metric]) -> dict[str, Any]:
     seen = rounds[f"{name}/mean"].dropna()
     last = int(seen.index.max())
     clients = rounds[f"{name}/clients"]
@@ -42,21 +48,29 @@ def _view(rounds: pd.DataFrame, name: str, chosen_by: str, final: int) -> dict[s
         "last": float(seen[last]),
         "round": last,
         "last10": float(seen[seen.index > final - 10].mean()),
-        "best": float(sound.max()),
-        "best_round": int(sound.idxmax()) if len(sound) else last,
+        "best": float(sound[_best(sound, metrics[0])]) if len(sound) else np.nan,
+        "best_round": _best(sound, metrics[0]) if len(sound) else last,
         "clients": int(clients[last]),
         "nonfinite": int(broken[last]),  # clients whose models give NaN or infinity
     }
     stats |= {k: float(rounds[f"{name}/{k}"][last]) for k in ("std", "worst10", "pooled", "loss")}
     if f"{name}/clusters" in rounds and not pd.isna(rounds[f"{name}/clusters"][last]):
         stats["clusters"] = float(rounds[f"{name}/clusters"][last])
+    stats |= {m.name: float(rounds[f"{name}/{m.name}"][last]) for m in metrics[1:] if f"{name}/{m.name}" in rounds}
+    if f"{name}/undefined" in rounds and rounds[f"{name}/undefined"].notna()[last]:
+        stats["undefined"] = int(rounds[f"{name}/undefined"][last])  # clients for whom the metric is not defined
     if chosen_by in rounds and rounds[chosen_by][sound.index].notna().any():
-        pick = int(rounds[chosen_by][sound.index].dropna().idxmax())
+        pick = _best(rounds[chosen_by][sound.index].dropna(), metrics[0])
         stats |= {"selected": float(seen[pick]), "selected_round": pick}
     return stats
 
 
-def rounds_to(curve: pd.Series, target: float) -> int | None:
-    """The first round whose value reaches the target."""
-    reached = curve[curve >= target]
+def _best(values: pd.Series, metric: Metric) -> int:
+    """The round with the best value."""
+    return int(values.idxmin() if metric.lower else values.idxmax())
+
+
+def rounds_to(curve: pd.Series, target: float, lower: bool = False) -> int | None:
+    """The first round whose value reaches the target; `lower`: falls to it."""
+    reached = curve[curve <= target] if lower else curve[curve >= target]
     return int(reached.index[0]) if len(reached) else None

@@ -58,7 +58,7 @@ class Status:
 
     rounds: dict[Path, int]
     planned: dict[Path, int]
-    accuracy: dict[Path, float | None] = field(default_factory=dict)
+    text: dict[Path, str] = field(default_factory=dict)  # the last score, as a person reads it
     failed: dict[Path, str] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
@@ -150,7 +150,7 @@ def _hear(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: Status) -> None:
         del live[pipe]
         return
     if kind == "round":
-        status.rounds[cell.out], status.accuracy[cell.out] = value
+        status.rounds[cell.out], status.text[cell.out] = value
     elif kind == "failed":
         status.failed[cell.out] = value
     else:
@@ -179,7 +179,7 @@ def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
             session,
             cell.out,
             resume=resume,
-            tell=lambda p: send("round", (p.round, p.accuracy)),
+            tell=lambda p: send("round", (p.round, p.text)),
             say=lambda text: send("said", text),
             stopped=lambda: bool(asked),
         )

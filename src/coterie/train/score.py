@@ -1,10 +1,9 @@
-"""Scores models on splits: hits and counts per class, and the summed loss; one by one, or many clients at once."""
+"""Scores models on splits: the counts of the task and the summed loss; one by one, or many clients at once."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from coterie.messages import Score
@@ -27,14 +26,17 @@ class Case(NamedTuple):
 @torch.no_grad()
 def score(method: Method, params: Tree, extras: Extras, split: Split, shared: bool = False) -> Score:
     """`shared`: the tree is the global model and is asked through predict_global."""
-    classes = method.ctx.classes
-    hits, loss = torch.zeros(classes, dtype=torch.int64), torch.zeros((), dtype=torch.float64)
+    task, loss = method.ctx.task, torch.zeros((), dtype=torch.float64)
+    found = [torch.zeros(0, task.outputs)]
     for a in range(0, len(split), CHUNK):
         x, y = split.x[a : a + CHUNK], split.y[a : a + CHUNK]
-        logits = method.predict_global(params, x) if shared else method.predict(params, x, extras)
-        hits += torch.bincount(y[logits.argmax(1) == y], minlength=classes)
-        loss += F.cross_entropy(logits, y, reduction="sum").double()
-    return Score(hits, torch.bincount(split.y, minlength=classes), float(loss))
+        found.append(method.predict_global(params, x) if shared else method.predict(params, x, extras))
+        if not task.whole:
+            loss += task.total(found[-1], y).double()
+    outputs = torch.cat(found)
+    if task.whole:
+        loss = task.total(outputs, split.y).double()
+    return Score(task.count(outputs, split.y), float(loss))
 
 
 class Scorer:
@@ -46,6 +48,7 @@ class Scorer:
     def __init__(self, method: Method):
         self.method = method
         self.convolves = bool(method.ctx.net.layout.of_kind("conv"))
+        self._none = torch.zeros(0, method.ctx.task.outputs)
         self._failed = False  # vmap failed before and would fail again
 
     def __call__(self, cases: Sequence[Case], shared: bool = False) -> list[Score]:
@@ -68,7 +71,7 @@ class Scorer:
         logits = [
             self.method.predict_global(params, p) if shared else self.method.predict(params, p, extras) for p in parts
         ]
-        return self._counted(torch.cat(logits), y, who, len(cases)) if len(y) else self._counted(x, y, who, len(cases))
+        return self._counted(torch.cat([*logits, self._none]), y, who, len(cases))
 
     def _groups(self, cases: Sequence[Case]) -> list[list[int]]:
         """Cases whose trees and extras have the same shapes, longest splits first so that little is padded."""
@@ -112,17 +115,17 @@ class Scorer:
         _, y, who = _joined([c.split for c in cases])
         return self._counted(torch.cat(flat), y, who, len(cases)) if flat else []
 
-    def _counted(self, logits: Tensor, y: Tensor, who: Tensor, cases: int) -> list[Score]:
-        """Per case, from the logits [samples, classes] of all; who [samples] says whose a sample is."""
-        classes = self.method.ctx.classes
-        at = who * classes + y
-        total = torch.bincount(at, minlength=cases * classes).view(cases, classes)
-        if not len(y):
-            return [Score(t, t, 0.0) for t in total]
-        hits = torch.bincount(at[logits.argmax(1) == y], minlength=cases * classes).view(cases, classes)
-        each = F.cross_entropy(logits, y, reduction="none").double()
-        loss = torch.zeros(cases, dtype=torch.float64).index_add_(0, who, each)
-        return [Score(h, t, float(x)) for h, t, x in zip(hits, total, loss, strict=True)]
+    def _counted(self, outputs: Tensor, y: Tensor, who: Tensor, cases: int) -> list[Score]:
+        """Per case, from the outputs [samples, outputs] of all; who [samples] says whose a sample is."""
+        task = self.method.ctx.task
+        sizes = torch.bincount(who, minlength=cases).tolist()
+        parts = list(zip(torch.split(outputs, sizes), torch.split(y, sizes), strict=True))
+        if task.whole:
+            loss = torch.stack([task.total(*part).double() for part in parts])
+        else:
+            each = task.each(outputs, y).double()
+            loss = torch.zeros(cases, dtype=torch.float64).index_add_(0, who, each)
+        return [Score(counts, float(x)) for counts, x in zip(task.count_all(parts), loss, strict=True)]
 
 
 def _one_model(cases: Sequence[Case]) -> bool:

@@ -112,7 +112,7 @@ class Stack:
         """Step s of the rows `where`, whose batches have this size."""
         drawn = self.drawn[s, where, :size].reshape(-1)
         x = self.x.index_select(0, drawn).view(rows, size, *self.x.shape[1:])
-        y = self.y.index_select(0, drawn).view(rows, size)
+        y = self.y.index_select(0, drawn).view(rows, size, *self.y.shape[1:])
         columns = [*self.state, *self.memory, *self.extras]
         flat = columns if isinstance(where, slice) else [v[where] for v in columns]
         flat = [*flat, x, y, self.weight[s, where, :size], self.lr, torch.tensor(s + 1.0)]

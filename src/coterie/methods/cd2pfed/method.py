@@ -43,7 +43,7 @@ class CD2pFed(Method):
         personal="a share of the channels",
         certainty="C",
     )
-    needs = ("head",)
+    needs = ("head", "classes")
 
     def share(self, round: int) -> float:
         """p_t, the private share in a round."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coterie.method import Batch, Context, Upload, cross_entropy
+from coterie.method import Batch, Context, Upload
 from coterie.models.layers import Layout, Names
 from coterie.parts.gaussian import best_layer, fit, layer_scores, w2, winner
 from coterie.tree import Tree
@@ -16,9 +16,9 @@ VOTE = "x:vote"
 def voting_loss(
     ctx: Context, params: Tree, batch: Batch, layers: Sequence[str], use_sigma: bool
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of a batch and, from the same pass, the mismatch of each layer."""
+    """Loss of a batch and, from the same pass, the mismatch of each layer."""
     logits, entering = ctx.net.inputs(params, batch.x, layers)
-    return cross_entropy(logits, batch), output_scores(batch.x, batch.y, [*entering, logits], use_sigma)
+    return ctx.loss_of(logits, batch), output_scores(batch.x, batch.y, [*entering, logits], use_sigma)
 
 
 @torch.no_grad()

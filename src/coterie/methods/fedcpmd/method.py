@@ -44,7 +44,7 @@ class FedCPMD(EdgeMethod):
 
     Settings = FedCPMDSettings
     hp: FedCPMDSettings
-    needs: ClassVar[tuple[str, ...]] = ("head",)
+    needs: ClassVar[tuple[str, ...]] = ("head", "classes")
     controls = ("fedcpmd-random", "fedcpmd-classifier")
     card = Card(
         title="FedCPMD",

@@ -62,7 +62,7 @@ class FedCPMDOracle(FedCPMD):
     the smallest mean error over its participations. Without training (when only asked) all are alike: the deepest.
     """
 
-    needs = ("head", "val")
+    needs = ("head", "val", "classes")
     card = replace(FedCPMD.card, title="FedCPMD (oracle)")
 
     def scores(self, params: Tree, extras: Extras, data: ClientData) -> Tensor:

@@ -43,7 +43,7 @@ class FedGMH(Method):
 
     Settings = FedGMHSettings
     hp: FedGMHSettings
-    needs = ("head",)
+    needs = ("head", "classes")
     agree = "head"
     controls = ("fedgmh-o", "fedgmh-a", "fedgmh-oa")
     card = Card(

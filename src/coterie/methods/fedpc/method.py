@@ -49,7 +49,7 @@ class FedPC(EdgeMethod):
     Settings = FedPCSettings
     hp: FedPCSettings
     weighting = "uniform"
-    needs = ("head",)
+    needs = ("head", "classes")
     controls = ("fedpc-no-proto", "fedpc-random")
     card = Card(
         title="FedPC",

@@ -61,7 +61,7 @@ class SCFPFL(EdgeMethod):
 
     Settings: ClassVar[type[Settings]] = SCFPFLSettings
     hp: SCFPFLSettings
-    needs: ClassVar[tuple[str, ...]] = ("public", "val")
+    needs: ClassVar[tuple[str, ...]] = ("public", "val", "classes")
     by_predictions: ClassVar[bool] = True  # do clients send predictions that clusters are made from?
     controls = ("sc-fpfl-cluster-only", "sc-fpfl-no-agent")
     card = Card(

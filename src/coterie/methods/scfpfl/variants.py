@@ -26,7 +26,7 @@ class NoAgentSettings(ClusterSettings, FourierSettings):
 
 class SCFPFLNoAgent(SCFPFL):
     Settings: ClassVar[type[Settings]] = NoAgentSettings
-    needs = ("public",)
+    needs = ("public", "classes")
     card = replace(SCFPFL.card, title="SC-FPFL without agent", personal="the edge's model after local training")
 
     def phases(self, round: int) -> list[Phase]:
@@ -63,7 +63,7 @@ class SCFPFLFourierOnly(SCFPFL):
     """Every client is its own edge from round 0 on."""
 
     Settings = FourierOnlySettings
-    needs = ("val",)
+    needs = ("val", "classes")
     card = replace(SCFPFL.card, title="SC-FPFL, Fourier only", family="S,R")
     by_predictions = False
 

@@ -12,7 +12,7 @@ from coterie.report.figures.style import FONTS, save
 from coterie.runs.run import Run
 
 KINDS: dict[str, tuple[Callable[..., Figure], tuple[str, ...], str]] = {  # name -> function, its options, what it shows
-    "rounds": (curves.rounds, ("view",), "accuracy against round"),
+    "rounds": (curves.rounds, ("view",), "accuracy (or the metric of the task) against round"),
     "loss": (curves.loss, (), "training loss against round"),
     "bytes": (curves.sent, (), "cumulative bytes against round"),
     "cost": (curves.cost, ("view",), "accuracy against bytes"),

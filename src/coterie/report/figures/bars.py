@@ -17,7 +17,7 @@ Value = Callable[[Run], float]
 
 
 def headline(run: Run) -> float:
-    """The last accuracy of the run's headline; of participants before training if no client was scored."""
+    """The last score of the run's headline; of participants before training if no client was scored."""
     summary = run.summary()
     for view in (run.headline, "personal"):
         if view in summary:
@@ -28,18 +28,18 @@ def headline(run: Run) -> float:
 
 
 def heights(runs: Sequence[Run], value: Value = headline) -> pd.DataFrame:
-    """Mean over seeds in percent, titles by groups, and the standard deviation as `± GROUP`."""
+    """Mean over seeds (accuracies in percent), titles by groups, and the standard deviation as `± GROUP`."""
     rows: dict[str, dict[str, float]] = {}
     for title in dict.fromkeys(r.title for r in runs):
         for group in dict.fromkeys(r.group for r in runs):
-            found = [100 * value(r) for r in runs if (r.title, r.group) == (title, group)]
+            found = [r.metric.scale * value(r) for r in runs if (r.title, r.group) == (title, group)]
             if found:
                 spread = float(np.std(found, ddof=1)) if len(found) > 1 else np.nan
                 rows.setdefault(title, {}).update({group: float(np.mean(found)), f"± {group}": spread})
     return pd.DataFrame(rows).T
 
 
-def bars(runs: Sequence[Run], value: Value = headline, label: str = "accuracy (%)") -> Figure:
+def bars(runs: Sequence[Run], value: Value = headline, label: str = "") -> Figure:
     """One group of bars per data set, one bar per method."""
     frame = heights(runs, value)
     groups = [c for c in frame.columns if not c.startswith("± ")]
@@ -54,8 +54,10 @@ def bars(runs: Sequence[Run], value: Value = headline, label: str = "accuracy (%
                          label=title, error_kw={"linewidth": 0.8})  # fmt: skip
         if len(groups) * len(frame) <= 24:
             crowded = len(groups) * len(frame) > 12
-            axes.bar_label(drawn, fmt="%.1f", fontsize=7, padding=2, rotation=90 if crowded else 0)
+            digits = "%.1f" if runs[0].metric.percent else "%.3g"
+            axes.bar_label(drawn, fmt=digits, fontsize=7, padding=2, rotation=90 if crowded else 0)
     axes.set_xticks(range(len(groups)), groups)
+    label = label or runs[0].metric.label
     axes.set_ylabel(label)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))  # a bar's length is its number
     axes.margins(y=0.08)
@@ -76,12 +78,13 @@ def position(run: Run, axis: str) -> float:
 
 
 def over_axis(runs: Sequence[Run], axis: str, value: Value = headline) -> dict[str, dict[str, pd.DataFrame]]:
-    """panel -> line -> mean and std in percent by the setting's value. A panel is a data set, a line is a method."""
+    """panel -> line -> mean and std (accuracies in percent) by the setting's value; a panel is a data set, a line a
+    method."""
     out: dict[str, dict[str, pd.DataFrame]] = {}
     for panel in dict.fromkeys(str(r.settings["data"]) for r in runs):
         mine = [r for r in runs if r.settings["data"] == panel]
         for name in dict.fromkeys(_method(r, axis) for r in mine):
-            found = [(position(r, axis), 100 * value(r)) for r in mine if _method(r, axis) == name]
+            found = [(position(r, axis), r.metric.scale * value(r)) for r in mine if _method(r, axis) == name]
             frame = pd.DataFrame(found, columns=["at", "value"]).groupby("at")["value"].agg(["mean", "std"])
             out.setdefault(panel, {})[name] = frame
     return out
@@ -95,10 +98,8 @@ def _method(run: Run, axis: str) -> str:
     return own if axis in run.description["method"]["settings"] or re.search(r"[_=]\d", run.title) else run.title
 
 
-def against(
-    runs: Sequence[Run], axis: str, value: Value = headline, label: str = "accuracy (%)", axis_label: str = ""
-) -> Figure:
-    """Accuracy against a setting."""
+def against(runs: Sequence[Run], axis: str, value: Value = headline, label: str = "", axis_label: str = "") -> Figure:
+    """The task's metric against a setting."""
     data = over_axis(runs, axis, value)
     figure, all_axes = style.panels(len(data), width=4.6)
     order = list(dict.fromkeys(n for lines in data.values() for n in lines))
@@ -112,19 +113,19 @@ def against(
             axes.minorticks_off()
         axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
         axes.set_xlabel(axis_label or axis)
-        axes.set_ylabel(label)
+        axes.set_ylabel(label or runs[0].metric.label)
         axes.set_title(panel)
     style.legend(figure, all_axes[0])
     return figure
 
 
 def gains(runs: Sequence[Run], view: str = "personal/test") -> pd.DataFrame:
-    """Each client's accuracy in percent, one column per title; Local-Only first if it is there."""
+    """Each client's metric (accuracies in percent), one column per title; Local-Only first if it is there."""
     columns = {}
     for title in dict.fromkeys(r.title for r in runs):
         found = [r.clients()[view] for r in runs if r.title == title and view in r.clients()]
         if found:
-            columns[title] = 100 * pd.concat(found, axis=1).mean(axis=1)
+            columns[title] = runs[0].metric.scale * pd.concat(found, axis=1).mean(axis=1)
     if not columns:
         raise CoterieError(f"none of these runs has scored {view} for every client")
     return pd.DataFrame(columns)
@@ -140,7 +141,7 @@ def counts(gained: pd.Series) -> tuple[int, int]:
 
 
 def clients(runs: Sequence[Run], view: str = "personal/test") -> Figure:
-    """Left: every client's accuracy, sorted. Right: what each gains or loses against Local-Only, sorted."""
+    """Left: every client's metric, sorted. Right: what each gains or loses against Local-Only, sorted."""
     groups = list(dict.fromkeys(r.group for r in runs))
     order = list(dict.fromkeys(r.title for r in runs))
     figure, all_axes = style.panels(2 * len(groups), width=4.8, height=max(3.8, 0.2 * len(order) + 0.8))
@@ -148,15 +149,18 @@ def clients(runs: Sequence[Run], view: str = "personal/test") -> Figure:
         mine = [r for r in runs if r.group == group]
         frame, base = gains(mine, view), local_title(mine)
         left, right = all_axes[2 * k : 2 * k + 2]
-        _sorted(left, frame, order, "accuracy (%)", {})
-        left.set_title(f"{group}: accuracy")
+        metric = mine[0].metric
+        _sorted(left, frame, order, metric.label, {}, metric.lower)
+        left.set_title(f"{group}: {metric.name}")
         if base is None or base not in frame or len(frame.columns) == 1:
             right.set_visible(False)
             left.legend(frameon=False, fontsize=8, loc="lower right")
             continue
-        gained = frame.drop(columns=base).sub(frame[base], axis=0)
+        gained = frame.drop(columns=base).sub(frame[base], axis=0) * (-1 if metric.lower else 1)
         words = {n: f"{n}: {up} gain, {down} lose" for n in gained for up, down in [counts(gained[n])]}
-        _sorted(right, gained, order, f"gain over {base} (points)", words)
+        _sorted(
+            right, gained, order, f"gain over {base}" + (" (points)" if metric.percent else f" ({metric.name})"), words
+        )
         right.axhline(0, color="black", linewidth=0.8)
         right.set_title(f"{group}: against {base}")
         shown = left.get_lines()[list(frame.columns).index(base)]
@@ -166,9 +170,12 @@ def clients(runs: Sequence[Run], view: str = "personal/test") -> Figure:
     return figure
 
 
-def _sorted(axes: Any, frame: pd.DataFrame, order: list[str], label: str, words: dict[str, str]) -> None:
+def _sorted(
+    axes: Any, frame: pd.DataFrame, order: list[str], label: str, words: dict[str, str], down: bool = False
+) -> None:
     for name in frame.columns:
         y = np.sort(frame[name].dropna().to_numpy())
+        y = y[::-1] if down else y
         i = order.index(name)
         every = max(1, len(y) // 8)
         axes.plot(np.arange(1, len(y) + 1), y, markevery=((i * every) // len(order), every),

@@ -1,4 +1,4 @@
-"""Lines over rounds: accuracy, loss, bytes, norms of updates; and accuracy over bytes."""
+"""Lines over rounds: the task's metric, loss, bytes, norms of updates; and the metric over bytes."""
 
 from collections.abc import Sequence
 
@@ -11,17 +11,17 @@ from coterie.runs.arena import headline
 from coterie.runs.run import Run
 
 WINDOW = 10  # rounds averaged where single rounds are too noisy to read: few clients take part in each
-VIEWS = {
-    "participants/before/pooled": "accuracy of participants before training (%)",
-    "participants/after/pooled": "accuracy of participants after training (%)",
-    "personal/test/mean": "accuracy of personal models, mean over clients (%)",
-    "personal/official/mean": "accuracy of personal models on the official test part (%)",
-    "global/official/pooled": "accuracy of the global model on the official test part (%)",
-    "global/test/mean": "accuracy of the global model, mean over clients (%)",
-    "received/test/mean": "accuracy of the models as received, mean over clients (%)",
-    "trained/test/mean": "accuracy after local training, mean over clients (%)",
-    "edge/test/mean": "accuracy of the clusters' or edges' models, mean over clients (%)",
-    "adapted/test/mean": "accuracy after fine-tuning, mean over clients (%)",
+VIEWS = {  # what follows the metric's name
+    "participants/before/pooled": "of participants before training",
+    "participants/after/pooled": "of participants after training",
+    "personal/test/mean": "of personal models, mean over clients",
+    "personal/official/mean": "of personal models on the official test part",
+    "global/official/pooled": "of the global model on the official test part",
+    "global/test/mean": "of the global model, mean over clients",
+    "received/test/mean": "of the models as received, mean over clients",
+    "trained/test/mean": "after local training, mean over clients",
+    "edge/test/mean": "of the clusters' or edges' models, mean over clients",
+    "adapted/test/mean": "after fine-tuning, mean over clients",
 }
 
 
@@ -31,7 +31,13 @@ def best_view(runs: Sequence[Run]) -> str:
     for view in (*order, *VIEWS):
         if all(view in r.rounds for r in runs):
             return view
-    raise CoterieError("these runs have no accuracy in common to draw")
+    raise CoterieError("these runs have no scores in common to draw")
+
+
+def named(runs: Sequence[Run], view: str) -> str:
+    """The label of an axis."""
+    metric = runs[0].metric
+    return f"{metric.name} {VIEWS[view]}" + (" (%)" if metric.percent else "") if view in VIEWS else view
 
 
 def over_rounds(runs: Sequence[Run], column: str, scale: float = 1.0) -> pd.DataFrame:
@@ -61,11 +67,13 @@ def megabytes(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def rounds(runs: Sequence[Run], view: str = "") -> Figure:
-    """Accuracy against round."""
+    """The task's metric against round."""
     view = view or best_view(runs)
-    label = VIEWS.get(view, view)
+    label = named(runs, view)
     smooth = any(_noisy(view, len(r.rounds)) for r in runs)
-    return _lines(runs, lambda g: over_rounds(g, view, 100), label + (", mean of ten rounds" if smooth else ""))
+    return _lines(
+        runs, lambda g: over_rounds(g, view, runs[0].metric.scale), label + (", mean of ten rounds" if smooth else "")
+    )
 
 
 def loss(runs: Sequence[Run]) -> Figure:
@@ -86,27 +94,27 @@ def sent(runs: Sequence[Run]) -> Figure:
 
 
 def cost(runs: Sequence[Run], view: str = "") -> Figure:
-    """Accuracy against bytes."""
+    """The task's metric against bytes."""
     view = view or best_view(runs)
     groups = list(dict.fromkeys(r.group for r in runs))
     figure, all_axes = style.panels(len(groups))
     for axes, group in zip(all_axes, groups, strict=True):
         mine = [r for r in runs if r.group == group]
-        accuracy, spent = over_rounds(mine, view, 100), megabytes(mine)
-        order = list(accuracy.columns)
+        values, spent = over_rounds(mine, view, runs[0].metric.scale), megabytes(mine)
+        order = list(values.columns)
         shown = [t for t in order if spent[t].max() > 0]
         for title in shown:
-            y = accuracy[title].dropna()
+            y = values[title].dropna()
             axes.plot(spent[title].reindex(y.index), y, label=title, markevery=_every(len(y)),
                       **style.line(order.index(title)))  # fmt: skip
         silent = [t for t in order if t not in shown]
         for title in silent:  # sends nothing, so it is a height, not a line
-            axes.axhline(accuracy[title].dropna().iloc[-1], color=style.line(order.index(title))["color"],
+            axes.axhline(values[title].dropna().iloc[-1], color=style.line(order.index(title))["color"],
                          linewidth=1.2, linestyle=":", label=f"{title} (sends nothing)")  # fmt: skip
         if shown:
             axes.set_xscale("log")
         axes.set_xlabel("sent so far, all links, up and down (MB, logarithmic)")
-        axes.set_ylabel(_broken(VIEWS.get(view, view)))
+        axes.set_ylabel(_broken(named(runs, view)))
         axes.set_title(group)
     style.legend(figure, max(all_axes, key=lambda a: len(a.get_legend_handles_labels()[1])))
     return figure

@@ -7,7 +7,7 @@ function s(tag, attrs = {}, ...kids) { const e = document.createElementNS(NS, ta
 function put(e, attrs) { for (const [k, v] of Object.entries(attrs)) { if (k.startsWith("on")) e[k] = v; else if (v === true) e.setAttribute(k, ""); else if (v != null && v !== false) e.setAttribute(k, v); } }
 const look = i => ({ colour: `var(--c${i % 8})`, dash: DASHES[Math.floor(i / 8) % DASHES.length] });
 const number = (v, digits = 1) => v == null || !isFinite(v) ? "" : v.toFixed(digits);
-const signed = v => v == null ? "" : (v > 0.04999 ? "+" : v < -0.04999 ? "−" : "") + Math.abs(v).toFixed(1);
+const signed = (v, digits = 1) => { const half = .4999 * 10 ** -digits; return v == null ? "" : (v > half ? "+" : v < -half ? "−" : "") + Math.abs(v).toFixed(digits); };
 function size(bytes) { const u = ["B", "kB", "MB", "GB", "TB"]; let i = 0; while (bytes >= 1000 && i < 4) { bytes /= 1000; i++; } return (i && bytes < 100 ? bytes.toPrecision(3) : Math.round(bytes)) + " " + u[i]; }
 
 function ticks(a, b, most = 6, integer = false) {

@@ -24,8 +24,8 @@ function gainPlot() {
   const W = Math.max(300, Math.min(1340, svg.clientWidth || 800)), narrow = W < 560, L = narrow ? 8 : 190, R = W - 14, step = narrow ? 58 : 44, H = rows.length * step + 52, T = 8;
   svg.setAttribute("viewBox", `0 0 ${W} ${H}`); svg.replaceChildren();
   const values = rows.flatMap(([, v]) => v.map(p => p[2])), lo = Math.min(0, ...values), hi = Math.max(0, ...values), pad = (hi - lo || 1) * .04, X = v => L + (v - lo + pad) / (hi - lo + 2 * pad || 1) * (R - L), end = T + rows.length * step;
-  for (const t of ticks(lo, hi, W / 100)) svg.append(s("line", { x1: X(t), x2: X(t), y1: T, y2: end, stroke: "var(--line)" }), label(X(t), end + 16, t === 0 ? "0" : signed(t).replace(".0", ""), { "text-anchor": "middle" }));
-  svg.append(s("line", { x1: X(0), x2: X(0), y1: T, y2: end, stroke: "var(--ink)" }), label((L + R) / 2, H - 6, `gain over ${G.local} (points)`, { "text-anchor": "middle" }));
+  for (const t of ticks(lo, hi, W / 100)) svg.append(s("line", { x1: X(t), x2: X(t), y1: T, y2: end, stroke: "var(--line)" }), label(X(t), end + 16, t === 0 ? "0" : signed(t, G.metric.digits).replace(/\.?0+$/, ""), { "text-anchor": "middle" }));
+  svg.append(s("line", { x1: X(0), x2: X(0), y1: T, y2: end, stroke: "var(--ink)" }), label((L + R) / 2, H - 6, `gain over ${G.local} (${G.metric.unit})`, { "text-anchor": "middle" }));
   rows.forEach(([name, points], k) => {
     const y = T + k * step + step / 2 + (narrow ? 9 : 0), up = points.filter(p => p[2] > 0).length, down = points.filter(p => p[2] < 0).length;
     const title = label(narrow ? L : L - 10, narrow ? y - 22 : y, name, { "text-anchor": narrow ? "start" : "end", fill: "var(--ink)" }), count = label(narrow ? R : L - 10, narrow ? y - 22 : y + 15, `${up} gain, ${down} lose`, { "text-anchor": "end", "font-size": 11 });
@@ -33,7 +33,7 @@ function gainPlot() {
     for (const [seed, client, v] of [...points].sort((a, b) => a[2] - b[2])) {
       const slot = Math.round(X(v) / 7), n = lanes[slot] = (lanes[slot] ?? -1) + 1, dy = (n % 2 ? 1 : -1) * Math.ceil(n / 2) * Math.min(7, 14 / Math.max(1, Math.ceil(n / 2)));
       const dot = s("circle", { cx: X(v), cy: y + Math.max(-16, Math.min(16, dy)), r: 3.6, "fill-opacity": .75, fill: v > 0 ? "var(--c0)" : v < 0 ? "var(--c1)" : "var(--c7)", style: "cursor:pointer" }, s("title"));
-      dot.firstChild.textContent = `${name}, client ${client}` + (Object.keys(G.clients).length > 1 ? `, seed ${seed}` : "") + `: ${signed(v)}`; dot.onclick = () => openClient(String(seed), client); dot.onpointerenter = () => { $("gain-tip").textContent = dot.firstChild.textContent; }; svg.append(dot);
+      dot.firstChild.textContent = `${name}, client ${client}` + (Object.keys(G.clients).length > 1 ? `, seed ${seed}` : "") + `: ${signed(v, G.metric.digits)}`; dot.onclick = () => openClient(String(seed), client); dot.onpointerenter = () => { $("gain-tip").textContent = dot.firstChild.textContent; }; svg.append(dot);
     }
   });
 }
@@ -41,20 +41,20 @@ function gainPlot() {
 // ---- curves ----
 function curves() {
   if (!$("plot")) return; const found = G.curves[$("view").value] || {}, axis = $("axis").value, mine = G.methods.filter(n => found[n] && wanted(n));
-  lineChart($("plot"), mine.filter(n => !off.has(n)).map(n => ({ name: n, i: at(n), x: found[n][axis], y: found[n].y, s: found[n].s, round: axis === "mb" ? found[n].x : null })), { percent: true, integerX: axis === "x", xLabel: axis === "x" ? "round" : "sent so far, all links, up and down (MB)", yLabel: "accuracy (%)", empty: "no method is chosen" }, $("tip"));
+  lineChart($("plot"), mine.filter(n => !off.has(n)).map(n => ({ name: n, i: at(n), x: found[n][axis], y: found[n].y, s: found[n].s, round: axis === "mb" ? found[n].x : null })), { percent: G.metric.percent, digits: G.metric.digits, integerX: axis === "x", xLabel: axis === "x" ? "round" : "sent so far, all links, up and down (MB)", yLabel: G.metric.label, empty: "no method is chosen" }, $("tip"));
   legend($("legend"), mine, off, at, curves);
 }
 if ($("view")) { $("view").onchange = curves; $("axis").onchange = curves; }
 
-// ---- accuracy against bytes ----
+// ---- the metric against bytes ----
 function costPlot() {
   const svg = $("cost-plot"); if (!svg) return; const all = Object.entries(G.costs).filter(([n]) => wanted(n)), paid = all.filter(([, p]) => p.mb > 0), free = all.filter(([, p]) => !(p.mb > 0));
   if (!all.length) { svg.replaceChildren(); return; }
-  const ys = all.flatMap(([, p]) => [p.y - p.s, p.y + p.s]), pad = Math.max(1, (Math.max(...ys) - Math.min(...ys)) * .1), mb = paid.map(([, p]) => p.mb), lo = Math.min(...mb, 1e9), hi = Math.max(...mb, 1e-9);
+  const ys = all.flatMap(([, p]) => [p.y - p.s, p.y + p.s]), pad = Math.max(G.metric.percent ? 1 : 1e-9, (Math.max(...ys) - Math.min(...ys)) * .1), mb = paid.map(([, p]) => p.mb), lo = Math.min(...mb, 1e9), hi = Math.max(...mb, 1e-9);
   const x = paid.length ? [lo / 1.6, hi * 1.6] : [1, 10];
-  const A = axes(svg, { x, y: [Math.max(0, Math.min(...ys) - pad), Math.min(100, Math.max(...ys) + pad)], logX: true, xLabel: "sent in all, all links, up and down (MB, logarithmic)", yLabel: "accuracy (%)", xTicks: paid.length ? null : [] });
+  const A = axes(svg, { x, y: [G.metric.percent ? Math.max(0, Math.min(...ys) - pad) : Math.min(...ys) - pad, Math.min(G.metric.percent ? 100 : Infinity, Math.max(...ys) + pad)], logX: true, xLabel: "sent in all, all links, up and down (MB, logarithmic)", yLabel: G.metric.label, xTicks: paid.length ? null : [] });
   for (const [n, p] of free) svg.append(s("line", { x1: A.L, x2: A.R, y1: A.Y(p.y), y2: A.Y(p.y), stroke: look(at(n)).colour, "stroke-width": 1.5, "stroke-dasharray": "2 4" }));
-  const front = []; for (const [, p] of [...paid].sort((a, b) => a[1].mb - b[1].mb || b[1].y - a[1].y)) if (!front.length || p.y > front.at(-1).y) front.push(p);
+  const front = []; for (const [, p] of [...paid].sort((a, b) => a[1].mb - b[1].mb || G.metric.sign * (b[1].y - a[1].y))) if (!front.length || G.metric.sign * (p.y - front.at(-1).y) > 0) front.push(p);
   svg.append(s("polyline", { fill: "none", stroke: "var(--soft)", "stroke-dasharray": "4 3", points: front.map(p => `${A.X(p.mb)},${A.Y(p.y)}`).join(" ") }));
   const boxes = [...free.map(([, p]) => [A.L, A.R, A.Y(p.y) - 1, A.Y(p.y) + 1])];
   for (const [n, p] of paid) { const c = look(at(n)).colour; if (p.s) svg.append(s("line", { x1: A.X(p.mb), x2: A.X(p.mb), y1: A.Y(p.y - p.s), y2: A.Y(p.y + p.s), stroke: c })); svg.append(s("circle", { cx: A.X(p.mb), cy: A.Y(p.y), r: 5, fill: c })); boxes.push([A.X(p.mb) - 6, A.X(p.mb) + 6, A.Y(p.y) - 6, A.Y(p.y) + 6], [A.X(p.mb) - 2, A.X(p.mb) + 2, A.Y(p.y + p.s), A.Y(p.y - p.s)]); }
@@ -73,28 +73,28 @@ const seedNow = () => $("seed")?.value || Object.keys(G.clients)[0];
 let by = 0, way = "ascending";
 function clientTable() {
   const table = $("clients-table"); if (!table) return; const S = G.clients[seedNow()]; if (!S) { table.tHead.replaceChildren(); table.tBodies[0].replaceChildren(); return; }
-  const methods = Object.keys(S.accuracy).filter(wanted), asGain = $("cells").value === "gain" && G.local in S.accuracy, base = S.accuracy[G.local];
+  const methods = Object.keys(S.values).filter(wanted), asGain = $("cells").value === "gain" && G.local in S.values, base = S.values[G.local];
   const heads = ["client", "test samples", ...methods]; if (by >= heads.length) by = 0;
   table.tHead.replaceChildren(h("tr", {}, ...heads.map((c, i) => h("th", { scope: "col", "aria-sort": i === by ? way : "none" }, h("button", { type: "button", onclick: () => { way = by === i ? (way === "ascending" ? "descending" : "ascending") : i ? "descending" : "ascending"; by = i; clientTable(); table.tHead.rows[0].cells[i].firstChild.focus(); } }, c)))));
-  const rows = S.ids.map((id, k) => [id, S.samples[k], ...methods.map(m => { const v = S.accuracy[m][k]; return v == null ? null : asGain ? (base[k] == null ? null : v - base[k]) : v; })]);
+  const rows = S.ids.map((id, k) => [id, S.samples[k], ...methods.map(m => { const v = S.values[m][k]; return v == null ? null : asGain ? (base[k] == null ? null : G.metric.sign * (v - base[k])) : v; })]);
   const find = $("which").value.trim(), kept = rows.filter(r => !find || String(r[0]) === find || String(r[0]).startsWith(find)).sort((a, b) => (way === "ascending" ? 1 : -1) * ((a[by] ?? -1e9) - (b[by] ?? -1e9)) || a[0] - b[0]);
-  table.tBodies[0].replaceChildren(...kept.map(r => h("tr", {}, ...r.map((v, i) => i === 0 ? h("th", { scope: "row" }, h("button", { type: "button", class: "open", onclick: () => openClient(seedNow(), v) }, `client ${v}`)) : h("td", { class: i > 1 && asGain ? (v > 0 ? "up" : v < 0 ? "down" : null) : null }, i === 1 ? String(v) : asGain ? signed(v) : number(v))))));
+  table.tBodies[0].replaceChildren(...kept.map(r => h("tr", {}, ...r.map((v, i) => i === 0 ? h("th", { scope: "row" }, h("button", { type: "button", class: "open", onclick: () => openClient(seedNow(), v) }, `client ${v}`)) : h("td", { class: i > 1 && asGain ? (v > 0 ? "up" : v < 0 ? "down" : null) : null }, i === 1 ? String(v) : asGain ? signed(v, G.metric.digits) : number(v, G.metric.digits))))));
 }
 for (const id of ["seed", "which", "cells"]) if ($(id)) $(id).oninput = clientTable;
 
 function openClient(seed, id) {
-  const S = G.clients[seed], k = S?.ids.indexOf(id); if (S == null || k < 0) return; const base = S.accuracy[G.local]?.[k], body = $("client-body");
+  const S = G.clients[seed], k = S?.ids.indexOf(id); if (S == null || k < 0) return; const base = S.values[G.local]?.[k], body = $("client-body");
   $("client-title").textContent = `Client ${id}` + (Object.keys(G.clients).length > 1 ? `, seed ${seed}` : "") + `, ${G.name}`;
-  const rows = Object.entries(S.accuracy).filter(([, a]) => a[k] != null).sort((a, b) => b[1][k] - a[1][k]);
+  const rows = Object.entries(S.values).filter(([, a]) => a[k] != null).sort((a, b) => G.metric.sign * (b[1][k] - a[1][k]));
   const inside = Object.entries(G.clusters).filter(([, c]) => c.seed === seed).flatMap(([m, c]) => Object.entries(c.groups).filter(([, ids]) => ids.includes(id)).map(([g, ids]) => `${m}: ${c.edges ? "edge" : "cluster"} ${g}, with ${ids.length - 1} others`));
-  const bars = s("svg", { class: "chart", viewBox: "0 0 500 190", role: "img", "aria-label": "Test samples by label" }), plot = s("svg", { class: "chart", viewBox: "0 0 500 260", role: "img", "aria-label": "Accuracy of this client over the rounds" }), tip = h("figcaption", { class: "tip" }), box = h("div", { class: "legend", role: "group", "aria-label": "Methods shown" });
-  body.replaceChildren(h("p", {}, `${S.samples[k]} test samples of ${S.labels[k].filter(n => n).length} labels.` + (S.samples[k] < 20 ? ` One sample is ${number(100 / S.samples[k])} points: read differences of this client with care.` : "")), ...inside.map(t => h("p", {}, t + ".")),
-    h("div", { class: "two" }, h("div", {}, h("h3", {}, "What it gains"), h("div", { class: "wide" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "method"), h("th", { scope: "col" }, "accuracy", h("small", {}, "percent")), h("th", { scope: "col" }, "gain", h("small", {}, `points over ${G.local || "Local-Only"}`)))), h("tbody", {}, ...rows.map(([m, a]) => { const g = base == null || m === G.local ? null : a[k] - base; return h("tr", {}, h("th", { scope: "row" }, m), h("td", {}, number(a[k])), h("td", { class: g > 0 ? "up" : g < 0 ? "down" : null }, g == null ? "" : signed(g))); }))))),
-      h("div", {}, h("h3", {}, "Test samples by label"), h("figure", {}, bars))), h("h3", {}, "Accuracy over the rounds"), h("figure", {}, plot, box, tip));
+  const bars = s("svg", { class: "chart", viewBox: "0 0 500 190", role: "img", "aria-label": "Test samples by label" }), plot = s("svg", { class: "chart", viewBox: "0 0 500 260", role: "img", "aria-label": `${G.metric.name} of this client over the rounds` }), tip = h("figcaption", { class: "tip" }), box = h("div", { class: "legend", role: "group", "aria-label": "Methods shown" });
+  body.replaceChildren(h("p", {}, `${S.samples[k]} test samples` + (S.labels[k].length ? ` of ${S.labels[k].filter(n => n).length} labels.` : ".") + (G.metric.percent && S.samples[k] < 20 ? ` One sample is ${number(100 / S.samples[k])} points: read differences of this client with care.` : "")), ...inside.map(t => h("p", {}, t + ".")),
+    h("div", { class: "two" }, h("div", {}, h("h3", {}, "What it gains"), h("div", { class: "wide" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "method"), h("th", { scope: "col" }, G.metric.name, h("small", {}, G.metric.percent ? "percent" : G.metric.sign < 0 ? "lower is better" : "")), h("th", { scope: "col" }, "gain", h("small", {}, `${G.metric.unit} over ${G.local || "Local-Only"}`)))), h("tbody", {}, ...rows.map(([m, a]) => { const g = base == null || m === G.local ? null : G.metric.sign * (a[k] - base); return h("tr", {}, h("th", { scope: "row" }, m), h("td", {}, number(a[k], G.metric.digits)), h("td", { class: g > 0 ? "up" : g < 0 ? "down" : null }, g == null ? "" : signed(g, G.metric.digits))); }))))),
+      S.labels[k].length ? h("div", {}, h("h3", {}, "Test samples by label"), h("figure", {}, bars)) : null), h("h3", {}, `${G.metric.name} over the rounds`), h("figure", {}, plot, box, tip));
   $("client").showModal();
   const counts = S.labels[k], most = Math.max(...counts, 1), A = axes(bars, { height: 220, maxWidth: 620, x: [-.6, counts.length - .4], y: [0, most], xTicks: counts.map((_, i) => i), xLabel: "label", yLabel: "test samples" }), w = Math.max(2, Math.min(34, (A.R - A.L) / counts.length * .7));
   counts.forEach((n, i) => { if (n) bars.append(s("rect", { x: A.X(i) - w / 2, width: w, y: A.Y(n), height: A.B - A.Y(n), fill: "var(--c0)" }), ...(counts.length <= 20 ? [label(A.X(i), A.Y(n) - 3, String(n), { "text-anchor": "middle", "font-size": 11 })] : [])); });
-  const hide = new Set(), draw = () => { lineChart(plot, Object.entries(S.course).filter(([m]) => !hide.has(m)).map(([m, c]) => ({ name: m, i: at(m), x: c.x, y: c.y.map(r => r[k]), thick: m === G.local })), { height: 280, percent: true, integerX: true, xLabel: "round", yLabel: "accuracy (%)", empty: "too few evaluations to draw a curve" }, tip); legend(box, Object.keys(S.course), hide, at, draw); };
+  const hide = new Set(), draw = () => { lineChart(plot, Object.entries(S.course).filter(([m]) => !hide.has(m)).map(([m, c]) => ({ name: m, i: at(m), x: c.x, y: c.y.map(r => r[k]), thick: m === G.local })), { height: 280, percent: G.metric.percent, digits: G.metric.digits, integerX: true, xLabel: "round", yLabel: G.metric.label, empty: "too few evaluations to draw a curve" }, tip); legend(box, Object.keys(S.course), hide, at, draw); };
   draw();
 }
 $("client-close").onclick = () => $("client").close();
@@ -104,7 +104,7 @@ $("client").onclick = e => { if (e.target === $("client")) $("client").close(); 
 function clusterPlot() {
   const svg = $("cluster-plot"); if (!svg) return; const name = $("clustered").value, C = G.clusters[name]; if (!C) { svg.replaceChildren(); svg.setAttribute("viewBox", "0 0 400 40"); svg.append(label(8, 24, "none of these methods groups its clients")); $("cluster-text").textContent = ""; return; }
   const S = G.clients[C.seed], W = Math.max(300, Math.min(1340, svg.clientWidth || 800)), groups = Object.entries(C.groups), total = groups.reduce((n, [, ids]) => n + ids.length, 0), pitch = total > 150 ? 15 : 25, r = pitch * .4, gap = 14, kind = C.edges ? "edge" : "cluster";
-  const gain = id => { const k = S?.ids.indexOf(id) ?? -1, a = S?.accuracy[name]?.[k], b = S?.accuracy[G.local]?.[k]; return a == null || b == null ? null : a - b; };
+  const gain = id => { const k = S?.ids.indexOf(id) ?? -1, a = S?.values[name]?.[k], b = S?.values[G.local]?.[k]; return a == null || b == null ? null : G.metric.sign * (a - b); };
   const blocks = groups.map(([g, ids]) => { const text = `${kind} ${g}`, most = Math.max(2, Math.floor((W - 50) / pitch)), cols = Math.min(most, Math.max(2, Math.ceil(Math.sqrt(ids.length * 1.8)))); return { g, ids, text, cols, w: Math.max(cols * pitch + 14, text.length * 7 + 20, 86), h: Math.ceil(ids.length / cols) * pitch + 46 }; });
   const lines = [[]]; let x = 30; for (const b of blocks) { if (x + b.w > W - 4 && lines.at(-1).length) { lines.push([]); x = 30; } b.x = x; lines.at(-1).push(b); x += b.w + gap; }
   svg.replaceChildren(); let y = 46; const trunk = 14; const back = s("g"), front = s("g");
@@ -114,7 +114,7 @@ function clusterPlot() {
   for (const b of blocks) {
     front.append(s("rect", { x: b.x, y: b.y, width: b.w, height: b.h, rx: 6, fill: "var(--card)", stroke: "var(--line)" }), label(b.x + 8, b.y + 17, b.text, { fill: "var(--ink)", "font-weight": 600 }), label(b.x + 8, b.y + 31, `${b.ids.length} client${b.ids.length > 1 ? "s" : ""}`, { "font-size": 11 }));
     b.ids.forEach((id, k) => { const cx = b.x + 8 + pitch * (k % b.cols + .5), cy = b.y + 38 + pitch * (Math.floor(k / b.cols) + .4), v = gain(id), dot = s("g", { style: "cursor:pointer" }, s("title"), s("circle", { cx, cy, r, fill: v == null ? "var(--c7)" : v > 0 ? "var(--c0)" : v < 0 ? "var(--c1)" : "var(--c7)" }), pitch > 20 ? label(cx, cy + 4, String(id), { "text-anchor": "middle", "font-size": id > 99 ? 9 : 11, fill: "var(--back)" }) : null);
-      dot.firstChild.textContent = `client ${id}` + (v == null ? "" : `: ${signed(v)}`); dot.onclick = () => openClient(C.seed, id); front.append(dot); });
+      dot.firstChild.textContent = `client ${id}` + (v == null ? "" : `: ${signed(v, G.metric.digits)}`); dot.onclick = () => openClient(C.seed, id); front.append(dot); });
   }
   svg.append(back, front); svg.setAttribute("viewBox", `0 0 ${W} ${y - 10}`);
   $("cluster-text").textContent = `${name}, seed ${C.seed}: ${groups.length} ${kind}${groups.length > 1 ? "s" : ""}, ${total} clients. Blue gains, orange loses, grey is equal or not known.`;
@@ -125,9 +125,9 @@ if ($("clustered")) $("clustered").onchange = clusterPlot;
 const csv = {
   summary: () => partRows("summary"), bytes: () => partRows("bytes"),
   gains: () => [["clients", "method", "seed", "client", "gain"], ...D.groups.flatMap(g => Object.entries(g.gains).flatMap(([m, rows]) => rows.map(r => [g.name, m, ...r])))],
-  curves: () => [["clients", "view", "method", "round", "accuracy", "std over seeds", "MB so far"], ...D.groups.flatMap(g => Object.entries(g.curves).flatMap(([v, lines]) => Object.entries(lines).flatMap(([m, l]) => l.x.map((x, i) => [g.name, v, m, x, l.y[i], l.s[i], l.mb[i]]))))],
-  costs: () => [["clients", "method", "MB", "accuracy", "std over seeds"], ...D.groups.flatMap(g => Object.entries(g.costs).map(([m, p]) => [g.name, m, p.mb, p.y, p.s]))],
-  clients: () => [["clients", "seed", "client", "test samples", "method", "accuracy"], ...D.groups.flatMap(g => Object.entries(g.clients).flatMap(([seed, S]) => Object.entries(S.accuracy).flatMap(([m, a]) => a.flatMap((v, k) => v == null ? [] : [[g.name, seed, S.ids[k], S.samples[k], m, v]]))))],
+  curves: () => [["clients", "view", "method", "round", "metric", "value", "std over seeds", "MB so far"], ...D.groups.flatMap(g => Object.entries(g.curves).flatMap(([v, lines]) => Object.entries(lines).flatMap(([m, l]) => l.x.map((x, i) => [g.name, v, m, x, g.metric.name, l.y[i], l.s[i], l.mb[i]]))))],
+  costs: () => [["clients", "method", "MB", "metric", "value", "std over seeds"], ...D.groups.flatMap(g => Object.entries(g.costs).map(([m, p]) => [g.name, m, p.mb, g.metric.name, p.y, p.s]))],
+  clients: () => [["clients", "seed", "client", "test samples", "method", "metric", "value"], ...D.groups.flatMap(g => Object.entries(g.clients).flatMap(([seed, S]) => Object.entries(S.values).flatMap(([m, a]) => a.flatMap((v, k) => v == null ? [] : [[g.name, seed, S.ids[k], S.samples[k], m, g.metric.name, v]]))))],
 };
 function partRows(part) { const out = []; for (const t of document.querySelectorAll(`table[data-part=${part}]`)) { const [head, ...rows] = tableRows(t); if (!out.length) out.push(["clients", ...[...t.tHead.rows[0].cells].map(c => c.querySelector("button").textContent)]); out.push(...rows.map(r => [t.dataset.group, ...r])); } return out; }
 for (const b of document.querySelectorAll("[data-csv]")) if (b.tagName === "BUTTON") { b.setAttribute("aria-label", `download ${b.dataset.csv} as CSV`); b.onclick = () => saveCsv(b.dataset.csv + ".csv", csv[b.dataset.csv]()); }

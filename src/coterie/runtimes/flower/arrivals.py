@@ -24,6 +24,7 @@ from coterie.messages import (
 from coterie.method import ClientId, Method
 from coterie.runtimes.flower.messages import Answer, Request, WireBytes
 from coterie.schema import LARGEST, Link, Schema, like
+from coterie.tasks import Task
 
 NAMES = ("personal", "global", "adapted", "trained", "received", "edge")
 VIEWS = {f"{view}/{part}" for view in NAMES for part in ("test", "val")}
@@ -38,33 +39,33 @@ def sentence(text: str) -> str:
 
 
 # ---- at the cloud and at an edge -------------------------------------------------------------------------------------
-def check_answer(answer: Value, request: Request, samples: int, classes: int) -> Answer:
+def check_answer(answer: Value, request: Request, samples: int, task: Task) -> Answer:
     """The answer of a device with so many training samples (by its hello); its upload is not looked at."""
     if isinstance(request, TrainRequest):
-        return _check_trained(check(answer, TrainAnswer), request, samples, classes)
-    return _check_scored(check(answer, ScoreAnswer), request, samples, classes)
+        return _check_trained(check(answer, TrainAnswer), request, samples, task)
+    return _check_scored(check(answer, ScoreAnswer), request, samples, task)
 
 
-def _check_trained(a: TrainAnswer, request: TrainRequest, samples: int, classes: int) -> TrainAnswer:
+def _check_trained(a: TrainAnswer, request: TrainRequest, samples: int, task: Task) -> TrainAnswer:
     _check_sender(a, request, samples)
     if a.steps < 0:
         raise CoterieError(f"it says it made {a.steps} steps")
     check_number(a.loss, "the loss")
     for score in (a.before, a.after):
         if score is not None:
-            check_score(score, classes)
+            check_score(score, task)
     if a.update is not None or (not request.watch and (a.before or a.after)):
         raise CoterieError("the answer holds more than was asked for")
     check_note(a.note)
     return a
 
 
-def _check_scored(a: ScoreAnswer, request: ScoreRequest, samples: int, classes: int) -> ScoreAnswer:
+def _check_scored(a: ScoreAnswer, request: ScoreRequest, samples: int, task: Task) -> ScoreAnswer:
     _check_sender(a, request, samples)
     if "personal/test" not in a.scores or not a.scores.keys() <= VIEWS or a.model is not None:
         raise CoterieError("the answer holds other scores than were asked for")
     for score in a.scores.values():
-        check_score(score, classes)
+        check_score(score, task)
     return a
 
 

@@ -345,7 +345,7 @@ class FlowerRuntime(Runtime):
         return int(self._version[client]) if client < len(self._version) else -1
 
     def _checked(self, answer: Answer, request: Request) -> Answer:
-        return check_answer(answer, request, self.roster.entries[request.client].samples, self.method.ctx.classes)
+        return check_answer(answer, request, self.roster.entries[request.client].samples, self.method.ctx.task)
 
     def _room(self, job: Job) -> int:
         """Bytes that the answer may have; nobody knows how large the state of an edge may get."""

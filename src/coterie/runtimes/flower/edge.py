@@ -134,7 +134,7 @@ class EdgeHandler:
                 continue
             try:
                 known = now.hellos[name].samples if name in now.hellos else 0
-                answers[r.client] = check_answer(replies[name], r, known, now.method.ctx.classes)
+                answers[r.client] = check_answer(replies[name], r, known, now.method.ctx.task)
             except CoterieError as e:
                 missing[r.client] = str(e)
         return answers, missing

@@ -58,12 +58,21 @@ class OwnData(Federation):
 
 
 def example(
-    shape: tuple[int, ...], classes: tuple[str, ...], kind: str, vocab: int | None, mean: Any, std: Any
+    shape: tuple[int, ...],
+    classes: tuple[str, ...],
+    kind: str,
+    vocab: int | None,
+    mean: Any,
+    std: Any,
+    task: str = "classification",
+    targets: int = 1,
 ) -> Dataset:
     """Two empty items of the kind the devices have: what a model is built from."""
     x = torch.zeros((2, *shape), dtype={"float32": torch.float32, "uint8": torch.uint8, "int64": torch.int64}[kind])
     none = torch.zeros(2, dtype=torch.bool)
-    return Dataset("own", x, torch.zeros(2, dtype=torch.int64), classes, none, None, mean, std, vocab)
+    is_class = task in ("classification", "binary")
+    y = torch.zeros(2, dtype=torch.int64) if is_class else torch.zeros(2, targets)
+    return Dataset("own", x, y, classes, none, None, mean, std, vocab, task)
 
 
 def only_client(data: Dataset, like: Dataset, settings: PartitionSettings, seed: int) -> Federation:
@@ -72,7 +81,12 @@ def only_client(data: Dataset, like: Dataset, settings: PartitionSettings, seed:
         raise CoterieError(
             f"the data here are {data.x.dtype} {data.shape}, the federation's are {like.x.dtype} {like.shape}"
         )
-    if len(data) and int(data.y.max()) >= len(like.classes):
+    if data.targets != like.targets or (data.y.dtype == torch.int64) != (like.y.dtype == torch.int64):
+        raise CoterieError(
+            f"the data here have targets for {data.kind} ({data.targets} each), "
+            f"the federation's are for {like.kind} ({like.targets} each)"
+        )
+    if like.task.classes and len(data) and int(data.y.max()) >= len(like.classes):
         raise CoterieError(
             f"the data here have label {int(data.y.max())}, the federation has {len(like.classes)} classes"
         )

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coterie import methods, parts
+from coterie import methods, parts, tasks
 from coterie.config import Engine, RunSettings
 from coterie.data.sources import load
+from coterie.data.targets import with_task
 from coterie.errors import CoterieError
 from coterie.method import Method
 from coterie.methods import build, find, sentence
@@ -23,7 +24,7 @@ from coterie.runtimes.flower.own_data import OwnData, example, only_client
 from coterie.session import Session, bind, prepare
 from coterie.tree import Tree
 
-FORMAT = 2
+FORMAT = 3
 RUN = re.compile("[0-9a-f]{32}")
 
 
@@ -40,6 +41,8 @@ class Plan(BaseModel):
     places: int = Field(ge=1)
     partition: dict[str, Any] | None  # of named data that every party deals out itself; None: devices bring their own
     shape: tuple[int, ...]
+    task: str  # a name of tasks.py
+    targets: int = Field(ge=1)  # numbers per item; of a class one
     classes: tuple[str, ...]
     kind: Literal["float32", "uint8", "int64"]
     vocab: int | None
@@ -53,7 +56,8 @@ class Plan(BaseModel):
         return Plan(
             run=run, coterie=version("coterie"), source=source(type(session.method)),
             settings=session.settings.model_dump(mode="json"), places=len(session.federation.clients),
-            partition=None if own else session.federation.identity, shape=data.shape, classes=data.classes,
+            partition=None if own else session.federation.identity, shape=data.shape,
+            task=data.kind, targets=data.targets, classes=data.classes,
             kind=str(data.x.dtype).removeprefix("torch."), vocab=data.vocab, mean=data.mean, std=data.std,
             w0=digest(session.method.ctx.w0),
         )  # fmt: skip
@@ -97,9 +101,18 @@ class Plan(BaseModel):
         elif data is not None and self.partition is not None:
             raise CoterieError("the cloud deals out named data in this run; say which client this is (--client)")
         else:
-            like = example(self.shape, self.classes, self.kind, self.vocab, self.mean, self.std)
+            like = example(
+                self.shape,
+                self.classes,
+                self.kind,
+                self.vocab,
+                self.mean,
+                self.std,
+                tasks.known(self.task),
+                self.targets,
+            )
             fed, seed = settings.federation, settings.seed
-            own = None if data is None else only_client(load(data, data_dir), like, fed, seed)
+            own = None if data is None else only_client(with_task(load(data, data_dir), like.kind), like, fed, seed)
             made = OwnData(like, fed, seed, self.places, own, edge=data is None)
             session = bind(settings, engine, build(settings.method, settings.settings), made)
         if digest(session.method.ctx.w0) != self.w0:

@@ -8,11 +8,12 @@ from typing import NamedTuple
 from coterie.codec import Value
 from coterie.disk import write_atomic
 from coterie.errors import CoterieError
-from coterie.messages import MOST, check
+from coterie.messages import check
 from coterie.method import ClientId
 from coterie.runtimes.flower.arrivals import sentence
 from coterie.runtimes.flower.messages import Attached, Hello
 from coterie.runtimes.flower.registry import NodeRole, scoped
+from coterie.tasks import MOST
 
 NEWCOMERS = 10_000  # no run has more of these
 HELLO_BYTES = 2**16  # a device's hello, with room to spare

@@ -52,7 +52,10 @@ def open_session(settings: RunSettings, cloud: CloudSettings) -> Session:
     engine = Engine(runtime="flower", data_dir=Path(cloud.data_dir) if cloud.data_dir else None)
     if not cloud.shape:
         return prepare(settings, engine)
-    like = example(cloud.shape, tuple(map(str, range(cloud.classes))), "float32", None, None, None)
+    task, n = settings.task or "classification", cloud.classes
+    names = tuple(map(str, range(n))) if task in ("classification", "binary", "multilabel") else ()
+    targets = 2 if task == "survival" else max(1, n)
+    like = example(cloud.shape, names, "float32", None, None, None, task, targets)
     places = settings.federation.clients or cloud.min_clients
     made = OwnData(like, settings.federation, settings.seed, places)
     return bind(settings, engine, build(settings.method, settings.settings), made)
@@ -140,8 +143,8 @@ class StatusFile:
         self._write(runtime)
 
     def told(self, progress: Progress) -> None:
-        accuracy = self._last.accuracy if progress.accuracy is None else progress.accuracy
-        self._last = replace(progress, accuracy=accuracy)
+        value = self._last.value if progress.value is None else progress.value
+        self._last = replace(progress, value=value)
 
     def end(self, state: str) -> None:
         self._over.set()
@@ -154,7 +157,8 @@ class StatusFile:
         last = self._last
         found = {
             "state": self._state, "method": self.session.method.card.title, "round": last.round, "rounds": last.rounds,
-            "accuracy": last.accuracy, "seconds": round(last.seconds, 3), "places": runtime.roster.places,
+            "metric": last.metric.name, "value": last.value, "text": last.text,
+            "seconds": round(last.seconds, 3), "places": runtime.roster.places,
             "pid": os.getpid(),
             "clients": {
                 str(c): {"name": entry.name, "via": entry.via, "connected": c in runtime.here}

@@ -1,4 +1,4 @@
-"""Screen output of a running federation: connected nodes, round, accuracy, bytes per link, errors."""
+"""Screen output of a running federation: connected nodes, round, score, bytes per link, errors."""
 
 import sys
 import time
@@ -54,8 +54,8 @@ def line(status: dict[str, Any]) -> str:
         return "starting"
     here = sum(c["connected"] for c in status["clients"].values())
     words = [f"{status['state']}: round {status['round']}/{status['rounds']}", f"{here}/{status['places']} connected"]
-    if status["accuracy"] is not None:
-        words.append(f"accuracy {100 * status['accuracy']:.1f}")
+    if status["text"]:
+        words.append(str(status["text"]))
     for link, ways in status["wire"].items():
         size = sum(part["payload"] + part["framing"] for part in ways.values())
         words.append(f"{link} {size / 1e6:.2f} MB")

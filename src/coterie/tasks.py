@@ -1,0 +1,457 @@
+"""Tasks: what a target is, its loss, what a score counts, and the metrics that are made of these counts.
+
+A task is chosen by the data or by the setting `task`. Counts are sums over samples (or over pairs of samples of one
+client), so that those of several clients may be added; targets and predictions themselves are never part of a score.
+Outputs of a model are [batch, outputs]; targets are classes [batch] or numbers [batch, ...].
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coterie.errors import CoterieError, unknown
+
+Counts = dict[str, Tensor]  # of one client; all are summed over samples
+Shape = tuple[tuple[int, ...], torch.dtype]
+PAIRS = 1024  # rows of a table of pairs that are compared at a time
+MOST = 10**9  # samples that a client may have
+LARGEST = 1e18  # of sums per sample; squares of anything that still learns are below
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How a number is called and shown, and which of two is better."""
+
+    name: str
+    lower: bool = False  # lower is better
+    percent: bool = False  # shown times 100
+
+    @property
+    def label(self) -> str:
+        """For an axis or a heading."""
+        return f"{self.name} (%)" if self.percent else self.name
+
+    @property
+    def heading(self) -> str:
+        return f"{self.name} in percent" if self.percent else self.name + (", lower is better" if self.lower else "")
+
+    @property
+    def scale(self) -> float:
+        return 100.0 if self.percent else 1.0
+
+    def text(self, value: float) -> str:
+        """A value as tables show it."""
+        return f"{100 * value:.1f}" if self.percent else f"{value:.4g}"
+
+    def spread(self, value: float) -> str:
+        """A standard deviation of values."""
+        return f"{100 * value:.1f}" if self.percent else f"{value:.2g}"
+
+    def better(self, a: float, b: float) -> bool:
+        return a < b if self.lower else a > b
+
+    def worst(self, values: np.ndarray, share: float = 0.1) -> np.ndarray:
+        """The worst share of the values, at least one."""
+        n = max(1, round(share * len(values)))
+        return np.sort(values)[-n:] if self.lower else np.sort(values)[:n]
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    outputs: int  # numbers that a model gives for an item
+
+    name: ClassVar[str]
+    metrics: ClassVar[tuple[Metric, ...]]  # the first is the one that decides and is shown first
+    whole: ClassVar[bool] = False  # the loss of a client's samples is not a sum over them
+
+    @property
+    def metric(self) -> Metric:
+        return self.metrics[0]
+
+    @property
+    def classes(self) -> int:
+        """Number of classes; 0 where a target is no class."""
+        return 0
+
+    # ---- loss --------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def each(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Losses of the samples [batch]."""
+
+    def loss(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Mean over the batch; weight [batch] is 0 for padding."""
+        each = self.each(outputs, y)
+        return each.mean() if weight is None else (each * weight).sum() / weight.sum().clamp(min=1)
+
+    def total(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Sum over the samples."""
+        return self.each(outputs, y).sum()
+
+    # ---- scores ------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def shapes(self) -> dict[str, Shape]:
+        """Names, shapes and types of the counts of a score."""
+
+    @abstractmethod
+    def count(self, outputs: Tensor, y: Tensor) -> Counts:
+        """Of all samples of a client."""
+
+    def count_all(self, parts: Sequence[tuple[Tensor, Tensor]]) -> list[Counts]:
+        """Of several clients, each with its outputs and targets."""
+        return [self.count(outputs, y) for outputs, y in parts]
+
+    @abstractmethod
+    def samples(self, counts: Mapping[str, np.ndarray]) -> np.ndarray:
+        """How many samples are behind counts [clients, ...]."""
+
+    @abstractmethod
+    def measured(self, counts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """All metrics [clients] by name, from counts [clients, ...]; NaN where one is not defined."""
+
+    def wrong(self, counts: Counts) -> str:
+        """Why these counts cannot be true, though each of them alone could be."""
+        return ""
+
+    def check(self, counts: Counts) -> None:
+        """Raises CoterieError with one sentence unless counts from another host can be true."""
+        shapes = self.shapes()
+        if counts.keys() != shapes.keys():
+            raise CoterieError(f"a score of {self.name} must hold {', '.join(shapes)}")
+        for name, (shape, dtype) in shapes.items():
+            v = counts[name]
+            if v.dtype != dtype or v.shape != shape:
+                raise CoterieError(f"a score must hold {name} of shape {list(shape)}")
+        n = int(self.samples({k: v[None].numpy() for k, v in counts.items()})[0])
+        for name, v in counts.items():
+            if not v.is_floating_point() and not bool(((v >= 0) & (v <= MOST)).all()):
+                raise CoterieError(f"a score cannot count fewer than 0 or more than {MOST} samples")
+            if v.is_floating_point() and bool(((v < 0) | ((v > LARGEST * max(1, n)) & v.isfinite())).any()):
+                raise CoterieError(f"a score has an impossible {name}")
+        if why := self.wrong(counts):
+            raise CoterieError(why)
+
+    # ---- partitions --------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def strata(self, y: Tensor) -> tuple[np.ndarray, tuple[str, ...]]:
+        """A class or a range of targets for each sample [n], by which samples are dealt out and split evenly; and what
+        these are called."""
+
+    @property
+    def can_deal(self) -> bool:
+        """May samples be dealt to clients by strata (dirichlet, shards, ...)?"""
+        return True
+
+
+# ---- classes ---------------------------------------------------------------------------------------------------------
+class Classification(Task):
+    """One of several classes: a whole number."""
+
+    name = "classification"
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("accuracy", percent=True),)
+
+    @property
+    def classes(self) -> int:
+        return self.outputs
+
+    def each(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, y, reduction="none")
+
+    def loss(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        return F.cross_entropy(outputs, y) if weight is None else super().loss(outputs, y, weight)
+
+    def total(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, y, reduction="sum")
+
+    def shapes(self) -> dict[str, Shape]:
+        return dict.fromkeys(("hits", "total"), ((self.classes,), torch.int64))
+
+    def count(self, outputs: Tensor, y: Tensor) -> Counts:
+        hits = torch.bincount(y[outputs.argmax(1) == y], minlength=self.classes)
+        return {"hits": hits, "total": torch.bincount(y, minlength=self.classes)}
+
+    def count_all(self, parts: Sequence[tuple[Tensor, Tensor]]) -> list[Counts]:
+        """In few operations for many clients with few samples each."""
+        y = torch.cat([y for _, y in parts])
+        right = torch.cat([outputs for outputs, _ in parts]).argmax(1) == y if len(y) else y > 0
+        who = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(y) for _, y in parts]))
+        at, cells = who * self.classes + y, len(parts) * self.classes
+        total = torch.bincount(at, minlength=cells).view(-1, self.classes)
+        hits = torch.bincount(at[right], minlength=cells).view(-1, self.classes)
+        return [{"hits": h, "total": t} for h, t in zip(hits, total, strict=True)]
+
+    def samples(self, counts: Mapping[str, np.ndarray]) -> np.ndarray:
+        found: np.ndarray = counts["total"].sum(1)
+        return found
+
+    def measured(self, counts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"accuracy": share(counts["hits"].sum(1), counts["total"].sum(1))}
+
+    def wrong(self, counts: Counts) -> str:
+        fits = bool((counts["hits"] <= counts["total"]).all())
+        return "" if fits else "a score cannot have more hits than samples"
+
+    def strata(self, y: Tensor) -> tuple[np.ndarray, tuple[str, ...]]:
+        return y.numpy(), tuple(map(str, range(self.classes)))
+
+
+class Binary(Classification):
+    """One of two classes, judged by the area under the ROC curve of the second class."""
+
+    name = "binary"
+    metrics = (Metric("AUC"), Metric("accuracy", percent=True))
+
+    def shapes(self) -> dict[str, Shape]:
+        return super().shapes() | dict.fromkeys(("pairs", "ordered"), ((), torch.float64))
+
+    def count(self, outputs: Tensor, y: Tensor) -> Counts:
+        score = (outputs[:, 1] - outputs[:, 0]).double() if len(y) else torch.zeros(0, dtype=torch.float64)
+        pairs = torch.tensor(float((y == 1).sum() * (y == 0).sum()), dtype=torch.float64)
+        return super().count(outputs, y) | {"pairs": pairs, "ordered": ordered(score[y == 1], score[y == 0])}
+
+    def count_all(self, parts: Sequence[tuple[Tensor, Tensor]]) -> list[Counts]:
+        return [self.count(outputs, y) for outputs, y in parts]
+
+    def measured(self, counts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"AUC": share(counts["ordered"], counts["pairs"]), **super().measured(counts)}
+
+    def wrong(self, counts: Counts) -> str:
+        return super().wrong(counts) or _more(counts, "ordered", "pairs")
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+class Regression(Task):
+    """One number or several: mean squared error. R2 compares with the mean of the client's own targets."""
+
+    name = "regression"
+    metrics = (Metric("RMSE", lower=True), Metric("MAE", lower=True), Metric("R2"))
+
+    def each(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return (outputs - y).square().mean(-1)
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def shapes(self) -> dict[str, Shape]:
+        sums = dict.fromkeys(("squared", "absolute", "spread"), ((self.outputs,), torch.float64))
+        return {"samples": ((), torch.int64), **sums}
+
+    def count(self, outputs: Tensor, y: Tensor) -> Counts:
+        y = y.double()
+        error = self.predicted(outputs).double() - y
+        spread = (y - y.mean(0)).square().sum(0) if len(y) else y.new_zeros(self.outputs)
+        return {
+            "samples": torch.tensor(len(y)),
+            "squared": error.square().sum(0),
+            "absolute": error.abs().sum(0),
+            "spread": spread,
+        }
+
+    def samples(self, counts: Mapping[str, np.ndarray]) -> np.ndarray:
+        return counts["samples"]
+
+    def measured(self, counts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        numbers = counts["samples"] * self.outputs
+        squared = counts["squared"].sum(1)
+        return {
+            "RMSE": np.sqrt(share(squared, numbers)),
+            "MAE": share(counts["absolute"].sum(1), numbers),
+            "R2": 1 - share(squared, counts["spread"].sum(1)),
+        }
+
+    def strata(self, y: Tensor) -> tuple[np.ndarray, tuple[str, ...]]:
+        return ranges(y[:, 0].numpy())
+
+
+class Count(Regression):
+    """Numbers of events: a Poisson model whose outputs are the logarithm of the expected number."""
+
+    name = "count"
+
+    def each(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Half the Poisson deviance, which is never negative."""
+        return (outputs.exp() - y * outputs + torch.xlogy(y, y) - y).mean(-1)
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs.exp()
+
+
+class MultiLabel(Task):
+    """Any number of labels at once: 0 or 1 for each. A label is given where its output is above 0."""
+
+    name = "multilabel"
+    metrics = (Metric("macro F1"), Metric("mAP"))
+
+    def each(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(outputs, y, reduction="none").mean(-1)
+
+    def shapes(self) -> dict[str, Shape]:
+        whole = dict.fromkeys(("hits", "guessed", "positives"), ((self.outputs,), torch.int64))
+        return {"samples": ((), torch.int64), **whole, "precision": ((self.outputs,), torch.float64)}
+
+    def count(self, outputs: Tensor, y: Tensor) -> Counts:
+        true, guess = y > 0.5, outputs > 0
+        found = [average_precision(outputs[:, k], true[:, k]) for k in range(self.outputs)]
+        return {
+            "samples": torch.tensor(len(y)),
+            "hits": (true & guess).sum(0),
+            "guessed": guess.sum(0),
+            "positives": true.sum(0),
+            "precision": torch.stack(found),
+        }
+
+    def samples(self, counts: Mapping[str, np.ndarray]) -> np.ndarray:
+        return counts["samples"]
+
+    def measured(self, counts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Means over the labels that occur (F1: or are guessed)."""
+        f1 = share(2 * counts["hits"], counts["guessed"] + counts["positives"])
+        return {"macro F1": _known_mean(f1), "mAP": _known_mean(share(counts["precision"], counts["positives"]))}
+
+    def wrong(self, counts: Counts) -> str:
+        for name in ("guessed", "positives"):
+            if bool((counts["hits"] > counts[name]).any()) or bool((counts[name] > counts["samples"]).any()):
+                return "a score cannot have more hits than samples"
+        return _more(counts, "precision", "positives")
+
+    def strata(self, y: Tensor) -> tuple[np.ndarray, tuple[str, ...]]:
+        """By whether a sample has any label: it only evens out splits."""
+        return (y.sum(1) > 0).long().numpy(), ("none", "some")
+
+    @property
+    def can_deal(self) -> bool:
+        return False
+
+
+class Survival(Task):
+    """Time and event (1: it happened then, 0: not seen until then). The output is a log risk: Cox's partial likelihood
+    among the samples of a batch, or of a client when it is scored; C-index over the client's pairs (Harrell's)."""
+
+    name = "survival"
+    metrics = (Metric("C-index"),)
+    whole = True
+
+    def each(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Of the events; others have none. A risk set is everybody of the batch whose time is not earlier."""
+        return self._each(outputs[:, 0], y, y.new_ones(len(y)))
+
+    def _each(self, risk: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        time, event = y[:, 0], y[:, 1]
+        at_risk = (time[None, :] >= time[:, None]) & (weight[None, :] > 0)
+        at_risk = at_risk | torch.eye(len(y), dtype=torch.bool, device=y.device)
+        sums = torch.where(at_risk, risk[None, :], risk.new_tensor(-1e30)).logsumexp(1)
+        return event * (sums - risk)
+
+    def loss(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        weight = y.new_ones(len(y)) if weight is None else weight
+        each = self._each(outputs[:, 0], y, weight) * weight
+        return each.sum() / (weight * y[:, 1]).sum().clamp(min=1)
+
+    def total(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """As the sum of `each`, without a table of pairs."""
+        risk, time = outputs[:, 0].double(), y[:, 0]
+        order = time.argsort(descending=True)
+        sums = risk[order].logcumsumexp(0)
+        later = len(y) - torch.searchsorted(time.sort().values, time.contiguous())  # how many are not earlier
+        return (y[:, 1] * (sums[later - 1] - risk)).sum() if len(y) else risk.sum()
+
+    def shapes(self) -> dict[str, Shape]:
+        sums = dict.fromkeys(("pairs", "ordered"), ((), torch.float64))
+        return {"samples": ((), torch.int64), "events": ((), torch.int64), **sums}
+
+    def count(self, outputs: Tensor, y: Tensor) -> Counts:
+        pairs, good = torch.zeros((2,), dtype=torch.float64)
+        happened = (y[:, 1] > 0.5).nonzero()[:, 0]
+        risk = outputs[:, 0].double()
+        for part in torch.split(happened, PAIRS):
+            later = y[None, :, 0] > y[part, 0][:, None]
+            pairs = pairs + later.sum()
+            good = good + later.double().mul(_above(risk[part][:, None], risk[None, :])).sum()
+        return {"samples": torch.tensor(len(y)), "events": torch.tensor(len(happened)), "pairs": pairs, "ordered": good}
+
+    def samples(self, counts: Mapping[str, np.ndarray]) -> np.ndarray:
+        return counts["samples"]
+
+    def measured(self, counts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"C-index": share(counts["ordered"], counts["pairs"])}
+
+    def wrong(self, counts: Counts) -> str:
+        if bool(counts["events"] > counts["samples"]):
+            return "a score cannot have more events than samples"
+        return _more(counts, "ordered", "pairs")
+
+    def strata(self, y: Tensor) -> tuple[np.ndarray, tuple[str, ...]]:
+        return (y[:, 1] > 0.5).long().numpy(), ("censored", "event")
+
+    @property
+    def can_deal(self) -> bool:
+        return False
+
+
+TASKS: dict[str, type[Task]] = {t.name: t for t in (Classification, Binary, Regression, Count, MultiLabel, Survival)}
+
+
+def make(name: str, outputs: int) -> Task:
+    return TASKS[known(name)](outputs)
+
+
+def known(name: str) -> str:
+    """The name, if there is such a task."""
+    if name not in TASKS:
+        raise unknown("task", name, TASKS)
+    return name
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+def share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """part / whole; NaN where there is nothing to divide by."""
+    there = whole > 0
+    return np.where(there, part / np.where(there, whole, 1), np.nan)
+
+
+def ordered(high: Tensor, low: Tensor) -> Tensor:
+    """Pairs whose first value is above the second, equal ones counted half."""
+    parts = [_above(part[:, None], low[None, :]).sum() for part in torch.split(high, PAIRS)]
+    return torch.stack(parts).sum() if len(high) else torch.zeros((), dtype=torch.float64)
+
+
+def _above(a: Tensor, b: Tensor) -> Tensor:
+    """1 where a > b, 1/2 where both are equal; NaN wherever one is NaN."""
+    return ((a - b).sign() + 1) / 2 if bool(a.isfinite().all() and b.isfinite().all()) else (a - b) * torch.nan
+
+
+def average_precision(score: Tensor, true: Tensor) -> Tensor:
+    """The sum over the positives of the precision at each one's score, in float64."""
+    order = score.argsort(descending=True)
+    s, t = score[order], true[order].double()
+    last = len(s) - 1 - torch.searchsorted(s.flip(0), s.contiguous())  # of those with the same score
+    precision = t.cumsum(0) / torch.arange(1, len(s) + 1)
+    return (precision[last.clamp(0)] * t).sum()
+
+
+def ranges(values: np.ndarray, most: int = 10) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Values by quantiles: which range each is in, and the ranges' names; equal values share one."""
+    edges = np.unique(np.quantile(values, np.arange(1, most) / most, method="inverted_cdf"))
+    edges = edges[edges < values.max()] if len(values) else edges
+    names = [f"up to {e:.4g}" for e in edges] + [f"above {edges[-1]:.4g}" if len(edges) else "all"]
+    return np.searchsorted(edges, values, side="left").astype(np.int64), tuple(names)
+
+
+def _known_mean(values: np.ndarray) -> np.ndarray:
+    """Mean over the last axis of what is not NaN; NaN where nothing is left."""
+    there = ~np.isnan(values)
+    return share(np.where(there, values, 0).sum(-1), there.sum(-1))
+
+
+def _more(counts: Counts, part: str, whole: str) -> str:
+    """A sum of halves and wholes may not exceed the number it is a part of."""
+    over = counts[part] > counts[whole] * (1 + 1e-9)
+    return f"a score cannot have more {part} than {whole}" if bool(over.any()) else ""
+
+
+__all__ = ["TASKS", "Binary", "Classification", "Metric", "Regression", "Task", "known", "make"]
