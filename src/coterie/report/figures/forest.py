@@ -26,7 +26,9 @@ def arena(runs: Sequence[Run], score: str = "", against: Sequence[str] = ()) -> 
     figure, all_axes = style.panels(len(panels), width=style.WIDE, height=0.9 + 0.3 * most)
     for axes, (group, label, pairs) in zip(all_axes, panels, strict=True):
         y = np.arange(len(pairs))[::-1]
-        middle, low, high = (100 * np.array([getattr(p.difference, k) for p in pairs]) for k in ("mean", "low", "high"))
+        metric = next(iter(pairs[0].row.runs.values())).metric
+        found = [np.array([getattr(p.difference, k) for p in pairs]) for k in ("mean", "low", "high")]
+        middle, low, high = (metric.scale * v for v in found)
         for at, m, a, b in zip(y, middle, low, high, strict=True):
             # blue: the whole interval above 0, red: below, grey: neither
             colour = style.COLOURS[0] if a > 0 else style.COLOURS[1] if b < 0 else style.COLOURS[7]
@@ -40,6 +42,7 @@ def arena(runs: Sequence[Run], score: str = "", against: Sequence[str] = ()) -> 
         beside.tick_params(length=0)
         beside.spines["right"].set_visible(False)
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel("difference in points, 95 % interval over " + pairs[0].difference.covers)
+        unit = "points" if metric.percent else metric.name
+        axes.set_xlabel(f"difference in {unit}, 95 % interval over {pairs[0].difference.covers}")
         axes.set_title(f"{label} against controls; {group + '; ' if group else ''}{heading(pairs[0])}")
     return figure
