@@ -2,7 +2,7 @@
 
 No weights travel: clients send their scores (logits) on a public set, the server averages them, and each client draws
 its own model's scores to that consensus before it trains on its own data again. So models of clients may differ in
-everything but the classes.
+everything but the outputs.
 The public set here has no labels, so the authors' training on it before the first round is left out; it holds few
 items, so all of them are scored in every round (a drawn part there). Scores are drawn together by their mean absolute
 difference, as in the authors' code, in steps of plain SGD at the run's rate.
@@ -50,11 +50,11 @@ class FedMD(Method):
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """Scores of all public items, both ways; down they are NaN before anybody has answered."""
-        shape = (self.ctx.public, self.ctx.classes)
+        shape = (self.ctx.public, self.ctx.task.outputs)
         return Schema({SCORES: Entry(shape, kind="prediction", part="scores", nan=link == "down", summable=True)})
 
     def setup(self) -> State:
-        return {"scores": torch.full((self.ctx.public, self.ctx.classes), torch.nan)}
+        return {"scores": torch.full((self.ctx.public, self.ctx.task.outputs), torch.nan)}
 
     def down(self, server: State, ids: Sequence[int], round: int) -> Download:
         return Download({SCORES: server["scores"]})
