@@ -41,6 +41,7 @@ def test_the_page_has_every_section_and_needs_nothing_else(html) -> None:
     assert [s.id for s in page.SECTIONS if f'<section id="{s.id}"' not in html] == ["items"]
     assert "http" not in html and "<link" not in html and "src=" not in html.replace("image.src", "")
     assert "coterie report runs -o r.html" in html and "<main" in html and 'lang="en"' in html
+    assert html.count("<table") == html.count("<caption")
     assert "2 seeds (0, 1)" in html and re.search(r"Runs made \d{4}-\d\d-\d\d \d\d:\d\d", html)
 
 
