@@ -15,7 +15,7 @@ from coterie import tree as T
 from coterie.folder import Folder
 from coterie.loop import Loop, Schedule
 from coterie.method import Method
-from coterie.methods import build, find
+from coterie.methods import build, find, known
 from coterie.round import Rules
 from coterie.runtimes.inline import Inline
 from coterie.runtimes.states import ClientStates
@@ -270,6 +270,11 @@ def test_references_import_nothing_they_are_to_check() -> None:
         if path.name != "table.py":
             assert "coterie.methods" not in path.read_text().replace("of coterie.methods or", ""), path.name
             assert "from coterie.parts" not in path.read_text(), path.name
+
+
+def test_every_method_has_a_reference() -> None:
+    ours = {name for name in known() if find(name).__module__.startswith("coterie.")}
+    assert not ours - {case.method for case in cases()}, "write one in tests/reference/ (see its __init__.py)"
 
 
 def test_settings_of_every_case_are_settings_of_its_method() -> None:

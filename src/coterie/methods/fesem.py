@@ -29,7 +29,12 @@ class FeSEM(Method):
     Settings = FeSEMSettings
     hp: FeSEMSettings
     card = Card(
-        "FeSEM", "Xie et al., World Wide Web J. 2023, arXiv 2005.01026", 2020, "C", personal="the cluster's model"
+        "FeSEM",
+        "Xie et al., World Wide Web J. 2023, arXiv 2005.01026",
+        2020,
+        "C",
+        personal="the cluster's model",
+        certainty="B",
     )
     weighting = "uniform"
 

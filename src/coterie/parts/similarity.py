@@ -11,6 +11,7 @@ from coterie.errors import CoterieError, unknown
 from coterie.tree import Tree
 
 SimilarityMap = Literal["clip", "shift01", "abs"]
+TINY = 1e-20  # least product of two norms; not added to it, which would make short updates look less alike
 CHUNK = 1 << 16  # columns that are widened to float64 at a time: exact sums without a second copy of all models
 
 
@@ -23,21 +24,21 @@ def gram(a: Tensor, b: Tensor | None = None) -> Tensor:
     return (total + total.T) / 2 if b is None else total
 
 
-def cosine(a: Tensor, b: Tensor | None = None, eps: float = 1e-8) -> Tensor:
+def cosine(a: Tensor, b: Tensor | None = None, eps: float = TINY) -> Tensor:
     """Cosines [m, n] of flat rows [m, p], [n, p] in [-1, 1]; a zero row has cosine 0 with everything."""
     product = gram(a, b)
     left = _norms(a) if b is not None else product.diagonal().sqrt()
     right = _norms(b) if b is not None else left
-    return (product / (left[:, None] * right[None, :] + eps)).clamp(-1, 1)
+    return (product / (left[:, None] * right[None, :]).clamp(min=eps)).clamp(-1, 1)
 
 
-def cosine_rows(a: Tensor, b: Tensor | None = None, eps: float = 1e-8) -> Tensor:
+def cosine_rows(a: Tensor, b: Tensor | None = None, eps: float = TINY) -> Tensor:
     """Mean over rows r of cos(a[i, r], b[j, r]), a [m, r, p], b [n, r, p] (pFedSim, FedCMD)."""
     other = a if b is None else b
     left, right = a.double(), other.double()
     product = torch.einsum("irp,jrp->ijr", left, right)
     scale: Tensor = left.square().sum(2).sqrt()[:, None] * right.square().sum(2).sqrt()[None, :]
-    return (product / (scale + eps)).mean(2).clamp(-1, 1)
+    return (product / scale.clamp(min=eps)).mean(2).clamp(-1, 1)
 
 
 def map_similarity(cosines: Tensor, how: SimilarityMap = "clip") -> Tensor:

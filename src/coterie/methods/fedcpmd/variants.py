@@ -130,9 +130,7 @@ class FedCPMDFull(Method):
 
     Settings = FedCPMDFullSettings
     hp: FedCPMDFullSettings
-    card = replace(
-        FedCPMD.card, title="FedCPMD X-full", family="S", personal="one layer, the same for all", certainty="A"
-    )
+    card = replace(FedCPMD.card, title="FedCPMD X-full", family="S", personal="one layer, the same for all")
 
     def check(self) -> None:
         layers = self.ctx.net.layout.layers
