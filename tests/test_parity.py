@@ -117,10 +117,14 @@ def gap(where: str, found: Any, wanted: Any) -> float:
     return far
 
 
-ALL = [(c, m) for c in cases() for m in c.models]
+ALL = [
+    pytest.param(c, m, id=f"{c.name}-{m}", marks=[pytest.mark.long] if m in c.long else [])
+    for c in cases()
+    for m in c.models
+]
 
 
-@pytest.mark.parametrize(("case", "model"), ALL, ids=[f"{c.name}-{m}" for c, m in ALL])
+@pytest.mark.parametrize(("case", "model"), ALL)
 def test_a_method_has_the_weights_of_its_reference(case: Case, model: str, tmp_path: Path) -> None:
     world = worlds(case, model)
     start = tensors(world.module())

@@ -62,6 +62,7 @@ class Case:
     run: Mapping[str, Any] = field(default_factory=dict)  # epochs, momentum, weight_decay, join, bn_stats, ...
     models: Sequence[str] = ("mlp", "cnn")
     tag: str = ""  # tells cases of one method apart
+    long: Sequence[str] = ()  # models that only the long tests compare
 
     @property
     def name(self) -> str:

@@ -82,6 +82,11 @@ def _sub(model: nn.Module, private: dict[str, Tensor], keep: bool, x: Tensor) ->
 CASES = [
     Case("cd2-pfed", reference, {"p_max": 0.5, "ramp": 0.3}, {"epochs": 2}),
     Case(
-        "cd2-pfed", reference, {"p_max": 0.6, "average": 0.7, "average_ramp": 2}, {"epochs": 2, "rounds": 4}, tag="ema"
+        "cd2-pfed",
+        reference,
+        {"p_max": 0.6, "average": 0.7, "average_ramp": 2},
+        {"epochs": 2},
+        tag="ema",
+        long=("cnn",),
     ),
 ]

@@ -34,5 +34,5 @@ def _by_samples(world: World, t: int) -> list[int]:
 
 CASES = [
     Case("ditto", reference, {"lam": 0.5}, {"momentum": 0.9, "epochs": 2}),
-    Case("ditto", reference, {"lam": 0.5, "draw": "samples"}, {"rounds": 4}, tag="authors"),
+    Case("ditto", reference, {"lam": 0.5, "draw": "samples"}, {"rounds": 4}, tag="authors", long=("cnn",)),
 ]

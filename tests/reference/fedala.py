@@ -70,6 +70,6 @@ def reference(
 
 LONG = {"rounds": 5, "lr": 0.2}  # so that some take part for the third time
 CASES = [
-    Case("fedala", reference, {"window": 3, "threshold": 10.0}, LONG),
+    Case("fedala", reference, {"window": 3, "threshold": 10.0}, LONG, long=("cnn",)),
     Case("fedala", reference, {"draw": "window", "merge": "everybody", "threshold": 10.0}, tag="authors"),
 ]

@@ -51,5 +51,12 @@ def reference(world: World, tau: float, beta: float, weighting: str = "samples")
 
 CASES = [
     Case("fedcac", reference, {"tau": 0.5, "beta": 100}, {"rounds": 4}),
-    Case("fedcac", reference, {"tau": 0.3, "beta": 4}, {"rounds": 4, "weighting": "uniform"}, tag="authors"),
+    Case(
+        "fedcac",
+        reference,
+        {"tau": 0.3, "beta": 4},
+        {"rounds": 4, "weighting": "uniform"},
+        tag="authors",
+        long=("cnn",),
+    ),
 ]

@@ -112,5 +112,12 @@ CASES = [
     Case("fedcmd", reference, {"rho": 0.4}, {"rounds": 5, "join": 0.7}),
     # elects the first linear layer, so that there is one behind it to be mixed
     Case("fedcmd", reference, {"rho": 0.4}, {"rounds": 5, "batch": 8}, ("cnn",), "first layer"),
-    Case("fedcmd", reference, {"rho": 0.2, "use_sigma": False, "score": "mixed"}, {"rounds": 5}, tag="means"),
+    Case(
+        "fedcmd",
+        reference,
+        {"rho": 0.2, "use_sigma": False, "score": "mixed"},
+        {"rounds": 5},
+        tag="means",
+        long=("cnn",),
+    ),
 ]

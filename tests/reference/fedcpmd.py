@@ -225,19 +225,26 @@ MENDED = ALL | {
 }  # fmt: skip
 CASES = [
     Case("fedcpmd", reference, ALL | {"distance": "js"}, RUN),
-    Case("fedcpmd", reference, ALL, RUN, tag="w2"),
+    Case("fedcpmd", reference, ALL, RUN, tag="w2", long=("cnn",)),
     Case("fedcpmd", reference, MENDED, RUN, tag="mended"),
-    Case("fedcpmd-auto", reference, ALL | {"distance": "auto"}, RUN),
-    Case("fedcpmd-classifier", reference, ALL | {"candidates": "classifier"}, RUN),
-    Case("fedcpmd-random", variant_of("random"), ALL, RUN),
-    Case("fedcpmd-oracle", variant_of("oracle"), ALL, RUN),
+    Case("fedcpmd-auto", reference, ALL | {"distance": "auto"}, RUN, long=("cnn",)),
+    Case("fedcpmd-classifier", reference, ALL | {"candidates": "classifier"}, RUN, long=("cnn",)),
+    Case("fedcpmd-random", variant_of("random"), ALL, RUN, long=("cnn",)),
+    Case("fedcpmd-oracle", variant_of("oracle"), ALL, RUN, long=("cnn",)),
     Case(
         "fedcpmd-only-cluster",
         variant_of("only-cluster"),
         ALL | {"phase1_personal": "none", "similarity_payload": "none"},
         RUN,
+        long=("cnn",),
     ),
-    Case("fedcpmd-only-decoupling", variant_of("only-decoupling"), ALL | {"similarity_payload": "none"}, RUN),
-    Case("fedcpmd-full", full),
+    Case(
+        "fedcpmd-only-decoupling",
+        variant_of("only-decoupling"),
+        ALL | {"similarity_payload": "none"},
+        RUN,
+        long=("cnn",),
+    ),
+    Case("fedcpmd-full", full, long=("cnn",)),
     Case("fedcpmd-full", full, {"layer": "1"}, models=("mlp",), tag="first layer"),
 ]

@@ -51,7 +51,7 @@ def reference(
 
 
 CASES = [
-    Case("feddyn", reference, {"alpha": 0.3}, {"weight_decay": 0.01}),
+    Case("feddyn", reference, {"alpha": 0.3}, {"weight_decay": 0.01}, long=("cnn",)),
     Case(
         "feddyn",
         reference,

@@ -93,6 +93,12 @@ def _averages(world: World, ids: list[int], bank: dict, when: dict, P: Tensor, g
 
 
 CASES = [
-    Case("fedfomo", reference, {"reading": "paper", "models": 2, "explore": 0.5}, {"rounds": 4, "join": 0.7}),
+    Case(
+        "fedfomo",
+        reference,
+        {"reading": "paper", "models": 2, "explore": 0.5},
+        {"rounds": 4, "join": 0.7},
+        long=("cnn",),
+    ),
     Case("fedfomo", reference, {"reading": "code", "models": 2, "averages": 2}, {"rounds": 4, "join": 0.7}, tag="code"),
 ]

@@ -126,9 +126,9 @@ CODE = {
 MENDED = {"reading": "mended", "heads": "common", "write": "whole", "server_steps": 3}
 CASES = [
     Case("fedgmh", reference, ALL, RUN),
-    Case("fedgmh", reference, ALL | CODE, RUN, tag="code"),
+    Case("fedgmh", reference, ALL | CODE, RUN, tag="code", long=("cnn",)),
     Case("fedgmh", reference, ALL | MENDED, RUN, tag="mended"),
-    Case("fedgmh-o", reference, ALL | {"heads": "one"}, RUN),
-    Case("fedgmh-a", reference, ALL | {"write": "average"}, RUN),
-    Case("fedgmh-oa", reference, ALL | {"heads": "one", "write": "average"}, RUN),
+    Case("fedgmh-o", reference, ALL | {"heads": "one"}, RUN, long=("cnn",)),
+    Case("fedgmh-a", reference, ALL | {"write": "average"}, RUN, long=("cnn",)),
+    Case("fedgmh-oa", reference, ALL | {"heads": "one", "write": "average"}, RUN, long=("cnn",)),
 ]

@@ -61,5 +61,11 @@ def _cosine(a: Tensor, b: Tensor) -> Tensor:
 
 CASES = [
     Case("fedgroup", reference, {"groups": 2, "pretrain_steps": 5}),
-    Case("fedgroup", reference, {"groups": 2, "pretrain_steps": 3, "founders": 2, "eta_g": 0.5}, tag="founders"),
+    Case(
+        "fedgroup",
+        reference,
+        {"groups": 2, "pretrain_steps": 3, "founders": 2, "eta_g": 0.5},
+        tag="founders",
+        long=("cnn",),
+    ),
 ]

@@ -144,11 +144,17 @@ ALL = {
 CONTRAST = {"alpha": 1.0, "proto_loss": "contrast", "proto_reduce": "mean", "init_protos": "none"}
 CASES = [
     Case("fedpc", reference, ALL),
-    Case("fedpc", reference, ALL | {"proto_loss": "mse", "proto_reduce": "mean", "init_protos": "none"}, tag="mse"),
+    Case(
+        "fedpc",
+        reference,
+        ALL | {"proto_loss": "mse", "proto_reduce": "mean", "init_protos": "none"},
+        tag="mse",
+        long=("cnn",),
+    ),
     Case("fedpc", reference, ALL | CONTRAST, tag="contrast"),
-    Case("fedpc-j1", reference, ALL | {"J": 1}),
-    Case("fedpc-no-proto", reference, ALL | {"gamma": 0.0}),
-    Case("fedpc-no-mixing", reference, ALL | {"inter": "none"}),
-    Case("fedpc-mean", reference, ALL | {"inter": "mean"}),
-    Case("fedpc-random", reference, ALL | {"grouping": "random"}),
+    Case("fedpc-j1", reference, ALL | {"J": 1}, long=("cnn",)),
+    Case("fedpc-no-proto", reference, ALL | {"gamma": 0.0}, long=("cnn",)),
+    Case("fedpc-no-mixing", reference, ALL | {"inter": "none"}, long=("cnn",)),
+    Case("fedpc-mean", reference, ALL | {"inter": "mean"}, long=("cnn",)),
+    Case("fedpc-random", reference, ALL | {"grouping": "random"}, long=("cnn",)),
 ]

@@ -20,4 +20,4 @@ def reference(world: World, layers: int = 1) -> Result:
     return Result({i: load(copied(own[i]), {k: tensors(server)[k] for k in shared}) for i in world.clients})
 
 
-CASES = [Case("fedper", reference), Case("fedper", reference, {"layers": 2}, tag="two layers")]
+CASES = [Case("fedper", reference), Case("fedper", reference, {"layers": 2}, tag="two layers", long=("cnn",))]

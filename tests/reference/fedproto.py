@@ -48,5 +48,7 @@ def reference(world: World, lam: float, decide: str = "head", weighting: str = "
 
 CASES = [
     Case("fedproto", reference, {"lam": 1.0}),
-    Case("fedproto", reference, {"lam": 0.5, "decide": "nearest"}, {"weighting": "samples"}, tag="nearest"),
+    Case(
+        "fedproto", reference, {"lam": 0.5, "decide": "nearest"}, {"weighting": "samples"}, tag="nearest", long=("cnn",)
+    ),
 ]

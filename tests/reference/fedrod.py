@@ -87,5 +87,5 @@ def reference(world: World, gamma: float = 1.0, hyper: bool = False, hyper_width
 
 CASES = [
     Case("fedrod", reference, {"gamma": 0.8}, {"momentum": 0.5}),
-    Case("fedrod", reference, {"hyper": True, "hyper_width": 5}, tag="hyper"),
+    Case("fedrod", reference, {"hyper": True, "hyper_width": 5}, tag="hyper", long=("cnn",)),
 ]

@@ -19,4 +19,4 @@ def reference(world: World, warm_rounds: int = 0) -> Result:
     return Result({i: load(own.get(i, copied(server)), head_tree(server)) for i in world.clients})
 
 
-CASES = [Case("lg-fedavg", reference), Case("lg-fedavg", reference, {"warm_rounds": 1}, tag="warm")]
+CASES = [Case("lg-fedavg", reference), Case("lg-fedavg", reference, {"warm_rounds": 1}, tag="warm", long=("cnn",))]

@@ -89,5 +89,7 @@ def cgpfl(world: World, groups: int, beta: float = 1.0, **settings) -> Result:  
 SETTINGS = {"lam": 5.0, "inner_steps": 3, "personal_lr": 0.05}
 CASES = [
     Case("pfedme", pfedme, SETTINGS | {"steps": 5, "beta": 0.7}),
-    Case("cgpfl", cgpfl, SETTINGS | {"steps": None, "groups": 2, "beta": 0.7}, {"rounds": 4, "epochs": 2}),
+    Case(
+        "cgpfl", cgpfl, SETTINGS | {"steps": None, "groups": 2, "beta": 0.7}, {"rounds": 4, "epochs": 2}, long=("cnn",)
+    ),
 ]

@@ -40,5 +40,5 @@ def reference(world: World, rho: float, score: str = "own") -> Result:
 
 CASES = [
     Case("pfedsim", reference, {"rho": 0.5}, {"rounds": 5, "join": 0.7}),
-    Case("pfedsim", reference, {"rho": 0.2, "score": "mixed"}, {"rounds": 5, "join": 0.7}, tag="mixed"),
+    Case("pfedsim", reference, {"rho": 0.2, "score": "mixed"}, {"rounds": 5, "join": 0.7}, tag="mixed", long=("cnn",)),
 ]

@@ -93,4 +93,7 @@ def _amplitudes(values: list[np.ndarray], r: float) -> list[np.ndarray]:
     return out
 
 
-CASES = [Case("prr-fl", reference, run={"epochs": 3}), Case("prr-fl", reference, {"r_first": 0.4}, tag="one epoch")]
+CASES = [
+    Case("prr-fl", reference, run={"epochs": 3}, long=("cnn",)),
+    Case("prr-fl", reference, {"r_first": 0.4}, tag="one epoch"),
+]

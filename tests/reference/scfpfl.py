@@ -132,8 +132,8 @@ ALL = FIRST | CLUSTERS | FOURIER | AGENT
 CASES = [
     Case("sc-fpfl", reference, ALL, PUBLIC),
     Case("sc-fpfl", reference, ALL | MENDED, PUBLIC | {"rounds": 4}, tag="mended"),
-    Case("sc-fpfl-no-agent", no_agent, FIRST | CLUSTERS | FOURIER, PUBLIC),
-    Case("sc-fpfl-cluster-only", cluster_only, FIRST | CLUSTERS, PUBLIC),
-    Case("sc-fpfl-no-kl", no_kl, {k: v for k, v in ALL.items() if k != "kl_weight"}, PUBLIC),
-    Case("sc-fpfl-fourier-only", fourier_only, FIRST | FOURIER | AGENT),
+    Case("sc-fpfl-no-agent", no_agent, FIRST | CLUSTERS | FOURIER, PUBLIC, long=("cnn",)),
+    Case("sc-fpfl-cluster-only", cluster_only, FIRST | CLUSTERS, PUBLIC, long=("cnn",)),
+    Case("sc-fpfl-no-kl", no_kl, {k: v for k, v in ALL.items() if k != "kl_weight"}, PUBLIC, long=("cnn",)),
+    Case("sc-fpfl-fourier-only", fourier_only, FIRST | FOURIER | AGENT, long=("cnn",)),
 ]
