@@ -76,7 +76,8 @@ def page(names: list[str]) -> str:
     for name in names:
         cells = []
         for model in ODD:
-            both = [outcome(name, model, engine) for engine in ENGINES]
+            title = find(name).card.title
+            both = [outcome(name, model, engine).replace(title, "The method") for engine in ENGINES]
             marks = ["yes" if o == RUNS else f"({said.setdefault(o, len(said) + 1)})" for o in both]
             cells.append(marks[0] if marks[0] == marks[1] else " / ".join(marks))
         lines.append(f"| {name} | {' | '.join(cells)} |")

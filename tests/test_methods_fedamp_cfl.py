@@ -102,7 +102,8 @@ def test_fedamp_mixes_the_stored_models_of_the_absent_by_id():
     assert torch.allclose(offset, torch.full((W,), 0.25 * 1 + 0.375 * 5 + 0.375 * 0), atol=1e-5)
     offset = T.flatten(sent.to(12)) - T.flatten(method.ctx.w0)
     assert torch.allclose(offset, torch.full((W,), 0.375 * 1 + 0.375 * 5), atol=1e-5)
-    assert sent.to(99) == {}  # a newcomer mixes with nobody
+    offset = T.flatten(sent.to(99)) - T.flatten(method.ctx.w0)
+    assert torch.allclose(offset, torch.full((W,), (1 + 5 + 0) / 3), atol=1e-5)  # a newcomer gets the mean of all
     assert bank.rows(server["bank"], [40]).tolist() == [2]
 
 

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from coterie.errors import CoterieError
     from coterie.method import Card, Download, Method, Phase, Settings, Upload
     from coterie.models.assigned import PerClient
+    from coterie.runs.models import load_model
 
 _HOME = {
     "compare": "api", "open_run": "api", "resume": "api", "run": "api",
     "from_arrays": "data.arrays", "from_torch": "data.arrays",
-    "CoterieError": "errors",
+    "CoterieError": "errors", "load_model": "runs.models",
     "Card": "method", "Download": "method", "Method": "method", "Phase": "method", "Settings": "method",
     "Upload": "method",
     "PerClient": "models.assigned",
@@ -41,5 +42,5 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Card", "CoterieError", "Download", "Method", "PerClient", "Phase", "Settings", "Upload", "compare", "from_arrays",
-    "from_torch", "open_run", "resume", "run",
+    "from_torch", "load_model", "open_run", "resume", "run",
 ]  # fmt: skip

@@ -2,10 +2,10 @@
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from coterie.method import Method
 from coterie.methods import canonical, controls, known
 from coterie.models.assigned import PerClient
 from coterie.models.registry import WITH_NORM
+from coterie.origins import origin
 from coterie.runs.arena import CONTROLS, GENERAL
 from coterie.runs.comparison import Comparison
 from coterie.runs.found import APART
@@ -25,6 +26,7 @@ from coterie.runs.run import Run
 from coterie.runs.sweep import Cell, sweep
 from coterie.session import Factory, Objects, execute, prepare, rebuild
 
+DataFunction = Callable[[], Dataset]
 State = Literal["memory", "disk"]
 Where = Literal["local", "ray", "flower"]
 Training = Literal["loop", "stack", "auto"]
@@ -33,7 +35,7 @@ log = logging.getLogger("coterie")
 
 def run(
     method: str | type[Method] = "fedavg",
-    data: str | Path | Dataset = "digits",
+    data: str | Path | Dataset | DataFunction = "digits",
     model: str | nn.Module | Factory | PerClient | None = None,
     *,
     out: str | Path | None = None,
@@ -64,7 +66,7 @@ def run(
 
 def compare(
     methods: Sequence[str | type[Method]],
-    data: str | Path | Dataset = "digits",
+    data: str | Path | Dataset | DataFunction = "digits",
     model: str | Factory | None = None,
     *,
     against: str | Sequence[str] = (),
@@ -94,7 +96,7 @@ def compare(
 
 def comparison_cells(
     methods: Sequence[str | type[Method]],
-    data: str | Path | Dataset,
+    data: str | Path | Dataset | DataFunction,
     model: str | nn.Module | Factory | PerClient | None,
     seeds: int | Sequence[int],
     folder: Path,
@@ -208,8 +210,9 @@ def _seeds(seeds: Any) -> list[int]:
 def resume(
     path: str | Path,
     *,
+    rounds: int | None = None,
     method: type[Method] | None = None,
-    data: Dataset | None = None,
+    data: Dataset | DataFunction | None = None,
     model: nn.Module | Factory | None = None,
     workers: int | None = None,
     state: State | None = None,
@@ -217,12 +220,12 @@ def resume(
     address: str | None = None,
     data_dir: str | Path | None = None,
 ) -> Run:
-    """Resume an interrupted run; the result is bit-identical to that of an uninterrupted one.
+    """Resume an interrupted run; the result is bit-identical to that of an uninterrupted one. More `rounds` extend it.
 
-    If the run was made with your own method, data or model object, pass the same object again."""
+    Your own method, data function or model is imported by its name if possible; otherwise pass the same again."""
     folder = _folder(path)
     how = engine_of(workers=workers, state=state, runtime=runtime, address=address, data_dir=_path(data_dir))
-    session = rebuild(folder, how, Objects(method, data, model))
+    session = rebuild(folder, how, _objects(method, data, model), rounds)
     execute(session, folder, resume=True, say=log.warning)
     return _told(Run(folder, session))
 
@@ -231,11 +234,35 @@ def open_run(
     path: str | Path,
     *,
     method: type[Method] | None = None,
-    data: Dataset | None = None,
+    data: Dataset | DataFunction | None = None,
     model: nn.Module | Factory | None = None,
 ) -> Run:
-    """Open the results of a run. For `personal`, pass the method, data or model objects the run was made with."""
-    return Run(_folder(path), objects=Objects(method, data, model))
+    """Open the results of a run. `personal` needs your own objects again if they cannot be imported by name."""
+    return Run(_folder(path), objects=_objects(method, data, model))
+
+
+def _objects(
+    method: type[Method] | None, data: Dataset | DataFunction | None, model: nn.Module | Factory | None
+) -> Objects:
+    made, whence = _made(data) if data is not None else (None, "")
+    if not (made is None or isinstance(made, Dataset)):
+        raise CoterieError(f"data = {data!r} is not possible: it is a data set or a function that makes one")
+    return Objects(method, made, model, whence)
+
+
+def _made(data: Any) -> tuple[Any, str]:
+    """What a function of the user makes, and where it comes from; anything else as it is."""
+    if isinstance(data, str | Path | Dataset) or not callable(data):
+        return data, ""
+    try:
+        made = data()
+    except CoterieError:
+        raise
+    except Exception as e:  # a user's code may raise anything
+        raise CoterieError(f"the data function {origin(data)} failed: {type(e).__name__}: {e}") from e
+    if not isinstance(made, Dataset):
+        raise CoterieError(f"the data function {origin(data)} returned {type(made).__name__}; it must return a Dataset")
+    return made, origin(data)
 
 
 def _told(found: Run) -> Run:
@@ -245,9 +272,11 @@ def _told(found: Run) -> Run:
 
 
 def _named(
-    data: str | Path | Dataset, model: str | nn.Module | Factory | PerClient | None
+    data: str | Path | Dataset | DataFunction, model: str | nn.Module | Factory | PerClient | None
 ) -> tuple[dict[str, Any], Objects]:
-    """Names for the settings, and the objects that cannot be found by name."""
+    """Names for the settings, and the objects that stand behind names nobody could look up."""
+    found, whence = _made(data)
+    data = cast(str | Path | Dataset, found)
     own_data, own_model = isinstance(data, Dataset), not (model is None or isinstance(model, str))
     if not own_data and not isinstance(data, str | Path):
         raise CoterieError(f"data = {data!r} is invalid: it must be a name, a path or a Dataset")
@@ -259,7 +288,8 @@ def _named(
         "data": data.name if isinstance(data, Dataset) else os.fspath(data),
         "model": getattr(model, "__name__", type(model).__name__) if own_model else model,
     }
-    return names, Objects(None, data if isinstance(data, Dataset) else None, None if isinstance(model, str) else model)
+    own = data if isinstance(data, Dataset) else None
+    return names, Objects(None, own, None if isinstance(model, str) else model, whence)
 
 
 def _path(given: str | Path | None) -> Path | None:

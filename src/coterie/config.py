@@ -50,6 +50,9 @@ class RunSettings(BaseModel):
     bn_stats: Literal["shared", "local"] = Field(
         "shared", description="batch-norm statistics are averaged like weights, or stay on the client"
     )
+    warm_start: str | None = Field(
+        None, description="folder of a run whose global model (or mean of personal models) this one starts from"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of partition, initial model, sampling and training")
     dropout: float = Field(0.0, ge=0, lt=1, description="fraction of the sampled clients that fail in a round")
     stragglers: float = Field(0.0, ge=0, le=1, description="fraction of the sampled clients that train fewer epochs")

@@ -27,6 +27,8 @@ from coterie.errors import CoterieError
 
 KEPT = 2  # checkpoints
 EVENTS, TIMING, SETTINGS = "events.jsonl", "timing.jsonl", "settings.json"
+EXTENDED = "extended.json"  # more rounds than the run began with
+START = "start.safetensors"  # first values that came from another run
 _TIMES = 1  # checksums of times start from here, so that no event passes for one
 _open: set[Path] = set()  # folders written by this process; a record lock does not keep out its own threads
 _guard = threading.Lock()
@@ -153,14 +155,28 @@ class Folder:
 # ---- reading, which locks nothing ------------------------------------------------------------------------------------
 def read_settings(path: Path) -> dict[str, Any]:
     """settings.json of a run's folder."""
+    found = _written(path)
+    if not (path / EXTENDED).exists():
+        return found
+    rounds = disk.read_json(path / EXTENDED)["rounds"]
+    return {**found, "plan": found["settings"]["rounds"], "settings": {**found["settings"], "rounds": rounds}}
+
+
+def _written(path: Path) -> dict[str, Any]:
+    """The settings as the run began."""
     if not (path / SETTINGS).exists():
         raise CoterieError(f"{path} holds no run ({SETTINGS} is missing)")
     return disk.read_json(path / SETTINGS)
 
 
+def extend(path: Path, rounds: int) -> None:
+    """Let the run go on to this round; the settings it began with stay as they are, checkpoints carry their mark."""
+    disk.write_json(path / EXTENDED, {"rounds": rounds})
+
+
 def fingerprint(path: Path) -> bytes:
     """Of the settings of a run's folder; its checkpoints carry the same."""
-    return bytes.fromhex(disk.fingerprint(read_settings(path))) if (path / SETTINGS).exists() else bytes(32)
+    return bytes.fromhex(disk.fingerprint(_written(path))) if (path / SETTINGS).exists() else bytes(32)
 
 
 def checkpoints(path: Path) -> list[Path]:

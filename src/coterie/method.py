@@ -326,6 +326,11 @@ class Method:
         """The model that is scored, exported and used."""
         return {**download, **state.get("own", {})}, {}
 
+    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        """The model of a client that has never trained (`state` is init_client's): the best there is without training,
+        never initial weights where the server has trained ones."""
+        return self.personal(state, download, data)
+
     def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         """The client's model as put together from what it receives, before local training: where that starts.
 

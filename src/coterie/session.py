@@ -1,6 +1,7 @@
 """From settings to a run: data, model, method and loop put together, and everything checked before work starts."""
 
 import copy
+import hashlib
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
@@ -13,16 +14,17 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save
 from torch import nn
 
-from coterie import native, official
+from coterie import disk, native, official
 from coterie.config import PUBLIC, Engine, RunSettings
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
 from coterie.data.sources import load
 from coterie.data.targets import with_task
 from coterie.errors import CoterieError
-from coterie.folder import Folder, read_settings
+from coterie.folder import START, Folder, extend, read_settings
 from coterie.loop import Loop, Progress, Schedule
 from coterie.method import Context, Method
 from coterie.methods import build as build_method
@@ -32,6 +34,7 @@ from coterie.models.net import Net
 from coterie.models.registry import WITH_NORM, default_for, options_of
 from coterie.models.registry import build as build_model
 from coterie.official import Official
+from coterie.origins import code_digest, origin, plans_by_rounds, recalled
 from coterie.rng import key
 from coterie.round import Rules
 from coterie.runtimes.base import Interrupted, Runtime
@@ -42,6 +45,7 @@ from coterie.train.choose import Choice, choose
 from coterie.train.clients import Clients
 from coterie.train.optim import Optimiser
 from coterie.train.stack import Stacker
+from coterie.tree import Tree
 
 Factory = Callable[..., nn.Module]
 
@@ -53,17 +57,44 @@ class Objects:
     method: type[Method] | None = None
     dataset: Dataset | None = None
     model: nn.Module | Factory | PerClient | None = None
+    data_from: str = ""  # module:name of the function that made the data set, if it was one
 
     def described(self) -> dict[str, str]:
         """Where each of them comes from: such a run can be continued only with the same objects."""
+        found = {k: origin(_maker(v)) for k, v in self._given().items()}
+        return {**found, "data": self.data_from} if self.data_from else found
+
+    def digests(self) -> dict[str, str]:
+        """Of the code of methods and models; the identity of a partition covers the data."""
+        return {k: code_digest(_maker(v)) for k, v in self._given().items() if k != "data"}
+
+    def _given(self) -> dict[str, object]:
         given = {"method": self.method, "data": self.dataset, "model": self.model}
-        return {k: _origin(v) for k, v in given.items() if v is not None}
+        return {k: v for k, v in given.items() if v is not None}
+
+    def recall(self, found: Mapping[str, Any], path: Path) -> "Objects":
+        """With what a run was made with and nobody gives, imported by its name; a sentence where that is impossible."""
+        out = self
+        for name, where in found["objects"].items():
+            if name in self._given():
+                continue
+            thing = recalled(where) if name not in found.get("built", ()) else None
+            if name == "data" and thing is not None:
+                thing = None if isinstance(thing, type) or not callable(thing) else thing()
+            if name == "data" and isinstance(thing, Dataset):
+                out = replace(out, dataset=thing, data_from=where)
+            elif thing is not None and name == "method" and isinstance(thing, type) and issubclass(thing, Method):
+                out = replace(out, method=thing)
+            elif thing is not None and name == "model" and callable(thing):
+                out = replace(out, model=thing)
+            else:
+                raise CoterieError(f"{path} was made with a {name} of your own ({where}); give the same one again")
+        return out
 
 
-def _origin(thing: object) -> str:
-    thing = thing.pick if isinstance(thing, PerClient) else thing
-    named = thing if hasattr(thing, "__qualname__") else type(thing)
-    return f"{named.__module__}:{getattr(named, '__qualname__', '')}"
+def _maker(thing: object) -> object:
+    """A choice of models by client is known by its function."""
+    return thing.pick if isinstance(thing, PerClient) else thing
 
 
 @dataclass(frozen=True)
@@ -91,6 +122,16 @@ class Session:
         stacker = Stacker(self.method.ctx, rule) if self.engine.engine == "stack" else None
         return Clients(self.method, self.federation, rule, stacker, self.others)
 
+    def extended(self) -> str:
+        """What to know of a run that goes on beyond its plan; empty if nothing."""
+        plan, rounds = self.method.ctx.rounds, self.settings.rounds
+        if plan == rounds or not plans_by_rounds(type(self.method)):
+            return ""
+        return (
+            f"{self.method.card.title} plans by the number of rounds: the plan for {plan} rounds stays, and the run is "
+            f"not the one that {rounds} rounds from the start would be"
+        )
+
     def chosen(self) -> list[str]:
         """A sentence for each thing that nobody named and that the method needs."""
         s, method, fed = self.settings, self.method, self.federation
@@ -104,6 +145,28 @@ class Session:
                 "(--set public=N takes another number)"
             )
         return found
+
+    def options_for(self, source: object) -> dict[str, Any]:
+        """The options that this model was built with; where clients have different models, those it has."""
+        options = self.settings.model_options
+        return _options_of(source, options) if self.others and isinstance(source, str) else options
+
+    def model_of(self, client: int) -> str | nn.Module | Factory:
+        """The client's model: a name, also where nobody named one, or the user's own."""
+        own, name = self.objects.model, self.settings.model
+        if isinstance(own, PerClient) or (own is None and is_assignment(name)):
+            return assigned(own or str(name), self.federation.clients)[client]
+        return own or _source(self.settings, self.federation, "bn" in self.method.needs)
+
+    def tensors(self) -> str:
+        """Digest of the model's names and shapes, and of first values that are not drawn from the seed."""
+        found, ctx = hashlib.blake2b(digest_size=16), self.method.ctx
+        values = isinstance(self.objects.model, nn.Module) or self.settings.warm_start is not None
+        for name, v in [*ctx.w0.items(), *ctx.net.constants().items()]:
+            found.update(f"{name} {tuple(v.shape)}".encode())
+            if values:
+                found.update(v.contiguous().numpy().tobytes())
+        return found.hexdigest()
 
     def cost(self, client: int) -> int:
         """Relative cost of a client, in any unit."""
@@ -127,7 +190,11 @@ class Session:
             },
             "objects": self.objects.described(),
             "task": {"name": self.method.ctx.task.name, "outputs": self.method.ctx.task.outputs},
+            "digests": self.objects.digests(),
+            "built": ["model"] if isinstance(self.objects.model, nn.Module | PerClient) else [],
+            "tensors": self.tensors(),
             "partition": self.federation.identity,
+            "client_names": list(self.federation.names) if self.federation.named else None,
             "data_dir": str(self.engine.data_dir.resolve()) if self.engine.data_dir else None,
             "normalisation": {"mean": self.federation.dataset.mean, "std": self.federation.dataset.std},
             "parameters": sum(self.method.ctx.w0[k].numel() for k in self.method.ctx.net.trainable),
@@ -152,18 +219,41 @@ def prepare(
     engine: Engine | None = None,
     objects: Objects | None = None,
     loaded: Dataset | None = None,
+    start: Tree | None = None,
+    plan: int | None = None,
 ) -> Session:
     """Load and partition the data, build model and method, and check everything.
 
-    `objects` replace what the settings name; `loaded` is the data set, if it was loaded already."""
+    `objects` replace what the settings name; `loaded` is the data set, if it was loaded already; `start` are initial
+    values instead of drawn ones, `plan` is the number of rounds that a run began with."""
     objects = objects or Objects()
     torch.set_num_threads(1)
     engine = engine or Engine()
     bound = build_method(objects.method or settings.method, settings.settings)
     dataset = objects.dataset or loaded or load(settings.data, engine.data_dir, settings.subset)
     dataset = with_task(dataset, settings.task)
-    session = bind(settings, engine, bound, federate(dataset, settings.federation, settings.seed), objects.model)
+    federation = federate(dataset, settings.federation, settings.seed)
+    if settings.warm_start is not None and start is None:
+        start = _warm_start(Path(settings.warm_start))
+    session = bind(settings, engine, bound, federation, objects.model, start, plan)
     return replace(session, objects=objects)
+
+
+def _warm_start(path: Path) -> Tree:
+    """The global model of another run, or the mean of its clients' models."""
+    read: Callable[[Path], Tree] = resolve_name("coterie.runs.models:mean_model")  # by name: runs are built on sessions
+    return read(path)
+
+
+def _started(drawn: Tree, start: Tree | None, where: str | None) -> Tree:
+    """First values: those that were drawn, or those of another run if they fit."""
+    if start is None:
+        return drawn
+    odd = [k for k in {**drawn, **start} if k not in drawn or k not in start or drawn[k].shape != start[k].shape]
+    if odd:
+        there, here = (tuple(t[odd[0]].shape) if odd[0] in t else "absent" for t in (start, drawn))
+        raise CoterieError(f"the models of {where} do not fit this run's: {odd[0]} is {there} there and {here} here")
+    return {k: start[k].clone() for k in drawn}
 
 
 def bind(
@@ -172,20 +262,24 @@ def bind(
     bound: Method,
     federation: Federation,
     model: nn.Module | Factory | PerClient | None = None,
+    start: Tree | None = None,
+    plan: int | None = None,
 ) -> Session:
     """A method with its model and context on partitioned data."""
     if isinstance(model, PerClient) or (model is None and is_assignment(settings.model)):
-        return _bind_each(settings, engine, bound, federation, model or str(settings.model))
+        if start is not None:
+            raise CoterieError("warm_start needs one model for all clients")
+        return _bind_each(settings, engine, bound, federation, model or str(settings.model), plan)
     n = len(federation.clients)
     if settings.newcomers >= n:
         raise CoterieError(f"newcomers = {settings.newcomers} leaves none of the {n} clients to train")
     net = _net(settings, federation, model, batch_norm="bn" in bound.needs)
     bound.ctx = Context(
         net=net,
-        w0=net.state(),
+        w0=_started(net.state(), start, settings.warm_start),
         clients=federation.clients[: n - settings.newcomers],
         task=federation.task,
-        rounds=settings.rounds,
+        rounds=plan or settings.rounds,
         join=settings.join,
         epochs=settings.epochs,
         batch=settings.batch,
@@ -206,7 +300,12 @@ def bind(
 
 
 def _bind_each(
-    settings: RunSettings, engine: Engine, bound: Method, federation: Federation, models: PerClient | str
+    settings: RunSettings,
+    engine: Engine,
+    bound: Method,
+    federation: Federation,
+    models: PerClient | str,
+    plan: int | None = None,
 ) -> Session:
     """The same where clients have different models: the method is bound once for each of them, on the server to the
     first client's; what it exchanges must not depend on which."""
@@ -229,7 +328,8 @@ def _bind_each(
                 update={"model": source if isinstance(source, str) else None, "model_options": fits}
             )
             one = copy.copy(bound)
-            made[key] = bind(plain, engine, one, federation, None if isinstance(source, str) else source)
+            own = None if isinstance(source, str) else source
+            made[key] = bind(plain, engine, one, federation, own, plan=plan)
         of[i] = made[key].method
     if unused := set(settings.model_options) - {k for s in made.values() for k in s.settings.model_options}:
         raise CoterieError(f'none of the models has an option "{min(unused)}"')
@@ -264,12 +364,9 @@ def _net(
     Without a name it is what fits the data, with batch norm if the method needs that."""
     data = federation.dataset
     example = data.ready(torch.arange(2), federation.settings.normalize)
-    task, source = federation.task, model or settings.model
-    if source is None or source == WITH_NORM:
-        norm = batch_norm or source == WITH_NORM
-        source = default_for(federation.shape, task.outputs, example.dtype, norm, task.name)
+    task = federation.task
     module = build_model(
-        source,
+        model or _source(settings, federation, batch_norm),
         federation.shape,
         task.outputs,
         seed=key(settings.seed, "init"),
@@ -282,6 +379,16 @@ def _net(
     if net.layout.of_kind("conv"):
         native.available()  # compiled or loaded here once, before any worker is forked
     return net
+
+
+def _source(settings: RunSettings, federation: Federation, batch_norm: bool) -> str:
+    """The name of the model: the one that was named, or what fits the data."""
+    if settings.model is not None and settings.model != WITH_NORM:
+        return settings.model
+    example = federation.dataset.ready(torch.arange(2), federation.settings.normalize)
+    norm = batch_norm or settings.model == WITH_NORM
+    task = federation.task
+    return default_for(federation.shape, task.outputs, example.dtype, norm, task.name)
 
 
 _NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {
@@ -381,8 +488,12 @@ def execute(
     """Run in the folder `out`. Returns True when it finished, False when `stopped` asked for a pause."""
     if session.engine.runtime == "flower" and session.engine.engine != "loop":
         raise CoterieError(f"engine = {session.engine.engine} needs many clients in one process; devices have one each")
+    if session.engine.runtime == "flower" and session.settings.warm_start is not None:
+        raise CoterieError("warm_start needs runtime = local or ray: devices draw the first values from the seed")
     if not resume and (out / "settings.json").exists():
         raise CoterieError(f"{out} already holds a run; continue it with --resume {out} or choose another folder")
+    if sentence := session.extended():
+        say(sentence)
     choice = _kept(session, out) if resume else choose(session.clients(), session.engine.engine)
     if session.engine.engine != "loop" or choice.engine != "loop":
         say(choice.sentence)
@@ -392,7 +503,12 @@ def execute(
     with Folder(out) as folder:
         try:
             with opened(session, out, stopped) as runtime:
+                if resume and session.settings.rounds != read_settings(out)["settings"]["rounds"]:
+                    extend(out, session.settings.rounds)
                 if not resume:
+                    if session.settings.warm_start is not None:
+                        w0 = {k: v.contiguous() for k, v in session.method.ctx.w0.items()}
+                        disk.write_atomic(out / START, save(w0))
                     engine = {**asdict(choice), "state": session.engine.state, "runtime": session.engine.runtime}
                     folder.write_settings({**session.described(), "engine": engine})
                 return _drive(session, folder, runtime, resume, tell, say, stopped)
@@ -457,9 +573,16 @@ def recorded(found: Mapping[str, Any], method: type[Method] | None = None) -> Ru
     return resolved(settings.model_copy(update={"settings": {"reading": "paper", **own}}), method)
 
 
-def rebuild(path: Path, engine: Engine | None = None, objects: Objects | None = None) -> Session:
-    """The session of a run's folder; refuses data that changed since, and a run whose objects are not given."""
+def rebuild(
+    path: Path, engine: Engine | None = None, objects: Objects | None = None, rounds: int | None = None
+) -> Session:
+    """The session of a run's folder; refuses data, models and methods that changed since. Objects that are not given
+    are imported by their names. More `rounds` than the run has let it go on, with the plan it began with."""
     found = read_settings(path)
+    had = found["settings"]["rounds"]
+    if rounds is not None and rounds < had:
+        raise CoterieError(f"{path} has {had} rounds; rounds = {rounds} must be more to extend it")
+    found = {**found, "settings": {**found["settings"], "rounds": rounds or had}, "plan": found.get("plan", had)}
     engine, objects = engine or Engine(), objects or Objects()
     if engine.data_dir is None and found["data_dir"]:
         engine = engine.model_copy(update={"data_dir": Path(found["data_dir"])})
@@ -467,11 +590,20 @@ def rebuild(path: Path, engine: Engine | None = None, objects: Objects | None = 
         engine = engine.model_copy(update={"state": found["engine"]["state"]})
     if "runtime" not in engine.model_fields_set and found["engine"].get("runtime") == "flower":
         engine = engine.model_copy(update={"runtime": "flower"})
+    objects = objects.recall(found, path)
     given = objects.described()
-    for name, origin in found["objects"].items():
-        if given.get(name) != origin:
-            raise CoterieError(f"{path} was made with a {name} of your own ({origin}); give the same one again")
-    session = prepare(recorded(found, objects.method), engine, objects)
+    for name, where in found["objects"].items():
+        if given.get(name) != where and name != "data":  # the partition's identity tells other data
+            raise CoterieError(f"{path} was made with a {name} of your own ({where}); give the same one again")
+    for name, digest in objects.digests().items():
+        if found.get("digests", {}).get(name, digest) != digest:
+            raise CoterieError(
+                f"the code of the {name} {given[name]} has changed since {path} was made, so it is another {name}"
+            )
+    start = load_file(path / START) if (path / START).exists() else None
+    session = prepare(recorded(found, objects.method), engine, objects, start=start, plan=found["plan"])
+    if found.get("tensors", mark := session.tensors()) != mark:
+        raise CoterieError(f"the model of {path} was another: names, shapes or first values of its tensors differ")
     here, then = session.federation.identity, found["partition"]
     if here != then:
         changed = sorted(k for k in {*here, *then} if here.get(k) != then.get(k))

@@ -28,7 +28,7 @@ from coterie.data.arrays import from_arrays
 from coterie.data.dataset import Dataset
 from coterie.edges import ANNOUNCE, EdgeMethod
 from coterie.errors import CoterieError
-from coterie.exchange import merge, receive, relay
+from coterie.exchange import merge, preview, receive, relay
 from coterie.folder import Folder, read_log
 from coterie.loop import Loop
 from coterie.messages import TrainAnswer, TrainRequest
@@ -570,10 +570,26 @@ def settings_have_names_of_their_own(bench: Bench, tmp: Path) -> None:
 
 
 def a_newcomer_gets_a_model(bench: Bench, tmp: Path) -> None:
-    bench.play(tmp, newcomers=1, watch=False, eval_every=3, checkpoint_every=3, final_trained=False)
+    loop = bench.play(tmp, newcomers=1, watch=False, eval_every=3, checkpoint_every=3, final_trained=False)
     with np.load(tmp / "eval" / "000003.npz") as z:
         assert z["newcomer"].sum() == 1
         assert np.isfinite(z["personal/test/loss"][z["newcomer"]]).all()
+    left = left_untrained(loop)
+    assert not left, f"a newcomer has the initial {left[0]}, of which clients have sent trained values"
+
+
+def left_untrained(loop: Loop) -> list[str]:
+    """Entries of a newcomer's model that are as at the start although clients have sent trained ones.
+
+    Parts that never leave a client, such as a private head, are as at the start for every newcomer."""
+    method, new = loop.method, len(loop.method.ctx.clients)
+    data = loop.runtime.clients.federation.data(new)  # type: ignore[attr-defined]
+    shared, own = preview(method, loop.server, loop.edges, [new], loop.done + 1)[new]
+    params, _ = method.newcomer(method.init_client(data), {**shared, **own}, data)
+    entries = method.schema("up").entries.items()
+    sent = {k.rsplit(":", 1)[-1] for k, e in entries if e.kind in ("model", "update")} & method.ctx.net.trainable
+    first = {k: method.ctx.w0.get(k.rsplit(":", 1)[-1]) for k in params if k.rsplit(":", 1)[-1] in sent}
+    return [k for k, v in first.items() if v is not None and torch.equal(v, params[k])]
 
 
 CHECKS: dict[str, Callable[[Bench, Path], None]] = {

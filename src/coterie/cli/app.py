@@ -1,6 +1,7 @@
 """The commands. Heavy imports happen inside them, so that help is instant."""
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Callable
@@ -73,7 +74,8 @@ def run(
     set_: o.Set = None,
     config: o.Config = None,
     out: o.Out = None,
-    resume: Annotated[Path | None, Option(help="continue the run in this folder")] = None,
+    resume: Annotated[Path | None, Option(help="continue the run in this folder; more --rounds extend it")] = None,
+    warm_start: Annotated[Path | None, Option(help="start from the models of the run in this folder")] = None,
     quiet: o.Quiet = False,
     as_json: o.Json = False,
 ) -> None:
@@ -86,13 +88,13 @@ def run(
 
     given = o.gather(config, set_, method=method, data=data, task=task, model=model, partition=partition,
                      clients=clients, join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr,
-                     seed=seed)  # fmt: skip
+                     seed=seed, warm_start=None if warm_start is None else str(warm_start))  # fmt: skip
     how = engine_from(workers, state, data_dir, runtime=runtime, address=address, engine=engine)
     silent = quiet or as_json
     if resume is not None:
-        if given:
-            raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(sorted(given))}")
-        session, folder = rebuild(resume, how), resume
+        if others := sorted(set(given) - {"rounds"}):
+            raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(others)}")
+        session, folder = rebuild(resume, how, rounds=given.get("rounds")), resume
     else:
         if "method" not in given:
             raise CoterieError("name a method, for example `coterie run fedrep`; `coterie list methods` shows them all")
@@ -304,8 +306,8 @@ def _run_row(r: dict[str, Any]) -> dict[str, str]:
 @app.command()
 def export(
     folder: Annotated[Path, Argument(metavar="RUN", help="the folder of a run")],
-    client: Annotated[int, Option(help="whose model")],
-    out: Annotated[Path | None, Option(help="file to write (default: RUN/client-N.safetensors)")] = None,
+    client: Annotated[str, Option(help="whose model: a number, or the name the data give the client")],
+    out: Annotated[Path | None, Option(help="file to write (default: RUN/client-NAME.safetensors)")] = None,
     data_dir: o.DataDir = None,
 ) -> None:
     """Write a client's personal model as safetensors, and say how to load it."""
@@ -313,8 +315,10 @@ def export(
     from coterie.runs.run import Run
     from coterie.session import rebuild
 
-    target = out or folder / f"client-{client}.safetensors"
-    how = write(Run(folder, rebuild(folder, engine_from(1, None, data_dir))), client, target)
+    run = Run(folder, rebuild(folder, engine_from(1, None, data_dir)))
+    plain = re.sub(r"[^\w.-]", "_", client)
+    target = out or folder / f"client-{plain}.safetensors"
+    how = write(run, client, target)
     console.print(f"wrote {target}; load it with\n", soft_wrap=True, highlight=False)
     console.print(how, soft_wrap=True, highlight=False)
 

@@ -1,6 +1,7 @@
 """A user's own arrays or torch data sets as a Dataset: shapes and labels brought into one form."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from coterie.data import targets
 from coterie.data.dataset import Dataset
+from coterie.data.given import group_codes, split_codes
 from coterie.data.text import VOCABULARY, tokens
 from coterie.errors import CoterieError
 
@@ -27,6 +29,9 @@ class Raw(NamedTuple):
     client: Array | None = None
     client_test: Array | None = None
     task: str | None = None  # None: the one that the targets show
+    split: Array | None = None  # of x, which then has all items
+    group: Array | None = None
+    group_test: Array | None = None
 
 
 def from_arrays(
@@ -40,6 +45,9 @@ def from_arrays(
     client: Any = None,
     client_test: Any = None,
     task: str | None = None,
+    split: Any = None,
+    group: Any = None,
+    group_test: Any = None,
 ) -> Dataset:
     """Pictures [n, H, W(, C)] or [n, C, H, W], signals [n, T, C], vectors [n, d], token ids [n, L] or texts [n].
 
@@ -48,7 +56,9 @@ def from_arrays(
     many = [None if a is None else _plain(a) for a in (x, y, x_test, y_test, client, client_test)]
     if many[0] is None or many[1] is None:
         raise CoterieError(f"{name} needs both x and y")
-    return dataset(name, Raw(many[0], many[1], many[2], many[3], classes, many[4], many[5], task))
+    more = [None if a is None else _plain(a) for a in (split, group, group_test)]
+    raw = Raw(many[0], many[1], many[2], many[3], classes, many[4], many[5], task)
+    return dataset(name, raw._replace(split=more[0], group=more[1], group_test=more[2]))
 
 
 def from_torch(train: Any, test: Any = None, *, name: str = "torch", classes: Sequence[str] | None = None) -> Dataset:
@@ -85,9 +95,13 @@ def dataset(name: str, raw: Raw) -> Dataset:
     kind, labels, classes = targets.read(name, y, raw.classes, raw.task)
     items = _items_form(name, x)
     is_test = torch.arange(len(labels)) >= n_train
+    part = _part(name, raw, n_train)
+    is_test = is_test if part is None else part == 2
     mean, std = moments(items, ~is_test)
     vocab = VOCABULARY if x.dtype.kind == "U" else int(items.max()) + 1 if items.dtype == torch.int64 else None
-    return Dataset(name, items, labels, classes, is_test, _owner(name, raw, n_train), mean, std, vocab, kind)
+    owner, names = _owner(name, raw, n_train)
+    made = Dataset(name, items, labels, classes, is_test, owner, mean, std, vocab, kind)
+    return replace(made, part=part, group=_group(name, raw, n_train), client_names=names)
 
 
 def moments(x: Tensor, train: Tensor) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
@@ -143,17 +157,39 @@ def _channels_first(x: Array) -> Array:
     return x
 
 
-def _owner(name: str, raw: Raw, n_train: int) -> Tensor | None:
-    """Client numbers; client names become numbers in sorted order."""
-    if raw.client is None:
+def _part(name: str, raw: Raw, n_train: int) -> Tensor | None:
+    if raw.split is None:
         return None
+    if raw.y_test is not None and len(raw.y_test):
+        raise CoterieError(f"{name} has both a split and a test part of its own; a split is of all items in x")
+    part = split_codes(name, raw.split, n_train)
+    if not (part == 0).any():
+        raise CoterieError(f"the split of {name} has no training items")
+    return torch.from_numpy(part)
+
+
+def _group(name: str, raw: Raw, n_train: int) -> Tensor | None:
+    if raw.group is None:
+        return None
+    n_test = 0 if raw.y_test is None else len(raw.y_test)
+    if n_test and raw.group_test is None:
+        raise CoterieError(f"{name} names the groups of its training part but not of its test part")
+    group = raw.group if not n_test or raw.group_test is None else np.concatenate([raw.group, raw.group_test])
+    return torch.from_numpy(group_codes(name, group, n_train + n_test))
+
+
+def _owner(name: str, raw: Raw, n_train: int) -> tuple[Tensor | None, tuple[str, ...] | None]:
+    """Client numbers, and the names that they stand for in sorted order."""
+    if raw.client is None:
+        return None, None
     n_test = 0 if raw.y_test is None else len(raw.y_test)
     if n_test and raw.client_test is None:
         raise CoterieError(f"{name} names the clients of its training part but not of its test part")
     owner = raw.client if raw.client_test is None else np.concatenate([raw.client, raw.client_test])
     if owner.shape != (n_train + n_test,):
         raise CoterieError(f"{name} has {n_train + n_test} items but names a client for {_count(owner)}")
-    return torch.from_numpy(np.unique(owner, return_inverse=True)[1].astype(np.int64))
+    found, number = np.unique(owner, return_inverse=True)
+    return torch.from_numpy(number.astype(np.int64)), tuple(map(str, found))
 
 
 def _items(source: Any, name: str) -> tuple[Array, Array]:

@@ -32,6 +32,9 @@ class Dataset:
     std: tuple[float, ...] | None = None  # None, as for the mean: leave as is
     vocab: int | None = None  # token ids are below this
     kind: str = "classification"  # of task, a name of tasks.py
+    part: Tensor | None = None  # int64 [n], a split that came with the data: 0 train, 1 validation, 2 test
+    group: Tensor | None = None  # int64 [n], items of one group (windows of a recording) stay on one side of a split
+    client_names: tuple[str, ...] | None = None  # by the numbers of owner
 
     def __len__(self) -> int:
         return len(self.y)
@@ -96,9 +99,16 @@ class Dataset:
         n_test = round(n * len(test) / len(self))
         picked = [_some(part, k, self.name) for part, k in ((train, n - n_test), (test, n_test))]
         keep = torch.cat(picked).sort().values
-        owner = None if self.owner is None else self.owner[keep]
+        owner, part, group = (None if t is None else t[keep] for t in (self.owner, self.part, self.group))
         return replace(
-            self, name=f"{self.name}[{n}]", x=self.x[keep], y=self.y[keep], is_test=self.is_test[keep], owner=owner
+            self,
+            name=f"{self.name}[{n}]",
+            x=self.x[keep],
+            y=self.y[keep],
+            is_test=self.is_test[keep],
+            owner=owner,
+            part=part,
+            group=group,
         )
 
 

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.data.dataset import Dataset
+from coterie.data.given import PART_WORDS, client_number
 from coterie.data.partition import Ints, deal
 from coterie.data.settings import PartitionSettings
-from coterie.data.split import like_training, parts_of, public_items
+from coterie.data.split import grouped_parts, like_training, parts_of, public_items
 from coterie.errors import CoterieError
 from coterie.method import ClientData, Split
 from coterie.rng import torch_rng
@@ -36,14 +37,19 @@ class Federation:
         public: Ints,
         official: Ints | None,
         turns: NDArray[np.float64] | None,
+        names: tuple[str, ...] | None = None,
+        test_from: str = "own",
     ):
         self.dataset, self.settings, self.seed = dataset, settings, seed
+        self._test_from = test_from
         self._index = torch.from_numpy(index)  # samples by client, then part, then sample number
         self._bounds = bounds  # [3 * clients + 1] into index: train, val, test of client 0, train of client 1, ...
         self._public = torch.from_numpy(public)
         self._official = None if official is None else torch.from_numpy(official)
         self._turns = turns  # degrees per client
         self.clients: tuple[int, ...] = tuple(range(len(bounds) // 3))
+        self.named = names is not None  # do the data name the clients?
+        self.names: tuple[str, ...] = names or tuple(map(str, self.clients))
         self.groups: Ints | None = None  # the true group of each client, 0 is as recorded
         if turns is not None:
             self.groups = np.unique(turns, return_inverse=True)[1].astype(np.int64)
@@ -96,6 +102,10 @@ class Federation:
             self._official_ready = Split(x, self.dataset.y[self._official])
         return self._official_ready
 
+    def number(self, client: int | str) -> int:
+        """The number of a client that is given by number or name."""
+        return client_number(self.names, client)
+
     def indices(self, client: int, part: Part) -> Tensor:
         """Sample numbers in the data set, ascending."""
         if not 0 <= client < len(self.clients):
@@ -144,6 +154,7 @@ class Federation:
             digest.update(str(array.shape).encode() + np.ascontiguousarray(array, "<i8").tobytes())
         return {
             **self.settings.model_dump(mode="json"),
+            "test_from": self._test_from,
             "partition": str(self.settings.scheme),
             "clients": len(self.clients),
             "seed": self.seed,
@@ -168,8 +179,7 @@ def federate(dataset: Dataset, settings: PartitionSettings, seed: int) -> Federa
             f"partition {scheme} deals by classes or ranges of one target, and {dataset.name} is for {dataset.kind}; "
             "take iid or natural"
         )
-    if settings.pool == "train" and settings.test_from == "official" and not is_test.any():
-        raise CoterieError(f"test_from = official needs an official test part, and {dataset.name} has none")
+    test_from = _test_from(dataset, settings)
     pool = np.arange(len(dataset)) if settings.pool == "merged" else np.flatnonzero(~is_test)
     official = None if settings.pool == "merged" else np.flatnonzero(is_test)
     pool, official, public = public_items(pool, official, settings, seed)
@@ -181,16 +191,107 @@ def federate(dataset: Dataset, settings: PartitionSettings, seed: int) -> Federa
     kept = client >= 0
     pool, client = pool[kept], client[kept]
 
-    own_test = settings.test_from == "own"
-    part = parts_of(client, labels[pool], settings, own_test, seed)
-    if not own_test and official is not None:
+    called = _names(dataset, pool, client) if scheme.name == "natural" else None
+    part = _parts(dataset, settings, test_from, pool, client, seed, called)
+    if test_from == "official" and official is not None and scheme.name == "natural":
+        whose = _owned(dataset, pool, client)[dataset.owner.numpy()[official]]  # type: ignore[union-attr]  # natural
+        pool, client = np.concatenate([pool, official[whose >= 0]]), np.concatenate([client, whose[whose >= 0]])
+        part = np.concatenate([part, np.full(int((whose >= 0).sum()), 2)])
+    elif test_from == "official" and official is not None:
         dealt, whose = like_training(client, labels[pool], labels[official], len(names), seed)
         pool, client = np.concatenate([pool, official[dealt]]), np.concatenate([client, whose])
         part = np.concatenate([part, np.full(len(dealt), 2)])
     n = int(client.max()) + 1
+    if test_from != "own":
+        _check_parts(np.bincount(3 * client + part, minlength=3 * n).reshape(n, 3), called)
+        _check_groups(dataset, pool, client, part, called)
     order = np.lexsort((pool, 3 * client + part))
     bounds = np.concatenate([[0], np.cumsum(np.bincount(3 * client + part, minlength=3 * n))])
-    return Federation(dataset, settings, seed, pool[order], bounds, public, official, turns)
+    return Federation(dataset, settings, seed, pool[order], bounds, public, official, turns, called, test_from)
+
+
+def _test_from(dataset: Dataset, settings: PartitionSettings) -> str:
+    """Where test samples come from, checked against what the data have."""
+    asked = settings.test_from
+    if asked is None:
+        keep = dataset.part is not None and settings.scheme.name == "natural" and settings.pool == "merged"
+        return "given" if keep else "own"
+    if asked == "official" and not dataset.is_test.any():
+        raise CoterieError(f"test_from = official needs an official test part, and {dataset.name} has none")
+    if asked == "given" and dataset.part is None:
+        raise CoterieError(
+            f"test_from = given needs data with a split (an array of train, val and test), and {dataset.name} has none"
+        )
+    return asked
+
+
+def _parts(
+    dataset: Dataset,
+    settings: PartitionSettings,
+    test_from: str,
+    pool: Ints,
+    client: Ints,
+    seed: int,
+    names: tuple[str, ...] | None,
+) -> Ints:
+    """0 train, 1 validation, 2 test for each sample of the pool."""
+    strata = dataset.strata[0][pool]
+    group = None if dataset.group is None else dataset.group.numpy()[pool]
+    if group is not None and names is None:
+        raise CoterieError(
+            f"{dataset.name} has groups of items that must stay together, and partition {settings.scheme} would divide "
+            "them among clients; take natural, or data without groups"
+        )
+
+    def drawn(own_test: bool, where: Ints | slice) -> Ints:
+        if group is None or names is None:
+            return parts_of(client[where], strata[where], settings, own_test, seed)
+        return grouped_parts(client[where], strata[where], group[where], settings, own_test, seed, names)
+
+    if test_from != "given" or dataset.part is None:
+        return drawn(test_from == "own", slice(None))
+    part = dataset.part.numpy()[pool].copy()
+    if settings.val_share and not (part == 1).any() and (rest := np.flatnonzero(part == 0)).size:
+        part[rest] = drawn(False, rest)  # the split says nothing of validation
+    return part
+
+
+def _names(dataset: Dataset, pool: Ints, client: Ints) -> tuple[str, ...]:
+    """What the data call the clients."""
+    assert dataset.owner is not None
+    first = np.unique(client, return_index=True)[1]
+    whose = dataset.owner.numpy()[pool][first]
+    return tuple(str(i) if dataset.client_names is None else dataset.client_names[i] for i in whose.tolist())
+
+
+def _owned(dataset: Dataset, pool: Ints, client: Ints) -> Ints:
+    """The client of each owner; -1 for who is left out."""
+    assert dataset.owner is not None
+    number = np.full(int(dataset.owner.max()) + 1, -1, np.int64)
+    number[dataset.owner.numpy()[pool]] = client
+    return number
+
+
+def _check_groups(dataset: Dataset, pool: Ints, client: Ints, part: Ints, names: tuple[str, ...] | None) -> None:
+    """A split that came with the data must not divide a group."""
+    if dataset.group is None or names is None:
+        return
+    group = dataset.group.numpy()[pool]
+    code = client * (int(group.max()) + 1) + group
+    divided = np.intersect1d(code[part == 2], code[part != 2])
+    if divided.size:
+        who = names[int(divided[0]) // (int(group.max()) + 1)]
+        raise CoterieError(f"a group of client {who} has both test and other samples in the split of the data")
+
+
+def _check_parts(sizes: Ints, names: tuple[str, ...] | None) -> None:
+    """Nobody may be without training or test samples. sizes [clients, 3]"""
+    for part in (0, 2):
+        if (empty := np.flatnonzero(sizes[:, part] == 0)).size:
+            who = str(empty[0]) if names is None else names[empty[0]]
+            raise CoterieError(
+                f"client {who} has no {PART_WORDS[part]} samples in the split of the data; take test_from = own"
+            )
 
 
 def _turns(dataset: Dataset, n: int, K: int) -> NDArray[np.float64]:

@@ -34,7 +34,8 @@ def reading(path: Path, kind: str) -> Iterator[None]:
 
 
 def npz(path: Path) -> Raw:
-    """x_train, y_train, x_test, y_test (classes, client_train, client_test, task); x, y; or MedMNIST's names."""
+    """x_train, y_train, x_test, y_test (classes, client_train, client_test, group_train, group_test, task); x, y (client,
+    group, split); or MedMNIST's names."""
     with reading(path, "an .npz data file"):
         have = _arrays(path)
         if "train_images" in have:
@@ -44,23 +45,16 @@ def npz(path: Path) -> Raw:
             have |= {
                 f"{a}_test": have[f"test_{b}"] for a, b in (("x", "images"), ("y", "labels")) if f"test_{b}" in have
             }
-        have = {k + "_train" if k in ("x", "y", "client") else k: v for k, v in have.items()}
+        have = {k + "_train" if k in ("x", "y", "client", "group") else k: v for k, v in have.items()}
         lacks = [k for k in ("x_train", "y_train") if k not in have]
         if lacks:
             raise ValueError(f"it lacks {' and '.join(lacks)}")
         classes = [str(c) for c in have["classes"]] if "classes" in have else None
         clients = have.get("client_train"), have.get("client_test")
         task = str(have["task"]) if "task" in have else None
-        return Raw(
-            have["x_train"],
-            have["y_train"],
-            have.get("x_test"),
-            have.get("y_test"),
-            classes,
-            clients[0],
-            clients[1],
-            task,
-        )
+        parts = have["x_train"], have["y_train"], have.get("x_test"), have.get("y_test")
+        raw = Raw(*parts, classes, *clients, task)
+        return raw._replace(split=have.get("split"), group=have.get("group_train"), group_test=have.get("group_test"))
 
 
 def _arrays(path: Path) -> dict[str, Array]:

@@ -21,10 +21,11 @@ class PartitionSettings(BaseModel):
         "merged", description="samples that are divided: all, or the official training part only"
     )
     test_share: float = Field(0.25, description="fraction of a client's samples used for testing")
-    test_from: Literal["own", "official"] = Field(
-        "own",
-        description="a client's test samples: from its own, or from the official test part in proportion to its "
-        "classes (needs pool = train)",
+    test_from: Literal["own", "official", "given"] | None = Field(
+        None,
+        description="a client's test samples: drawn from its own; from the official test part, its own items there "
+        "(natural) or in proportion to its classes (needs pool = train); or given by the split of the data; "
+        "empty: given for natural clients of data with a split, else own",
     )
     val_share: float = Field(0.1, description="fraction of a client's remaining samples used for validation")
     min_size: int = Field(
@@ -76,6 +77,10 @@ class PartitionSettings(BaseModel):
                 _need(
                     self.pool == "train", f"{name} = {getattr(self, name)} needs pool = train: merged has no test part"
                 )
+        _need(
+            self.test_from != "given" or self.pool == "merged",
+            "test_from = given keeps the split of all samples; leave pool at merged",
+        )
         _need(
             self.short == "redraw" or scheme.name in ("dirichlet", "rotate"),
             f"short = fill works with dirichlet and rotate, not with {scheme.name}",

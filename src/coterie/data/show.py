@@ -36,7 +36,7 @@ def table(fed: Federation) -> Table:
     for i in rows:
         turn = [] if fed.groups is None else [f"{fed.turn(i):g}°"]
         parts = [str(s[i]) for s in sizes]
-        out.add_row(str(i), *parts, str((counts[i] > 0).sum()), _largest(counts[i], fed.dataset.strata[1]), *turn)
+        out.add_row(fed.names[i], *parts, str((counts[i] > 0).sum()), _largest(counts[i], fed.dataset.strata[1]), *turn)
     return out
 
 
@@ -95,7 +95,8 @@ def _bubbles(axes: Any, fed: Federation, counts: Ints) -> None:
         axes.scatter([], [], s=60, marker="s", c=_COLOURS[g % len(_COLOURS)], label=f"turned {turn:g}°")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelspacing=1.2, fontsize=8)
     axes.set_xlabel("client")
-    axes.set_xticks(_spread(len(counts), 21))
+    ticks = _spread(len(counts), 21)
+    axes.set_xticks(ticks, [fed.names[i] for i in ticks], rotation=45 if max(map(len, fed.names)) > 3 else 0)
     axes.grid(alpha=0.25, linewidth=0.5)
     axes.set_axisbelow(True)
     axes.margins(x=0.02, y=0.06)

@@ -44,15 +44,20 @@ def known(folder: Path | None = None) -> list[Listed]:
 
 def save(data: Dataset, path: Path) -> None:
     """Write NAME.npz, which opens much faster than thousands of picture files."""
-    test = data.is_test.numpy()
+    test = data.is_test.numpy() if data.part is None else np.zeros(len(data), bool)
     arrays = {"classes": np.array(data.classes)} if data.classes else {}
     if data.kind != "classification":
         arrays["task"] = np.array(data.kind)
+    if data.part is not None:
+        arrays["split"] = data.part.numpy()
     for part, rows in (("train", ~test), ("test", test)):
         if rows.any() or part == "train":
             arrays |= {f"x_{part}": data.x.numpy()[rows], f"y_{part}": data.y.numpy()[rows]}
             if data.owner is not None:
-                arrays[f"client_{part}"] = data.owner.numpy()[rows]
+                whose = data.owner.numpy()[rows]
+                arrays[f"client_{part}"] = whose if data.client_names is None else np.array(data.client_names)[whose]
+            if data.group is not None:
+                arrays[f"group_{part}"] = data.group.numpy()[rows]
     part_file = path.with_name(path.name + ".part.npz")
     np.savez_compressed(part_file, **arrays)  # type: ignore[arg-type]  # the stub takes **kwds for its flags
     part_file.replace(path)

@@ -1,5 +1,7 @@
 """Splitting: each client's samples into train, validation and test; what is held out as public."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from coterie.data.partition import Ints
@@ -23,6 +25,27 @@ def public_items(
     picked = np.sort(numpy_rng(seed, "public").permutation(source)[:k])
     rest = np.setdiff1d(source, picked, assume_unique=True)
     return (rest, official, picked) if source is pool else (pool, rest, picked)
+
+
+def grouped_parts(
+    client: Ints,
+    labels: Ints,
+    group: Ints,
+    settings: PartitionSettings,
+    own_test: bool,
+    seed: int,
+    names: Sequence[str],
+) -> Ints:
+    """The same with whole groups of each client: shares are of its groups, strata the groups' commonest labels."""
+    found, first, at = np.unique(np.stack([client, group]), axis=1, return_index=True, return_inverse=True)
+    at = at.reshape(-1)
+    classes = int(labels.max(initial=0)) + 1
+    counts = np.bincount(at * classes + labels, minlength=len(first) * classes).reshape(-1, classes)
+    if own_test and (few := np.flatnonzero(np.bincount(found[0]) < 2)).size:
+        raise CoterieError(
+            f"client {names[few[0]]} has all its samples in one group and cannot have both training and test data"
+        )
+    return parts_of(found[0], counts.argmax(1), settings, own_test, seed)[at]
 
 
 def parts_of(client: Ints, labels: Ints, settings: PartitionSettings, own_test: bool, seed: int) -> Ints:

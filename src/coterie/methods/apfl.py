@@ -120,5 +120,9 @@ class APFL(Method):
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         return self.begin(state, {**download, **state.get("w", {})}, data, 1)
 
+    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        w, _ = super().personal(state, download, data)
+        return self.personal({**state, "v": w}, download, data)  # both models are the global one
+
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         return self._mixed(params, x)

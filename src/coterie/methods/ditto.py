@@ -116,3 +116,6 @@ class Ditto(Method):
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         return state["v"], {}
+
+    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return super().personal(state, download, data)  # the global model

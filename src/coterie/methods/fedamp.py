@@ -24,15 +24,12 @@ from coterie.method import (
     Download,
     Extras,
     Method,
-    Moment,
     Settings,
     State,
     Tree,
     Upload,
-    replace,
 )
 from coterie.parts import bank
-from coterie.schema import Link, Schema
 
 
 class FedAMPSettings(Settings):
@@ -54,15 +51,6 @@ class FedAMP(Method):
         personal="the whole model, mixed on the server",
         certainty="B",
     )
-
-    def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """A client whose model the server does not have is sent nothing."""
-        if link == "down":
-            if now is None:
-                return replace(self.model_schema, may_be_empty=True)
-            if now.client not in now.server["bank"]["ids"]:
-                return Schema({})
-        return self.model_schema
 
     def setup(self) -> State:
         return {"bank": bank.fill(T.drop(self.ctx.w0, self.stays), self.ctx.clients)}
@@ -93,15 +81,14 @@ class FedAMP(Method):
         like = T.drop(self.ctx.w0, self.stays)
         compared = V[:, bank.columns(like, self.ctx.net.trainable)]
         mixed = self.mixing(compared, bank.rows(server["bank"], known)) @ V
-        return Download(each=dict(zip(known, bank.trees(mixed, like), strict=True)))
+        mean = T.unflatten(V.mean(0), like) if len(known) < len(ids) else {}  # for those the server does not know
+        return Download(each={**dict.fromkeys(ids, mean), **dict(zip(known, bank.trees(mixed, like), strict=True))})
 
     def init_client(self, data: ClientData) -> State:
         return {"w": T.clone(self.ctx.w0)}
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        return state["w"], {
-            "u": download or state["w"]
-        }  # a client that the server does not know is not mixed with others
+        return state["w"], {"u": download}
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         loss = self.ctx.loss(params, batch)
@@ -117,6 +104,9 @@ class FedAMP(Method):
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         return state["w"], {}
+
+    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return {**state["w"], **download}, {}  # what would pull its training
 
     def global_model(self, server: State) -> None:
         return None

@@ -78,6 +78,10 @@ class FedCP(Method):
         params = {**download, **state["own"]}
         return params, {"context": F.normalize(params["p:" + self.ctx.net.head_names[0]].sum(0), dim=0)}
 
+    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        received = T.prefix("p:", T.keep(download, self._head))
+        return self.personal({"own": {**state["own"], **received}}, download, data)
+
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         params, extras = self.personal(state, download, data)
         return params, {**extras, "received": params}

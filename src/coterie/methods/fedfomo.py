@@ -115,9 +115,10 @@ class FedFomo(Method):
         return Download(shared, {i: {MODELS: server["bank"]["flat"][rows]} for i, rows in picked.items() if rows})
 
     def deliver(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
-        """Scoring needs no models of others, except when the mixture, or one more training, is scored too."""
+        """Scoring needs models of others for clients that have never trained, and for all when the mixture, or one more
+        training, is scored too."""
         mixes = round > self.ctx.rounds or self.ctx.headline in ("received", "trained")
-        return self.down(server, ids, round) if mixes else Download()
+        return self.down(server, ids if mixes else [i for i in ids if i not in server["bank"]["ids"]], round)
 
     def init_client(self, data: ClientData) -> State:
         return {"w": T.clone(self.ctx.w0), "old": T.clone(self.ctx.w0)}
@@ -184,3 +185,11 @@ class FedFomo(Method):
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         return state["w"], {}
+
+    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        sent = bank.trees(download[MODELS], T.drop(self.ctx.w0, self.stays)) if MODELS in download else []
+        if not sent:
+            return state["w"], {}
+        others = [{**state["w"], **tree} for tree in sent]
+        raw = self.affinities(others, state["old"], data).clamp(min=0)
+        return T.mean(others, raw if bool((raw > 0).any()) else None), {}  # of models that all have trained

@@ -7,6 +7,7 @@ a newcomer has one at once; its hidden width is our choice.
 The personal head starts as a copy of the generic one. Absent classes count as 1e-12 samples.
 """
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -74,6 +75,11 @@ class FedRoD(Method):
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         return self.begin(state, download, data, 0)
+
+    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        """The hyper-network makes a head; without it the generic head speaks alone."""
+        params, extras = self.personal(state, download, data)
+        return {k: torch.zeros_like(v) if k.startswith("p:") else v for k, v in params.items()}, extras
 
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         g, z = self.ctx.net.both(params, x)

@@ -44,10 +44,20 @@ class IFCA(Method):
 
     def setup(self) -> State:
         models = [T.drop(m, self.stays) for m in starts(self.ctx, self.hp.groups)]
-        return {"models": models, "picked": [0] * self.hp.groups}
+        return {"models": models, "picked": [0] * self.hp.groups, "trained": []}
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         return Download({f"{g}:{k}": v for g, model in enumerate(server["models"]) for k, v in model.items()})
+
+    def deliver(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        """Newcomers choose among models that somebody has trained; the mean of these stands for the others."""
+        sent, trained = self.down(server, ids, round), server["trained"]
+        new = [i for i in ids if i not in self.ctx.clients]
+        if not new or not 0 < len(trained) < self.hp.groups:
+            return sent
+        mean = T.mean([server["models"][g] for g in trained])
+        instead = {f"{g}:{k}": v for g in range(self.hp.groups) if g not in trained for k, v in mean.items()}
+        return Download(sent.shared, dict.fromkeys(new, instead))
 
     def pick(self, models: Sequence[Tree], data: ClientData) -> int:
         """The model with the lowest loss on the training part; ties to the lower number."""
@@ -80,7 +90,9 @@ class IFCA(Method):
             trees = [T.drop(u.tree, lambda name: name == PICKED) for u in members]
             models[g] = T.mean(trees, self.weights(members))
         cluster = {**server.get("cluster", {}), **{u.sender: p for u, p in zip(uploads, picked, strict=True)}}
-        return {"models": models, "picked": [picked.count(g) for g in range(self.hp.groups)], "cluster": cluster}
+        counts = [picked.count(g) for g in range(self.hp.groups)]
+        trained = sorted({*server["trained"], *picked})
+        return {"models": models, "picked": counts, "cluster": cluster, "trained": trained}
 
     def global_model(self, server: State) -> None:
         return None

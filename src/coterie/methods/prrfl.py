@@ -26,18 +26,15 @@ from coterie.method import (
     Download,
     Extras,
     Method,
-    Moment,
     Phase,
     Settings,
     State,
     Upload,
     cross_entropy,
-    replace,
 )
 from coterie.parts import bank
 from coterie.parts.distill import kl
 from coterie.parts.fourier import Treatment, fourier_aggregate, prrfl_window
-from coterie.schema import Link, Schema
 from coterie.tree import Tree
 
 Stage = Literal["recover", "exchange", "sublimate"]
@@ -71,15 +68,6 @@ class PRRFL(Method):
     def private(self, name: str) -> bool:
         return name in self.ctx.group("bn")
 
-    def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """A client whose deputy the server does not have is sent nothing."""
-        if link == "down":
-            if now is None:
-                return replace(self.model_schema, may_be_empty=True)
-            if now.client not in now.server["bank"]["ids"]:
-                return Schema({})
-        return self.model_schema
-
     def setup(self) -> State:
         return {"bank": bank.fill(self._like(), self.ctx.clients)}
 
@@ -89,13 +77,15 @@ class PRRFL(Method):
     def down(self, server: State, ids: Sequence[int], round: int) -> Download:
         known = bank.known(server["bank"], ids)
         flat = server["bank"]["flat"][bank.rows(server["bank"], known)]
-        return Download(each=dict(zip(known, bank.trees(flat, self._like()), strict=True)))
+        each = dict(zip(known, bank.trees(flat, self._like()), strict=True))
+        mean = T.unflatten(server["bank"]["flat"].mean(0), self._like()) if len(known) < len(ids) else {}
+        return Download(each={**dict.fromkeys(ids, mean), **each})  # the mean for those the server does not know
 
     def init_client(self, data: ClientData) -> State:
         return {"own": T.clone(T.keep(self.ctx.w0, self.stays)), "w": T.clone(self.ctx.w0)}
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        deputy = {**self.ctx.w0, **download, **state["own"]}  # one unknown to the server starts where all did
+        deputy = {**self.ctx.w0, **download, **state["own"]}
         left = math.ceil(self.ctx.epochs) - 1
         extras = {"stage": "recover" if left else "exchange", "left": left}
         return {**T.prefix("v:", deputy), **T.prefix("w:", state["w"])}, extras
@@ -141,6 +131,9 @@ class PRRFL(Method):
     def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         """The deputy."""
         return {**self.ctx.w0, **download, **state["own"]}, {}
+
+    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return {**state["w"], **download}, {}  # the deputy
 
     def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
         return state["w"], {}

@@ -73,6 +73,11 @@ class Net:
         """The tensors the module holds now, cloned."""
         return {full: slot[local].detach().clone() for slot, local, full in self._slots if slot[local] is not None}  # type: ignore[union-attr]
 
+    def constants(self) -> Tree:
+        """What is frozen for good, by name: in no tree, and in the module itself."""
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {k: v.detach() for k, v in named.items() if k in self.layout.frozen}
+
     @contextmanager
     def train_mode(self) -> Iterator[None]:
         was, self.training = self.training, True

@@ -38,7 +38,8 @@ MEANING = {  # the statistic behind each column
     "received": "as received, before local training, mean over clients",
     "edge": "model of the cluster or edge, else the global one; mean over clients",
     "clusters": "the same, mean over clusters of their clients' mean",
-    "newcomers": "clients that never trained, mean over them",
+    "newcomer": "clients that never trained, without training, mean over them",
+    "newcomer adapted": "the same after fine-tuning on their own data, last round",
     "diverged": "clients whose models give NaN or infinity",
     "MB up": "sent by clients, per round",
     "MB down": "sent to clients, per round",
@@ -297,7 +298,9 @@ def _of_seed(runs: Sequence[Run], kept: int) -> dict[str, Any]:
         if kept and len(rounds) > 1:
             picked = sorted({rounds[int(k)] for k in np.linspace(0, len(rounds) - 1, min(kept, len(rounds)))})
             course[title] = _course(r, picked, place)
-    return {"ids": ids, "samples": samples, "labels": labels, "values": values, "course": course}
+    found = {"ids": ids, "samples": samples, "labels": labels, "values": values, "course": course}
+    names = runs[0].client_names
+    return {**found, "names": {str(i): names[i] for i in ids}} if names else found
 
 
 def _counts(z: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -24,7 +24,8 @@ def columns(view: str) -> dict[str, tuple[str, str]]:
     return {
         **{name: (view, statistic) for name, statistic in first.items()},
         **{v: (v, "last") for v in others},
-        "newcomers": ("newcomers/personal", "last"),
+        "newcomer": ("newcomers/personal", "last"),
+        "newcomer adapted": ("newcomers/adapted", "last"),
     }
 
 
@@ -100,7 +101,8 @@ class Comparison:
         """The same as text, accuracies in percent; `brief`: the columns that fit a narrow screen."""
         frame = self.table()
         out = pd.DataFrame(index=frame.index)
-        main = (self.view, "worst 10%", *ON_REQUEST, "selected", "personal", "global", "trained", "adapted")
+        more = ("personal", "global", "trained", "adapted", "newcomer", "newcomer adapted")
+        main = (self.view, "worst 10%", *ON_REQUEST, "selected", *more)
         others = {m.name: m for m in self.metrics[1:]}
         for name in dict.fromkeys(main) if brief else self.columns:
             if name in frame and name not in self._hidden and (frame[name].notna().any() or name == self.view):

@@ -47,6 +47,11 @@ class Run:
         return found
 
     @property
+    def client_names(self) -> list[str] | None:
+        """By client number, if the data name their clients."""
+        return self.description.get("client_names")
+
+    @property
     def title(self) -> str:
         """What a table calls it: the method, or a name given to tell it from other runs of the same method."""
         return self._title or str(self.description["method"]["title"]) + (f" ({self.reading})" if self.reading else "")
@@ -193,9 +198,11 @@ class Run:
         return folder.read_evaluation(self.path, found[-1])
 
     def clients(self, round: int | None = None) -> pd.DataFrame:
-        """One row per client: test samples, and the task's metric of every view."""
+        """One row per client: its name if the data have names, test samples, and the task's metric of every view."""
         z = self.evaluation(round)
         frame = pd.DataFrame({"client": z["clients"], "newcomer": z["newcomer"]}).set_index("client")
+        if self.client_names:
+            frame.insert(0, "name", [self.client_names[i] for i in z["clients"]])
         for key in sorted(k.removesuffix("/loss") for k in z if k.endswith("/loss")):
             counts = {k.removeprefix(f"{key}/"): v for k, v in z.items() if k.startswith(f"{key}/")}
             if key.endswith("/test"):
@@ -214,8 +221,8 @@ class Run:
             self._session = rebuild(self.path, objects=self.objects)
         return self._session
 
-    def personal(self, client: int) -> nn.Module:
-        """The personal model of a client, ready to use (in evaluation mode)."""
+    def personal(self, client: int | str) -> nn.Module:
+        """The personal model of a client, by number or by the name the data give it, in evaluation mode."""
         from coterie.runs.models import personal_module
 
         return personal_module(self, client)

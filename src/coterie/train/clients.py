@@ -11,7 +11,7 @@ from coterie import tree as T
 from coterie.data.federation import Federation
 from coterie.errors import CoterieError
 from coterie.messages import Job, Remote, Score, ScoreAnswer, ScoreRequest, TrainAnswer, Trained, TrainRequest
-from coterie.method import ClientData, ClientId, Extras, Method, Phase, Split, State
+from coterie.method import Batch, ClientData, ClientId, Extras, Method, Phase, Split, State, cross_entropy
 from coterie.train.optim import Optimiser
 from coterie.train.score import TOGETHER, Case, Scorer, score
 from coterie.train.stack import Stacker
@@ -32,6 +32,7 @@ class Opened:
     state: State
     download: Tree
     memory: Tree | None  # of its optimisers; a dictionary of its own, because training renews it
+    fresh: bool  # it has never taken part
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,12 @@ class Clients:
         memory = dict(state.get(MEMORY, {})) if self.rule.keep else None
         if MEMORY in state:
             state = {k: v for k, v in state.items() if k != MEMORY}
-        return Opened(data, self.federation.test(client), state, job.request.download, memory)
+        return Opened(data, self.federation.test(client), state, job.request.download, memory, job.state is None)
+
+    def _own(self, o: Opened) -> Model:
+        """The client's own model as it is scored and used."""
+        ask = self.method.newcomer if o.fresh else self.method.personal
+        return ask(o.state, o.download, o.data)
 
     def _practise(self, phases: Sequence[Phase], members: Sequence[Member], round: int) -> list[Effort]:
         """Local training; members hold what came out."""
@@ -161,7 +167,7 @@ class Clients:
             method, request = self.method, _score_request(jobs[0])
             round, whole = request.round, request.global_model
             opened = [self._open(j) for j in jobs]
-            own = [method.personal(o.state, o.download, o.data) for o in opened]
+            own = [self._own(o) for o in opened]
             scores: list[dict[str, Score]] = [{} for _ in jobs]
             put = self._putter(opened, scores)
             everybody = range(len(jobs))
@@ -179,6 +185,10 @@ class Clients:
                 members = [Member(*m, o.data) for m, o in zip(own, opened, strict=True)]
                 self._practise(phases, members, round)
                 put("adapted", [(m.params, m.extras) for m in members], everybody)
+            elif "trained" in request.more and (new := [i for i in everybody if self._is_newcomer(opened[i])]):
+                members = [Member(*own[i], opened[i].data) for i in new]
+                self._practise([Phase(self._own_loss)], members, round)
+                put("adapted", [(m.params, m.extras) for m in members], new)
             if "edge" in request.more:
                 self._edge(opened, scores, put)
             if "received" in request.more:
@@ -195,6 +205,13 @@ class Clients:
                 ScoreAnswer(j.request.client, s, len(o.data.train), model)
                 for j, o, s, model in zip(jobs, opened, scores, models, strict=True)
             ]
+
+    def _is_newcomer(self, o: Opened) -> bool:
+        return o.data.client not in self.method.ctx.clients and len(o.data.train) > 0
+
+    def _own_loss(self, params: Tree, batch: Batch, extras: Extras) -> torch.Tensor:
+        """What a newcomer's model is fine-tuned by where the method has no adaptation of its own."""
+        return cross_entropy(self.method.predict(params, batch.x, extras), batch)
 
     def _putter(self, opened: Sequence[Opened], scores: list[dict[str, Score]]) -> Callable[..., None]:
         def put(view: str, models: Sequence[Model], who: Sequence[int], shared: bool = False) -> None:

@@ -235,7 +235,8 @@ class FedCPMD(EdgeMethod):
     def _sent_without_layer(self, server: State, client: ClientId) -> Tree:
         """The shared body, without what the client keeps while it has no layer of its own."""
         w, how, voted = server["w"], self.hp.phase1_personal, server["votes"].get(client)
-        if how == "none" or (how == "classifier" and server["layer"] is None):
+        unknown = client not in self.ctx.clients  # a newcomer keeps nothing yet
+        if how == "none" or unknown or (how == "classifier" and server["layer"] is None):
             return dict(w)
         kept = self.own(voted[0]) if how == "voted" and voted else self.ctx.group("head")
         return T.drop(w, kept.__contains__)

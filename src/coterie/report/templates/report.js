@@ -33,7 +33,7 @@ function gainPlot() {
     for (const [seed, client, v] of [...points].sort((a, b) => a[2] - b[2])) {
       const slot = Math.round(X(v) / 7), n = lanes[slot] = (lanes[slot] ?? -1) + 1, dy = (n % 2 ? 1 : -1) * Math.ceil(n / 2) * Math.min(7, 14 / Math.max(1, Math.ceil(n / 2)));
       const dot = s("circle", { cx: X(v), cy: y + Math.max(-16, Math.min(16, dy)), r: 3.6, "fill-opacity": .75, fill: v > 0 ? "var(--c0)" : v < 0 ? "var(--c1)" : "var(--c7)", style: "cursor:pointer" }, s("title"));
-      dot.firstChild.textContent = `${name}, client ${client}` + (Object.keys(G.clients).length > 1 ? `, seed ${seed}` : "") + `: ${signed(v, G.metric.digits)}`; dot.onclick = () => openClient(String(seed), client); dot.onpointerenter = () => { $("gain-tip").textContent = dot.firstChild.textContent; }; svg.append(dot);
+      dot.firstChild.textContent = `${name}, ${called(seed, client)}` + (Object.keys(G.clients).length > 1 ? `, seed ${seed}` : "") + `: ${signed(v, G.metric.digits)}`; dot.onclick = () => openClient(String(seed), client); dot.onpointerenter = () => { $("gain-tip").textContent = dot.firstChild.textContent; }; svg.append(dot);
     }
   });
 }
@@ -69,6 +69,7 @@ function costPlot() {
 }
 
 // ---- clients ----
+const called = (seed, id) => G.clients[seed]?.names?.[String(id)] ?? `client ${id}`;
 const seedNow = () => $("seed")?.value || Object.keys(G.clients)[0];
 let by = 0, way = "ascending";
 function clientTable() {
@@ -77,14 +78,14 @@ function clientTable() {
   const heads = ["client", "test samples", ...methods]; if (by >= heads.length) by = 0;
   table.tHead.replaceChildren(h("tr", {}, ...heads.map((c, i) => h("th", { scope: "col", "aria-sort": i === by ? way : "none" }, h("button", { type: "button", onclick: () => { way = by === i ? (way === "ascending" ? "descending" : "ascending") : i ? "descending" : "ascending"; by = i; clientTable(); table.tHead.rows[0].cells[i].firstChild.focus(); } }, c)))));
   const rows = S.ids.map((id, k) => [id, S.samples[k], ...methods.map(m => { const v = S.values[m][k]; return v == null ? null : asGain ? (base[k] == null ? null : G.metric.sign * (v - base[k])) : v; })]);
-  const find = $("which").value.trim(), kept = rows.filter(r => !find || String(r[0]) === find || String(r[0]).startsWith(find)).sort((a, b) => (way === "ascending" ? 1 : -1) * ((a[by] ?? -1e9) - (b[by] ?? -1e9)) || a[0] - b[0]);
-  table.tBodies[0].replaceChildren(...kept.map(r => h("tr", {}, ...r.map((v, i) => i === 0 ? h("th", { scope: "row" }, h("button", { type: "button", class: "open", onclick: () => openClient(seedNow(), v) }, `client ${v}`)) : h("td", { class: i > 1 && asGain ? (v > 0 ? "up" : v < 0 ? "down" : null) : null }, i === 1 ? String(v) : asGain ? signed(v, G.metric.digits) : number(v, G.metric.digits))))));
+  const find = $("which").value.trim(), kept = rows.filter(r => !find || String(r[0]) === find || String(r[0]).startsWith(find) || called(seedNow(), r[0]).includes(find)).sort((a, b) => (way === "ascending" ? 1 : -1) * ((a[by] ?? -1e9) - (b[by] ?? -1e9)) || a[0] - b[0]);
+  table.tBodies[0].replaceChildren(...kept.map(r => h("tr", {}, ...r.map((v, i) => i === 0 ? h("th", { scope: "row" }, h("button", { type: "button", class: "open", onclick: () => openClient(seedNow(), v) }, called(seedNow(), v))) : h("td", { class: i > 1 && asGain ? (v > 0 ? "up" : v < 0 ? "down" : null) : null }, i === 1 ? String(v) : asGain ? signed(v, G.metric.digits) : number(v, G.metric.digits))))));
 }
 for (const id of ["seed", "which", "cells"]) if ($(id)) $(id).oninput = clientTable;
 
 function openClient(seed, id) {
   const S = G.clients[seed], k = S?.ids.indexOf(id); if (S == null || k < 0) return; const base = S.values[G.local]?.[k], body = $("client-body");
-  $("client-title").textContent = `Client ${id}` + (Object.keys(G.clients).length > 1 ? `, seed ${seed}` : "") + `, ${G.name}`;
+  $("client-title").textContent = called(seed, id).replace(/^client/, "Client") + (Object.keys(G.clients).length > 1 ? `, seed ${seed}` : "") + `, ${G.name}`;
   const rows = Object.entries(S.values).filter(([, a]) => a[k] != null).sort((a, b) => G.metric.sign * (b[1][k] - a[1][k]));
   const inside = Object.entries(G.clusters).filter(([, c]) => c.seed === seed).flatMap(([m, c]) => Object.entries(c.groups).filter(([, ids]) => ids.includes(id)).map(([g, ids]) => `${m}: ${c.edges ? "edge" : "cluster"} ${g}, with ${ids.length - 1} others`));
   const bars = s("svg", { class: "chart", viewBox: "0 0 500 190", role: "img", "aria-label": "Test samples by label" }), plot = s("svg", { class: "chart", viewBox: "0 0 500 260", role: "img", "aria-label": `${G.metric.name} of this client over the rounds` }), tip = h("figcaption", { class: "tip" }), box = h("div", { class: "legend", role: "group", "aria-label": "Methods shown" });
@@ -114,7 +115,7 @@ function clusterPlot() {
   for (const b of blocks) {
     front.append(s("rect", { x: b.x, y: b.y, width: b.w, height: b.h, rx: 6, fill: "var(--card)", stroke: "var(--line)" }), label(b.x + 8, b.y + 17, b.text, { fill: "var(--ink)", "font-weight": 600 }), label(b.x + 8, b.y + 31, `${b.ids.length} client${b.ids.length > 1 ? "s" : ""}`, { "font-size": 11 }));
     b.ids.forEach((id, k) => { const cx = b.x + 8 + pitch * (k % b.cols + .5), cy = b.y + 38 + pitch * (Math.floor(k / b.cols) + .4), v = gain(id), dot = s("g", { style: "cursor:pointer" }, s("title"), s("circle", { cx, cy, r, fill: v == null ? "var(--c7)" : v > 0 ? "var(--c0)" : v < 0 ? "var(--c1)" : "var(--c7)" }), pitch > 20 ? label(cx, cy + 4, String(id), { "text-anchor": "middle", "font-size": id > 99 ? 9 : 11, fill: "var(--back)" }) : null);
-      dot.firstChild.textContent = `client ${id}` + (v == null ? "" : `: ${signed(v, G.metric.digits)}`); dot.onclick = () => openClient(C.seed, id); front.append(dot); });
+      dot.firstChild.textContent = called(C.seed, id) + (v == null ? "" : `: ${signed(v, G.metric.digits)}`); dot.onclick = () => openClient(C.seed, id); front.append(dot); });
   }
   svg.append(back, front); svg.setAttribute("viewBox", `0 0 ${W} ${y - 10}`);
   $("cluster-text").textContent = `${name}, seed ${C.seed}: ${groups.length} ${kind}${groups.length > 1 ? "s" : ""}, ${total} clients. Blue gains, orange loses, grey is equal or not known.`;
@@ -127,7 +128,7 @@ const csv = {
   gains: () => [["clients", "method", "seed", "client", "gain"], ...D.groups.flatMap(g => Object.entries(g.gains).flatMap(([m, rows]) => rows.map(r => [g.name, m, ...r])))],
   curves: () => [["clients", "view", "method", "round", "metric", "value", "std over seeds", "MB so far"], ...D.groups.flatMap(g => Object.entries(g.curves).flatMap(([v, lines]) => Object.entries(lines).flatMap(([m, l]) => l.x.map((x, i) => [g.name, v, m, x, g.metric.name, l.y[i], l.s[i], l.mb[i]]))))],
   costs: () => [["clients", "method", "MB", "metric", "value", "std over seeds"], ...D.groups.flatMap(g => Object.entries(g.costs).map(([m, p]) => [g.name, m, p.mb, g.metric.name, p.y, p.s]))],
-  clients: () => [["clients", "seed", "client", "test samples", "method", "metric", "value"], ...D.groups.flatMap(g => Object.entries(g.clients).flatMap(([seed, S]) => Object.entries(S.values).flatMap(([m, a]) => a.flatMap((v, k) => v == null ? [] : [[g.name, seed, S.ids[k], S.samples[k], m, g.metric.name, v]]))))],
+  clients: () => [["clients", "seed", "client", "test samples", "method", "metric", "value"], ...D.groups.flatMap(g => Object.entries(g.clients).flatMap(([seed, S]) => Object.entries(S.values).flatMap(([m, a]) => a.flatMap((v, k) => v == null ? [] : [[g.name, seed, S.names?.[S.ids[k]] ?? S.ids[k], S.samples[k], m, g.metric.name, v]]))))],
 };
 function partRows(part) { const out = []; for (const t of document.querySelectorAll(`table[data-part=${part}]`)) { const [head, ...rows] = tableRows(t); if (!out.length) out.push(["clients", ...[...t.tHead.rows[0].cells].map(c => c.querySelector("button").textContent)]); out.push(...rows.map(r => [t.dataset.group, ...r])); } return out; }
 for (const b of document.querySelectorAll("[data-csv]")) if (b.tagName === "BUTTON") { b.setAttribute("aria-label", `download ${b.dataset.csv} as CSV`); b.onclick = () => saveCsv(b.dataset.csv + ".csv", csv[b.dataset.csv]()); }

@@ -130,8 +130,9 @@ class DeviceHandler:
         data = session.federation.data(request.client)
         state = method.init_client(data) if job.state is None else _held(job.state)
         with torch.no_grad():
-            params, extras = method.personal(state, request.download, data)
-        plain = not extras and type(method).predict is Method.predict
+            ask = method.newcomer if job.state is None else method.personal
+            params, _ = ask(state, request.download, data)
+        plain = type(method).predict is Method.predict
         about = {
             "method": method.card.title, "client": str(request.client), "round": str(request.round - 1),
             "plain": str(plain).lower(),

@@ -62,6 +62,8 @@ def open_session(settings: RunSettings, cloud: CloudSettings) -> Session:
 
 
 def check_possible(settings: RunSettings) -> None:
+    if settings.warm_start is not None:
+        raise CoterieError("warm_start is for simulations: devices of a federation draw the first values from the seed")
     for name, why in (
         ("official", "sends personal models to the cloud"), ("log_updates", "sends updates to the cloud"),
     ):  # fmt: skip
