@@ -144,6 +144,11 @@ def test_a_run_knows_its_clients_by_name(tmp_path):
     assert json.dumps("al b.") in render([run])
 
 
+def test_pictures_of_labels_get_a_sentence():
+    with pytest.raises(CoterieError, match=r"shape \(8, 8\) each, as in segmentation; .* such as classification"):
+        from_arrays(np.zeros((4, 8, 8), np.uint8), np.zeros((4, 8, 8), int), name="masks")
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 X, Y, WHO = arrays()
 MISTAKES = [

@@ -84,6 +84,11 @@ def dataset(name: str, raw: Raw) -> Dataset:
     x = raw.x if not test or raw.x_test is None else np.concatenate([raw.x, raw.x_test])
     if n_train == 0:
         raise CoterieError(f"{name} has no training samples")
+    if raw.y.ndim > 2 and raw.y[0].size > 1:
+        raise CoterieError(
+            f"labels of {name} have shape {raw.y.shape[1:]} each, as in segmentation; Coterie takes one label (or a "
+            "row of numbers) per item, such as classification"
+        )
     y = raw.y.reshape(n_train, -1)
     if test and raw.y_test is not None:
         more = raw.y_test.reshape(len(raw.y_test), -1)
