@@ -72,7 +72,7 @@ class FedPAC(Method):
             head = Schema({k: e for k, e in self.model_schema.entries.items() if self._head(k)})
             if now is None:
                 return body | means | Schema(head.optional().entries)
-            return body | means | (head if now.client in now.server["heads"] else Schema({}))
+            return body | means | (head if self._heads(now.server, [now.client]) else Schema({}))
         entries = {
             "x:before": Entry(("labels", width), kind="prototype", part=part),
             "x:means": Entry(("labels", width), kind="prototype", part=part),
@@ -87,8 +87,14 @@ class FedPAC(Method):
         return {"w": w, "heads": {}, "means": torch.full((self.ctx.classes, self.ctx.net.width), torch.nan)}
 
     def down(self, server: State, ids: Sequence[int], round: int) -> Download:
+        return Download({**server["w"], MEANS: server["means"]}, self._heads(server, ids))
+
+    def _heads(self, server: State, ids: Sequence[int]) -> dict[int, Tree]:
+        """Those of these clients; newcomers have the mean of all."""
         heads = server["heads"]
-        return Download({**server["w"], MEANS: server["means"]}, {i: heads[i] for i in ids if i in heads})
+        new = [i for i in ids if i not in self.ctx.clients and i not in heads] if heads else []
+        mean = T.mean([heads[i] for i in sorted(heads)]) if new else {}
+        return {i: heads[i] for i in ids if i in heads} | dict.fromkeys(new, mean)
 
     def _model(self, state: State, download: Tree) -> Tree:
         """Body, and the client's combined head (the first one of the run if it has none yet)."""
