@@ -34,8 +34,8 @@ def reading(path: Path, kind: str) -> Iterator[None]:
 
 
 def npz(path: Path) -> Raw:
-    """x_train, y_train, x_test, y_test (classes, client_train, client_test, group_train, group_test, task); x, y (client,
-    group, split); or MedMNIST's names."""
+    """x_train, y_train, x_test, y_test (classes, client_train, client_test, group_train, group_test, task); x, y
+    (client, group, split); or MedMNIST's names."""
     with reading(path, "an .npz data file"):
         have = _arrays(path)
         if "train_images" in have:
@@ -52,8 +52,8 @@ def npz(path: Path) -> Raw:
         classes = [str(c) for c in have["classes"]] if "classes" in have else None
         clients = have.get("client_train"), have.get("client_test")
         task = str(have["task"]) if "task" in have else None
-        parts = have["x_train"], have["y_train"], have.get("x_test"), have.get("y_test")
-        raw = Raw(*parts, classes, *clients, task)
+        tests = have.get("x_test"), have.get("y_test")
+        raw = Raw(have["x_train"], have["y_train"], *tests, classes, *clients, task)
         return raw._replace(split=have.get("split"), group=have.get("group_train"), group_test=have.get("group_test"))
 
 

@@ -25,6 +25,7 @@ from coterie.origins import origin, recalled
 from coterie.runs.run import Run
 from coterie.runtimes.states import ClientStates
 from coterie.session import Factory, Session, client_states
+from coterie.tasks import make as make_task
 from coterie.train.trainer import train
 from coterie.tree import Tree, clone, mean
 
@@ -180,7 +181,8 @@ def export(run: Run, client: int | str, path: Path) -> str:
         "built": isinstance(own, nn.Module),
         "options": session.options_for(source),
         "shape": list(fed.shape),
-        "classes": fed.num_classes,
+        "task": fed.task.name,
+        "outputs": fed.task.outputs,
         "labels": list(fed.dataset.classes),
         "dtype": str(example.dtype).removeprefix("torch."),
         "vocab": fed.dataset.vocab,
@@ -232,7 +234,8 @@ def load_model(
     if cls is None:
         raise CoterieError(f"{path} was made with a method of your own ({about['method']}); give method = it")
     bound = build_method(cls, about["settings"])
-    bound.ctx = Context(net, net.state(), (0,), about["classes"], 1, 1.0, 1.0, 1, 0.1, 0)
+    task = make_task(about["task"], about["outputs"])
+    bound.ctx = Context(net, net.state(), (0,), task, rounds=1, join=1, epochs=1, batch=1, lr=0.1, seed=0)
     params = {k: _found(tensors, "model", k, path) for k in about["names"]}
     extras = {k: _found(tensors, "extras", k, path) for k in about["extras"]}
     return PersonalModel(bound, params, {**about["numbers"], **extras}).eval()
@@ -246,9 +249,9 @@ def _module(path: Path, about: dict[str, Any], model: nn.Module | Factory | None
     if source is None:
         raise CoterieError(f"{path} was made with a model of your own ({about['own_model']}); give model = it")
     dtype = getattr(torch, about["dtype"])
-    shape, classes = tuple(about["shape"]), about["classes"]
+    shape, outputs = tuple(about["shape"]), about["outputs"]
     options = {} if isinstance(source, nn.Module) else about["options"]
-    return build_model(source, shape, classes, dtype=dtype, vocab=about["vocab"], options=options)
+    return build_model(source, shape, outputs, dtype=dtype, vocab=about["vocab"], options=options)
 
 
 def _fill(module: nn.Module, tensors: Tree, path: Path) -> None:

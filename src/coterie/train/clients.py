@@ -11,7 +11,7 @@ from coterie import tree as T
 from coterie.data.federation import Federation
 from coterie.errors import CoterieError
 from coterie.messages import Job, Remote, Score, ScoreAnswer, ScoreRequest, TrainAnswer, Trained, TrainRequest
-from coterie.method import Batch, ClientData, ClientId, Extras, Method, Phase, Split, State, cross_entropy
+from coterie.method import Batch, ClientData, ClientId, Extras, Method, Phase, Split, State
 from coterie.train.optim import Optimiser
 from coterie.train.score import TOGETHER, Case, Scorer, score
 from coterie.train.stack import Stacker
@@ -211,7 +211,7 @@ class Clients:
 
     def _own_loss(self, params: Tree, batch: Batch, extras: Extras) -> torch.Tensor:
         """What a newcomer's model is fine-tuned by where the method has no adaptation of its own."""
-        return cross_entropy(self.method.predict(params, batch.x, extras), batch)
+        return self.method.ctx.loss_of(self.method.predict(params, batch.x, extras), batch)
 
     def _putter(self, opened: Sequence[Opened], scores: list[dict[str, Score]]) -> Callable[..., None]:
         def put(view: str, models: Sequence[Model], who: Sequence[int], shared: bool = False) -> None:
