@@ -1,14 +1,17 @@
-"""Every registered method passes the common battery."""
+"""Every registered method passes the common battery; its variants do so in `make test-all`."""
 
 import pytest
 
-from coterie.methods import known
+from coterie.cli.words import parents
+from coterie.methods import find, known
 from coterie.testing import CHECKS, check
 
 
 def everything(names=CHECKS):
     """All checks of one method in a row and in one process, where they share a run."""
-    return [pytest.param(m, n, marks=pytest.mark.xdist_group(m)) for m in known() for n in names]
+    above = parents({m: find(m) for m in known()})
+    marks = {m: [pytest.mark.xdist_group(m), *([pytest.mark.long] if above[m] else [])] for m in known()}
+    return [pytest.param(m, n, marks=marks[m]) for m in known() for n in names]
 
 
 @pytest.mark.parametrize(("method", "name"), everything())

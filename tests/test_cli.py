@@ -259,5 +259,9 @@ def test_hints_are_close_or_list_the_choices(typed: str, known_names: list[str],
 
 
 def test_data_show_draws_who_has_what(cli) -> None:  # type: ignore[no-untyped-def]
+    found = json.loads(cli("data", "show", "--clients", "6", "--out", "q.png", "--json")[1])
+    assert len(found["clients"]) == 6 and Path(found["picture"]).exists()
+    one = found["clients"][0]
+    assert one["train"] + one["val"] + one["test"] == sum(one["labels"].values()) > 0
     code, out, _ = cli("data", "show", "--clients", "6", "--out", "p.png")
     assert code == 0 and Path("p.png").stat().st_size > 5000 and "median" in out

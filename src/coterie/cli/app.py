@@ -363,6 +363,7 @@ def report(
     title: Annotated[str, Option(help="heading of the page")] = "",
     score: o.Score = "",
     also: o.Also = None,
+    as_json: o.Json = False,
 ) -> None:
     """Write one HTML page about one or several runs; it opens offline."""
     from coterie.cli.paper import _commas
@@ -372,7 +373,10 @@ def report(
     words = ["coterie", "report", *map(str, folders), "-o", str(out), *(["--title", title] if title else [])]
     words += [*(["--score", score] if score else []), *(["--also", also] if also else [])]
     written = write(folders, out, title, damaged.append, shlex.join(words), score, _commas(also))
-    console.print(f"report: {written}", soft_wrap=True, highlight=False)
+    if as_json:
+        typer.echo(json.dumps({"report": str(written), "damaged": damaged}))
+    else:
+        console.print(f"report: {written}", soft_wrap=True, highlight=False)
     for sentence in damaged:
         _complain(sentence)
     if damaged:

@@ -267,19 +267,24 @@ def data_show(
     set_: o.Set = None,
     config: o.Config = None,
     out: Annotated[Path, Option(help="file for the picture (.png or .svg)")] = Path("partition.png"),
+    as_json: o.Json = False,
 ) -> None:
     """Show a partition: a table, and a picture of labels by client."""
     from coterie.config import settings
     from coterie.data.federation import federate
-    from coterie.data.show import draw, table
+    from coterie.data.show import draw, rows, table
     from coterie.data.sources import load
     from coterie.data.targets import with_task
 
     given = o.gather(config, set_, data=data, task=task, partition=partition, clients=clients, seed=seed)
     s = settings(**{"method": "fedavg", **given})
     federation = federate(with_task(load(s.data, data_dir, s.subset), s.task), s.federation, s.seed)
+    drawn = draw(federation, out)
+    if as_json:
+        typer.echo(json.dumps({"picture": str(drawn), "clients": rows(federation)}))
+        return
     console.print(table(federation))
-    console.print(f"picture: {draw(federation, out)}", soft_wrap=True, highlight=False)
+    console.print(f"picture: {drawn}", soft_wrap=True, highlight=False)
 
 
 def _text(value: Any) -> str:

@@ -1,5 +1,6 @@
 """`coterie figure`: one picture of one or several runs, as PNG, SVG and PDF."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ def figure(
     against: Annotated[str | None, Option(help="for the kind arena: only these controls, by commas")] = None,
     methods: Annotated[str | None, Option(help="only these methods, by commas")] = None,
     data_dir: o.DataDir = None,
+    as_json: o.Json = False,
 ) -> None:
     """Draw accuracy, bytes, clusters, clients, ... of runs."""
     from coterie.cli.app import engine_from
@@ -50,7 +52,11 @@ def figure(
         for r in runs:
             r._session = rebuild(r.path, engine_from(1, None, data_dir))
     drawn = figures.draw(kind, runs, view=view, axis=axis, score=score, against=_commas(against))
-    for file in figures.save(drawn, out or Path(kind)):
-        console.print(f"figure: {file}", soft_wrap=True, highlight=False)
+    files = figures.save(drawn, out or Path(kind))
+    if as_json:
+        typer.echo(json.dumps({"files": [str(file) for file in files]}))
+    else:
+        for file in files:
+            console.print(f"figure: {file}", soft_wrap=True, highlight=False)
     if damaged:
         raise typer.Exit(1)

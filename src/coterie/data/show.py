@@ -40,6 +40,20 @@ def table(fed: Federation) -> Table:
     return out
 
 
+def rows(fed: Federation) -> list[dict[str, Any]]:
+    """The same as plain values, for all clients."""
+    counts, names = fed.label_counts("all"), fed.dataset.strata[1]
+    sizes = {part: fed.sizes(part) for part in ("train", "val", "test")}
+    return [
+        {
+            "client": int(i),
+            **{part: int(n[i]) for part, n in sizes.items()},
+            "labels": {str(names[k]): int(c) for k, c in enumerate(counts[i]) if c},
+        }
+        for i in range(len(counts))
+    ]
+
+
 def draw(fed: Federation, path: Path) -> Path:
     """The picture of labels by client as PNG, SVG or PDF by the suffix."""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
