@@ -1,4 +1,4 @@
-"""Every reader on small files, whole, cut short, wrong and hostile."""
+"""Every reader on small files: intact, truncated, wrong and hostile."""
 
 import gzip
 import os

@@ -1,4 +1,4 @@
-"""Properties of partitions: who gets what, and what cannot be dealt."""
+"""Properties of partitions: which client gets which samples, and what is impossible."""
 
 import numpy as np
 import pytest

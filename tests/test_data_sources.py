@@ -1,4 +1,4 @@
-"""Names, the user's own arrays, torch data sets, texts, the hub, and showing who has what."""
+"""Names, the user's own arrays, torch data sets, texts, the hub, and showing a partition."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""Whatever a device or an edge answers, the round goes on without it, and a sentence names who it was."""
+"""Whatever a device or an edge answers, the round continues without it, and a sentence names the node."""
 
 import re
 from collections.abc import Callable
@@ -146,7 +146,7 @@ LIES: dict[str, tuple[Callable[[EdgeAnswer], Any], str]] = {
     "a foreign client": (lambda a: replace(a, answers=tuple(replace(x, client=3) for x in a.answers)), "not asked"),
     "twice": (lambda a: replace(a, answers=(*a.answers, *a.answers)), "or twice"),
     "silence": (lambda a: replace(a, answers=(), missing={}), "gave no answer"),
-    "wire": (lambda a: replace(a, wire=replace(a.wire, total_up=-1)), "bytes that cannot be"),
+    "wire": (lambda a: replace(a, wire=replace(a.wire, total_up=-1)), "impossible byte counts"),
 }
 
 

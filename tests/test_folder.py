@@ -1,4 +1,4 @@
-"""A run's folder: whoever damages, moves or loses a file of it gets a sentence, and what is written is there."""
+"""A run's folder: damaged, moved or lost files are reported in a sentence, and written data are durable."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Arrows between the rooms of the package point one way, and nothing but the transport knows Flower."""
+"""Imports between packages go one way only, and only the transport imports Flower."""
 
 import ast
 import graphlib

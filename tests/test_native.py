@@ -1,4 +1,4 @@
-"""The native block gives PyTorch's values and gradients, for every shape and mode, and steps aside where it must."""
+"""The native block gives PyTorch's values and gradients, for every shape and mode."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""SC-FPFL section 8, properties 7-11, and the reference pair of the Fourier step."""
+"""SC-FPFL, properties 7 to 11, and the reference pair of the Fourier step."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Readings: presets that are weaker than a variant's defaults, and these weaker than what a user sets."""
+"""Readings: presets; a variant's defaults override them, and the user's settings override both."""
 
 import tomllib
 from importlib.resources import files

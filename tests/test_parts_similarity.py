@@ -1,4 +1,4 @@
-"""FedCPMD section 8, properties 10 and 11, and the mixing rules of pFedSim, FedCMD, FedAP and FedAMP."""
+"""FedCPMD, properties 10 and 11, and the mixing rules of pFedSim, FedCMD, FedAP and FedAMP."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Damaged files, absurd settings, foreign data, wrong calls: a sentence or the same bits, never a trace or a lie.
+"""Damaged files, absurd settings, foreign data, wrong calls: a sentence or the same bits, never a traceback.
 
 The short versions draw a few cases of each kind; those marked `long` draw hundreds.
 """

@@ -1,4 +1,4 @@
-"""The report says the runs' own numbers, names its statistics, and harms nobody who opens it."""
+"""The report shows the runs' own numbers, names its statistics, and is safe to open."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Runs that are killed, damaged, locked or out of disk: nothing written is lost, resuming gives the same bits."""
+"""Runs that are killed, damaged, locked or out of disk: nothing written is lost, and resuming is bit-identical."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A round is a value: planned and closed by pure functions, whatever becomes of its clients in between."""
+"""A round is a value: planned and closed by pure functions, whatever happens to its clients in between."""
 
 import builtins
 import json

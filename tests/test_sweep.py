@@ -1,4 +1,4 @@
-"""Many runs in one go: what is done is skipped, what breaks is named, what is killed goes on to the same bits."""
+"""Sweeps: finished runs are skipped, failed ones named, and killed ones resumed bit-identically."""
 
 import os
 import signal

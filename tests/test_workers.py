@@ -1,4 +1,4 @@
-"""Worker processes: the same bits however many there are, also when they die; what goes wrong in one is said here."""
+"""Worker processes: bit-identical results for any number of them, also when they die; errors in one are reported."""
 
 import os
 import signal

@@ -16,7 +16,7 @@ __all__ = ["available", "block", "conv_block", "enable", "enabled", "plain", "st
 
 _lock = Lock()
 _kernel: op.Kernel | None = None
-_status: str | None = None  # None: nobody asked yet
+_status: str | None = None  # None: not determined yet
 _wanted: bool | None = None  # None: the environment decides
 
 

@@ -82,11 +82,11 @@ def cache_dir() -> Path:
 
 
 def _own(folder: Path) -> None:
-    """Makes the folder; code from a folder that somebody else made, or may write to, is never loaded."""
+    """Makes the folder; code from a folder that another user owns or may write to is never loaded."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     ours = all(part.lstat().st_uid in (os.getuid(), 0) for part in (folder, folder.parent, folder.parent.parent))
     if not ours or folder.lstat().st_mode & 0o022:
-        raise PermissionError(f"{folder} belongs to somebody else")
+        raise PermissionError(f"{folder} belongs to another user")
 
 
 def fingerprint(compiler: str) -> str:

@@ -1,4 +1,4 @@
-"""What `coterie paper` leaves behind for an item: item.json, side.csv, side.md, figures and report.html."""
+"""What `coterie paper` writes for an item: item.json, side.csv, side.md, figures and report.html."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -58,7 +58,7 @@ def group_name(name: str, comparison: Comparison) -> str:
 
 
 def local_title(comparison: Comparison) -> str | None:
-    """The runs everybody is measured against: training alone."""
+    """The runs that others are compared with: training alone."""
     return next((r.title for r in comparison.runs if r.settings["method"] == "local"), None)
 
 

@@ -16,8 +16,8 @@ Replies = tuple[dict[ClientId, A], dict[ClientId, str]]  # answers, and why othe
 Cost = Callable[[ClientId], int]  # how long a client takes, in any unit
 
 
-class Interrupted(Exception):  # noqa: N818  # not an error: somebody asked for it
-    """A stop was asked for while the runtime waited; nothing of this round counts."""
+class Interrupted(Exception):  # noqa: N818  # not an error: a stop was requested
+    """A stop was requested while the runtime waited; this round does not count."""
 
 
 class Runtime(ABC):
@@ -76,7 +76,7 @@ class Runtime(ABC):
 
 
 class Simulation(Runtime):
-    """Runtimes of one program: everybody answers, and client states lie in memory or in the run's folder."""
+    """Runtimes of one program: all clients answer, and their states are in memory or in the run's folder."""
 
     trusted = True
 

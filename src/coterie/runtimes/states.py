@@ -24,7 +24,7 @@ class StateLostError(RuntimeError):
 @codec.register
 @dataclass(frozen=True)
 class Index:
-    """Which version of each client's state counts: the round it was made in (-1: none), and its checksum."""
+    """The valid version of each client's state: the round it was made in (-1: none), and its checksum."""
 
     version: Tensor  # [clients] int64
     checksum: Tensor  # [clients] int64

@@ -1,4 +1,4 @@
-"""Who is with whom: layers that clients keep, sizes of clusters, similarity of clients."""
+"""Groups of clients: layers that clients keep, sizes of clusters, similarity of clients."""
 
 import textwrap
 from collections import Counter

@@ -1,7 +1,7 @@
 """What arrives from other hosts is checked before it is used; every refusal is one sentence.
 
 Payloads are checked by the schemas of the method, where they are used: at the cloud in round.close, where edges are
-merged in exchange.merge, at a device before it trains. Here is what stands around them.
+merged in exchange.merge, at a device before it trains. This module checks the rest of the message.
 """
 
 from collections.abc import Iterable, Mapping
@@ -40,7 +40,7 @@ def sentence(text: str) -> str:
 
 # ---- at the cloud and at an edge -------------------------------------------------------------------------------------
 def check_answer(answer: Value, request: Request, samples: int, task: Task) -> Answer:
-    """The answer of a device with so many training samples (by its hello); its upload is not looked at."""
+    """The answer of a device with this many training samples (by its hello); its upload is not checked here."""
     if isinstance(request, TrainRequest):
         return _check_trained(check(answer, TrainAnswer), request, samples, task)
     return _check_scored(check(answer, ScoreAnswer), request, samples, task)
@@ -55,7 +55,7 @@ def _check_trained(a: TrainAnswer, request: TrainRequest, samples: int, task: Ta
         if score is not None:
             check_score(score, task)
     if a.update is not None or (not request.watch and (a.before or a.after)):
-        raise CoterieError("the answer holds more than was asked for")
+        raise CoterieError("the answer contains more than was requested")
     check_note(a.note)
     return a
 
@@ -63,7 +63,7 @@ def _check_trained(a: TrainAnswer, request: TrainRequest, samples: int, task: Ta
 def _check_scored(a: ScoreAnswer, request: ScoreRequest, samples: int, task: Task) -> ScoreAnswer:
     _check_sender(a, request, samples)
     if "personal/test" not in a.scores or not a.scores.keys() <= VIEWS or a.model is not None:
-        raise CoterieError("the answer holds other scores than were asked for")
+        raise CoterieError("the answer contains other scores than were requested")
     for score in a.scores.values():
         check_score(score, task)
     return a
@@ -114,7 +114,7 @@ def _check_bytes(sizes: Bytes, schema: Schema, payloads: int, way: str) -> None:
 
 def check_wire(wire: WireBytes) -> WireBytes:
     if min(wire.payload_down, wire.payload_up, wire.total_down, wire.total_up) < 0:
-        raise CoterieError("it counts bytes that cannot be")
+        raise CoterieError("it reports impossible byte counts")
     return wire
 
 

@@ -25,7 +25,7 @@ HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 @dataclass(frozen=True)
 class Certs:
-    """Where the files of a federation lie."""
+    """Paths of the files of a federation."""
 
     root: Path
 
@@ -68,7 +68,7 @@ class Certs:
         return self.root / "nodes" / f"{name}.json"
 
     def roles(self) -> dict[str, NodeRole]:
-        """What every registered node may be, by name; one that was added without a word is a device."""
+        """What every registered node may be, by name; one without a role file is a device."""
         names = sorted(path.stem for path in (self.root / "nodes").glob("*.pub"))
         return {name: NodeRole.read(self.role_file(name)) for name in names}
 
@@ -76,7 +76,9 @@ class Certs:
         """A sentence if the directory is not complete."""
         for path in (self.ca, self.server, self.server_key, self.control_key):
             if not path.is_file():
-                raise CoterieError(f"certs {self.root} has no {path.name}; make the directory with coterie certs init")
+                raise CoterieError(
+                    f"certs {self.root} has no {path.name}; create the directory with coterie certs init"
+                )
 
 
 def init(root: Path, hosts: Sequence[str], days: int = 825) -> Certs:
@@ -126,7 +128,7 @@ def add_node(
     if not NAME.fullmatch(name):
         raise CoterieError(f'node name "{name}" must be letters, digits, dot, dash or underscore, at most 63')
     if not certs.ca.is_file():
-        raise CoterieError(f"{root} is not a certificate directory; make one with coterie certs init")
+        raise CoterieError(f"{root} is not a certificate directory; create one with coterie certs init")
     if certs.public(name).exists() or certs.key(name).exists():
         raise CoterieError(f'node "{name}" exists already in {root}')
     if public is not None:
@@ -155,7 +157,7 @@ def new_key(path: Path) -> Path:
 
 
 def remove_node(root: Path, name: str) -> None:
-    """Take a node off the list; the running SuperLink forgets it at the next round."""
+    """Remove a node; the running SuperLink forgets it at the next round."""
     certs = Certs(root)
     if not certs.public(name).exists():
         raise CoterieError(f'no node "{name}" in {root}; known: {", ".join(certs.nodes()) or "none"}')

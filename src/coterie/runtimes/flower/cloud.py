@@ -1,4 +1,4 @@
-"""The cloud's end of a federation: requests go to devices, straight or through edges, and answers come back checked."""
+"""The cloud's side of a federation: sends requests to devices, directly or through edges, and checks answers."""
 
 import logging
 import time
@@ -33,7 +33,7 @@ log = logging.getLogger("coterie.cloud")
 
 @dataclass(frozen=True)
 class Patience:
-    """How many the cloud waits for, and how long."""
+    """How many clients the cloud waits for, and how long."""
 
     min_clients: int = 1  # before the first round
     deadline: float = 600.0  # seconds, for the answers of a round
@@ -51,7 +51,7 @@ class _Found:
 
 
 class FlowerRuntime(Runtime):
-    """Client states lie on the devices: here is only known which version of each counts."""
+    """Client states are on the devices; the cloud only knows which version of each counts."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class FlowerRuntime(Runtime):
 
     # ---- who is here -------------------------------------------------------------------------------------------------
     def look(self) -> None:
-        """See who is connected, and say hello to who is new."""
+        """Update the connected nodes, and send the plan to new ones."""
         nodes, now = set(self.link.nodes()), time.monotonic()
         try:
             self._roles = self.roles()
@@ -217,7 +217,7 @@ class FlowerRuntime(Runtime):
         self._refuse_all(errors)
 
     def _gather(self) -> None:
-        """Wait for enough clients; a resumed run waits for those it had, later rounds for who was just here."""
+        """Wait for enough clients; a resumed run waits for those it had, later rounds for recently connected ones."""
         until = time.monotonic() + self.patience.deadline
         if not self.begun:
             log.info("waiting for %s clients", self.patience.min_clients)
@@ -227,7 +227,7 @@ class FlowerRuntime(Runtime):
             self.presence.doing, self.presence.waiting_for = self._missing()
             self.look()
             if self.patience.clients and self._refused:
-                raise CoterieError(f"not everybody can take part: {self.errors[-1]}")
+                raise CoterieError(f"some clients cannot take part: {self.errors[-1]}")
             here, now = sum(c < self.roster.places for c in self.here), time.monotonic()
             soon = any(now - t < MOMENT for c, t in self._last_seen.items() if c not in self.here)
             enough = here >= self.patience.min_clients and self.patience.clients <= self.here
@@ -288,7 +288,7 @@ class FlowerRuntime(Runtime):
 
     # ---- the way there and back --------------------------------------------------------------------------------------
     def _ask(self, kind: Kind, requests: Sequence[Request], tasks: Sequence[tuple[str, MergeRequest]] = ()) -> _Found:
-        """Ask everybody at once; who is behind an edge is asked through it."""
+        """Ask all clients at once; those behind an edge through the edge."""
         found = _Found()
         jobs: dict[str, Job] = {}
         asked: dict[str, list[Request]] = {}  # by node
@@ -356,7 +356,7 @@ class FlowerRuntime(Runtime):
         return each * len(job.names) + sum(state * (1 + len(task.edge.clients)) for task in job.merges)
 
     def _take(self, found: _Found, asked: Sequence[Request], job: EdgeJob, answer: EdgeAnswer) -> None:
-        """What an edge answers for its devices. It can speak for those it was asked about and for nobody else."""
+        """An edge's answers for its devices. It may answer only for those it was asked about."""
         self.wire.count("device-edge", check_wire(answer.wire))
         requests = {r.client: r for r in asked}
         answers: dict[ClientId, Answer] = {}

@@ -1,4 +1,4 @@
-"""The device's side of a federation: answers the cloud with its own data, and keeps its state to itself.
+"""The device's side of a federation: answers the cloud with its own data; its state stays here.
 
 An answer never holds state: what leaves is the method's upload, its numbers, and counts of hits.
 """
@@ -25,7 +25,7 @@ from coterie.runtimes.flower.states import States, lock
 from coterie.schema import NonFiniteError
 from coterie.session import Session
 
-NO_PLAN = "no plan of this run is known here"  # the cloud then says hello again
+NO_PLAN = "this node has no plan of this run"  # the cloud then says hello again
 log = logging.getLogger("coterie.device")
 
 
@@ -101,7 +101,7 @@ class DeviceHandler:
         return int(json.loads(path.read_text())["client"])
 
     def _take_place(self, run: str, client: ClientId) -> None:
-        """The cloud's roster gives a place once; a job for another place is refused, so states are never mixed up."""
+        """A device has one client slot per run; a job for another one is refused, so that states are never mixed up."""
         mine = self._place(run)
         if mine is None:
             write_atomic(self._folder(run) / "client.json", json.dumps({"client": client}).encode())
@@ -124,7 +124,7 @@ class DeviceHandler:
         return answer
 
     def _keep_model(self, session: Session, run: str, job: Job) -> None:
-        """The personal model as a file of its own beside the state, for whoever wants to use it on this device."""
+        """The personal model as a file of its own beside the state, for use on this device."""
         request = job.request
         method = session.method_of(request.client)
         data = session.federation.data(request.client)

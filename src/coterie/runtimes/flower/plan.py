@@ -1,4 +1,4 @@
-"""What the cloud tells every party before work starts: settings, model, versions. JSON, checked on arrival."""
+"""The plan that the cloud sends to every party: settings, model, versions. JSON, checked on arrival."""
 
 import hashlib
 import json
@@ -97,9 +97,9 @@ class Plan(BaseModel):
         if client is not None and data is not None:
             session = prepare(settings.model_copy(update={"data": data}), engine)
             if session.federation.identity != self.partition:
-                raise CoterieError(f'"{data}" is dealt out otherwise here than at the cloud; are the data the same?')
+                raise CoterieError(f'"{data}" has another partition here than at the cloud; are the data the same?')
         elif data is not None and self.partition is not None:
-            raise CoterieError("the cloud deals out named data in this run; say which client this is (--client)")
+            raise CoterieError("the cloud uses a named data set in this run; say which client this is (--client)")
         else:
             like = example(
                 self.shape,

@@ -1,4 +1,4 @@
-"""Who is which client: names of devices to numbers, decided once per run and kept on the cloud's disk."""
+"""Maps device names to client numbers; decided once per run and stored by the cloud."""
 
 import json
 from dataclasses import dataclass, field
@@ -92,7 +92,7 @@ class RosterEntry:
 
 @dataclass
 class Roster:
-    """Clients 0 to places - 1 take part; whoever comes when all places are taken is a newcomer: scored, not sampled."""
+    """Clients 0 to places - 1 take part; later devices are newcomers: evaluated, not sampled."""
 
     path: Path
     places: int

@@ -1,4 +1,4 @@
-"""The cloud's program: a run whose clients are strangers that connect; it goes on where a crash left it."""
+"""The cloud's program: a run whose clients connect over the network; it resumes after a crash."""
 
 import json
 import logging
@@ -102,7 +102,7 @@ def serve(
     tell: Callable[[Progress], None] = lambda p: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Run the federation in the folder `out`; True when it came to its end."""
+    """Run the federation in the folder `out`; returns True when it finished."""
     Certs(Path(cloud.certs)).check()
     if not resume:
         cloud = replace(cloud, run=secrets.token_hex(16))
@@ -127,7 +127,7 @@ def serve(
 
 
 class StatusFile:
-    """status.json: what a person or another program wants to know of a running federation."""
+    """status.json: the state of a running federation, for people and programs."""
 
     def __init__(self, path: Path, session: Session):
         self.path, self.session = path, session

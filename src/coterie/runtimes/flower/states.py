@@ -37,13 +37,15 @@ class States:
             return found or None  # of a method without client state
         if not self.rounds():
             log.warning(
-                "there is no state of round %s in %s (another or an empty disk?); starting anew", base, self.folder
+                "there is no state of round %s in %s (another or an empty disk?); starting from the initial state",
+                base,
+                self.folder,
             )
             return None
         raise CoterieError(f"the state of round {base} is not here; there are those of rounds {self.rounds()}")
 
     def write(self, round: int, state: State, base: int) -> None:
-        """Put away the state after `round`, which began at `base`; what nobody can ask for any more goes first."""
+        """Store the state after `round`, which began at `base`; unneeded versions are deleted first."""
         older = [r for r in self.rounds() if r < base]
         for r in set(self.rounds()) - {base, *older[-1:]}:
             self.path(r).unlink(missing_ok=True)

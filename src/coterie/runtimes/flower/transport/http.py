@@ -1,4 +1,4 @@
-"""Flower's HTTP clients with our manners: errors as sentences, bytes counted, no retries behind the caller's back.
+"""Flower's HTTP clients with errors as sentences, counted bytes and no hidden retries.
 
 Flower's own retry helper sends its process SIGINT when a server answers 401; so it is not used.
 """
@@ -83,14 +83,14 @@ def call(function: Callable[[Any], Any], request: Any) -> Any:
         status, where = e.response.status_code, e.request.url.path
         reason = _reason(e.response.text) or e.response.reason_phrase
         if status >= 500:
-            raise UnreachableError(f"the SuperLink is in trouble: {status} {reason}") from e
+            raise UnreachableError(f"the SuperLink reports an error: {status} {reason}") from e
         if status in (401, 403, 404) or where.endswith("/activate-node"):
             raise RefusedError(f"the SuperLink refused {where}: {status} {reason}") from e
         raise CoterieError(f"the SuperLink refused {where}: {status} {reason}") from e
     except httpx.TransportError as e:
         text = str(e)
         if "CERTIFICATE_VERIFY_FAILED" in text:
-            raise CoterieError(f"the server's certificate is not to be trusted: {text}") from e
+            raise CoterieError(f"the server's certificate is not trusted: {text}") from e
         if "WRONG_VERSION_NUMBER" in text:
             raise CoterieError("the server does not speak TLS; plain HTTP is not used") from e
         raise UnreachableError(f"the SuperLink does not answer: {text or type(e).__name__}") from e

@@ -55,7 +55,7 @@ class LinkBytes:
 
 
 class Replies(NamedTuple):
-    """What came of asking, by name of the node: answers, why others gave none, and what it took."""
+    """The result of a request, by node: answers, reasons for missing answers, and traffic."""
 
     answers: dict[str, memoryview]
     errors: dict[str, str]

@@ -96,7 +96,7 @@ class ServerRun:
         self.drop()
 
     def drop(self) -> None:
-        """Let go of it without a word."""
+        """Close without notifying the SuperLink."""
         self._over.set()
         self._control.close()
         self._runtime.close()
@@ -127,7 +127,7 @@ class ServerRun:
                 raise
             except CoterieError as e:  # Flower never takes the key of a removed node again
                 self._rejected.add((name, public))
-                log.warning("%s stays out: %s; give it a new key", name, e)
+                log.warning("%s cannot join: %s; give it a new key", name, e)
 
     def online(self) -> dict[str, Any]:
         """Who is connected: name to Flower's NodeInfo."""
