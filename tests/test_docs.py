@@ -39,6 +39,11 @@ def commands() -> list[Any]:
             for line in block.replace("\\\n", " ").splitlines():
                 if line.startswith("coterie "):
                     found.append(pytest.param(line, id=f"{page.name}: {line[:60]}"))
+    make = (ROOT / "Makefile").read_text()
+    demo = re.search(r"^DEMO := (.*)$", make, flags=re.M)[1]
+    recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", make, flags=re.M)[1]
+    for line in re.findall(r"\bcoterie [^\n]*", re.sub(r"\$\((subst [^)]*\$\()?DEMO\)+", demo, recipe)):
+        found.append(pytest.param(line.removesuffix('"'), id=f"make demo: {line[:60]}"))
     return found
 
 
