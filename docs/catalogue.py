@@ -97,9 +97,13 @@ def _tree(found: dict[str, type[Method]]) -> list[str]:
             continue
         lines.append(f"- **{words.capitalize()}**" + (f" ({letter})" if letter != "-" else ""))
         for name in sorted(here, key=lambda n: (found[n].card.year, n)):
-            lines.append(f"    - {found[name].card.title}, {found[name].card.year or 'no year'}: {_link(name)}")
+            lines.append(f"    - {found[name].card.title}{_year(found[name])}: {_link(name)}")
             lines += [f"        - {found[v].card.title}: {_link(v)}" for v, p in above.items() if p == name]
     return lines
+
+
+def _year(m: type[Method]) -> str:
+    return f", {m.card.year}" if m.card.year else ""
 
 
 def facts(name: str) -> str:
