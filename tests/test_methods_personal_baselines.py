@@ -16,7 +16,7 @@ from coterie.methods.fedtgp import made, slope, widest_gap
 from coterie.methods.floco import on_simplex, placed, riesz
 from coterie.methods.pfedfda import Fold, definite, discriminant
 from coterie.parts.small_layers import linear
-from coterie.testing import SmallNet, check
+from coterie.testing import CHECKS, SmallNet, check
 from played import HEAD, bound, jittered, near, plain, play, same, session, size, state, traffic, watch
 
 
@@ -137,7 +137,7 @@ def test_fedtgp_margin_is_the_widest_gap_between_neighbouring_classes() -> None:
 
 
 def test_fedtgp_makes_prototypes_for_all_classes_that_are_closest_to_their_own_means() -> None:
-    s = session("fedtgp", own={"server_epochs": 200}, rounds=2, join=1.0)
+    s = session("fedtgp", own={"server_epochs": 100}, rounds=2, join=1.0)
     loop, seen = watch(s)
     rows = [(u.tree["x:means"], u.tree["x:labels"].long()) for u in seen[-1]]
     z, y = torch.cat([r[0] for r in rows]), torch.cat([r[1] for r in rows])
@@ -174,7 +174,8 @@ def test_floco_calls_everybody_in_the_round_that_places_them_and_trains_around_t
     assert float(place.sum()) == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["same_bits_for_any_number_of_workers", "payload_is_what_is_declared"])
+@pytest.mark.long  # points are drawn by client number, and places magnify that, so numbers do matter
+@pytest.mark.parametrize("name", [n for n in CHECKS if n != "permuting_ids_permutes_results"])
 def test_floco_passes_the_battery_after_its_placement(name: str) -> None:
     check("floco", name, tau=1, endpoints=3)
 

@@ -29,7 +29,10 @@ def session(method: str, model: str = MIXED, **more: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("method", ["fedproto", "fedtgp", "fedgh", "fedgmh", "fedmd", "local"])
+LONG = [pytest.param(m, marks=pytest.mark.long) for m in ("fedtgp", "fedgh", "local")]
+
+
+@pytest.mark.parametrize("method", ["fedproto", "fedgmh", "fedmd", *LONG])
 def test_clients_train_the_models_they_are_given(method: str, tmp_path: Path) -> None:
     s = session(method)
     loops = []
