@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from coterie.data.natural import NATURAL
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError, unknown
 from coterie.method import Method
@@ -131,6 +132,8 @@ def settings(method: str | type[Method], **given: Any) -> RunSettings:
     if twice := shared_names(cls):
         raise CoterieError(f'{cls.__name__} calls a setting "{twice[0]}", which runs have already; it must rename it')
     build(cls, own)
+    if run.get("data") in NATURAL:
+        fed.setdefault("partition", "natural")
     if "public" in cls.needs:
         fed.setdefault("public", PUBLIC)
     try:

