@@ -109,7 +109,7 @@ def flights(path: Path) -> Raw:
     import pandas as pd
 
     d = pd.read_csv(path).dropna(subset=["arr_delay", "dep_delay"])
-    weekday = pd.to_datetime(d[["year", "month", "day"]]).dt.dayofweek
+    weekday = pd.to_datetime(d[["year", "month", "day"]]).dt.day_of_week
     origin = [(d["origin"] == o).astype(float) for o in ("EWR", "JFK", "LGA")]
     turn = [f(2 * np.pi * v) for v in (d["month"] / 12, d["hour"] / 24, weekday / 7) for f in (np.sin, np.cos)]
     x = _scaled([d["dep_delay"] / 60, d["distance"] / 1000 - 1, *turn, *origin])
