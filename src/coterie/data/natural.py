@@ -72,7 +72,8 @@ def _ratings(person: "pd.Series", item: "pd.Series", rating: "pd.Series") -> Raw
 
 
 def _scaled(columns: "list[pd.Series]") -> Array:
-    return np.nan_to_num(np.stack([c.to_numpy(np.float32) for c in columns], 1))
+    x: Array = np.stack([c.to_numpy(np.float32) for c in columns], 1)
+    return np.where(np.isnan(x), np.float32(0), x)
 
 
 def movielens(path: Path) -> Raw:
