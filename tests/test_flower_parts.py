@@ -35,6 +35,10 @@ def cloud() -> Any:
     return open_session(chosen, CloudSettings("certs", shape=(1, 4, 4), classes=3))
 
 
+def test_the_settings_of_a_federation_with_data_of_its_devices_can_be_written(cloud: Any) -> None:
+    assert cloud.described()["client_names"] is None
+
+
 @pytest.fixture
 def member(tmp_path: Path, cloud: Any) -> DeviceHandler:
     rng = np.random.default_rng(0)

@@ -33,6 +33,7 @@ class OwnData(Federation):
             raise CoterieError("devices with data of their own have no public items in common; set public_from=noise")
         self.dataset, self.settings, self.seed, self.own = example, settings, seed, own
         self.clients: tuple[int, ...] = tuple(range(places))
+        self.named, self.names = False, tuple(map(str, self.clients))
         self.groups: Ints | None = None
         self.identity: dict[str, Any] = {**settings.model_dump(mode="json"), "partition": "own", "clients": places}
         self._public_ready: torch.Tensor | None = torch.zeros((0, *example.shape)) if edge else None
