@@ -78,10 +78,19 @@ def test_the_state_has_the_numbers_of_the_runs(made) -> None:
     assert set(found) == {"deep/er/fedavg", EVIL}
     mine, run = found["deep/er/fedavg"], coterie.open_run(made / "deep" / "er" / "fedavg")
     assert mine["state"] == "finished" and (mine["round"], mine["rounds"]) == (3, 3)
-    assert mine["accuracy"] == pytest.approx(100 * run.summary()["personal"]["last"])
+    assert mine["score"] == pytest.approx(100 * run.summary()["personal"]["last"])
     assert mine["bytes"] == sum(run.summary()["bytes"].values())
     assert mine["curves"]["personal"]["x"] == [1, 2, 3]
     assert mine["curves"]["personal"]["y"] == pytest.approx(list(100 * run.curve()), abs=1e-3)
+
+
+def test_other_tasks_have_their_own_metric(tmp_path) -> None:
+    settings = {"settings": {"rounds": 1}, "method": {}, "task": {"name": "regression", "outputs": 1}}
+    event = {"round": 1, "participants": [], "failed": [], "nonfinite": [], "bytes": {}, "watch": {}, "loss": None}
+    seen = runs.Watched(tmp_path, "x", settings, [{**event, "eval": {"personal/test": {"mean": 2.5}}}])
+    about = seen.snapshot()
+    assert about["score"] == 2.5 and not about["metric"]["percent"] and about["curves"]["personal"]["y"] == [2.5]
+    assert f'metric="{about["metric"]["name"]}"}} 2.5' in metrics.text([about], None)
 
 
 def test_a_long_curve_is_thinned_with_its_bytes(tmp_path) -> None:
@@ -328,7 +337,7 @@ def status(now: float, **more: object) -> dict[str, object]:
                 "role": "edge" if n == "edge-0" else "device"}
             for i, (n, s) in enumerate(sorted(seen.nodes.items()))}  # fmt: skip
     node["edge-0/b"] = {"role": "device", "client": 7, "connected": False, "last_seen": now - 50}
-    return {"state": "running", "method": "FedPC", "round": 4, "rounds": 9, "accuracy": 0.5, "places": 3,
+    return {"state": "running", "method": "FedPC", "round": 4, "rounds": 9, "text": "accuracy 50.0", "places": 3,
             "nodes": node, "doing": "round 5: training", "waiting_for": ["device-9"], "heartbeat": now, "time": now,
             "wire": {"edge-cloud": {"up": {"payload": 5, "framing": 2}}}, "errors": ["e"], **more}  # fmt: skip
 
@@ -343,7 +352,7 @@ def test_a_federation_is_a_tree_with_what_was_refused_and_who_is_waited_for(tmp_
     ]  # fmt: skip
     (device,) = found["devices"]
     assert device["refused"][0]["why"] == "the upload lacks fc.weight" and device["refusals"] == 1
-    assert found["waiting_for"] == ["device-9"] and found["online"] == 2 and found["accuracy"] == 50
+    assert found["waiting_for"] == ["device-9"] and found["online"] == 2 and found["score"] == "accuracy 50.0"
     text = metrics.text([], found)
     assert 'coterie_node_online{node="edge-0/b",role="device"} 0' in text
     assert 'coterie_node_refused_uploads_total{node="device-9",role="device"} 1' in text

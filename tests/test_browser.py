@@ -90,7 +90,8 @@ def serving(root: Path, federation: Path | None = None):
 
     with server.listen("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
-        running = server.server(open_board(root, federation), TOKEN, port)
+        board = open_board(root, federation)
+        running = server.server(board, TOKEN, port)
         thread = threading.Thread(target=running.run, args=([listening],))
         thread.start()
         try:
@@ -98,12 +99,15 @@ def serving(root: Path, federation: Path | None = None):
         finally:
             running.should_exit = True
             thread.join(20)
+            for started in board.control.started.values():  # a board leaves its runs alone, a test does not
+                started.terminate()
+                started.wait(60)
 
 
-def points(driver, chart: str = "plot") -> int:
-    """Points of the longest line in a chart."""
+def points(driver, chart: str = "plot", line: str = "mine") -> int:
+    """Points of a line in a chart."""
     script = (
-        f"return Math.max(0, ...[...document.querySelectorAll('#{chart} polyline[data-series]')]"
+        f"return Math.max(0, ...[...document.querySelectorAll('#{chart} polyline[data-series=\"{line}\"]')]"
         ".map(p => p.getAttribute('points').split(' ').length))"
     )
     return driver.execute_script(script)
@@ -143,14 +147,14 @@ def test_a_run_is_started_its_curve_grows_and_it_is_stopped_with_the_token(drive
         assert "unlocked" in unlock(driver, TOKEN)
         press(driver, "#go")
         until(lambda: "started" in text(driver, "#start-said"), "the run is started")
-        first = until(lambda: points(driver), "a curve", 90)
-        until(lambda: points(driver) > first, "the curve grows", 60)
+        first = until(lambda: points(driver), "a curve", 180)
+        until(lambda: points(driver) > first, "the curve grows", 120)
         assert "running" in text(driver, '#table tr[data-id="mine"]')
 
         press(driver, '#table tr[data-id="mine"] button.open')
-        until(lambda: text(driver, "#clients-table"), "the clients")
+        until(lambda: text(driver, "#clients-table"), "the clients", 60)
         press(driver, "#clients-table tbody tr:nth-child(3) button.open")
-        until(lambda: points(driver, "client-plot"), "the client's curve")
+        until(lambda: points(driver, "client-plot", "client 2"), "the client's curve", 60)
         assert "Client 2" in text(driver, "#one-client")
 
         driver.execute_script("token = 'forgotten'")

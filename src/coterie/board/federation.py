@@ -47,7 +47,7 @@ class Federation:
             "round": int(status["round"]),
             "rounds": int(status["rounds"]),
             "doing": str(status.get("doing", "")),
-            "accuracy": None if status.get("accuracy") is None else 100 * float(status["accuracy"]),
+            "score": str(status.get("text") or ""),
             "seconds": float(status.get("seconds", 0)),
             "places": int(status.get("places", 0)),
             "online": sum(n["online"] for n in nodes if n["role"] == "device"),

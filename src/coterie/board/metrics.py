@@ -30,9 +30,10 @@ def text(runs: Iterable[Mapping[str, Any]], federation: Mapping[str, Any] | None
         add("coterie_run_running", "gauge", "1 while a process computes the run.", who, r["state"] == "running")
         add("coterie_run_round", "gauge", "Last finished round.", who, r["round"])
         add("coterie_run_rounds", "gauge", "Planned rounds.", who, r["rounds"])
-        if r.get("accuracy") is not None:
-            about = "Personal models, mean over clients, 0 to 1, last evaluation."
-            add("coterie_run_accuracy", "gauge", about, who, r["accuracy"] / 100)
+        if r.get("score") is not None:
+            about = "Personal models, mean over clients, last evaluation; percentages as shares of 1."
+            value = r["score"] / (100 if r["metric"]["percent"] else 1)
+            add("coterie_run_score", "gauge", about, {**who, "metric": r["metric"]["name"]}, value)
         add("coterie_run_bytes_total", "counter", "Bytes over all links, both ways.", who, r.get("bytes"))
         add("coterie_run_failed_total", "counter", "Clients that failed, over all rounds.", who, r.get("failed"))
         add("coterie_run_nonfinite_total", "counter", "Uploads that were not finite.", who, r.get("nonfinite"))

@@ -12,13 +12,14 @@ from typing import Any
 from coterie import folder
 from coterie.errors import CoterieError
 from coterie.runs.run import Run
+from coterie.tasks import Classification, Metric, make
 
 DEPTH = 6  # folders below the board's root that are searched
 POINTS = 300  # of a curve
 RECENT = 20  # rounds whose time tells how long the rest takes
 CURVES = {
-    "personal": "personal model, mean over clients (%)",
-    "participants": "participants before training, mean (%)",
+    "personal": "personal model, mean over clients",
+    "participants": "participants before training, mean",
     "loss": "training loss",
     "megabytes": "sent so far (MB)",
 }
@@ -93,6 +94,12 @@ class Watched:
         return found if isinstance(found, dict) else {}
 
     @property
+    def metric(self) -> Metric:
+        """What the run's numbers are; runs from before there were tasks have accuracies."""
+        found = self.settings.get("task") or {"name": Classification.name, "outputs": 1}
+        return make(str(found["name"]), int(found["outputs"])).metric
+
+    @property
     def round(self) -> int:
         return int(self.rows[-1]["round"]) if self.rows else 0
 
@@ -109,14 +116,20 @@ class Watched:
         if not self._snapshot:
             try:
                 self._snapshot = self._made()
-            except (KeyError, TypeError, ValueError, AttributeError) as e:  # sealed, but not what this version writes
+            except (
+                KeyError,
+                TypeError,
+                ValueError,
+                AttributeError,
+                CoterieError,
+            ) as e:  # sealed, but not what this version writes
                 self.trouble = _plain(f"{self.path} was written by another version of Coterie ({e})")
                 self._snapshot = {"id": self.id, "state": "damaged", "trouble": self.trouble, "title": self.id,
                                   "curves": {}, "round": 0, "rounds": 0, "version": self.version}  # fmt: skip
         return {**self._snapshot, "state": self.state, "pid": self.pid}
 
     def _made(self) -> dict[str, Any]:
-        federation = self.run.get("federation") or {}
+        federation, metric = self.run.get("federation") or {}, self.metric
         times = [self.seconds[r] for r in sorted(self.seconds)[-RECENT:]]
         rounds = int(self.run.get("rounds", 0))
         each = statistics.median(times) if times else None
@@ -132,7 +145,8 @@ class Watched:
             "seed": self.run.get("seed"),
             "round": self.round,
             "rounds": rounds,
-            "accuracy": None if last is None else 100 * float(last["eval"]["personal/test"]["mean"]),
+            "score": None if last is None else metric.scale * float(last["eval"]["personal/test"]["mean"]),
+            "metric": {"name": metric.name, "label": metric.label, "percent": metric.percent},
             "evaluated": None if last is None else last["round"],
             "bytes": sum(_bytes(e) for e in self.rows),
             "participants": len(self.rows[-1]["participants"]) if self.rows else 0,
@@ -149,7 +163,7 @@ class Watched:
     def curves(self) -> dict[str, dict[str, list[float]]]:
         """name -> rounds, values and megabytes sent by then, thinned out where there are many."""
         found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in CURVES}
-        sent = 0
+        sent, scale = 0, self.metric.scale
 
         def add(name: str, at: int, value: float | None) -> None:
             if value is not None:
@@ -161,9 +175,9 @@ class Watched:
             add("megabytes", at, sent / 1e6)
             add("loss", at, e["loss"])
             if "personal/test" in e["eval"]:
-                add("personal", at, 100 * e["eval"]["personal/test"]["mean"])
+                add("personal", at, scale * e["eval"]["personal/test"]["mean"])
             if "before" in e["watch"]:
-                add("participants", at, 100 * e["watch"]["before"]["mean"])
+                add("participants", at, scale * e["watch"]["before"]["mean"])
         kept = {name: _thin(points) for name, points in found.items() if points}
         return {
             n: {"x": [p[0] for p in ps], "y": [p[1] for p in ps], "mb": [p[2] for p in ps]} for n, ps in kept.items()

@@ -8,6 +8,7 @@ const ago = t => t ? `${span(Math.max(0, now() - t))} ago` : "";
 const pill = (text, kind) => h("span", { class: `pill ${kind || text}` }, text);
 const card = (value, text) => h("div", { class: "card" }, h("b", {}, value), h("span", {}, text));
 const nameOf = r => r.id;
+const scored = r => r.score == null ? "" : r.metric?.percent === false ? `${r.metric.name} ${r.score.toPrecision(4)}` : number(r.score);
 const colour = id => { if (!order.includes(id)) order.push(id); return order.indexOf(id); };
 
 async function read(url) { try { return await fetch(url); } catch { return { ok: false }; } } // the page says elsewhere that the board is gone
@@ -31,14 +32,14 @@ function row(r) {
   const add = (name, attrs = {}, ...kids) => { const c = h(name === "run" ? "th" : "td", attrs, ...kids); cells[name] = c; tr.append(c); return c; };
   add("run", { scope: "row" }, h("button", { type: "button", class: "open", onclick: () => openRun(r.id) }, r.id));
   const box = h("input", { type: "checkbox", "aria-label": `show ${r.id} in the chart` }); box.onchange = () => { byHand = true; box.checked ? chosen.add(r.id) : chosen.delete(r.id); curves(); }; add("chart", {}, box);
-  for (const c of ["method", "data", "seed", "round", "accuracy", "sent", "seconds", "left", "state", "changed", "remarks"]) add(c, { class: c === "remarks" ? "note" : ["method", "data", "state"].includes(c) ? "text link" : null });
+  for (const c of ["method", "data", "seed", "round", "score", "sent", "seconds", "left", "state", "changed", "remarks"]) add(c, { class: c === "remarks" ? "note" : ["method", "data", "state"].includes(c) ? "text link" : null });
   cells.round.append(h("span"), " ", h("progress", { max: 1, value: 0, "aria-label": "rounds done" })); cells.state.append(pill("", "")); tr.cells_ = cells; tr.box = box; return tr;
 }
 function fill(tr, r) {
   const c = tr.cells_, set = (cell, text, v) => { if (cell.textContent !== text) cell.textContent = text; cell.dataset.v = v ?? text; };
   set(c.method, r.title || "", r.title); set(c.data, [r.data, r.partition].filter(x => x).join(", ")); set(c.seed, r.seed == null ? "" : String(r.seed), r.seed ?? "");
   c.round.firstChild.textContent = `${r.round}/${r.rounds}`; c.round.lastChild.value = r.rounds ? r.round / r.rounds : 0; c.round.dataset.v = r.round; c.round.dataset.csv = r.round;
-  set(c.accuracy, number(r.accuracy), r.accuracy ?? ""); set(c.sent, r.bytes == null ? "" : size(r.bytes), r.bytes ?? ""); set(c.seconds, r.seconds == null ? "" : r.seconds.toFixed(2), r.seconds ?? ""); set(c.left, r.state === "running" && r.left != null ? span(r.left) : "", r.state === "running" ? r.left ?? "" : "");
+  set(c.score, scored(r), r.score ?? ""); set(c.sent, r.bytes == null ? "" : size(r.bytes), r.bytes ?? ""); set(c.seconds, r.seconds == null ? "" : r.seconds.toFixed(2), r.seconds ?? ""); set(c.left, r.state === "running" && r.left != null ? span(r.left) : "", r.state === "running" ? r.left ?? "" : "");
   const p = c.state.firstChild; p.textContent = r.state; p.className = `pill ${r.state}`; c.state.dataset.v = r.state; set(c.changed, ago(r.changed), r.changed || "");
   const remarks = [r.trouble, r.failed ? `${r.failed} client failures` : "", r.nonfinite ? `${r.nonfinite} uploads not finite` : ""].filter(x => x).join("; "); set(c.remarks, remarks); tr.box.checked = chosen.has(r.id);
 }
@@ -53,17 +54,18 @@ function table() {
 }
 sortable($("table")); $("table").tHead.querySelectorAll("th button").forEach(b => b.addEventListener("click", () => { const th = b.closest("th"); sorted = [th.cellIndex, th.getAttribute("aria-sort")]; }));
 $("filter").oninput = $("state").onchange = table;
-$("csv").onclick = () => saveCsv("runs.csv", [["run", "method", "data", "partition", "seed", "round", "rounds", "accuracy", "bytes", "seconds per round", "state"], ...[...runs.values()].filter(fits).map(r => [r.id, r.title, r.data, r.partition, r.seed, r.round, r.rounds, r.accuracy, r.bytes, r.seconds, r.state])]);
+$("csv").onclick = () => saveCsv("runs.csv", [["run", "method", "data", "partition", "seed", "round", "rounds", "metric", "score", "bytes", "seconds per round", "state"], ...[...runs.values()].filter(fits).map(r => [r.id, r.title, r.data, r.partition, r.seed, r.round, r.rounds, r.metric?.label, r.score, r.bytes, r.seconds, r.state])]);
 
 // ---- curves ----
 function series(r, view, axis) {
   const c = r.curves[view]; if (!c) return null; if (axis === "x") return { name: r.id, i: colour(r.id), x: c.x, y: c.y };
   return { name: r.id, i: colour(r.id), x: c.mb, y: c.y, round: c.x };
 }
-const viewOptions = (view, axis, more = {}) => ({ percent: view === "personal" || view === "participants", zero: view === "megabytes", integerX: axis === "x", digits: view === "loss" ? 3 : 1, xLabel: axis === "x" ? "round" : "sent so far (MB)", yLabel: { personal: "accuracy (%)", participants: "accuracy (%)", loss: "training loss", megabytes: "MB" }[view], height: 340, ...more });
+const metrics = ids => [...new Set(ids.map(id => runs.get(id)?.metric?.label).filter(x => x))];
+const viewOptions = (view, axis, ids, more = {}) => ({ percent: ["personal", "participants"].includes(view) && ids.every(id => runs.get(id)?.metric?.percent !== false), zero: view === "megabytes", integerX: axis === "x", digits: view === "loss" || ids.some(id => runs.get(id)?.metric?.percent === false) ? 3 : 1, xLabel: axis === "x" ? "round" : "sent so far (MB)", yLabel: { loss: "training loss", megabytes: "MB" }[view] || metrics(ids).join(" or "), height: 340, ...more });
 function curves() {
   const view = $("view").value, axis = $("axis").value, mine = [...chosen].filter(id => runs.has(id)).sort(), lines = mine.map(id => series(runs.get(id), view, axis)).filter(x => x);
-  lineChart($("plot"), lines, viewOptions(view, axis, { empty: mine.length ? "no such numbers yet" : "choose runs in the table" }), $("tip"));
+  lineChart($("plot"), lines, viewOptions(view, axis, mine, { empty: mine.length ? "no such numbers yet" : "choose runs in the table" }), $("tip"));
   $("legend").replaceChildren(...mine.map(id => h("button", { type: "button", "aria-pressed": "true", title: "take out of the chart", onclick: () => { byHand = true; chosen.delete(id); draw(); } }, key(colour(id)), id)));
 }
 $("view").onchange = $("axis").onchange = curves; $("svg").onclick = () => saveSvg($("plot"), "runs"); $("png").onclick = () => savePng($("plot"), "runs");
@@ -81,7 +83,7 @@ function federation() {
   if (!$("federation") || !F) return; const t = $("f-trouble"); t.textContent = F.trouble || ""; t.classList.toggle("hidden", !F.trouble); logsOf(F.logs || []);
   if (F.state == null) { $("f-tree").replaceChildren(); return; }
   const devices = [...F.devices, ...F.edges.flatMap(e => e.devices)];
-  $("f-cards").replaceChildren(h("div", { class: "card" }, h("b", {}, `${F.round}/${F.rounds}`), h("span", {}, "round")), card(`${F.online}/${Math.max(F.places, devices.length)}`, "devices online"), card(F.accuracy == null ? "–" : number(F.accuracy), "accuracy (%)"), ...Object.entries(F.wire).map(([link, ways]) => card(size(Object.values(ways).reduce((a, p) => a + (p.payload || 0) + (p.framing || 0), 0)), link)), card(ago(F.heartbeat), "heartbeat"));
+  $("f-cards").replaceChildren(h("div", { class: "card" }, h("b", {}, `${F.round}/${F.rounds}`), h("span", {}, "round")), card(`${F.online}/${Math.max(F.places, devices.length)}`, "devices online"), card(F.score.replace(/^[^0-9-]*/, "") || "–", F.score.replace(/ *-?[0-9.e+-]*$/, "") || "score"), ...Object.entries(F.wire).map(([link, ways]) => card(size(Object.values(ways).reduce((a, p) => a + (p.payload || 0) + (p.framing || 0), 0)), link)), card(ago(F.heartbeat), "heartbeat"));
   const waits = F.state === "ended" ? "The run has ended." : F.waiting_for.length ? `${F.doing ? F.doing + ": " : ""}waiting for ${F.waiting_for.slice(0, 12).join(", ")}${F.waiting_for.length > 12 ? ` and ${F.waiting_for.length - 12} more` : ""}` : F.doing || "";
   if ($("f-waiting").textContent !== waits) $("f-waiting").textContent = waits;
   $("f-tree").replaceChildren(h("li", {}, h("div", { class: "node" }, h("b", {}, "cloud"), pill(F.state), h("small", {}, F.method)), h("ul", {}, ...F.edges.map(e => h("li", {}, node(e), h("ul", {}, ...e.devices.map(d => h("li", {}, node(d)))))), ...F.devices.map(d => h("li", {}, node(d))))));
@@ -103,10 +105,10 @@ function show(r, log) {
   $("run-title").replaceChildren(r.id, " ", pill(r.state)); $("stop").disabled = r.state !== "running" || r.federation; $("resume").disabled = !["stopped", "damaged"].includes(r.state) || r.federation;
   const S = r.clients, fact = (k, v) => v == null || v === "" ? [] : [h("dt", {}, k), h("dd", {}, v)], keep = $("run-body").querySelector("details.settings")?.open;
   const plot = s("svg", { class: "chart", viewBox: "0 0 700 260", role: "img", "aria-label": "Accuracy of this run" }), parts = [];
-  parts.push(h("dl", { class: "facts" }, ...fact("method", r.title), ...fact("data", [r.data, r.partition].filter(x => x).join(", ")), ...fact("clients", r.clients == null && r.settings?.settings ? String(r.settings.settings.federation?.clients ?? "") : S ? String(S.ids.length) : ""), ...fact("round", `${r.round} of ${r.rounds}`), ...fact("participants", r.participants ? `${r.participants} in the last round` : ""), ...fact("accuracy", r.accuracy == null ? "" : `${number(r.accuracy)} % (personal, mean over clients, round ${r.evaluated})`), ...fact("sent", r.bytes == null ? "" : size(r.bytes)), ...fact("time left", r.state === "running" && r.left != null ? span(r.left) : ""), ...fact("process", r.pid == null ? "" : String(r.pid))));
+  parts.push(h("dl", { class: "facts" }, ...fact("method", r.title), ...fact("data", [r.data, r.partition].filter(x => x).join(", ")), ...fact("clients", r.clients == null && r.settings?.settings ? String(r.settings.settings.federation?.clients ?? "") : S ? String(S.ids.length) : ""), ...fact("round", `${r.round} of ${r.rounds}`), ...fact("participants", r.participants ? `${r.participants} in the last round` : ""), ...fact("score", r.score == null ? "" : `${scored(r)} (personal models, mean over clients, round ${r.evaluated})`), ...fact("sent", r.bytes == null ? "" : size(r.bytes)), ...fact("time left", r.state === "running" && r.left != null ? span(r.left) : ""), ...fact("process", r.pid == null ? "" : String(r.pid))));
   if (r.trouble) parts.unshift(h("div", { class: "warn" }, r.trouble)); parts.push(h("figure", {}, plot));
   if (S) {
-    const acc = Object.values(S.accuracy)[0] || [], t = h("table", { class: "sortable", id: "clients-table" }, h("thead", {}, h("tr", {}, ...["client", "test samples", "labels", "accuracy"].map((c, i) => h("th", { scope: "col", "aria-sort": i ? "none" : "ascending" }, h("button", { type: "button" }, c))))), h("tbody", {}, ...S.ids.map((id, k) => h("tr", {}, h("th", { scope: "row", "data-v": id }, h("button", { type: "button", class: "open", onclick: () => { client = id; oneClient(r, S); } }, `client ${id}`)), h("td", {}, String(S.samples[k])), h("td", {}, String(S.labels[k].filter(n => n).length)), h("td", { "data-v": acc[k] ?? "" }, number(acc[k]))))));
+    const acc = Object.values(S.values)[0] || [], t = h("table", { class: "sortable", id: "clients-table" }, h("thead", {}, h("tr", {}, ...["client", "test samples", "labels", r.metric?.label || "score"].map((c, i) => h("th", { scope: "col", "aria-sort": i ? "none" : "ascending" }, h("button", { type: "button" }, c))))), h("tbody", {}, ...S.ids.map((id, k) => h("tr", {}, h("th", { scope: "row", "data-v": id }, h("button", { type: "button", class: "open", onclick: () => { client = id; oneClient(r, S); } }, `client ${id}`)), h("td", {}, String(S.samples[k])), h("td", {}, String(S.labels[k].filter(n => n).length)), h("td", { "data-v": acc[k] ?? "" }, number(acc[k], r.metric?.percent === false ? 3 : 1))))));
     sortable(t); parts.push(h("h3", {}, "Clients", h("small", {}, " at the last evaluation; open one to see its labels and its curve")), h("div", { id: "one-client" }), h("div", { class: "tall", style: "max-height:16rem" }, t));
   } else parts.push(h("p", {}, r.no_clients || "The clients appear after the first evaluation."));
   if (r.wrong?.length) parts.push(h("h3", {}, "What went wrong"), h("pre", { class: "log" }, r.wrong.map(w => `round ${w.round}, client ${w.client}: ${w.why}`).reverse().join("\n")));
@@ -114,14 +116,14 @@ function show(r, log) {
   if (r.settings?.settings) parts.push(h("details", { class: "settings", open: keep || false }, h("summary", {}, "Settings"), h("pre", {}, JSON.stringify(r.settings.settings, null, 1))));
   const focus = document.activeElement?.closest?.("#run-body") ? document.activeElement.textContent : null, top = $("run").scrollTop;
   $("run-body").replaceChildren(...parts); $("run").scrollTop = top; if (focus) [...$("run-body").querySelectorAll("button")].find(b => b.textContent === focus)?.focus();
-  const view = r.curves.personal ? "personal" : "participants", line = series(r, view, "x"); lineChart(plot, line ? [line] : [], viewOptions(view, "x", { height: 230, maxWidth: 960, empty: "no accuracy yet" }));
+  const view = r.curves.personal ? "personal" : "participants", line = series(r, view, "x"); lineChart(plot, line ? [line] : [], viewOptions(view, "x", [r.id], { height: 230, maxWidth: 960, empty: "no accuracy yet" }));
   if (client != null && S) oneClient(r, S); const box = $("run-log"); box.scrollTop = 1e9;
 }
 function oneClient(r, S) {
   const k = S.ids.indexOf(client), box = $("one-client"); if (k < 0 || !box) return; const course = Object.values(S.course)[0], bars = s("svg", { class: "chart", viewBox: "0 0 400 200", role: "img", "aria-label": "test samples by label" }), plot = s("svg", { class: "chart", id: "client-plot", viewBox: "0 0 400 200", role: "img", "aria-label": "accuracy of the client" });
   box.replaceChildren(h("h3", {}, `Client ${client}`, h("small", {}, ` ${S.samples[k]} test samples`)), h("div", { class: "two" }, h("div", {}, bars), h("div", {}, plot)));
   const n = S.labels[k], A = axes(bars, { height: 200, maxWidth: 500, x: [-.6, n.length - .4], y: [0, Math.max(...n, 1)], xTicks: n.map((_, i) => i), xLabel: "label", yLabel: "test samples" }), w = Math.max(2, Math.min(30, (A.R - A.L) / n.length * .7)); n.forEach((v, i) => v && bars.append(s("rect", { x: A.X(i) - w / 2, width: w, y: A.Y(v), height: A.B - A.Y(v), fill: "var(--c0)" })));
-  lineChart(plot, course ? [{ name: `client ${client}`, i: colour(r.id), x: course.x, y: course.y.map(v => v[k]) }] : [], { height: 200, maxWidth: 500, percent: true, integerX: true, xLabel: "round", yLabel: "accuracy (%)", empty: "one evaluation so far" });
+  lineChart(plot, course ? [{ name: `client ${client}`, i: colour(r.id), x: course.x, y: course.y.map(v => v[k]) }] : [], { height: 200, maxWidth: 500, percent: r.metric?.percent !== false, integerX: true, xLabel: "round", yLabel: r.metric?.label || "score", empty: "one evaluation so far" });
 }
 $("run-close").onclick = () => $("run").close(); $("run").onclose = () => { opened = client = null; };
 
