@@ -161,13 +161,15 @@ def test_export_gives_a_model_that_scores_as_recorded(cli) -> None:  # type: ign
 
     cli("run", "fedper", *SMALL, "--out", "r", "-q")
     code, out, _ = cli("export", "r", "--client", "3")
-    assert code == 0 and "load_state_dict" in out
+    assert code == 0 and "coterie.load_model('r/client-3.safetensors')" in out
     run = coterie.open_run("r")
     model, test = run.personal(3), run.session().federation.test(3)
     with torch.no_grad():
         accuracy = (model(test.x).argmax(1) == test.y).float().mean()
     assert float(accuracy) == pytest.approx(float(run.clients().loc[3, "personal/test"]))
-    model.load_state_dict(load_file("r/client-3.safetensors"), strict=False)
+    assert model.state_dict().keys() == load_file("r/client-3.safetensors").keys()
+    with torch.no_grad():
+        assert torch.equal(coterie.load_model("r/client-3.safetensors")(test.x), model(test.x))
 
 
 @pytest.mark.parametrize("what", ["methods", "data", "models"])

@@ -73,7 +73,8 @@ def hostile(tmp_path: Path, model: str) -> str:
         options = {"repo_or_dir": str(hub), "model": "m", "source": "local", "trust_repo": True}
     settings = chosen(model=model, model_options=options).model_dump(mode="json")
     about = {"run": RUN, "coterie": version("coterie"), "source": "x", "settings": settings, "places": 2, "w0": "x"}
-    data = {"partition": None, "shape": [1, 4, 4], "classes": ["0", "1", "2"], "kind": "float32"}
+    data = {"partition": None, "shape": [1, 4, 4], "task": "classes", "targets": 1, "classes": ["0", "1", "2"],
+            "kind": "float32"}  # fmt: skip
     return json.dumps({**about, **data, "vocab": None, "mean": None, "std": None})
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from coterie.errors import CoterieError
-from coterie.messages import MOST
 from coterie.runtimes.flower.messages import Attached, Hello
 from coterie.runtimes.flower.registry import NodeRole, scoped
 from coterie.runtimes.flower.roster import NEWCOMERS, Roster, read_attached, read_hello
+from coterie.tasks import MOST
 
 HELLO = Hello(None, 10)
 EDGE = NodeRole.of("edge", ["alice", "ward-*"])

@@ -47,7 +47,7 @@ def test_lost_states_send_the_run_back_to_its_checkpoint_and_it_ends_the_same(tm
 
     monkeypatch.setattr(Inline, "train", failing)
     assert execute(_session("local", workers=1), broken, say=said.append)
-    assert failed == [2, 5] and sum("gone; going on" in s for s in said) == 2
+    assert failed == [2, 5] and sum("gone; continuing" in s for s in said) == 2
     _same_runs(whole, broken)
 
 

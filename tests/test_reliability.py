@@ -233,7 +233,7 @@ def test_one_damaged_run_does_not_hide_the_others(
     (tmp_path / "runs" / "c" / "settings.json").write_text("{")
     (tmp_path / "runs" / "d" / "settings.json").unlink()
     code, out, err = cli("runs", "runs")
-    assert code == 1 and "runs/a" in out and len(err.strip().splitlines()) == 3
+    assert code == 1 and "in runs" in out and " a " in out and len(err.strip().splitlines()) == 3
     assert f"{events} is damaged in line 3" in err and "c/settings.json" in err and "runs/d" in err
     code, _, err = cli("report", "runs", "-o", "page.html")
     assert code == 1 and f"{events} is damaged in line 3" in err
@@ -586,9 +586,14 @@ def test_objects_of_ones_own_are_not_taken_for_built_in_ones(tmp_path: Path) -> 
         out = tmp_path / name
         given: dict[str, Any] = {"method": "fedavg", "data": "digits", "model": "mlp", name: thing}
         made = coterie.run(**given, out=out, **small)
-        for reopen in (coterie.resume, lambda path: coterie.open_run(path).personal(0)):
-            with pytest.raises(CoterieError, match=f"a {name} of your own"):
-                reopen(out)
+        if name == "data":  # made here, and found nowhere; the others are imported again by their names
+            for reopen in (coterie.resume, lambda path: coterie.open_run(path).personal(0)):
+                with pytest.raises(CoterieError, match="data of your own"):
+                    reopen(out)
+        else:
+            found = coterie.open_run(out).personal(0)
+            for a, b in zip(made.personal(0).parameters(), found.parameters(), strict=True):
+                assert torch.equal(a, b)
         again = coterie.open_run(out, **{name: thing})
         for a, b in zip(made.personal(0).parameters(), again.personal(0).parameters(), strict=True):
             assert torch.equal(a, b)

@@ -11,7 +11,9 @@ from coterie.methods import build
 from coterie.report.figures import bars, curves
 from coterie.runs.comparison import Comparison
 from coterie.runs.run import Run
+from coterie.tasks import Classification
 
+CLASSES = Classification(2)
 SMALL = {"clients": 5, "rounds": 2, "epochs": 1, "model": "mlp", "partition": "dirichlet(0.5)", "eval_every": 1,
          "val_share": 0.2, "public": 20, "headline": "edge", "workers": 1}  # fmt: skip
 # the agent is always taken over and learns from the data alone: what is left of SC-FPFL is its edge
@@ -77,22 +79,23 @@ def test_tables_and_figures_lead_with_the_headline_and_keep_the_plain_number_bes
 def test_clusters_count_alike_whatever_their_size() -> None:
     hits, total = np.array([[9], [7], [5], [1], [0]]), np.array([[10], [10], [10], [10], [0]])
     cluster = np.array([0, 0, 0, 2, 1])  # the only client of cluster 1 has no test sample
-    found = statistics(hits, total, np.zeros(5), cluster)
+    found = statistics(CLASSES, {"hits": hits, "total": total}, np.zeros(5), cluster)
     assert found["clusters"] == pytest.approx((0.7 + 0.1) / 2) and found["cluster_count"] == 2
     assert found["mean"] == pytest.approx(22 / 40)
-    assert "clusters" not in statistics(hits, total, np.zeros(5)) and "clusters" not in statistics(
-        hits, total, np.zeros(5), np.full(5, -1)
-    )
+    for nobody in (None, np.full(5, -1)):
+        assert "clusters" not in statistics(CLASSES, {"hits": hits, "total": total}, np.zeros(5), nobody)
 
 
 def test_a_client_in_no_cluster_and_newcomers_are_left_out_of_the_mean_over_clusters() -> None:
     import torch
 
     def answer(client: int, hits: int) -> ScoreAnswer:
-        return ScoreAnswer(client, {"personal/test": Score(torch.tensor([hits]), torch.tensor([10]), 1.0)}, 5)
+        return ScoreAnswer(
+            client, {"personal/test": Score({"hits": torch.tensor([hits]), "total": torch.tensor([10])}, 1.0)}, 5
+        )
 
     answers = [answer(i, h) for i, h in enumerate((2, 4, 9, 10))]
-    found = Evaluation.of(answers, {3}, {0: 0, 1: 1, 3: 1}).summary()["personal/test"]
+    found = Evaluation.of(CLASSES, answers, {3}, {0: 0, 1: 1, 3: 1}).summary()["personal/test"]
     assert found["clusters"] == pytest.approx(0.3) and found["mean"] == pytest.approx(0.5)
 
 

@@ -72,4 +72,6 @@ def sentence(where: str, error: ValidationError) -> str:
     text = f"{text[0].lower()}{text[1:]}"
     for old, new in (("input should be", "it must be"), ("input should have", "it must have")):
         text = text.replace(old, new, 1) if text.startswith(old) else text
+    if first["type"] == "missing":
+        return f"{where}: {name} is missing"
     return f"{where}: {name} = {first.get('input')!r} is invalid: {text}"

@@ -217,7 +217,8 @@ class _Probe:
         tensors = [t for sub in self.leaves.values() for t in _tensors(sub) if t.requires_grad]
         if not tensors or not result.requires_grad:
             return set()
-        found = torch.autograd.grad(result.sum(), tensors, allow_unused=True)
+        with torch.enable_grad():  # a caller may load a model in torch.no_grad
+            found = torch.autograd.grad(result.sum(), tensors, allow_unused=True)
         return {id(t) for t, g in zip(tensors, found, strict=True) if g is not None}
 
     def is_idle(self, path: str) -> bool:

@@ -160,7 +160,7 @@ class Run:
         for key in (k.removesuffix("/hits") for k in z if k.endswith("/hits")):
             rows = ~z["newcomer"]
             hits, total, loss = (z[f"{key}/{part}"][rows] for part in ("hits", "total", "loss"))
-            found = statistics(hits, total, loss, cluster[rows])
+            found = statistics(Classification(hits.shape[1]), {"hits": hits, "total": total}, loss, cluster[rows])
             out |= {f"{key}/{k}": v for k, v in found.items() if k.startswith("cluster")}
         return out
 
