@@ -39,7 +39,7 @@ from coterie.runtimes.flower.transport.wire import Buffer
 LOOK = 1.0  # seconds between looks at who is connected while waiting for replies
 GRACE = 15.0  # seconds nodes have to come back after the SuperLink was away
 RETURN = 5.0  # seconds a node has to come back that was there when it was asked
-NODE_UNAVAILABLE = 5  # Flower's code of the reply it makes for a node that is gone
+UNANSWERED = (3, 5)  # Flower's codes of the replies it makes for a message that ran out of time and a node that is gone
 log = logging.getLogger("coterie.cloud")
 T = TypeVar("T")
 
@@ -199,7 +199,7 @@ class FlowerLink:
             try:
                 message = wire.pull(tree, run.objects.get, now.largest)
                 if message.has_error():
-                    if message.error.code == NODE_UNAVAILABLE:
+                    if message.error.code in UNANSWERED:
                         continue  # asked again if it comes back; `_ask` gives it up if it does not
                     raise CoterieError(message.error.reason or "no reason given")
                 head, parts = wire.opened(message.content)
