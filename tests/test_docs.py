@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from coterie.cli.app import app
-from coterie.cli.paper import _commas
+from coterie.cli.options import commas
 from coterie.config import Engine, RunSettings
 from coterie.data.settings import PartitionSettings
 from coterie.methods import known
@@ -78,10 +78,10 @@ def test_a_command_of_the_docs_parses(line) -> None:
     if command.name == "paper":  # the item knows its rows and columns
         item = presets.item(parsed.params["name"], parsed.params["item"])
         rows = parsed.params["methods"]
-        presets.choose(item, _commas(parsed.params["data"]), [] if rows == "all" else _commas(rows))
+        presets.choose(item, commas(parsed.params["data"]), [] if rows == "all" else commas(rows))
         return
     given = parsed.params.get("methods") or [parsed.params.get("method")]
-    given = _commas(given) if isinstance(given, str) else given
+    given = commas(given) if isinstance(given, str) else given
     for method in given:
         assert method in (None, "all", "fedclip") or method in known()
 

@@ -123,9 +123,9 @@ def test_printed_values_are_complete() -> None:
 
 
 def test_commas_inside_parentheses_do_not_divide() -> None:
-    from coterie.cli.paper import _commas
+    from coterie.cli.options import commas
 
-    assert _commas("mnist, MNIST_ExDir(2,0.5),x") == ["mnist", "MNIST_ExDir(2,0.5)", "x"] and _commas(None) == []
+    assert commas("mnist, MNIST_ExDir(2,0.5),x") == ["mnist", "MNIST_ExDir(2,0.5)", "x"] and commas(None) == []
 
 
 def test_methods_whose_names_have_commas_can_be_chosen() -> None:

@@ -14,8 +14,8 @@ INTRODUCTION = f"""# Agreement with papers and authors' code
 Every method is written a second time in `tests/reference/`, in plain PyTorch, from the paper's equations or from what
 the authors' public code does. `tests/test_parity.py` runs both sides for three rounds on six clients of unequal size,
 half of them in each round, with short last batches, on an MLP and on a small CNN with batch norm, from the same first
-weights and with the same batches, and compares the weights of server and clients, and the clients' predictions, to
-{TOLERANCE:.0e}. Changed methods are shown to fail it.
+weights and with the same batches. It compares the weights of server and clients to {TOLERANCE:.0e}, and the clients'
+predictions, which add up what the weights differ by, to five times that. Changed methods are shown to fail it.
 
 "Authors' code" means: the reference follows what that code does under the settings named; "paper's equations": no such
 code was found, or it was not followed. The letter is the certainty on the method's page: A checked against the authors'

@@ -157,7 +157,6 @@ def compare(
     """Run several methods on the same clients and print one table. `all` stands for every method."""
     from coterie.api import asked, comparison_cells, shared_choices
     from coterie.cli.arena import show
-    from coterie.cli.paper import _commas
     from coterie.folders import fresh_folder
     from coterie.methods import known
     from coterie.runs.comparison import Comparison
@@ -168,7 +167,7 @@ def compare(
                      rounds=rounds, epochs=epochs, batch=batch, lr=lr)  # fmt: skip
     names = list(dict.fromkeys(m for name in methods for m in (known() if name == "all" else [name])))
     folder = out or fresh_folder(f"compare-{given.get('data', 'digits')}")
-    rivals = _commas(against)
+    rivals = o.commas(against)
     cells = comparison_cells(
         names, given.pop("data", "digits"), given.pop("model", None), seeds, folder, rivals, **given
     )
@@ -183,7 +182,7 @@ def compare(
         _complain(sentence)
     done = [c for c in cells if c.out not in status.failed and c.finished()]
     if done:
-        table = Comparison([Run(c.out) for c in done], asked(names, rivals), rivals, also=_commas(also))
+        table = Comparison([Run(c.out) for c in done], asked(names, rivals), rivals, also=o.commas(also))
         table.table().to_csv(folder / "table.csv")
         (folder / "table.md").write_text(table.markdown())
         arena = table.arena() if rivals else None
@@ -366,13 +365,12 @@ def report(
     as_json: o.Json = False,
 ) -> None:
     """Write one HTML page about one or several runs; it opens offline."""
-    from coterie.cli.paper import _commas
     from coterie.report.page import write
 
     damaged: list[str] = []
     words = ["coterie", "report", *map(str, folders), "-o", str(out), *(["--title", title] if title else [])]
     words += [*(["--score", score] if score else []), *(["--also", also] if also else [])]
-    written = write(folders, out, title, damaged.append, shlex.join(words), score, _commas(also))
+    written = write(folders, out, title, damaged.append, shlex.join(words), score, o.commas(also))
     if as_json:
         typer.echo(json.dumps({"report": str(written), "damaged": damaged}))
     else:

@@ -30,14 +30,13 @@ def arena(
     as_json: Annotated[bool, Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Paired differences to controls, with 95 % intervals over seeds and clients."""
-    from coterie.cli.paper import _commas
     from coterie.errors import CoterieError
     from coterie.runs.arena import arenas
     from coterie.runs.found import find_runs
 
     damaged: list[str] = []
     runs = [r for r in find_runs(folders, damaged.append) if r.events]
-    found = arenas(runs, _commas(against), score, _commas(methods), "selected" if selected else "last")
+    found = arenas(runs, o.commas(against), score, o.commas(methods), "selected" if selected else "last")
     said = [*damaged, *dict.fromkeys(w for a in found for w in a.warnings())]
     if not any(a.pairs for a in found):
         raise CoterieError("; ".join(["these runs hold no method together with a control of it", *said]))

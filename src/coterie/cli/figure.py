@@ -30,7 +30,6 @@ def figure(
 ) -> None:
     """Draw accuracy, bytes, clusters, clients, ... of runs."""
     from coterie.cli.app import engine_from
-    from coterie.cli.paper import _commas
     from coterie.errors import unknown
     from coterie.report import figures
     from coterie.runs.found import find_runs
@@ -43,7 +42,7 @@ def figure(
     for sentence in damaged:
         typer.echo(f"coterie: {sentence}", err=True)
     names = {n for r in runs for n in (r.title, str(r.settings["method"]))}
-    wanted = _commas(methods)
+    wanted = o.commas(methods)
     for m in wanted:
         if m not in names:
             raise unknown("method among these runs", m, names)
@@ -51,7 +50,7 @@ def figure(
     if data_dir is not None and kind in ("labels", "similarity"):
         for r in runs:
             r._session = rebuild(r.path, engine_from(1, None, data_dir))
-    drawn = figures.draw(kind, runs, view=view, axis=axis, score=score, against=_commas(against))
+    drawn = figures.draw(kind, runs, view=view, axis=axis, score=score, against=o.commas(against))
     files = figures.save(drawn, out or Path(kind))
     if as_json:
         typer.echo(json.dumps({"files": [str(file) for file in files]}))

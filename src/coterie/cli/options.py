@@ -1,5 +1,6 @@
 """The options that `run`, `compare` and `data show` share, and how they become settings."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,3 +50,8 @@ def gather(config: Path | None, assignments: list[str] | None, **options: Any) -
     found |= {k: v for k, v in options.items() if v is not None}
     found |= dict(parse_assignment(a) for a in assignments or [])
     return found
+
+
+def commas(text: str | None) -> list[str]:
+    """Parts between commas, except those in parentheses: `mnist,MNIST_ExDir(2,5)` are two."""
+    return [t.strip() for t in re.split(r",(?![^(]*\))", text) if t.strip()] if text else []

@@ -48,7 +48,7 @@ def paper(
     if item is None:
         found = ", ".join(i.name for i in sorted(presets.items(name), key=_order))
         raise CoterieError(f"name a table or figure of {name}: {found}")
-    chosen = presets.choose(presets.item(name, item), _commas(data), [] if methods == "all" else _commas(methods))
+    chosen = presets.choose(presets.item(name, item), o.commas(data), [] if methods == "all" else o.commas(methods))
     changes, stand_in = dict(parse_assignment(a) for a in set_ or []), _pairs(instead)
     used = [(stand_in or {}).get(d, d) for d in presets.needs(chosen).data]
     shrink = presets.Shrink(rounds, subset, changes, stand_in, {d: sum(size(d, data_dir)) for d in used})
@@ -93,11 +93,6 @@ def _pairs(instead: str | None) -> dict[str, str] | None:
             raise CoterieError(f'--instead takes pairs such as emnist=mnist, not "{pair}"')
         found[old.strip()] = new.strip()
     return found or None
-
-
-def _commas(text: str | None) -> list[str]:
-    """Parts between commas, except those in parentheses: `mnist,MNIST_ExDir(2,5)` are two."""
-    return [t.strip() for t in re.split(r",(?![^(]*\))", text) if t.strip()] if text else []
 
 
 def _left(status: object) -> str:

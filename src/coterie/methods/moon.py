@@ -30,7 +30,7 @@ class Moon(Method):
         "G,R",
         personal="its last local model, not used to predict",
         certainty="A",
-        compute="two further forward passes per batch, about 1.7 times FedAvg's time",
+        compute="two further forward passes per batch",
     )
     needs = ("head",)
 
