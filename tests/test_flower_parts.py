@@ -92,6 +92,22 @@ def test_a_restarted_device_goes_on_with_its_state_and_place(member: DeviceHandl
     assert again.hello(Plan.of(cloud, RUN).model_dump_json()).client == 1
 
 
+def test_a_device_goes_back_as_far_as_it_keeps_its_states(member: DeviceHandler, cloud: Any) -> None:
+    member.keep = 3
+    answers = [trained(member, cloud, t, base=t - 1 or -1) for t in (1, 2, 3, 4)]
+    states = States(member.state / RUN / "1")
+    assert states.rounds() == [1, 2, 3, 4]
+    again = trained(member, cloud, 3, base=2)  # the cloud has gone back to round 2
+    assert codec.equal(again, answers[2]) and states.rounds() == [1, 2, 3]
+    assert codec.equal(trained(member, cloud, 4, base=3), answers[3])
+    assert states.rounds() == [1, 2, 3, 4]
+    trained(member, cloud, 2, base=1)
+    with pytest.raises(
+        CoterieError, match=r"state of round 3 is not here; there are those of rounds 1, 2 \(--keep 3\)"
+    ):
+        trained(member, cloud, 4, base=3)
+
+
 def test_a_score_leaves_the_personal_model_on_the_device(member: DeviceHandler, cloud: Any) -> None:
     from safetensors.torch import load_file
 

@@ -211,6 +211,7 @@ def resume(
     path: str | Path,
     *,
     rounds: int | None = None,
+    from_round: int | None = None,
     method: type[Method] | None = None,
     data: Dataset | DataFunction | None = None,
     model: nn.Module | Factory | None = None,
@@ -220,13 +221,14 @@ def resume(
     address: str | None = None,
     data_dir: str | Path | None = None,
 ) -> Run:
-    """Resume an interrupted run; the result is bit-identical to that of an uninterrupted one. More `rounds` extend it.
+    """Resume an interrupted run; the result is bit-identical to that of an uninterrupted one. More `rounds` extend it,
+    `from_round` goes back to the checkpoint of a round, if that is still kept.
 
     Your own method, data function or model is imported by its name if possible; otherwise pass the same again."""
     folder = _folder(path)
     how = engine_of(workers=workers, state=state, runtime=runtime, address=address, data_dir=_path(data_dir))
     session = rebuild(folder, how, _objects(method, data, model), rounds)
-    execute(session, folder, resume=True, say=log.warning)
+    execute(session, folder, resume=True, say=log.warning, from_round=from_round)
     return _told(Run(folder, session))
 
 

@@ -1,13 +1,13 @@
 """Checkpoints: written atomically, and read back bit-identically."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from coterie import codec
 from coterie.errors import CoterieError
-from coterie.folder import Folder, checkpoints, read_checkpoint
+from coterie.folder import Folder, checkpoints, read_checkpoint, round_of
 from coterie.ledger import Page
 from coterie.method import EdgeId, State
 from coterie.runtimes.base import Runtime
@@ -40,17 +40,18 @@ def write(folder: Folder, runtime: Runtime, made: Callable[[Index], Checkpoint])
     runtime.forget(min(kept))
 
 
-def resume(folder: Folder, runtime: Runtime, method: str) -> tuple[Checkpoint | None, list[str]]:
-    """Go back to the newest sound checkpoint; and a sentence for each that was not.
+def resume(
+    folder: Folder, runtime: Runtime, method: str, from_round: int | None = None
+) -> tuple[Checkpoint | None, list[str]]:
+    """Go back to the newest sound checkpoint, or to that of `from_round`; and a sentence for each that was not.
 
     Without one, the run starts again from its first round."""
     complaints: list[str] = []
     paths = checkpoints(folder.path)
+    if from_round is not None:
+        return _roll_back(folder, runtime, read(_of_round(paths, from_round, folder.path), method), method), []
     for i in range(len(paths) - 1, -1, -1):
-        older: list[Index] = []
-        if i > 0:
-            with suppress(CoterieError):
-                older.append(read(paths[i - 1], method).clients)
+        older = _indexes(paths[:i], method)
         try:
             saved = read(paths[i], method)
             runtime.restore(saved.clients, older)
@@ -65,6 +66,35 @@ def resume(folder: Folder, runtime: Runtime, method: str) -> tuple[Checkpoint | 
         return saved, complaints
     runtime.restore(None)
     return None, [*complaints, "no sound checkpoint was found, so the run starts from its first round"]
+
+
+def _indexes(paths: Sequence[Path], method: str) -> list[Index]:
+    """Of the sound checkpoints among these."""
+    found = []
+    for path in paths:
+        with suppress(CoterieError):
+            found.append(read(path, method).clients)
+    return found
+
+
+def _of_round(paths: Sequence[Path], round: int, folder: Path) -> Path:
+    for path in paths:
+        if round_of(path) == round:
+            return path
+    there = ", ".join(str(round_of(p)) for p in paths)
+    raise CoterieError(
+        f"{folder} has no checkpoint of round {round}; "
+        + (f"there are those of rounds {there}" if there else "there is none at all")
+    )
+
+
+def _roll_back(folder: Folder, runtime: Runtime, saved: Checkpoint, method: str) -> Checkpoint:
+    """The rounds after it are forgotten, once everything that it needs has been found sound."""
+    paths = [p for p in checkpoints(folder.path) if round_of(p) < saved.round]
+    runtime.restore(saved.clients, _indexes(paths, method))
+    folder.open_logs(saved.events, saved.timing)
+    folder.roll_back(saved.round)
+    return saved
 
 
 def read(path: Path, method: str) -> Checkpoint:

@@ -110,6 +110,7 @@ class Engine(BaseModel):
     engine: Literal["loop", "stack", "auto"] = Field(
         "loop", description="train clients one by one, many at once, or whichever is faster (equal up to rounding)"
     )
+    keep: int = Field(2, ge=2, description="checkpoints to keep, from each of which a run can be continued")
     state: Literal["memory", "disk"] = Field("memory", description="where client state is kept between rounds")
     data_dir: Path | None = Field(None, description="directory with the data files; empty: COTERIE_DATA")
 

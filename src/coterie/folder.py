@@ -4,7 +4,7 @@ settings.json     what was asked for, fully resolved, with the identity of the p
 events.jsonl      one line per round; a function of settings and seed alone, byte for byte
 timing.jsonl      wall-clock per round; not reproducible, so kept apart
 eval/NNNNNN.npz   hits, totals and losses of every client, view and part; the event of the round has the digest
-checkpoints/      the last two, whole or not there at all
+checkpoints/      the last few, whole or not there at all
 clients/          private state of the clients, one file each; the checkpoint has the checksums
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 from coterie import disk
 from coterie.errors import CoterieError
 
-KEPT = 2  # checkpoints
+KEPT = 2  # checkpoints, unless told otherwise
 EVENTS, TIMING, SETTINGS = "events.jsonl", "timing.jsonl", "settings.json"
 EXTENDED = "extended.json"  # more rounds than the run began with
 START = "start.safetensors"  # first values that came from another run
@@ -37,8 +37,8 @@ _guard = threading.Lock()
 class Folder:
     """Opens and locks a run's folder; nobody else may write to it until it is closed."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, keep: int = KEPT):
+        self.path, self.keep = path, max(1, keep)
         self._events: io.FileIO | None = None
         self._timing: io.FileIO | None = None
         self._crc = 0  # of the newest event
@@ -135,8 +135,14 @@ class Folder:
         self._evaluated = round, disk.digest(buffer.getvalue()).hex()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
+    def roll_back(self, round: int) -> None:
+        """Delete what was written about later rounds; the logs are cut when they are opened."""
+        for later in (*checkpoints(self.path), *evaluations(self.path)):
+            if round_of(later) > round:
+                later.unlink()
+
     def write_checkpoint(self, round: int, blob: disk.Blob) -> list[int]:
-        """Write it atomically, drop all but the last two, return the rounds that are kept.
+        """Write it atomically, drop all but the last `keep`, return the rounds that are kept.
 
         Everything this folder wrote before survives a power cut together with it."""
         for f in (self._events, self._timing):
@@ -147,7 +153,7 @@ class Folder:
         run = fingerprint(self.path)
         sealed = [blob, run, disk.digest(blob, run, b"%d" % round)]
         disk.write_atomic(self.path / "checkpoints" / f"{round:06d}.state", sealed)
-        for old in checkpoints(self.path)[:-KEPT]:
+        for old in checkpoints(self.path)[: -self.keep]:
             old.unlink()
         return [round_of(p) for p in checkpoints(self.path)]
 
@@ -182,6 +188,11 @@ def fingerprint(path: Path) -> bytes:
 def checkpoints(path: Path) -> list[Path]:
     """Checkpoint files of a run's folder, oldest first."""
     return sorted((path / "checkpoints").glob("[0-9]*.state"), key=round_of)
+
+
+def evaluations(path: Path) -> list[Path]:
+    """Evaluation files of a run's folder, oldest first."""
+    return sorted((path / "eval").glob("[0-9]*.npz"), key=round_of)
 
 
 def round_of(path: Path) -> int:

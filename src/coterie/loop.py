@@ -78,9 +78,9 @@ class Loop:
         self.folder.open_logs()
         self.done = self.first - 1
 
-    def resume(self) -> list[str]:
-        """Continue from the newest intact checkpoint; returns a sentence for each damaged one."""
-        saved, complaints = checkpoint.resume(self.folder, self.runtime, type(self.method).__name__)
+    def resume(self, from_round: int | None = None) -> list[str]:
+        """Continue from the newest intact checkpoint, or from that of a round; a sentence for each damaged one."""
+        saved, complaints = checkpoint.resume(self.folder, self.runtime, type(self.method).__name__, from_round)
         if saved is not None:
             self.server, self.edges, self.bytes, self.done = saved.server, saved.edges, saved.bytes, saved.round
         return complaints

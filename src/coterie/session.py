@@ -423,7 +423,7 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
             rounds=s.rounds,
             rules=rules,
             eval_every=s.eval_every,
-            checkpoint_every=1 if session.engine.runtime == "flower" else s.checkpoint_every,  # devices keep two states
+            checkpoint_every=1 if session.engine.runtime == "flower" else s.checkpoint_every,
             final_trained=s.final_trained,
             headline=s.headline,
             newcomers=session.newcomers,
@@ -484,8 +484,13 @@ def execute(
     say: Callable[[str], None] = lambda text: None,
     stopped: Callable[[], bool] = lambda: False,
     opened: Opener = open_runtime,
+    from_round: int | None = None,
 ) -> bool:
-    """Run in the folder `out`. Returns True when it finished, False when `stopped` asked for a pause."""
+    """Run in the folder `out`. Returns True when it finished, False when `stopped` asked for a pause.
+
+    With `from_round` a resumed run goes back to its checkpoint of that round, and later rounds are forgotten."""
+    if from_round is not None and not resume:
+        raise CoterieError("--from-round rolls a run back; name the run with --resume")
     if session.engine.runtime == "flower" and session.engine.engine != "loop":
         raise CoterieError(f"engine = {session.engine.engine} needs many clients in one process; devices have one each")
     if session.engine.runtime == "flower" and session.settings.warm_start is not None:
@@ -500,7 +505,7 @@ def execute(
     local = session.engine.runtime == "local"
     workers = session.engine.workers or (choice.workers if local else None)
     session = replace(session, engine=session.engine.model_copy(update={"engine": choice.engine, "workers": workers}))
-    with Folder(out) as folder:
+    with Folder(out, session.engine.keep) as folder:
         try:
             with opened(session, out, stopped) as runtime:
                 if resume and session.settings.rounds != read_settings(out)["settings"]["rounds"]:
@@ -509,9 +514,10 @@ def execute(
                     if session.settings.warm_start is not None:
                         w0 = {k: v.contiguous() for k, v in session.method.ctx.w0.items()}
                         disk.write_atomic(out / START, save(w0))
-                    engine = {**asdict(choice), "state": session.engine.state, "runtime": session.engine.runtime}
+                    how = session.engine
+                    engine = {**asdict(choice), "state": how.state, "runtime": how.runtime, "keep": how.keep}
                     folder.write_settings({**session.described(), "engine": engine})
-                return _drive(session, folder, runtime, resume, tell, say, stopped)
+                return _drive(session, folder, runtime, resume, tell, say, stopped, from_round)
         except Interrupted:
             return False
         except OSError as e:
@@ -526,11 +532,13 @@ def _drive(
     tell: Callable[[Progress], None],
     say: Callable[[str], None],
     stopped: Callable[[], bool],
+    from_round: int | None,
 ) -> bool:
     while True:
         loop = make_loop(session, folder, runtime)
-        for complaint in loop.resume() if resume else []:
+        for complaint in loop.resume(from_round) if resume else []:
             say(complaint)
+        from_round = None
         try:
             return loop.run(tell, stopped)
         except StateLostError as e:  # only a cluster's; what is repeated comes out the same
@@ -588,6 +596,8 @@ def rebuild(
         engine = engine.model_copy(update={"data_dir": Path(found["data_dir"])})
     if "state" not in engine.model_fields_set:
         engine = engine.model_copy(update={"state": found["engine"]["state"]})
+    if "keep" not in engine.model_fields_set:
+        engine = engine.model_copy(update={"keep": found["engine"].get("keep", engine.keep)})
     if "runtime" not in engine.model_fields_set and found["engine"].get("runtime") == "flower":
         engine = engine.model_copy(update={"runtime": "flower"})
     objects = objects.recall(found, path)

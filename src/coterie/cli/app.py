@@ -75,6 +75,8 @@ def run(
     config: o.Config = None,
     out: o.Out = None,
     resume: Annotated[Path | None, Option(help="continue the run in this folder; more --rounds extend it")] = None,
+    from_round: o.FromRound = None,
+    keep: o.Keep = None,
     warm_start: Annotated[Path | None, Option(help="start from the models of the run in this folder")] = None,
     quiet: o.Quiet = False,
     as_json: o.Json = False,
@@ -89,7 +91,7 @@ def run(
     given = o.gather(config, set_, method=method, data=data, task=task, model=model, partition=partition,
                      clients=clients, join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr,
                      seed=seed, warm_start=None if warm_start is None else str(warm_start))  # fmt: skip
-    how = engine_from(workers, state, data_dir, runtime=runtime, address=address, engine=engine)
+    how = engine_from(workers, state, data_dir, runtime=runtime, address=address, engine=engine, keep=keep)
     silent = quiet or as_json
     if resume is not None:
         if others := sorted(set(given) - {"rounds"}):
@@ -112,6 +114,7 @@ def run(
             tell=lambda p: update(p.round, p.text),
             say=_complain,
             stopped=stop,
+            from_round=from_round,
         )
     from coterie.runs.run import Run  # brings pandas, which a run itself does not need
 
@@ -322,7 +325,7 @@ def export(
     console.print(how, soft_wrap=True, highlight=False)
 
 
-def engine_from(workers: int | None, state: str | None, data_dir: Path | None, **more: str | None) -> Any:
+def engine_from(workers: int | None, state: str | None, data_dir: Path | None, **more: str | int | None) -> Any:
     from coterie.config import engine
 
     return engine(workers=workers, state=state, data_dir=data_dir, **more)

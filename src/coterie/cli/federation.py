@@ -129,6 +129,8 @@ def serve(
     config: o.Config = None,
     out: o.Out = None,
     resume: Annotated[Path | None, Option(help="continue the federation in this folder")] = None,
+    from_round: o.FromRound = None,
+    keep: o.Keep = None,
 ) -> None:
     """Run the cloud: wait for devices, run the rounds, write a checkpoint after each."""
     from coterie.config import settings
@@ -147,6 +149,7 @@ def serve(
         if given:
             raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(sorted(given))}")
         chosen, cloud = s.reopen(resume)
+        cloud = replace(cloud, keep=keep or cloud.keep)
         folder, again = resume, True
     else:
         if "method" not in given:
@@ -156,7 +159,15 @@ def serve(
         chosen = settings(**given)
         items = _shape(shape, 2 if chosen.task not in (None, "classification", "binary") else classes)
         cloud = s.CloudSettings(
-            str(certs), host, port, min_clients, deadline, items, classes, str(data_dir) if data_dir else None
+            str(certs),
+            host,
+            port,
+            min_clients,
+            deadline,
+            items,
+            classes,
+            str(data_dir) if data_dir else None,
+            keep=keep or s.CloudSettings.keep,
         )
         folder = out or fresh_folder(f"{chosen.method}-federation")
         again = (folder / "cloud.json").exists() and (folder / "settings.json").exists()
@@ -169,7 +180,7 @@ def serve(
     session = s.open_session(chosen, cloud)
     stop = Stop()
     with stop.listening():
-        ended = s.serve(session, cloud, folder, resume=again, tell=_told, stopped=stop)
+        ended = s.serve(session, cloud, folder, resume=again, tell=_told, stopped=stop, from_round=from_round)
     typer.echo(f"the run is in {folder}")
     if not ended:
         typer.echo(f"stopped; continue with: coterie serve --resume {folder}", err=True)
@@ -207,6 +218,7 @@ def join(
     ] = None,
     data_dir: o.DataDir = None,
     allow_module: AllowModule = None,
+    keep: Annotated[int, Option(min=2, help="versions of the private state to keep, for a cloud that rolls back")] = 10,
 ) -> None:
     """Run a device: train on this host's data when the cloud asks, until stopped."""
     from coterie.runtimes.flower import device, permits
@@ -217,7 +229,7 @@ def join(
     use_flower(state / "flwr")
     die_with_parent()
     _log()
-    device.join(cloud, ca, key, device.DeviceHandler(data, state, client, data_dir, allow))
+    device.join(cloud, ca, key, device.DeviceHandler(data, state, client, data_dir, allow, keep))
 
 
 @federation_app.command()

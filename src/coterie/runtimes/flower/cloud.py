@@ -108,7 +108,7 @@ class FlowerRuntime(Runtime):
         self._version = torch.full_like(self._version, -1) if index is None else index.version.clone()
 
     def forget(self, oldest_kept: int) -> None:
-        """Devices keep two versions, which is what two checkpoints may name."""
+        """Devices keep as many versions as their operators allow, and say so when one is asked for that is gone."""
 
     def newcomers(self) -> Sequence[ClientId]:
         return self.roster.newcomers

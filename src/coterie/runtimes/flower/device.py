@@ -21,7 +21,7 @@ from coterie.method import ClientId, Method, State
 from coterie.runtimes.flower.arrivals import check_request
 from coterie.runtimes.flower.messages import Answer, Common, DeviceJob, Hello, PlanText, joined
 from coterie.runtimes.flower.plan import RUN, Plan
-from coterie.runtimes.flower.states import States, lock
+from coterie.runtimes.flower.states import KEEP, States, lock
 from coterie.schema import NonFiniteError
 from coterie.session import Session
 
@@ -38,6 +38,7 @@ class DeviceHandler:
     client: ClientId | None = None
     data_dir: Path | None = None
     allow: tuple[str, ...] = ()  # code that a plan may name (permits.py)
+    keep: int = KEEP  # versions of its state
     _plan: Plan | None = None
     _session: Session | None = field(default=None, repr=False)
 
@@ -111,7 +112,7 @@ class DeviceHandler:
     # ---- work --------------------------------------------------------------------------------------------------------
     def _work(self, session: Session, job: DeviceJob) -> Answer:
         request = job.request
-        states = States(self._folder(job.run) / str(request.client))
+        states = States(self._folder(job.run) / str(request.client), self.keep)
         mine = Job(request, states.read(job.base))
         if isinstance(request, TrainRequest):
             done = session.clients().train([mine])[0]

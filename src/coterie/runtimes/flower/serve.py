@@ -44,12 +44,13 @@ class CloudSettings:
     classes: int = 0
     data_dir: str | None = None
     run: str = ""
+    keep: int = 10  # checkpoints
 
 
 def open_session(settings: RunSettings, cloud: CloudSettings) -> Session:
     """The method on named data, or on data that only the devices have."""
     check_possible(settings)
-    engine = Engine(runtime="flower", data_dir=Path(cloud.data_dir) if cloud.data_dir else None)
+    engine = Engine(runtime="flower", data_dir=Path(cloud.data_dir) if cloud.data_dir else None, keep=cloud.keep)
     if not cloud.shape:
         return prepare(settings, engine)
     task, n = settings.task or "classification", cloud.classes
@@ -101,6 +102,7 @@ def serve(
     resume: bool = False,
     tell: Callable[[Progress], None] = lambda p: None,
     stopped: Callable[[], bool] = lambda: False,
+    from_round: int | None = None,
 ) -> bool:
     """Run the federation in the folder `out`; returns True when it finished."""
     Certs(Path(cloud.certs)).check()
@@ -118,7 +120,10 @@ def serve(
 
     state = "failed"
     try:
-        ended = execute(session, out, resume=resume, tell=told, say=log.warning, stopped=stopped, opened=opened)
+        ended = execute(
+            session, out, resume=resume, tell=told, say=log.warning, stopped=stopped, opened=opened,
+            from_round=from_round,
+        )  # fmt: skip
         state = "ended" if ended else "stopped"
     finally:
         with suppress(OSError):  # what has been written before stands

@@ -1,7 +1,8 @@
-"""A client's private state on its own disk: the version the cloud counts on, the one before, and the newest.
+"""A client's private state on its own disk: the version the cloud counts on, some before it, and the newest.
 
 The cloud says which round's state a job starts from (that of the last round in which it took this client's upload), so
 a round that is repeated after a crash, or whose answer came too late, starts from where it started the first time.
+Older versions are for a cloud that rolls back (`coterie serve --resume DIR --from-round N`).
 """
 
 import fcntl
@@ -13,14 +14,15 @@ from coterie import codec
 from coterie.errors import CoterieError
 from coterie.method import State
 
+KEEP = 10  # versions of the state; as many as the cloud keeps checkpoints
 log = logging.getLogger("coterie.device")
 
 
 class States:
     """Files `ROUND.state`, each whole or not there at all."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, keep: int = KEEP):
+        self.folder, self.keep = folder, max(2, keep)
 
     def path(self, round: int) -> Path:
         return self.folder / f"{round:06d}.state"
@@ -42,12 +44,15 @@ class States:
                 self.folder,
             )
             return None
-        raise CoterieError(f"the state of round {base} is not here; there are those of rounds {self.rounds()}")
+        there = ", ".join(map(str, self.rounds()))
+        raise CoterieError(
+            f"the state of round {base} is not here; there are those of rounds {there} (--keep {self.keep})"
+        )
 
     def write(self, round: int, state: State, base: int) -> None:
         """Store the state after `round`, which began at `base`; unneeded versions are deleted first."""
         older = [r for r in self.rounds() if r < base]
-        for r in set(self.rounds()) - {base, *older[-1:]}:
+        for r in set(self.rounds()) - {base, *older[1 - self.keep :]}:
             self.path(r).unlink(missing_ok=True)
         try:
             codec.save(self.path(round), state)
