@@ -1,4 +1,4 @@
-"""Devices that answer wrongly; run as processes by test_flower_federation.py."""
+"""Devices that answer wrongly, or are of other versions; run as processes by test_flower_federation.py."""
 
 import argparse
 import logging
@@ -10,7 +10,7 @@ import torch
 
 from coterie import codec
 from coterie.messages import TrainAnswer
-from coterie.runtimes.flower import plan
+from coterie.runtimes.flower import plan, protocol
 from coterie.runtimes.flower.device import DeviceHandler, join
 from coterie.runtimes.flower.messages import Attached, DeviceJob, Hello
 from coterie.runtimes.flower.transport import wire
@@ -44,23 +44,25 @@ class Hijacker(DeviceHandler):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=["wrong", "version", "hijack"])
+    parser.add_argument("mode", choices=["wrong", "hijack", "protocol", "package"])
     for name in ("--cloud", "--ca", "--key", "--data", "--state", "--client"):
         parser.add_argument(name, required=True)
     a = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    if a.mode == "version":
-        plan.source = lambda method: "another"
+    if a.mode in ("protocol", "package"):
+        protocol.version = plan.version = lambda name: "9.9.9"  # type: ignore[attr-defined]
+    if a.mode == "protocol":
+        protocol.PROTOCOL = 99
     content, kept = wire.content, {}
 
     def replaying(head: wire.Head, parts: Any) -> Any:
         made = content(head, parts)
-        if head.kind == "train" and head.round in (1, 3):
+        if a.mode == "wrong" and head.kind == "train" and head.round in (1, 3):
             return kept.setdefault("first", made)  # in round 3 the answer of round 1 is sent again
         return made
 
     wire.content = replaying  # type: ignore[assignment]
-    handler = Hijacker if a.mode == "hijack" else Hostile
+    handler = {"hijack": Hijacker, "wrong": Hostile}.get(a.mode, DeviceHandler)
     join(a.cloud, Path(a.ca), Path(a.key), handler(a.data, Path(a.state), int(a.client)))
 
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from coterie.runs.run import Run
 from coterie.runtimes.flower import processes
 from coterie.runtimes.flower.local import Local
 from coterie.runtimes.flower.processes import Child
+from coterie.runtimes.flower.protocol import PROTOCOL
 from coterie.runtimes.flower.transport import flower_env
 from hostile import HONEST, WRONGS
 from replay import same_as_replay
@@ -158,9 +160,9 @@ def test_a_device_that_comes_later_takes_its_place_and_a_newcomer_gets_a_model(t
 @pytest.mark.long
 def test_wrong_answers_other_versions_and_claimed_roles_are_refused_and_the_others_go_on(tmp_path: Path) -> None:
     given = {**SMALL, "rounds": max(HONEST), "eval_every": max(HONEST), "final_trained": False}
-    f = Local(tmp_path / "federation", "fedrep", 5, 0, given, deadline=60, min_clients=3, late=(1, 3, 4))
+    f = Local(tmp_path / "federation", "fedrep", 5, 0, given, deadline=60, min_clients=3, late=(1, 2, 3, 4))
     with f:
-        for i, mode in ((1, "wrong"), (3, "version"), (4, "hijack")):
+        for i, mode in ((1, "wrong"), (2, "package"), (3, "protocol"), (4, "hijack")):
             argv = [sys.executable, str(Path(__file__).with_name("hostile.py")), mode, *f.arguments(f"device-{i}")[1:]]
             env = processes.bound({**flower_env(f.folder / "flwr"), "OMP_NUM_THREADS": "1"})
             f.children[f"device-{i}"] = Child(f"device-{i}", argv, f.folder / "logs" / f"device-{i}.log", env).start()
@@ -175,10 +177,14 @@ def test_wrong_answers_other_versions_and_claimed_roles_are_refused_and_the_othe
         assert re.search(words, reason), (what, reason)
         assert f"round {t}: device-1: {reason.removeprefix('device-1: ')}" in log
         assert any("device-1" in line and words in line for line in f.status()["errors"]), what
-    assert 'device-3 is not in the run: the method "fedrep" has other code here than at the cloud' in log
+    versions = (
+        f"the cloud speaks protocol {PROTOCOL} (Coterie {version('coterie')}), this host protocol 99 (Coterie 9.9.9)"
+    )
+    assert f"device-3 is not in the run: {versions}; both must have the same protocol" in log
+    assert versions in f.children["device-3"].log.read_text()  # both sides say it; another package alone is no reason
+    assert f.model(2).exists() and not f.model(3).exists()
     assert "device-4 is not in the run: it is registered as a device and answers like an edge" in log
     assert "device-2 is not in the run" not in log
-    assert not f.model(3).exists()
     same_as_replay(f, tmp_path / "replay")
 
 
@@ -203,3 +209,21 @@ def test_a_device_runs_no_code_that_its_operator_did_not_allow(tmp_path: Path, m
     assert {pids["cloud"], pids["device-0"]} <= ran and pids["device-1"] not in ran
     assert 'the code "strange_models:SmallNet" as its model, which this host does not allow' in log
     assert all(e["failed"] == [1] for e in f.events())
+
+
+@pytest.mark.long
+def test_what_cloud_edge_and_devices_write_is_for_their_owner_alone(tmp_path: Path) -> None:
+    old = os.umask(0o022)
+    try:
+        folder = tmp_path / "federation"
+        made = [sys.executable, "-m", "coterie", "up", "fedrep", "--devices", "2", "--edges", "1", "--out", str(folder)]
+        sets = [x for k, v in {**SMALL, "rounds": 1}.items() for x in ("--set", f"{k}={v}")]
+        subprocess.run([*made, *sets, "--quiet"], check=True, timeout=120)
+    finally:
+        os.umask(old)
+    found = {p.relative_to(folder).as_posix(): p.stat().st_mode & 0o077 for p in folder.rglob("*")}
+    assert {"run/events.jsonl", "run/timing.jsonl", "run/status.json", "run/wire.jsonl", "logs/device-0.log"} <= set(
+        found
+    )
+    certificates = {name for name in found if name.endswith((".crt", ".pub"))}
+    assert {name for name, others in found.items() if others} <= certificates

@@ -194,7 +194,8 @@ def test_a_device_sends_nothing_that_its_method_does_not_declare(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"coterie": "9.9"}, "the cloud runs Coterie 9.9"), ({"source": "x"}, "has other code here"),
+        ({"coterie": "9.9", "source": "x"}, r"has other code here \(Coterie .*\) than at the cloud \(Coterie 9.9\)"),
+        ({"coterie": "9.9", "protocol": 99, "more": 1}, r"speaks protocol 99 \(Coterie 9.9\), this host protocol \d"),
         ({"w0": "x"}, "first model differs"), ({"run": "short"}, "cannot be read"), ({"extra": 1}, "cannot be read"),
         ({"shape": [1, 8, 8]}, r"federation's are torch.float32 \(1, 8, 8\)"), ({"classes": ["0"]}, "has 1 classes"),
     ],
@@ -203,6 +204,11 @@ def test_a_plan_that_does_not_fit_is_refused(member: DeviceHandler, cloud: Any, 
     plan = Plan.of(cloud, RUN).model_dump(mode="json") | change
     with pytest.raises(CoterieError, match=reason):
         member.hello(json.dumps(plan))
+
+
+def test_another_package_with_the_same_protocol_takes_part(member: DeviceHandler, cloud: Any) -> None:
+    plan = Plan.of(cloud, RUN).model_dump(mode="json") | {"coterie": "9.9"}
+    assert member.hello(json.dumps(plan)).samples == 27
 
 
 def test_an_unknown_method_is_refused(member: DeviceHandler, cloud: Any) -> None:

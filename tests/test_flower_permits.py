@@ -2,16 +2,19 @@
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coterie import parts
 from coterie.config import RunSettings
 from coterie.errors import CoterieError
 from coterie.methods import find
 from coterie.runtimes.flower import permits
 from coterie.runtimes.flower.plan import source
+from coterie.runtimes.flower.protocol import PROTOCOL
 
 RUN = "0123456789abcdef" * 2
 
@@ -63,8 +66,6 @@ def test_what_cannot_be_allowed_is_a_sentence(path: str) -> None:
 # ---- a real plan, on a device and on an edge -----------------------------------------------------------------------
 def hostile(tmp_path: Path, model: str) -> str:
     """What a hostile cloud sends: a valid plan whose model would leave a file behind."""
-    from importlib.metadata import version
-
     hub = tmp_path / "hub"
     hub.mkdir()
     (hub / "hubconf.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\ndef m(**more): pass\n")
@@ -72,7 +73,15 @@ def hostile(tmp_path: Path, model: str) -> str:
     if model == "torch.hub:load":
         options = {"repo_or_dir": str(hub), "model": "m", "source": "local", "trust_repo": True}
     settings = chosen(model=model, model_options=options).model_dump(mode="json")
-    about = {"run": RUN, "coterie": version("coterie"), "source": "x", "settings": settings, "places": 2, "w0": "x"}
+    about = {
+        "protocol": PROTOCOL,
+        "run": RUN,
+        "coterie": "0",
+        "source": "x",
+        "settings": settings,
+        "places": 2,
+        "w0": "x",
+    }
     data = {"partition": None, "shape": [1, 4, 4], "task": "classes", "targets": 1, "classes": ["0", "1", "2"],
             "kind": "float32"}  # fmt: skip
     return json.dumps({**about, **data, "vocab": None, "mean": None, "std": None})
@@ -110,3 +119,16 @@ def test_the_digest_of_a_method_covers_its_folder_and_the_parts(
     assert source(method) == before != source(find("fedavg"))
     (package / "votes.py").write_text("N = 2\n")
     assert source(method) != before
+
+
+def test_the_digest_of_a_method_has_the_parts_that_it_imports_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "coterie" / "parts"
+    shutil.copytree(Path(parts.__file__).parent, folder)
+    monkeypatch.setattr(parts, "__file__", str(folder / "__init__.py"))
+    before = {name: source(find(name)) for name in ("fedavg", "fedproto", "fedcpmd")}
+    with (folder / "prototypes.py").open("a") as f:
+        f.write("# another version\n")
+    changed = {name for name, was in before.items() if source(find(name)) != was}
+    assert changed == {"fedproto"}

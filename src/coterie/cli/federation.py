@@ -137,7 +137,7 @@ def serve(
     from coterie.errors import CoterieError
     from coterie.folders import fresh_folder
     from coterie.runtimes.flower import serve as s
-    from coterie.runtimes.flower.processes import die_with_parent
+    from coterie.runtimes.flower.processes import die_with_parent, owner_only
     from coterie.runtimes.flower.transport import use_flower
 
     die_with_parent()
@@ -176,6 +176,7 @@ def serve(
             if then != chosen:
                 raise CoterieError(f"{folder} holds a federation with other settings; choose another folder")
             cloud = replace(cloud, run=kept.run)
+    owner_only(folder)
     use_flower(folder / "flwr")
     session = s.open_session(chosen, cloud)
     stop = Stop()
@@ -222,10 +223,11 @@ def join(
 ) -> None:
     """Run a device: train on this host's data when the cloud asks, until stopped."""
     from coterie.runtimes.flower import device, permits
-    from coterie.runtimes.flower.processes import die_with_parent
+    from coterie.runtimes.flower.processes import die_with_parent, owner_only
     from coterie.runtimes.flower.transport import use_flower
 
     allow = permits.allowed(allow_module or ())
+    owner_only(state)
     use_flower(state / "flwr")
     die_with_parent()
     _log()
@@ -246,13 +248,14 @@ def edge(
     from coterie.errors import CoterieError
     from coterie.runtimes.flower import permits
     from coterie.runtimes.flower.edge import bridge
-    from coterie.runtimes.flower.processes import die_with_parent
+    from coterie.runtimes.flower.processes import die_with_parent, owner_only
     from coterie.runtimes.flower.transport import use_flower
 
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise CoterieError(f'listen "{listen}" must be :PORT or HOST:PORT')
     allow = permits.allowed(allow_module or ())
+    owner_only(state)
     use_flower(state / "flwr")
     die_with_parent()
     _log()
@@ -283,6 +286,7 @@ def up(
     """Try a whole federation on this machine, each party as a separate process."""
     from coterie.folders import fresh_folder
     from coterie.runtimes.flower.local import Local
+    from coterie.runtimes.flower.processes import owner_only
     from coterie.runtimes.flower.watch import watch
 
     given = o.gather(config, set_, data=data, model=model, partition=partition, join=join, rounds=rounds,
@@ -290,6 +294,7 @@ def up(
     folder = out or fresh_folder(f"{method}-up")
     stop = Stop()
     local = Local(folder, method, devices, edges, given, deadline=deadline, data_dir=data_dir)
+    owner_only(folder)
     with stop.listening(), local:
         ended = watch(local, console, quiet, stop)
     if ended:

@@ -32,6 +32,7 @@ def open_here(session: Session, folder: Path, stopped: Callable[[], bool]) -> It
         raise CoterieError(f"{folder} is a federation between hosts; continue it with coterie serve --resume {folder}")
     clients = session.federation.clients
     home = folder / "flower"
+    home.mkdir(exist_ok=True, mode=0o700)
     parties = Tended(home, s.data, s.model, len(clients), 0, session.engine.data_dir)
     parties.certify()
     about = home / "run.json"

@@ -1,5 +1,6 @@
 """The plan that the cloud sends to every party: settings, model, versions. JSON, checked on arrival."""
 
+import ast
 import hashlib
 import json
 import re
@@ -21,10 +22,10 @@ from coterie.method import Method
 from coterie.methods import build, find, sentence
 from coterie.runtimes.flower import permits
 from coterie.runtimes.flower.own_data import OwnData, example, only_client
+from coterie.runtimes.flower.protocol import PROTOCOL, check_protocol
 from coterie.session import Session, bind, prepare
 from coterie.tree import Tree
 
-FORMAT = 3
 RUN = re.compile("[0-9a-f]{32}")
 
 
@@ -33,9 +34,9 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: int = FORMAT
+    protocol: int = PROTOCOL
+    coterie: str  # version of the cloud's package, for people
     run: str = Field(pattern=f"^{RUN.pattern}$")
-    coterie: str
     source: str  # digest of the method's code
     settings: dict[str, Any]  # RunSettings
     places: int = Field(ge=1)
@@ -65,10 +66,12 @@ class Plan(BaseModel):
     @staticmethod
     def read(text: str) -> "Plan":
         try:
-            return Plan(**json.loads(text))
-        except (ValidationError, ValueError, TypeError) as e:
+            found = json.loads(text)
+            check_protocol(found)
+            return Plan(**found)
+        except (ValidationError, ValueError, TypeError, RecursionError) as e:
             reason = sentence("plan", e) if isinstance(e, ValidationError) else str(e)
-            raise CoterieError(f"the cloud's plan cannot be read; is it of the same Coterie version? {reason}") from e
+            raise CoterieError(f"the cloud's plan cannot be read: {reason}") from e
 
     @property
     def run_settings(self) -> RunSettings:
@@ -78,14 +81,15 @@ class Plan(BaseModel):
             raise CoterieError(sentence("the cloud's settings", e)) from None
 
     def check(self, allow: Sequence[str] = ()) -> RunSettings:
-        """Is this the same program with the same method, and only code that is allowed here? A sentence if not."""
-        here = version("coterie")
-        if self.format != FORMAT or self.coterie != here:
-            raise CoterieError(f"the cloud runs Coterie {self.coterie} (format {self.format}), here is {here}")
+        """Is this the same method, and only code that is allowed here? A sentence if not."""
         settings = self.run_settings
         permits.check(settings, allow)
         if source(find(settings.method)) != self.source:
-            raise CoterieError(f'the method "{settings.method}" has other code here than at the cloud')
+            here = version("coterie")
+            raise CoterieError(
+                f'the method "{settings.method}" has other code here (Coterie {here}) than at the cloud '
+                f"(Coterie {self.coterie})"
+            )
         return settings
 
     def session(
@@ -121,8 +125,10 @@ class Plan(BaseModel):
 
 
 def source(method: type[Method]) -> str:
-    """Digest of the code of a method and its bases as installed here, with the folders and parts it is made of."""
-    files: set[Path] = set(Path(parts.__file__).parent.glob("*.py"))
+    """Digest of the code of a method and its bases as installed here, with the folders and parts it is made of.
+
+    Parts that it does not import are left out: another version of the package may have changed them."""
+    files: set[Path] = set()
     found = hashlib.sha256()
     for cls in method.__mro__:
         if not issubclass(cls, Method):
@@ -135,9 +141,28 @@ def source(method: type[Method]) -> str:
             files.add(Path(file))
         else:
             files |= set(Path(file).parent.glob("*.py"))
-    for path in sorted(files, key=lambda p: (p.parent.name, p.name)):
+    for path in sorted(files | _parts(files), key=lambda p: (p.parent.name, p.name)):
         found.update(f"{path.parent.name}/{path.name}".encode() + path.read_bytes())
     return found.hexdigest()
+
+
+def _parts(files: set[Path]) -> set[Path]:
+    """The files of coterie.parts that these import, and those that these import in turn."""
+    folder, found, left = Path(parts.__file__).parent, set[Path](), list(files)
+    while left:
+        for node in ast.walk(ast.parse(left.pop().read_bytes())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [a.name for a in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [str(node.module), *(f"{node.module}.{a.name}" for a in node.names)]
+            for name in names:
+                if name.startswith(f"{parts.__name__}."):
+                    path = folder / f"{name.split('.')[2]}.py"
+                    if path.is_file() and path not in found:
+                        found.add(path)
+                        left.append(path)
+    return found
 
 
 def digest(tree: Tree) -> str:

@@ -28,8 +28,8 @@ class Child:
     process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
 
     def start(self) -> "Child":
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as out:
+        self.log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with os.fdopen(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
             # a group of its own, so that what the process itself starts can be stopped with it
             self.process = subprocess.Popen(
                 self.argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(self.env), start_new_session=True
@@ -117,6 +117,18 @@ def die_with_parent(every: float = 0.5) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def owner_only(folder: Path) -> None:
+    """Files that this process and its children make from now on, and what is in the folder, are for their owner alone.
+
+    Logs, events, models and checkpoints all tell something about clients."""
+    os.umask(0o077)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # also covers the files of a run that began with other rights
+    except OSError as e:
+        raise CoterieError(f"{folder} cannot be used: {e.strerror or e}") from e
 
 
 def free_port() -> int:
