@@ -20,10 +20,12 @@ pytest.importorskip("flwr", reason="a federation needs the extra flower")
 from coterie.errors import CoterieError
 from coterie.runtimes.flower import certs, processes
 from coterie.runtimes.flower.processes import Child
-from coterie.runtimes.flower.transport import FlowerLink, Node, flower_env, wire
+from coterie.runtimes.flower.transport import Node, flower_env, wire
 from coterie.runtimes.flower.transport import flower_api as fl
 from coterie.runtimes.flower.transport.guard import LARGEST_OF_OURS, LARGEST_REQUEST, Guard
 from coterie.runtimes.flower.transport.http import HEADER, call
+from coterie.runtimes.flower.transport.link import FlowerLink
+from coterie.runtimes.flower.transport.node import FlowerNode
 from coterie.runtimes.flower.transport.superlink import start
 
 SOURCE = Path(wire.__file__).parents[3]
@@ -373,15 +375,17 @@ def test_a_node_that_died_at_work_and_comes_back_within_the_round_is_asked_again
             over.wait(60)
             return b""
 
-        first = Node(federation.address, federation.certs.ca, key, stuck)
+        first = FlowerNode(federation.address, federation.certs.ca, key, stuck)
         threading.Thread(target=first.run, daemon=True).start()
         assert first.connected.wait(30)
         elsewhere = tmp_path / key.name  # as after a crash: the dead process left its node id and no lock
         for suffix in (".key", ".node"):
             shutil.copy(key.with_suffix(suffix), elsewhere.with_suffix(suffix))
-        second = Node(federation.address, federation.certs.ca, elsewhere, lambda k, r, s, own: b"again " + bytes(own))
+        second = FlowerNode(
+            federation.address, federation.certs.ca, elsewhere, lambda k, r, s, own: b"again " + bytes(own)
+        )
         with pytest.raises(CoterieError, match="another process is already connected"):
-            Node(federation.address, federation.certs.ca, key, stuck).run()
+            FlowerNode(federation.address, federation.certs.ca, key, stuck).run()
 
         def come_back() -> None:
             at_work.wait(30)

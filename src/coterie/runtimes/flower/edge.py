@@ -36,7 +36,7 @@ from coterie.runtimes.flower.messages import (
 from coterie.runtimes.flower.plan import Plan
 from coterie.runtimes.flower.roster import read_hello
 from coterie.runtimes.flower.tier import Tier
-from coterie.runtimes.flower.transport import FlowerLink, Node, address, superlink
+from coterie.runtimes.flower.transport import Node, listening
 
 PATIENCE = 0.85  # of the cloud's deadline that devices have; the rest is for the way up
 log = logging.getLogger("coterie.edge")
@@ -149,5 +149,5 @@ def bridge(
     up: str, ca: Path, key: Path, host: str, port: int, certs: Path, state: Path, allow: tuple[str, ...] = ()
 ) -> None:
     """Be an edge until told to stop."""
-    with superlink(Certs(certs), state, host, port), FlowerLink(address(host, port), certs) as link:
+    with listening(Certs(certs), state, host, port) as link:
         Node(up, ca, key, EdgeHandler(link, allow).handle).stop_on_signals().run()

@@ -5,16 +5,10 @@ updates, sends telemetry and installs packages an app names; some of that is dec
 """
 
 import os
-import sys
-from pathlib import Path
 
 from coterie.errors import CoterieError
+from coterie.runtimes.flower.transport.base import QUIET
 
-QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-}
 os.environ.update(QUIET)
 
 try:
@@ -48,27 +42,12 @@ except ImportError as e:
     raise CoterieError('a federation needs the extra "flower": pip install coterie[flower]') from e
 
 
-def flower_env(home: Path) -> dict[str, str]:
-    """The environment of a process that uses Flower: a private home, and nothing sent or installed."""
-    try:
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as e:
-        raise CoterieError(f"{home} cannot be used: {e.strerror}") from e
-    path = str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", "")  # Flower's own commands are there
-    return {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": path, "PYTHONUNBUFFERED": "1"}
-
-
-def use_flower(home: Path) -> None:
-    """Make this process's environment the one for Flower."""
-    os.environ.update(flower_env(home))
-
-
 __all__ = [
     "SUPERLINK_NODE_ID", "TASK_TOKEN_HEADER", "Array", "ArrayRecord", "ConfigRecord", "ControlHttpClient", "Error",
     "ErrorCode", "Fab", "FleetHttpClient", "Message", "MessageType", "Metadata", "NodeAuthHttpInterceptor", "NodeId",
     "RecordDict", "RuntimeHttpClient", "RuntimeVersionHttpInterceptor", "SendNodeHeartbeatRequest", "SubStatus",
-    "TaskType", "control", "fleet", "flower_env", "get_all_nested_objects", "get_object_body",
+    "TaskType", "control", "fleet", "get_all_nested_objects", "get_object_body",
     "get_object_head_values_from_object_content", "get_object_tree", "inflatable_class_registry", "make_message",
     "message_from_proto", "message_to_proto", "no_object_id_recompute", "objects", "public_key_to_bytes",
-    "remove_content_from_message", "runtime", "use_flower",
+    "remove_content_from_message", "runtime",
 ]  # fmt: skip

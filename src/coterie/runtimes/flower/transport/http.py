@@ -15,17 +15,10 @@ import httpx
 
 from coterie.errors import CoterieError
 from coterie.runtimes.flower.transport import flower_api as fl
+from coterie.runtimes.flower.transport.base import RefusedError, UnreachableError
 
 HEADER = "x-coterie-control-key"  # what guard.py asks of who controls the SuperLink,
 KEY = "COTERIE_CONTROL_KEY"  # and the variable that tells it where the key lies
-
-
-class UnreachableError(CoterieError):
-    """The other side does not answer now; trying again later makes sense."""
-
-
-class RefusedError(CoterieError):
-    """The SuperLink does not know this key, node, run or task (any more)."""
 
 
 class Meter:

@@ -27,14 +27,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from coterie.errors import CoterieError
 from coterie.runtimes.flower.certs import Certs
 from coterie.runtimes.flower.transport import wire
-from coterie.runtimes.flower.transport.http import RefusedError, UnreachableError
+from coterie.runtimes.flower.transport.base import LARGEST, Buffer, LinkBytes, RefusedError, Replies, UnreachableError
 from coterie.runtimes.flower.transport.server_run import ServerRun
-from coterie.runtimes.flower.transport.wire import Buffer
 
 LOOK = 1.0  # seconds between looks at who is connected while waiting for replies
 GRACE = 15.0  # seconds nodes have to come back after the SuperLink was away
@@ -42,24 +41,6 @@ RETURN = 5.0  # seconds a node has to come back that was there when it was asked
 UNANSWERED = (3, 5)  # Flower's codes of the replies it makes for a message that ran out of time and a node that is gone
 log = logging.getLogger("coterie.cloud")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class LinkBytes:
-    """Bytes of one exchange with one node: the payloads, and all that went over its link for them."""
-
-    payload_down: int
-    payload_up: int
-    total_down: int
-    total_up: int
-
-
-class Replies(NamedTuple):
-    """The result of a request, by node: answers, reasons for missing answers, and traffic."""
-
-    answers: dict[str, memoryview]
-    errors: dict[str, str]
-    traffic: dict[str, LinkBytes]
 
 
 @dataclass(frozen=True)
@@ -132,7 +113,7 @@ class FlowerLink:
 
     def send(
         self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
-        largest: int = wire.LARGEST,
+        largest: int = LARGEST,
     ) -> Replies:  # fmt: skip
         """Ask nodes; return who answered within `deadline` seconds, and for the others why they did not.
 

@@ -7,12 +7,9 @@ asks at once after an answer, then less and less often. To a SuperLink it is a n
 """
 
 import contextlib
-import fcntl
 import logging
-import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,17 +18,15 @@ from coterie.errors import CoterieError
 from coterie.runtimes.flower.certs import load_key
 from coterie.runtimes.flower.transport import flower_api as fl
 from coterie.runtimes.flower.transport import wire
-from coterie.runtimes.flower.transport.http import Objects, RefusedError, UnreachableError, call, client
-from coterie.runtimes.flower.transport.wire import Buffer
-
-Answering = Callable[[str, int, memoryview | None, memoryview], Buffer]  # (kind, round, shared, own) -> answer
+from coterie.runtimes.flower.transport.base import LARGEST, Answering, RefusedError, UnreachableError, lock_key
+from coterie.runtimes.flower.transport.http import Objects, call, client
 
 HEARTBEAT = 10  # seconds, the least Flower allows; a node is taken for gone after two missed
 log = logging.getLogger("coterie.device")
 
 
 @dataclass
-class Node:
+class FlowerNode:
     """Answers messages until stopped; survives restarts of the cloud and of the network."""
 
     address: str  # HOST:PORT of the SuperLink
@@ -40,23 +35,19 @@ class Node:
     handle: Answering
     quick: float = 0.1  # seconds between questions right after an answer,
     slow: float = 2.0  # and at most
-    largest: int = wire.LARGEST  # bytes of one download
+    largest: int = LARGEST  # bytes of one download
     patience: float = 30.0  # seconds a refused key is tried: not yet registered, or its last process died just now
     stopping: threading.Event = field(default_factory=threading.Event)
     connected: threading.Event = field(default_factory=threading.Event)
     _node: int | None = None  # Flower's id of this node, once known
     _last: tuple[str, Any] = "", None  # ticket and content of the latest reply: no question is worked on twice
 
-    def stop_on_signals(self) -> "Node":
-        """SIGTERM and Ctrl-C end `run`."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self.stopping.set())
-        return self
-
     def run(self) -> None:
         """Blocks until `stopping` is set; raises CoterieError if the SuperLink cannot be trusted or refuses the key."""
         self._client = self._connect()
-        memory = self._lock()
+        memory = lock_key(
+            self.key
+        )  # it also remembers the node id; without it a restart after a crash takes up to 20 s
         refused_since: float | None = None
         once, pause = False, 0.2
         try:
@@ -89,19 +80,6 @@ class Node:
         key = load_key(self.key)
         signed = fl.NodeAuthHttpInterceptor(key, key.public_key())
         return client(fl.FleetHttpClient, self.address, self.ca, "SuperNode", [signed])
-
-    def _lock(self) -> TextIO | None:
-        """One process per key and host; the locked file beside the key remembers the node id."""
-        try:
-            memory = self.key.with_suffix(".node").open("a+")
-        except OSError:
-            return None  # a read-only key: a restart after a crash then takes up to 20 s
-        try:
-            fcntl.flock(memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            memory.close()
-            raise CoterieError(f"another process is already connected with the key {self.key}") from e
-        return memory
 
     def _activate(self, memory: TextIO | None) -> Any:
         pem = fl.public_key_to_bytes(load_key(self.key).public_key())

@@ -18,7 +18,8 @@ from coterie.errors import CoterieError
 from coterie.runtimes.flower.certs import Certs
 from coterie.runtimes.flower.transport import flower_api as fl
 from coterie.runtimes.flower.transport import wire
-from coterie.runtimes.flower.transport.http import HEADER, Header, Objects, RefusedError, UnreachableError, call, client
+from coterie.runtimes.flower.transport.base import RefusedError, UnreachableError
+from coterie.runtimes.flower.transport.http import HEADER, Header, Objects, call, client
 
 HEARTBEAT = 5.0
 PYPROJECT = """[project]

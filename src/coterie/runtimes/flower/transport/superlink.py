@@ -7,7 +7,6 @@ messages and payload chunks then survive its death, and payloads lie on disk ins
 
 import contextlib
 import logging
-import socket
 import ssl
 import sys
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 from coterie.errors import CoterieError
 from coterie.runtimes.flower.certs import Certs
 from coterie.runtimes.flower.processes import Child, bound
-from coterie.runtimes.flower.transport.flower_api import flower_env
+from coterie.runtimes.flower.transport.base import address, flower_env, wait_for_port
 from coterie.runtimes.flower.transport.http import KEY
 
 FOLLOW = 10.0  # seconds the SuperLink of a program that was just killed may take to follow it
@@ -54,7 +53,7 @@ def superlink(certs: Certs, state: Path, host: str, port: int) -> Iterator[Child
 def start(certs: Certs, state: Path, host: str, port: int, patience: float = 0.0) -> Child:
     """Start a SuperLink (TLS, node keys, control closed) with its state under `state`; wait until it answers."""
     certs.check()
-    _free(host, port, patience)
+    wait_for_port(host, port, patience)
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     argv = [
         sys.executable, "-m", "coterie.runtimes.flower.transport.guard", "--host", host, "--port", str(port),
@@ -66,24 +65,6 @@ def start(certs: Certs, state: Path, host: str, port: int, patience: float = 0.0
     child = Child("superlink", argv, state / "superlink.log", env).start()
     _answers(child, certs, address(host, port))
     return child
-
-
-def address(host: str, port: int) -> str:
-    """Where this host itself reaches the SuperLink."""
-    return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
-
-
-def _free(host: str, port: int, patience: float) -> None:
-    until = time.monotonic() + patience
-    while True:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                return s.bind((host, port))
-            except OSError as e:
-                if time.monotonic() > until:
-                    raise CoterieError(f"port {port} on {host} cannot be used: {e.strerror}") from e
-        time.sleep(0.3)
 
 
 def _answers(child: Child, certs: Certs, where: str, wait: float = 60.0) -> None:

@@ -13,15 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from coterie.errors import CoterieError
 from coterie.runtimes.flower.transport import flower_api as fl
-from coterie.runtimes.flower.transport.http import UnreachableError
+from coterie.runtimes.flower.transport.base import Buffer, UnreachableError, room
 
-Buffer = bytes | bytearray | memoryview
 STYPE = "coterie"  # marks our arrays; version of the format
-LARGEST = 8 * 2**30  # bytes of one payload, unless told otherwise
 SMALL = 2**18  # up to here bytes ride in the head: every object of a message costs two requests, some 10 ms each
 PREFIX = "body."
 NAMES = {"own", "shared"}
@@ -49,13 +45,6 @@ class Head:
             raise CoterieError(f"it is a reply of round {self.round}, asked was round {asked.round}")
         if self.ticket != asked.ticket or self.kind != asked.kind:
             raise CoterieError("it answers a message that was not sent to this node now (a replay?)")
-
-
-def _room(length: int) -> memoryview:
-    """So many bytes from a multiple of 64 on, so that tensors in it lie as they do in torch's own memory."""
-    raw: Any = np.empty(length + 63, np.uint8)
-    start = -raw.ctypes.data % 64
-    return memoryview(raw[start : start + length])
 
 
 def _array(data: memoryview) -> Any:
@@ -105,9 +94,9 @@ def opened(record: Any) -> tuple[Head, dict[str, memoryview]]:
     parts: dict[str, memoryview] = {}
     for name, raw in fields.items():
         if name.startswith(PREFIX) and isinstance(raw, bytes):
-            room = _room(len(raw))
-            room[:] = raw
-            parts[name.removeprefix(PREFIX)] = room
+            copied = room(len(raw))
+            copied[:] = raw
+            parts[name.removeprefix(PREFIX)] = copied
     parts.update({name: made.data for name, made in record.array_records.get("body", {}).items()})
     if "own" not in parts or not parts.keys() <= NAMES:
         raise CoterieError("the message has no payload, or one that is not Coterie's")
@@ -178,7 +167,7 @@ def pull(tree: Any, get: Callable[[str], bytes | None], largest: int, patience: 
             raise CoterieError(f"the payload of {length} bytes is larger than the {largest} allowed")
         if len(about["arraychunk_ids"]) > 1 + length // 2**20:  # Flower's chunks have 5 MB
             raise CoterieError("the payload comes in too many parts")
-        buffer, at = _room(length), 0
+        buffer, at = room(length), 0
         for index in about["arraychunk_ids"]:
             chunk = fetch(children[index])
             piece = memoryview(chunk)[chunk.index(b"\x00") + 1 :]

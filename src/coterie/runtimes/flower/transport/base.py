@@ -1,0 +1,108 @@
+"""What both transports have in common: what callers see, errors, and the environment that Flower is run in.
+
+Nothing here needs Flower or gRPC to be installed.
+"""
+
+import fcntl
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+
+from coterie.errors import CoterieError
+
+Buffer = bytes | bytearray | memoryview
+Answering = Callable[[str, int, memoryview | None, memoryview], Buffer]  # (kind, round, shared, own) -> answer
+LARGEST = 8 * 2**30  # bytes of one payload, unless told otherwise
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+
+
+class UnreachableError(CoterieError):
+    """The other side does not answer now; trying again later makes sense."""
+
+
+class RefusedError(CoterieError):
+    """The server does not know this key, node, run or task (any more)."""
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Bytes of one exchange with one node: the payloads, and all that went over its link for them."""
+
+    payload_down: int
+    payload_up: int
+    total_down: int
+    total_up: int
+
+
+class Replies(NamedTuple):
+    """The result of a request, by node: answers, reasons for missing answers, and traffic."""
+
+    answers: dict[str, memoryview]
+    errors: dict[str, str]
+    traffic: dict[str, LinkBytes]
+
+
+def room(length: int) -> memoryview:
+    """So many bytes from a multiple of 64 on, so that tensors in it lie as they do in torch's own memory."""
+    raw: Any = np.empty(length + 63, np.uint8)
+    start = -raw.ctypes.data % 64
+    return memoryview(raw[start : start + length])
+
+
+def lock_key(key: Path) -> TextIO | None:
+    """One process per key and host: the locked file beside the key; None if there is no place for it."""
+    try:
+        memory = key.with_suffix(".node").open("a+")
+    except OSError:
+        return None
+    try:
+        fcntl.flock(memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        memory.close()
+        raise CoterieError(f"another process is already connected with the key {key}") from e
+    return memory
+
+
+def address(host: str, port: int) -> str:
+    """Where this host itself reaches its server."""
+    return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+
+
+def wait_for_port(host: str, port: int, patience: float) -> None:
+    """Until the port is free; a sentence if it stays in use."""
+    until = time.monotonic() + patience
+    while True:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                return s.bind((host, port))
+            except OSError as e:
+                if time.monotonic() > until:
+                    raise CoterieError(f"port {port} on {host} cannot be used: {e.strerror}") from e
+        time.sleep(0.3)
+
+
+def flower_env(home: Path) -> dict[str, str]:
+    """The environment of a process that uses Flower: a private home, and nothing sent or installed."""
+    try:
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as e:
+        raise CoterieError(f"{home} cannot be used: {e.strerror}") from e
+    path = str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", "")  # Flower's own commands are there
+    return {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def use_flower(home: Path) -> None:
+    """Make this process's environment the one for Flower."""
+    os.environ.update(flower_env(home))
