@@ -12,6 +12,7 @@ from coterie.exchange import preview
 from coterie.folder import Folder
 from coterie.messages import TrainAnswer, TrainRequest
 from coterie.method import ClientId
+from coterie.personal import as_module, in_use
 from coterie.runtimes.base import Replies
 from coterie.runtimes.flower.local import Local
 from coterie.runtimes.inline import Inline
@@ -51,8 +52,10 @@ def same_as_replay(local: Local, folder: Path) -> None:
             continue
         data, state = session.federation.data(i), states.get(i)
         shared, own = preview(session.method, loop.server, loop.edges, [i], loop.done + 1)[i]
-        with torch.no_grad():
-            state = session.method.init_client(data) if state is None else state
-            params, _ = session.method.personal(state, {**shared, **own}, data)
-        for k, v in load_file(local.model(i)).items():
-            assert torch.equal(v, params[k]), f"client {i}, {k}"
+        method = session.method_of(i)
+        model = in_use(method, session.clients().rule, state, {**shared, **own}, data, loop.done + 1)
+        expected = as_module(method, *model).state_dict()
+        found = load_file(local.model(i))
+        assert found.keys() == expected.keys()
+        for k, v in found.items():
+            assert torch.equal(v, expected[k]), f"client {i}, {k}"

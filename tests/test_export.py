@@ -27,7 +27,7 @@ def test_the_printed_code_loads_the_file_just_written(method, tmp_path):
     path = tmp_path / "one.safetensors"
     names: dict[str, object] = {}
     exec(export(run, 1, path), names)
-    module, own = names["model"], run.personal(1)
+    module, own = names["model"].network, run.personal(1)
     state = own.state_dict()
     assert state and all(torch.equal(v, state[k]) for k, v in module.state_dict().items())
     assert module.state_dict().keys() == state.keys() and list(own.parameters())
@@ -48,7 +48,10 @@ def test_a_plain_file_loads_into_a_fresh_module_of_ones_own(tmp_path):
     fresh.load_state_dict(load_file(path))  # strict: counters and frozen tensors are there
     x, _ = run.session().federation.test(2)
     assert torch.equal(fresh.eval()(x), run.personal(2)(x))
-    assert torch.equal(coterie.load_model(path)(x), fresh(x))  # imported by its name
+    allowed = coterie.load_model(path, allow_module=["own_things:OwnNet"])
+    assert torch.equal(allowed(x), fresh(x))  # imported by its name
+    with pytest.raises(CoterieError, match='names the code "own_things:OwnNet" as its model; it is run only if'):
+        coterie.load_model(path, allow_module=["own_things:OwnData", "own:*"])
     assert torch.equal(coterie.load_model(path, model=OwnNet)(x), fresh(x))
 
 
@@ -68,7 +71,7 @@ def test_files_and_models_that_do_not_fit_get_a_sentence(tmp_path):
     with pytest.raises(CoterieError, match="the model does not fit"):
         coterie.load_model(path, model=lambda classes: torch.nn.Linear(6, classes))
     (tmp_path / "bad").write_bytes(b"no such file")
-    with pytest.raises(CoterieError, match="cannot be read as an exported model"):
+    with pytest.raises(CoterieError, match="cannot be read as a personal model"):
         coterie.load_model(tmp_path / "bad")
     from safetensors.torch import save_file
 

@@ -17,6 +17,7 @@ from coterie import tree as T
 from coterie.config import settings
 from coterie.errors import CoterieError
 from coterie.messages import Score, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest
+from coterie.personal import load_model
 from coterie.runtimes.flower.arrivals import check_answer
 from coterie.runtimes.flower.device import NO_PLAN, DeviceHandler
 from coterie.runtimes.flower.messages import Common, DeviceJob, EdgeJob, joined, split
@@ -122,6 +123,14 @@ def test_a_score_leaves_the_personal_model_on_the_device(member: DeviceHandler, 
     assert state is not None
     own = state["own"]
     assert model.keys() == cloud.method.ctx.w0.keys() and all(torch.equal(model[k], own[k]) for k in own)
+    # the file alone is enough to repeat the score on raw bytes
+    again, federation = load_model(member.state / RUN / "model.safetensors"), member.session(RUN).federation.own
+    assert federation is not None and again.about.items.type == "uint8" and again.about.round == 1
+    rows = federation.indices(0, "test")
+    raw = federation.dataset
+    score = answer.scores["personal/test"].counts
+    got = again.predict(raw.x[rows].squeeze(1).numpy(), raw.y[rows].numpy()).scores["accuracy"]
+    assert got == pytest.approx(float(score["hits"].sum() / score["total"].sum()))
 
 
 def spoiled(job: DeviceJob, change: str) -> DeviceJob:

@@ -31,6 +31,7 @@ ROOMS = [
     ["checkpoint"],
     ["loop"],
     ["session"],
+    ["personal"],
     ["testing", "runtimes.flower"],
     ["runs"],
     ["report"],

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from coterie.errors import CoterieError
     from coterie.method import Card, Download, Method, Phase, Settings, Upload
     from coterie.models.assigned import PerClient
-    from coterie.runs.models import load_model
+    from coterie.personal import load_model
 
 _HOME = {
     "compare": "api", "open_run": "api", "resume": "api", "run": "api",
     "from_arrays": "data.arrays", "from_torch": "data.arrays",
-    "CoterieError": "errors", "load_model": "runs.models",
+    "CoterieError": "errors", "load_model": "personal",
     "Card": "method", "Download": "method", "Method": "method", "Phase": "method", "Settings": "method",
     "Upload": "method",
     "PerClient": "models.assigned",

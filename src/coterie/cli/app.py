@@ -1,7 +1,6 @@
 """The commands. Heavy imports happen inside them, so that help is instant."""
 
 import json
-import re
 import shlex
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from coterie.cli.federation import federation_app
 from coterie.cli.figure import figure_app
 from coterie.cli.paper import paper_app
 from coterie.cli.screen import Stop, bar, console, frame_table
+from coterie.cli.use import use_app
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=(
     "Personalised federated learning: many clients train together, and each ends up with a model of its own."
@@ -49,6 +49,7 @@ app.add_typer(federation_app)
 app.add_typer(figure_app)
 app.add_typer(arena_app)
 app.add_typer(board_app)
+app.add_typer(use_app)
 
 
 @app.command()
@@ -303,26 +304,6 @@ def _run_row(r: dict[str, Any]) -> dict[str, str]:
         "round": f"{r['round']}/{r['rounds']}", "score": value, "data": r["data"], "seed": str(r["seed"]),
         "partition": r["partition"],
     }  # fmt: skip
-
-
-@app.command()
-def export(
-    folder: Annotated[Path, Argument(metavar="RUN", help="the folder of a run")],
-    client: Annotated[str, Option(help="whose model: a number, or the name the data give the client")],
-    out: Annotated[Path | None, Option(help="file to write (default: RUN/client-NAME.safetensors)")] = None,
-    data_dir: o.DataDir = None,
-) -> None:
-    """Write a client's personal model as safetensors, and say how to load it."""
-    from coterie.runs.models import export as write
-    from coterie.runs.run import Run
-    from coterie.session import rebuild
-
-    run = Run(folder, rebuild(folder, engine_from(1, None, data_dir)))
-    plain = re.sub(r"[^\w.-]", "_", client)
-    target = out or folder / f"client-{plain}.safetensors"
-    how = write(run, client, target)
-    console.print(f"wrote {target}; load it with\n", soft_wrap=True, highlight=False)
-    console.print(how, soft_wrap=True, highlight=False)
 
 
 def engine_from(workers: int | None, state: str | None, data_dir: Path | None, **more: str | int | None) -> Any:

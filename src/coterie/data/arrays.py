@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie.data import targets
 from coterie.data.dataset import Dataset
 from coterie.data.given import group_codes, split_codes
-from coterie.data.text import VOCABULARY, tokens
+from coterie.data.text import LENGTH, VOCABULARY, tokens
 from coterie.errors import CoterieError
 
 Array = NDArray[Any]
@@ -150,6 +150,57 @@ def _items_form(name: str, x: Array) -> Tensor:
     if x.ndim == 1:
         x = x[:, None]
     return torch.from_numpy(np.ascontiguousarray(_channels_first(x)))
+
+
+def items_like(name: str, x: Any, dtype: torch.dtype, shape: tuple[int, ...], vocab: int | None = None) -> Tensor:
+    """Raw items in the form of a data set that is known: its type (bytes, floats or token ids) and shape.
+
+    The same arrays as that data set was made of become the same items; nothing is decided by the values of a few."""
+    x = _plain(x)
+    if x.ndim == 0 or x.size == 0:
+        raise CoterieError(f"{name} has no items")
+    if x.dtype.kind == "U":
+        if dtype != torch.int64 or vocab != VOCABULARY or shape != (LENGTH,) or x.size != len(x):
+            raise CoterieError(f"items of {name} are texts, and the model takes {_wanted(dtype, shape)}")
+        return torch.from_numpy(tokens(x.reshape(len(x))))
+    if x.dtype.kind not in "buif":
+        raise CoterieError(f"items of {name} are of type {x.dtype}, and the model takes {_wanted(dtype, shape)}")
+    if dtype == torch.float32:
+        if x.dtype.kind != "f" and x.ndim >= 3 and x.min() >= 0 and x.max() <= 255:
+            raise CoterieError(
+                f"items of {name} are bytes, and the model was trained on floats; give floats on the scale of training"
+            )
+        x = x.astype(np.float32) / np.float32(255 if x.dtype == np.uint8 else 1)
+        if not np.isfinite(x).all():
+            raise CoterieError(f"items of {name} contain values that are not finite numbers")
+    elif x.dtype.kind == "f":
+        hint = "; give bytes from 0 to 255" if dtype == torch.uint8 else ""
+        raise CoterieError(f"items of {name} are floats, and the model was trained on {_KINDS[dtype]}{hint}")
+    else:
+        most = 255 if dtype == torch.uint8 else vocab - 1 if vocab else None
+        if x.min() < 0 or (most is not None and x.max() > most):
+            raise CoterieError(
+                f"items of {name} run from {x.min()} to {x.max()}, and the model was trained on {_KINDS[dtype]} from 0 "
+                f"to {most}"
+            )
+        x = x.astype(np.uint8 if dtype == torch.uint8 else np.int64)
+    if x.ndim == 1:
+        x = x[:, None]
+    turned = x if dtype == torch.int64 else _channels_first(x)
+    found = next((a for a in (turned, x) if a.shape[1:] == shape), None)
+    if found is None:
+        one = f"; for one item add an axis, of shape {(1, *shape)}" if x.shape in (shape, (*shape, 1)) else ""
+        raise CoterieError(
+            f"items of {name} have shape {tuple(x.shape[1:])}, and the model takes {_wanted(dtype, shape)}{one}"
+        )
+    return torch.from_numpy(np.ascontiguousarray(found))
+
+
+_KINDS = {torch.uint8: "bytes", torch.float32: "floats", torch.int64: "token ids"}
+
+
+def _wanted(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{_KINDS[dtype]} of shape {shape}"
 
 
 def _channels_first(x: Array) -> Array:

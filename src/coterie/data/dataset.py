@@ -79,16 +79,7 @@ class Dataset:
     ) -> Tensor:
         """Items as the model takes them: gathered, turned by `turn` degrees, scaled to 0..1 and standardised."""
         x = self.x.index_select(0, index)
-        if x.dtype == torch.int64:
-            return x
-        if turn:  # before standardising, so that the corners filled with zero are black
-            x = turned(x, turn, interp)
-        if self.x.dtype == torch.uint8:
-            x = x.float() if normalize == "none" else x.float().div_(255)
-        if normalize == "standard" and self.mean is not None and self.std is not None:
-            tail = (1,) * (x.dim() - 2)
-            x = x.sub_(torch.tensor(self.mean).view(-1, *tail)).div_(torch.tensor(self.std).view(-1, *tail))
-        return x
+        return prepared(x, normalize, self.mean, self.std, turn, interp)
 
     def subset(self, n: int) -> "Dataset":
         """n items, the same ones every time; training and test parts keep their shares."""
@@ -110,6 +101,28 @@ class Dataset:
             part=part,
             group=group,
         )
+
+
+def prepared(
+    x: Tensor,
+    normalize: Normalize,
+    mean: tuple[float, ...] | None,
+    std: tuple[float, ...] | None,
+    turn: float = 0.0,
+    interp: Interp = "bilinear",
+) -> Tensor:
+    """Raw items as the model takes them; floats are changed in place."""
+    if x.dtype == torch.int64:
+        return x
+    is_bytes = x.dtype == torch.uint8
+    if turn:  # before standardising, so that the corners filled with zero are black
+        x = turned(x, turn, interp)
+    if is_bytes:
+        x = x.float() if normalize == "none" else x.float().div_(255)
+    if normalize == "standard" and mean is not None and std is not None:
+        tail = (1,) * (x.dim() - 2)
+        x = x.sub_(torch.tensor(mean).view(-1, *tail)).div_(torch.tensor(std).view(-1, *tail))
+    return x
 
 
 def _some(items: Tensor, k: int, name: str) -> Tensor:

@@ -133,6 +133,10 @@ class Federation:
         """Degrees by which this client sees its pictures turned."""
         return 0.0 if self._turns is None else float(self._turns[client])
 
+    def source(self, client: int) -> Dataset:
+        """The data set that this client's items come from."""
+        return self.dataset
+
     def _split(self, client: int, part: Part) -> Split:
         got = self._cache.get((client, part))
         if got is None:

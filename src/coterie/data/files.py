@@ -57,6 +57,21 @@ def npz(path: Path) -> Raw:
         return raw._replace(split=have.get("split"), group=have.get("group_train"), group_test=have.get("group_test"))
 
 
+def new_items(path: Path) -> tuple[Array, Array | None]:
+    """Items and, if they are there, their targets: x and y of an .npz file, else x_test and y_test; or an .npy file."""
+    with reading(path, "a file of items (.npz or .npy)"):
+        if path.suffix == ".npy":
+            return np.load(path, allow_pickle=False), None
+        have = _arrays(path)
+        end = "" if "x" in have else "_test"
+        if f"x{end}" not in have:
+            raise ValueError("it lacks x")
+        x, y = have[f"x{end}"], have.get(f"y{end}")
+        if x.ndim == 0 or (y is not None and (y.ndim == 0 or len(x) != len(y))):
+            raise ValueError("x and y must have one row for each item")
+        return x, y
+
+
 def _arrays(path: Path) -> dict[str, Array]:
     with path.open("rb") as f:
         if f.read(4) not in (b"PK\x03\x04", b"PK\x05\x06"):

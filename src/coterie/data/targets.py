@@ -50,6 +50,29 @@ def read(name: str, y: Array, classes: Sequence[str] | None = None, task: str | 
     return Targets(task, numbers, ())
 
 
+def like(name: str, y: Array, task: str, classes: Sequence[str], outputs: int) -> Tensor:
+    """Targets in the form of a data set that is known: labels are its class names, or numbers of its classes."""
+    y = y.reshape(len(y), -1)
+    if task not in ("classification", "binary"):
+        numbers = read(name, y, None, task).y
+        if task != "survival" and numbers.shape[1] != outputs:
+            raise CoterieError(f"targets of {name} are {numbers.shape[1]} numbers each, and the model gives {outputs}")
+        return numbers
+    if y.shape[1] != 1:
+        raise CoterieError(f"labels of {name} must be one each, but have shape {y.shape[1:]}")
+    y = y.astype(np.int64) if y.dtype.kind == "b" else y
+    values = [str(v) for v in y[:, 0].tolist()]
+    if y.dtype.kind == "f":
+        values = [v.removesuffix(".0") for v in values]
+    at = {c: i for i, c in enumerate(classes)}
+    if y.dtype.kind not in "US" and not any(c.lstrip("-").isdecimal() for c in classes):
+        at = {str(i): i for i in range(len(classes))}  # classes with names, counted from 0
+    if odd := [v for v in values if v not in at]:
+        some = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
+        raise CoterieError(f'label "{odd[0]}" of {name} is none of the {len(classes)} classes of the model ({some})')
+    return torch.tensor([at[v] for v in values], dtype=torch.int64)
+
+
 def found(name: str, y: Array) -> str:
     """The task that targets [n, k] show: classes are whole numbers or names, labels several columns of 0 and 1."""
     if y.shape[1] == 1:
@@ -137,4 +160,4 @@ def _check_survival(name: str, y: Tensor) -> None:
         raise CoterieError(f"{name} has no event, so there is nothing that the task survival could learn")
 
 
-__all__ = ["Targets", "found", "read", "with_task"]
+__all__ = ["Targets", "found", "like", "read", "with_task"]

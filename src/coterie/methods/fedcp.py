@@ -93,7 +93,7 @@ class FedCP(Method):
         """Personal and global share of every feature [2, batch, d]; they sum to 1."""
         q = small_layers.run_linear(params, "q:1", z * extras["context"])
         q = small_layers.run_layer_norm(params, "q:2", q).relu()
-        pair = q.reshape(len(z), 2, -1)
+        pair = q.reshape(-1, 2, q.shape[-1] // 2)
         soft = F.gumbel_softmax(pair, self.hp.tau, dim=1) if noise else (pair / self.hp.tau).softmax(1)
         return soft.transpose(0, 1)
 

@@ -5,6 +5,8 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock
 
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from coterie.native import op
 from coterie.native.op import eligible, plain
 
-__all__ = ["available", "block", "conv_block", "enable", "enabled", "plain", "status"]
+__all__ = ["available", "block", "conv_block", "enable", "enabled", "plain", "status", "switched_off"]
 
 _lock = Lock()
 _kernel: op.Kernel | None = None
@@ -24,6 +26,17 @@ def enable(on: bool | None = True) -> None:
     """Switch the native code on or off in this process; None leaves it to COTERIE_NATIVE again."""
     global _wanted
     _wanted = on
+
+
+@contextmanager
+def switched_off() -> Iterator[None]:
+    """Only PyTorch's own operations inside, as a file for other programs needs."""
+    global _wanted
+    before, _wanted = _wanted, False
+    try:
+        yield
+    finally:
+        _wanted = before
 
 
 def enabled() -> bool:

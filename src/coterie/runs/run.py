@@ -14,6 +14,7 @@ from coterie import folder
 from coterie.errors import CoterieError
 from coterie.evaluation import ALONE, statistics
 from coterie.methods import find
+from coterie.personal import Predictions
 from coterie.runs.statistics import summarise
 from coterie.session import Objects, Session, rebuild
 from coterie.tasks import Classification, Metric, Task, make
@@ -226,6 +227,21 @@ class Run:
         from coterie.runs.models import personal_module
 
         return personal_module(self, client)
+
+    def predict(self, client: int | str, x: Any, y: Any = None) -> Predictions:
+        """What the client's model says about raw items, prepared as the run prepares its data; with targets y also the
+        task's metrics."""
+        from coterie.runs.models import predictor
+
+        return predictor(self, client).predict(x, y)
+
+    def refuse_devices(self) -> None:
+        """A sentence if the personal models are not here."""
+        if (self.description.get("engine") or {}).get("runtime") == "flower":
+            raise CoterieError(
+                f"the personal models of {self.path} are on the devices of the federation, each in model.safetensors "
+                "of its state folder; `coterie predict` works there"
+            )
 
 
 def _clients(value: Any) -> dict[int, str]:

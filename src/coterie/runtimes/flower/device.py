@@ -9,15 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from safetensors.torch import save as save_tensors
-
 from coterie import codec
 from coterie.data.sources import load
 from coterie.disk import write_atomic
 from coterie.errors import CoterieError
 from coterie.messages import Job, Remote, TrainRequest, check
-from coterie.method import ClientId, Method, State
+from coterie.method import ClientId, State
+from coterie.personal import as_module, described, in_use, write
 from coterie.runtimes.flower.arrivals import check_request
 from coterie.runtimes.flower.messages import Answer, Common, DeviceJob, Hello, PlanText, joined
 from coterie.runtimes.flower.plan import RUN, Plan
@@ -126,20 +124,12 @@ class DeviceHandler:
 
     def _keep_model(self, session: Session, run: str, job: Job) -> None:
         """The personal model as a file of its own beside the state, for use on this device."""
-        request = job.request
-        method = session.method_of(request.client)
-        data = session.federation.data(request.client)
-        state = method.init_client(data) if job.state is None else _held(job.state)
-        with torch.no_grad():
-            ask = method.newcomer if job.state is None else method.personal
-            params, _ = ask(state, request.download, data)
-        plain = type(method).predict is Method.predict
-        about = {
-            "method": method.card.title, "client": str(request.client), "round": str(request.round - 1),
-            "plain": str(plain).lower(),
-        }  # fmt: skip
-        blob = save_tensors({k: t.detach().clone().contiguous() for k, t in params.items()}, about)
-        write_atomic(self._folder(run) / "model.safetensors", blob, durable=False)
+        client, state = job.request.client, None if job.state is None else _held(job.state)
+        method, data = session.method_of(client), session.federation.data(client)
+        tree = in_use(method, session.clients().rule, state, job.request.download, data, job.request.round)
+        module = as_module(method, *tree)
+        about = described(session, client, module, job.request.round - 1, run)
+        write(self._folder(run) / "model.safetensors", module, about, durable=False)
 
 
 def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler) -> None:

@@ -52,6 +52,12 @@ class OwnData(Federation):
         here = 1 if part != "val" or self.settings.val_share > 0 else 0
         return np.full(len(self.clients), here if self.own is None else int(self.own.sizes(part)[0]), dtype=np.int64)
 
+    def source(self, client: int) -> Dataset:
+        return self.dataset if self.own is None else self.own.dataset
+
+    def turn(self, client: int) -> float:
+        return 0.0
+
     def _here(self) -> Federation:
         if self.own is None:
             raise CoterieError("the cloud has no data of its own")
