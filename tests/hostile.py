@@ -13,7 +13,7 @@ from coterie.messages import TrainAnswer
 from coterie.runtimes.flower import plan, protocol
 from coterie.runtimes.flower.device import DeviceHandler, join
 from coterie.runtimes.flower.messages import Attached, DeviceJob, Hello
-from coterie.runtimes.flower.transport import wire
+from coterie.runtimes.flower.transport import grpc_node, grpc_wire, wire
 
 HONEST = (1, 5)
 WRONGS = {  # round -> what is wrong, and what the cloud must say
@@ -62,6 +62,15 @@ def main() -> None:
         return made
 
     wire.content = replaying  # type: ignore[assignment]
+    honest = grpc_node.Reply.offer.fget  # type: ignore[attr-defined]
+
+    def offer(self: grpc_node.Reply) -> bytes:
+        made: bytes = honest(self)
+        if a.mode == "wrong" and self.to.kind == "train" and self.to.round == 3:
+            return grpc_wire.frame(b"A", **{**grpc_wire.fields_of(made), "round": 1})
+        return made
+
+    grpc_node.Reply.offer = property(offer)  # type: ignore[assignment]
     handler = {"hijack": Hijacker, "wrong": Hostile}.get(a.mode, DeviceHandler)
     join(a.cloud, Path(a.ca), Path(a.key), handler(a.data, Path(a.state), int(a.client)))
 

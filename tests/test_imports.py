@@ -141,12 +141,13 @@ def test_the_engine_knows_no_method_by_name() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_only_the_transport_imports_flower_and_only_one_module_ray() -> None:
+def test_only_the_transport_imports_flower_or_grpc_and_only_one_module_ray() -> None:
     users = {
         name: {m for m in modules() for i in imported(m, everywhere=True) if i.split(".")[0] == name}
-        for name in ("flwr", "ray")
+        for name in ("flwr", "grpc", "ray")
     }
-    assert all(m.startswith("coterie.runtimes.flower.transport.") for m in users["flwr"]) and users["flwr"]
+    for name in ("flwr", "grpc"):
+        assert all(m.startswith("coterie.runtimes.flower.transport.") for m in users[name]) and users[name]
     assert users["ray"] <= {"coterie.runtimes.ray"}
 
 

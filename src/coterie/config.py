@@ -106,6 +106,7 @@ class Engine(BaseModel):
         "local",
         description="execution backend: processes on this machine, a Ray cluster, or Flower devices on this machine",
     )
+    transport: Literal["grpc", "flower"] = Field("grpc", description="carrier of the messages, if runtime = flower")
     address: str | None = Field(None, description="address of the Ray cluster; empty: one is started on this machine")
     engine: Literal["loop", "stack", "auto"] = Field(
         "loop", description="train clients one by one, many at once, or whichever is faster (equal up to rounding)"

@@ -71,6 +71,7 @@ def run(
     engine: o.Training = None,
     state: o.StateAt = None,
     runtime: o.RuntimeAt = None,
+    transport: o.Transport = None,
     address: o.Address = None,
     set_: o.Set = None,
     config: o.Config = None,
@@ -92,7 +93,9 @@ def run(
     given = o.gather(config, set_, method=method, data=data, task=task, model=model, partition=partition,
                      clients=clients, join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr,
                      seed=seed, warm_start=None if warm_start is None else str(warm_start))  # fmt: skip
-    how = engine_from(workers, state, data_dir, runtime=runtime, address=address, engine=engine, keep=keep)
+    how = engine_from(
+        workers, state, data_dir, runtime=runtime, transport=transport, address=address, engine=engine, keep=keep
+    )
     silent = quiet or as_json
     if resume is not None:
         if others := sorted(set(given) - {"rounds"}):

@@ -131,6 +131,7 @@ def serve(
     resume: Annotated[Path | None, Option(help="continue the federation in this folder")] = None,
     from_round: o.FromRound = None,
     keep: o.Keep = None,
+    transport: o.Transport = None,
 ) -> None:
     """Run the cloud: wait for devices, run the rounds, write a checkpoint after each."""
     from coterie.config import settings
@@ -149,7 +150,7 @@ def serve(
         if given:
             raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(sorted(given))}")
         chosen, cloud = s.reopen(resume)
-        cloud = replace(cloud, keep=keep or cloud.keep)
+        cloud = replace(cloud, keep=keep or cloud.keep, transport=transport or cloud.transport)
         folder, again = resume, True
     else:
         if "method" not in given:
@@ -168,6 +169,7 @@ def serve(
             classes,
             str(data_dir) if data_dir else None,
             keep=keep or s.CloudSettings.keep,
+            transport=transport or s.CloudSettings.transport,
         )
         folder = out or fresh_folder(f"{chosen.method}-federation")
         again = (folder / "cloud.json").exists() and (folder / "settings.json").exists()
@@ -243,13 +245,14 @@ def edge(
     certs: CertsDir = Path("certs"),
     state: Annotated[Path, Option(help="the directory for this edge's SuperLink")] = Path("edge"),
     allow_module: AllowModule = None,
+    transport: o.Transport = None,
 ) -> None:
     """Run an edge: a node of the cloud and a server for its own devices."""
     from coterie.errors import CoterieError
     from coterie.runtimes.flower import permits
     from coterie.runtimes.flower.edge import bridge
     from coterie.runtimes.flower.processes import die_with_parent, owner_only
-    from coterie.runtimes.flower.transport import use_flower
+    from coterie.runtimes.flower.transport import TRANSPORTS, use_flower
 
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 65536:
@@ -259,7 +262,7 @@ def edge(
     use_flower(state / "flwr")
     die_with_parent()
     _log()
-    bridge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allow)
+    bridge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allow, transport or TRANSPORTS[0])
 
 
 @federation_app.command()
@@ -268,6 +271,7 @@ def up(
     devices: Annotated[int, Option(min=1, help="device processes, one client each")] = 4,
     edges: Annotated[int, Option(min=0, help="edge processes; 0: devices connect to the cloud")] = 0,
     deadline: Deadline = 600.0,
+    transport: o.Transport = None,
     data: o.Data = None,
     data_dir: o.DataDir = None,
     model: o.Model = None,
@@ -287,13 +291,15 @@ def up(
     from coterie.folders import fresh_folder
     from coterie.runtimes.flower.local import Local
     from coterie.runtimes.flower.processes import owner_only
+    from coterie.runtimes.flower.transport import TRANSPORTS
     from coterie.runtimes.flower.watch import watch
 
     given = o.gather(config, set_, data=data, model=model, partition=partition, join=join, rounds=rounds,
                      epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip
     folder = out or fresh_folder(f"{method}-up")
     stop = Stop()
-    local = Local(folder, method, devices, edges, given, deadline=deadline, data_dir=data_dir)
+    carrier = transport or TRANSPORTS[0]
+    local = Local(folder, method, devices, edges, given, deadline=deadline, data_dir=data_dir, transport=carrier)
     owner_only(folder)
     with stop.listening(), local:
         ended = watch(local, console, quiet, stop)

@@ -32,6 +32,9 @@ Keep = Annotated[
     int | None, Option(min=2, help="checkpoints to keep: --resume DIR --from-round N goes back to one of them")
 ]
 FromRound = Annotated[int | None, Option(min=0, help="with --resume: go back to the checkpoint of this round")]
+Transport = Annotated[
+    str | None, Option(help="carrier of the messages: grpc (the default) or flower; devices find out by themselves")
+]
 Address = Annotated[str | None, Option(help="address of the Ray cluster (default: start one on this machine)")]
 Set = Annotated[list[str] | None, Option("--set", help="any setting of method, run or federation, as key=value")]
 Config = Annotated[Path | None, Option(help="TOML file with settings; options override it")]

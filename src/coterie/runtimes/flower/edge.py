@@ -36,7 +36,7 @@ from coterie.runtimes.flower.messages import (
 from coterie.runtimes.flower.plan import Plan
 from coterie.runtimes.flower.roster import read_hello
 from coterie.runtimes.flower.tier import Tier
-from coterie.runtimes.flower.transport import Node, listening
+from coterie.runtimes.flower.transport import TRANSPORTS, Node, listening
 
 PATIENCE = 0.85  # of the cloud's deadline that devices have; the rest is for the way up
 log = logging.getLogger("coterie.edge")
@@ -146,8 +146,9 @@ def _total(traffic: Iterable[tuple[str, WireBytes]]) -> WireBytes:
 
 
 def bridge(
-    up: str, ca: Path, key: Path, host: str, port: int, certs: Path, state: Path, allow: tuple[str, ...] = ()
-) -> None:
+    up: str, ca: Path, key: Path, host: str, port: int, certs: Path, state: Path, allow: tuple[str, ...] = (),
+    transport: str = TRANSPORTS[0],
+) -> None:  # fmt: skip
     """Be an edge until told to stop."""
-    with listening(Certs(certs), state, host, port) as link:
+    with listening(Certs(certs), state, host, port, transport) as link:
         Node(up, ca, key, EdgeHandler(link, allow).handle).stop_on_signals().run()

@@ -39,7 +39,8 @@ def open_here(session: Session, folder: Path, stopped: Callable[[], bool]) -> It
     if not about.is_file():
         write_atomic(about, json.dumps({"run": secrets.token_hex(16)}).encode())
     run = str(json.loads(about.read_text())["run"])
-    cloud = CloudSettings(str(parties.certs("cloud").root), "127.0.0.1", parties.ports["cloud"], len(clients), run=run)
+    cloud = CloudSettings(str(parties.certs("cloud").root), "127.0.0.1", parties.ports["cloud"], len(clients), run=run,
+                          transport=session.engine.transport)  # fmt: skip
 
     def over() -> bool:
         if parties.broken:

@@ -11,6 +11,7 @@ from typing import Any
 from coterie.config import settings
 from coterie.errors import CoterieError
 from coterie.runtimes.flower.parties import Parties
+from coterie.runtimes.flower.transport import TRANSPORTS
 
 
 class Local(Parties):
@@ -27,11 +28,12 @@ class Local(Parties):
         min_clients: int | None = None,  # default: all
         data_dir: Path | None = None,
         late: tuple[int, ...] = (),
+        transport: str = TRANSPORTS[0],
     ):
         self.method, self.deadline, self.min_clients = method, deadline, min_clients
         self.given = {"clients": devices, **(given or {})}
         self.settings = settings(method=method, **self.given)  # a mistake is found before anything starts
-        super().__init__(folder, self.settings.data, self.settings.model, devices, edges, data_dir, late)
+        super().__init__(folder, self.settings.data, self.settings.model, devices, edges, data_dir, late, transport)
 
     @property
     def out(self) -> Path:
@@ -48,7 +50,8 @@ class Local(Parties):
     def _cloud(self) -> list[str]:
         sets = [x for k, v in self.given.items() for x in ("--set", f"{k}={json.dumps(v)}")]
         where = ["--certs", str(self.certs("cloud").root), "--host", "127.0.0.1", "--port", str(self.ports["cloud"])]
-        wait = ["--min-clients", str(self.min_clients or self.devices), "--deadline", str(self.deadline)]
+        wait = ["--min-clients", str(self.min_clients or self.devices), "--deadline", str(self.deadline),
+                "--transport", self.transport]  # fmt: skip
         return ["serve", self.method, *where, *wait, "--out", str(self.out), *self._data_dir(), *sets]
 
     def model(self, device: int) -> Path:

@@ -15,7 +15,7 @@ from coterie.runtimes.flower import certs as c
 from coterie.runtimes.flower import processes
 from coterie.runtimes.flower.certs import Certs
 from coterie.runtimes.flower.processes import Child
-from coterie.runtimes.flower.transport import flower_env
+from coterie.runtimes.flower.transport import TRANSPORTS, flower_env
 
 DEATHS = 3  # of one process, after which it is not started again
 
@@ -31,6 +31,7 @@ class Parties:
     edges: int = 0
     data_dir: Path | None = None
     late: tuple[int, ...] = ()  # devices that are not started at first
+    transport: str = TRANSPORTS[0]
     children: dict[str, Child] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,7 +100,16 @@ class Parties:
         cloud = self.certs("cloud")
         up = ["--up", f"127.0.0.1:{self.ports['cloud']}", "--ca", str(cloud.ca), "--key", str(cloud.key(name))]
         down = ["--listen", f"127.0.0.1:{self.ports[name]}", "--certs", str(self.certs(name).root)]
-        return ["edge", *up, *down, "--state", str(self.folder / name / "state"), *self._allow()]
+        return [
+            "edge",
+            *up,
+            *down,
+            "--state",
+            str(self.folder / name / "state"),
+            "--transport",
+            self.transport,
+            *self._allow(),
+        ]
 
     def _device(self, i: int) -> list[str]:
         server = self.above(i)

@@ -7,7 +7,7 @@ Raise the number with every change after which an older program would misunderst
 
 - a message (coterie/messages.py, messages.py here) or a field of the plan is added, removed or means something else;
 - a setting of runs or federations is added, removed or means something else, because the plan carries them all;
-- codec.py writes other bytes, or transport/wire.py another head or body;
+- codec.py writes other bytes, or transport/wire.py another head or body (grpc_wire.py has a version of its own);
 - a device, edge or cloud answers in another order, or expects an answer it did not expect before.
 
 What must never change is how a plan begins its way: a `hello` with a PlanText whose JSON has the fields `protocol` and

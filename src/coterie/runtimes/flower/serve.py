@@ -24,7 +24,7 @@ from coterie.runtimes.flower.cloud import FlowerRuntime, Patience
 from coterie.runtimes.flower.own_data import OwnData, example
 from coterie.runtimes.flower.plan import Plan
 from coterie.runtimes.flower.presence import Seen
-from coterie.runtimes.flower.transport import listening
+from coterie.runtimes.flower.transport import TRANSPORTS, listening
 from coterie.session import Session, bind, execute, prepare
 
 BEAT = 3.0  # seconds between heartbeats in status.json
@@ -45,6 +45,7 @@ class CloudSettings:
     data_dir: str | None = None
     run: str = ""
     keep: int = 10  # checkpoints
+    transport: str = TRANSPORTS[0]
 
 
 def open_session(settings: RunSettings, cloud: CloudSettings) -> Session:
@@ -83,7 +84,7 @@ def open_cloud(
     """A SuperLink, and the runtime that reaches devices over it."""
     certs = Certs(Path(cloud.certs))
     certs.check()
-    with listening(certs, folder / "superlink", cloud.host, cloud.port) as link:
+    with listening(certs, folder / "superlink", cloud.host, cloud.port, cloud.transport) as link:
         runtime = FlowerRuntime(session.method, link, Plan.of(session, cloud.run), certs.roles, folder, patience, seen)
         try:
             yield runtime

@@ -1,4 +1,4 @@
-"""Messages between the hosts of a federation, carried by Flower: the only part of Coterie that knows Flower.
+"""Messages between the hosts of a federation, over gRPC or Flower: the only part of Coterie that knows either.
 
 A message is a kind, a round and bytes. What the bytes mean, who is which client and what is done about somebody who
 does not answer is decided elsewhere. `flower_api.py` names everything that is used of Flower.
@@ -21,9 +21,9 @@ from coterie.runtimes.flower.transport.base import (
     flower_env,
     use_flower,
 )
-from coterie.runtimes.flower.transport.choose import Node, listening
+from coterie.runtimes.flower.transport.choose import TRANSPORTS, Node, listening
 
 __all__ = [
-    "LARGEST", "Answering", "Buffer", "LinkBytes", "Node", "RefusedError", "Replies", "UnreachableError", "address",
-    "flower_env", "listening", "use_flower",
+    "LARGEST", "TRANSPORTS", "Answering", "Buffer", "LinkBytes", "Node", "RefusedError", "Replies", "UnreachableError",
+    "address", "flower_env", "listening", "use_flower",
 ]  # fmt: skip

@@ -7,16 +7,18 @@ import fcntl
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 import numpy as np
 
 from coterie.errors import CoterieError
 
+T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 Answering = Callable[[str, int, memoryview | None, memoryview], Buffer]  # (kind, round, shared, own) -> answer
 LARGEST = 8 * 2**30  # bytes of one payload, unless told otherwise
@@ -35,6 +37,28 @@ class RefusedError(CoterieError):
     """The server does not know this key, node, run or task (any more)."""
 
 
+class OtherTransportError(CoterieError):
+    """The server speaks another transport than this end."""
+
+
+class Bell(threading.Event):
+    """An event that also calls who asked for it when it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[Callable[[], object]] = []
+
+    def listen(self, call: Callable[[], object]) -> None:
+        self._calls.append(call)
+        if self.is_set():
+            call()
+
+    def set(self) -> None:
+        super().set()
+        for call in self._calls:
+            call()
+
+
 @dataclass(frozen=True)
 class LinkBytes:
     """Bytes of one exchange with one node: the payloads, and all that went over its link for them."""
@@ -51,6 +75,10 @@ class Replies(NamedTuple):
     answers: dict[str, memoryview]
     errors: dict[str, str]
     traffic: dict[str, LinkBytes]
+
+
+def by_name(found: dict[str, T]) -> dict[str, T]:
+    return dict(sorted(found.items()))
 
 
 def room(length: int) -> memoryview:

@@ -1,4 +1,7 @@
-"""A server and a node, over whichever transport."""
+"""A server and a node, over either transport: gRPC with held streams, or Flower's SuperLink.
+
+Who listens decides which it is. A node finds out: a server of gRPC says so in its TLS handshake.
+"""
 
 import signal
 import threading
@@ -8,21 +11,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coterie.errors import CoterieError
 from coterie.runtimes.flower.certs import Certs
-from coterie.runtimes.flower.transport.base import LARGEST, Answering, address
+from coterie.runtimes.flower.transport.base import LARGEST, Answering, Bell, OtherTransportError, address
 
 if TYPE_CHECKING:
+    from coterie.runtimes.flower.transport.grpc_link import GrpcLink
     from coterie.runtimes.flower.transport.link import FlowerLink
+
+TRANSPORTS = ("grpc", "flower")  # the first is the default
 
 
 @contextmanager
-def listening(certs: Certs, state: Path, host: str, port: int) -> "Iterator[FlowerLink]":
+def listening(
+    certs: Certs, state: Path, host: str, port: int, transport: str = TRANSPORTS[0]
+) -> "Iterator[GrpcLink | FlowerLink]":
     """A server for the nodes of `certs`, and the link to who connects; what it keeps on disk is under `state`."""
-    from coterie.runtimes.flower.transport.link import FlowerLink
-    from coterie.runtimes.flower.transport.superlink import superlink
+    if transport == "grpc":
+        from coterie.runtimes.flower.transport.grpc_link import GrpcLink
 
-    with superlink(certs, state, host, port), FlowerLink(address(host, port), certs) as link:
-        yield link
+        with GrpcLink(certs, host, port) as held:
+            yield held
+    elif transport == "flower":
+        from coterie.runtimes.flower.transport.link import FlowerLink
+        from coterie.runtimes.flower.transport.superlink import superlink
+
+        with superlink(certs, state, host, port), FlowerLink(address(host, port), certs) as link:
+            yield link
+    else:
+        raise CoterieError(f'transport "{transport}" must be {" or ".join(TRANSPORTS)}')
 
 
 @dataclass
@@ -35,7 +52,7 @@ class Node:
     handle: Answering
     largest: int = LARGEST  # bytes of one download
     patience: float = 30.0  # seconds a refused key is tried: not yet registered, or its last process died just now
-    stopping: threading.Event = field(default_factory=threading.Event)
+    stopping: Bell = field(default_factory=Bell)
     connected: threading.Event = field(default_factory=threading.Event)
 
     def stop_on_signals(self) -> "Node":
@@ -46,9 +63,12 @@ class Node:
 
     def run(self) -> None:
         """Blocks until `stopping` is set; raises CoterieError if the server cannot be trusted or refuses the key."""
-        from coterie.runtimes.flower.transport.node import FlowerNode
+        from coterie.runtimes.flower.transport.grpc_node import GrpcNode
 
-        FlowerNode(
-            self.address, self.ca, self.key, self.handle, largest=self.largest, patience=self.patience,
-            stopping=self.stopping, connected=self.connected,
-        ).run()  # fmt: skip
+        given = (self.address, self.ca, self.key, self.handle, self.largest, self.patience, self.stopping)
+        try:
+            GrpcNode(*given, connected=self.connected).run()
+        except OtherTransportError:
+            from coterie.runtimes.flower.transport.node import FlowerNode
+
+            FlowerNode(*given, connected=self.connected).run()

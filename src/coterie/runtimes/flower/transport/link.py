@@ -27,12 +27,20 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from coterie.errors import CoterieError
 from coterie.runtimes.flower.certs import Certs
 from coterie.runtimes.flower.transport import wire
-from coterie.runtimes.flower.transport.base import LARGEST, Buffer, LinkBytes, RefusedError, Replies, UnreachableError
+from coterie.runtimes.flower.transport.base import (
+    LARGEST,
+    Buffer,
+    LinkBytes,
+    RefusedError,
+    Replies,
+    UnreachableError,
+    by_name,
+)
 from coterie.runtimes.flower.transport.server_run import ServerRun
 
 LOOK = 1.0  # seconds between looks at who is connected while waiting for replies
@@ -40,7 +48,6 @@ GRACE = 15.0  # seconds nodes have to come back after the SuperLink was away
 RETURN = 5.0  # seconds a node has to come back that was there when it was asked
 UNANSWERED = (3, 5)  # Flower's codes of the replies it makes for a message that ran out of time and a node that is gone
 log = logging.getLogger("coterie.cloud")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,7 @@ class FlowerLink:
                 pause = min(1.0, 1.1 * pause)
         for client in list(now.heads):
             now.failed(client, f"{client} did not answer within {deadline:g} s")
-        return Replies(_by_name(now.answers), _by_name(now.errors), _by_name(now.traffic))
+        return Replies(by_name(now.answers), by_name(now.errors), by_name(now.traffic))
 
     def _ask(self, run: ServerRun, now: _Round) -> None:
         """Send what is not on its way: at first everything, later what a node took along when it died."""
@@ -227,7 +234,3 @@ class FlowerLink:
         if self._run is not None:
             self._run.drop()
             self._run = None
-
-
-def _by_name(found: dict[str, T]) -> dict[str, T]:
-    return dict(sorted(found.items()))

@@ -33,12 +33,12 @@ class FlowerNode:
     ca: Path
     key: Path
     handle: Answering
-    quick: float = 0.1  # seconds between questions right after an answer,
-    slow: float = 2.0  # and at most
     largest: int = LARGEST  # bytes of one download
     patience: float = 30.0  # seconds a refused key is tried: not yet registered, or its last process died just now
     stopping: threading.Event = field(default_factory=threading.Event)
     connected: threading.Event = field(default_factory=threading.Event)
+    quick: float = 0.1  # seconds between questions right after an answer,
+    slow: float = 2.0  # and at most
     _node: int | None = None  # Flower's id of this node, once known
     _last: tuple[str, Any] = "", None  # ticket and content of the latest reply: no question is worked on twice
 

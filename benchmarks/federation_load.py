@@ -1,0 +1,265 @@
+"""How many devices a cloud holds: fake devices that speak the real protocol and train nothing.
+
+    python benchmarks/federation_load.py [--transport grpc flower] [--devices 4 16 64 100 256] [--edges 0 4]
+                                         [--rounds 6] [--out FILE] [--real] [--profile DIR]
+
+The cloud is `coterie serve` and the edges are `coterie edge`, as in any federation. The devices are node ends with keys
+of their own, TLS and one connection each, a hundred in a process; they answer every job at once with an upload of the
+right shape (FedAvg, LeNet-5 of some 60,000 parameters). Prints, for each size: the median seconds of a round, CPU
+seconds of each kind of process per round, and the peak of resident memory. The first and the last round, which
+evaluates everybody, are not in the median.
+
+With `--real` the devices are `coterie join` processes on four digits each, that train: does it start, and does it end?
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie import codec
+from coterie.errors import CoterieError
+from coterie.messages import Score, ScoreAnswer, TrainAnswer, TrainRequest, check
+from coterie.runtimes.flower import processes
+from coterie.runtimes.flower.messages import Common, DeviceJob, Hello, joined
+from coterie.runtimes.flower.parties import Parties
+from coterie.runtimes.flower.processes import Child
+from coterie.runtimes.flower.transport import Node, flower_env
+
+SAMPLES, CLASSES, SHAPE = 100, 10, "1,32,32"
+EACH = 100  # fake devices in one process
+
+
+# ---- fake devices ----------------------------------------------------------------------------------------------------
+def answer(client: int, kind: str, shared: memoryview | None, own: memoryview) -> memoryview:
+    asked = codec.unpack(own)
+    if kind == "hello":
+        return codec.pack(Hello(client, SAMPLES))
+    common = Common() if shared is None else check(codec.unpack(shared), Common)
+    request = joined(common, check(asked, DeviceJob)).request
+    if isinstance(request, TrainRequest):
+        upload = {k: v.clone() for k, v in request.download.items()}
+        return codec.pack(TrainAnswer(client, upload, {}, SAMPLES, 1, 0.5))
+    ten = torch.full((CLASSES,), SAMPLES // CLASSES)
+    return codec.pack(ScoreAnswer(client, {"personal/test": Score({"hits": ten // 2, "total": ten}, 50.0)}, SAMPLES))
+
+
+def fake(devices: list[tuple[int, str, Path, Path]]) -> None:
+    """Be these devices, given as client, address, authority and key, until told to stop."""
+    processes.die_with_parent()
+    over = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: over.set())
+    nodes = []
+    for client, address, ca, key in devices:
+        nodes.append(Node(address, ca, key, lambda k, r, s, o, client=client: answer(client, k, s, o)))  # type: ignore[misc]
+        threading.Thread(target=nodes[-1].run, daemon=True).start()
+        time.sleep(0.02)
+    over.wait()
+    for node in nodes:
+        node.stopping.set()
+    time.sleep(0.5)
+    os._exit(0)
+
+
+# ---- a federation ----------------------------------------------------------------------------------------------------
+@dataclass
+class Load(Parties):
+    """A cloud, edges, and devices that are fake unless told otherwise."""
+
+    transport: str = "grpc"
+    rounds: int = 6
+    real: bool = False
+    stagger: float = 0.0
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "run"
+
+    def start(self) -> None:
+        self.certify()
+        self.launch("cloud")
+        time.sleep(3.0)
+        for name in self.edge_names:
+            self.launch(name)
+        time.sleep(3.0 if self.edges else 0.0)
+        if self.real:
+            for i in range(self.devices):
+                self.launch(f"device-{i}")
+                time.sleep(self.stagger)
+            return
+        for first in range(0, self.devices, EACH):
+            spec = [self._fake(i) for i in range(first, min(self.devices, first + EACH))]
+            env = processes.bound({**flower_env(self.folder / "flwr"), "OMP_NUM_THREADS": "1"})
+            argv = [sys.executable, __file__, "--fake", json.dumps(spec)]
+            name = f"fake-{first // EACH}"
+            self.children[name] = Child(name, argv, self.folder / "logs" / f"{name}.log", env).start()
+
+    def _fake(self, i: int) -> tuple[int, str, str, str]:
+        server = self.above(i)
+        files = self.certs(server)
+        return i, f"127.0.0.1:{self.ports[server]}", str(files.ca), str(files.key(f"device-{i}"))
+
+    def arguments(self, name: str) -> list[str]:
+        if name != "cloud":
+            return super().arguments(name)
+        where = ["--certs", str(self.certs("cloud").root), "--host", "127.0.0.1", "--port", str(self.ports["cloud"])]
+        sets = {"eval_every": self.rounds, "watch": False, "final_trained": False, "seed": 0, "join": 1.0, "epochs": 1}
+        what = ["--shape", SHAPE, "--classes", str(CLASSES), "--model", "lenet5"]
+        if self.real:
+            what = ["--data", self.data, "--model", "mlp", "--partition", "iid"]
+            sets["min_size"] = 1
+        return [
+            "serve", "fedavg", *where, "--out", str(self.out), *what, "--transport", self.transport,
+            "--clients", str(self.devices), "--min-clients", str(self.devices), "--rounds", str(self.rounds),
+            "--deadline", "600", *(x for k, v in sets.items() for x in ("--set", f"{k}={json.dumps(v)}")),
+        ]  # fmt: skip
+
+
+@dataclass
+class Usage:
+    """CPU seconds and memory of the processes of a kind (cloud, edge, ...), read from /proc while they run."""
+
+    cpu: dict[int, float] = field(default_factory=dict)
+    peak: dict[int, int] = field(default_factory=dict)  # bytes resident
+    kind: dict[int, str] = field(default_factory=dict)
+
+    def look(self, federation: Parties) -> None:
+        for name, child in federation.children.items():
+            if child.alive:
+                for pid in family(child.pid):
+                    self._one(pid, name.partition("-")[0] + ("" if pid == child.pid else "'s SuperLink"))
+
+    def _one(self, pid: int, kind: str) -> None:
+        try:
+            times = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        except OSError:
+            return
+        self.kind[pid] = kind
+        self.cpu[pid] = (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+        now = max((int(x.split()[1]) * 1024 for x in lines if x.startswith("VmHWM")), default=0)
+        self.peak[pid] = max(now, self.peak.get(pid, 0))
+
+    def of(self, found: dict[int, float] | dict[int, int]) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for pid, value in found.items():
+            total[self.kind[pid]] = total.get(self.kind[pid], 0) + value
+        return total
+
+
+def family(pid: int) -> list[int]:
+    """The process and what it started."""
+    found = [pid]
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += family(int(child))
+    except OSError:
+        pass
+    return found
+
+
+def measure(federation: Load, seconds: float, profile: Path | None = None) -> dict[str, Any]:
+    """Run it to its end; the numbers of one line."""
+    usage, marks = Usage(), list[tuple[float, dict[str, float]]]()
+    began, busy = time.monotonic(), os.getloadavg()[0]
+    with federation:
+        cloud, until = federation.children["cloud"], time.monotonic() + seconds
+        while (code := cloud.wait(0.05)) is None:
+            usage.look(federation)
+            if rounds_done(federation.out) > len(marks):
+                marks.append((time.monotonic(), usage.of(usage.cpu)))
+                if profile is not None and len(marks) == 1:
+                    spy(federation, profile)
+            if time.monotonic() > until:
+                raise CoterieError(
+                    f"{federation.devices} devices: {len(marks)} rounds in {seconds:g} s; see {cloud.log}"
+                )
+        if code != 0:
+            raise CoterieError(f"the cloud ended with {code}:\n{cloud.tail()}")
+    events = [json.loads(x) for x in (federation.out / "events.jsonl").read_text().splitlines()]
+    times = [json.loads(x)["seconds"] for x in (federation.out / "timing.jsonl").read_text().splitlines()]
+    inner = len(marks) - 2  # rounds between the first and the last
+    spent = {k: (v - marks[0][1].get(k, 0)) / max(1, inner) for k, v in marks[-2][1].items()}
+    return {
+        "transport": federation.transport, "devices": federation.devices, "edges": federation.edges,
+        "round": statistics.median(times[1:-1]), "last": times[-1], "start": marks[0][0] - began,
+        "missed": sum(len(e["failed"]) for e in events), "cpu": spent,
+        "mb": {k: v / 2**20 for k, v in usage.of(usage.peak).items()}, "load": (busy, os.getloadavg()[0]),
+    }  # fmt: skip
+
+
+def rounds_done(out: Path) -> int:
+    try:
+        return (out / "events.jsonl").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def spy(federation: Load, folder: Path) -> None:
+    """Profiles of the cloud and its SuperLink for 20 s, if py-spy is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, pid in enumerate(family(federation.children["cloud"].pid)):
+        out = folder / f"{federation.transport}-{federation.devices}-{i}.txt"
+        subprocess.Popen(["py-spy", "record", "-d", "20", "-f", "raw", "-t", "-o", str(out), "-p", str(pid)])
+
+
+def line(found: dict[str, Any]) -> str:
+    cpu = " ".join(f"{k} {v:.2f}" for k, v in sorted(found["cpu"].items()))
+    memory = " ".join(f"{k} {v:.0f}" for k, v in sorted(found["mb"].items()))
+    return (
+        f"{found['transport']:7} {found['devices']:4} devices {found['edges']} edges: {found['round']:7.2f} s a round "
+        f"(last {found['last']:.1f}, first after {found['start']:.0f}, missed {found['missed']}); "
+        f"CPU s a round: {cpu}; MB: {memory}; load average {found['load'][0]:.1f}-{found['load'][1]:.1f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--transport", nargs="+", default=["grpc", "flower"], choices=["grpc", "flower"])
+    parser.add_argument("--devices", nargs="+", type=int, default=[4, 16, 64, 100, 256])
+    parser.add_argument("--edges", nargs="+", type=int, default=[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=1800.0, help="for one size, after which it is given up")
+    parser.add_argument("--out", type=Path, help="append the numbers to this file, as lines of JSON")
+    parser.add_argument("--profile", type=Path, help="profile cloud and SuperLink with py-spy into this folder")
+    parser.add_argument("--real", action="store_true", help="real device processes on tiny data")
+    parser.add_argument("--stagger", type=float, default=0.5, help="seconds between starts of real devices")
+    parser.add_argument("--fake", help=argparse.SUPPRESS)
+    a = parser.parse_args()
+    if a.fake:
+        fake([(i, address, Path(ca), Path(key)) for i, address, ca, key in json.loads(a.fake)])
+        return
+    for transport in a.transport:
+        for edges in a.edges:
+            for devices in a.devices:
+                with tempfile.TemporaryDirectory() as tmp:
+                    federation = Load(
+                        Path(tmp), "digits", None, devices, edges, transport=transport, rounds=a.rounds, real=a.real,
+                        stagger=a.stagger,
+                    )  # fmt: skip
+                    try:
+                        found = measure(federation, a.seconds, a.profile)
+                    except CoterieError as e:
+                        print(f"{transport:7} {devices:4} devices {edges} edges: {e}", flush=True)
+                        continue
+                print(line(found), flush=True)
+                if a.out is not None:
+                    with a.out.open("a") as f:
+                        f.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
