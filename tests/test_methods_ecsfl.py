@@ -343,7 +343,7 @@ def test_mended_two_stages_give_the_same_model_as_one(tmp_path: Path) -> None:
 
 
 def test_mended_every_device_sends_a_projection_and_only_the_chosen_their_models(tmp_path: Path) -> None:
-    loop = play(tmp_path, reading="mended", select_fraction=0.4, epsilon=0.0, projection=32)
+    loop = play(tmp_path, reading="mended", select_fraction=0.4, select_least=1, epsilon=0.0, projection=32)
     model = T.nbytes(loop.method.ctx.w0)
     for e in events(tmp_path):
         up = e["bytes"]["device-edge"]["up"]

@@ -415,6 +415,21 @@ def test_a_cluster_has_at_least_so_many_participants() -> None:
     assert len(set(least) & {0, 1, 2}) == 2 and {3, 4} <= set(least)
 
 
+def test_in_a_relay_one_client_of_each_cluster_trains_and_hands_its_model_on(tmp_path: Path) -> None:
+    m = bound(reading="code")
+    assert len(m.sample(m.setup(), 1, torch.Generator())) == 1
+    server = {**m.setup(), "layer": {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}}
+    picked = m.sample(server, 5, torch.Generator())
+    assert len(picked) == 2 and len(set(picked) & {0, 1, 2}) == 1
+    loop = play(tmp_path, reading="code", preparation=7, rounds=9)
+    rounds = [e["participants"] for e in events(tmp_path) if "participants" in e]
+    assert [len(ids) for ids in rounds[:7]] == [1] * 7
+    for i in rounds[8]:  # what a cluster's next participant starts from is what the last one ended with
+        body = loop.edges[loop.server["layer"][i]]["bodies"]
+        own = loop.runtime.states.get(i)["w"]  # type: ignore[attr-defined]
+        assert body and all(torch.equal(body[k][0], own[k]) for k in body)
+
+
 # ---- 13, 15: equalities ----------------------------------------------------------------------------------------------
 def test_p13_with_the_classifier_alone_and_phi_one_it_is_fedper(tmp_path: Path) -> None:
     run = {"rounds": 4, "join": 1.0, "weighting": "uniform"}
@@ -472,7 +487,8 @@ def test_p14_the_ledger_separates_body_similarity_votes_and_switch(tmp_path: Pat
 @pytest.mark.parametrize("own", [
     {"phase1_personal": "voted"}, {"phase1_personal": "none"}, {"switch_init": "mean"}, {"unsampled_body": "keep"},
     {"similarity_payload": "sketch", "sketch_dims": 3}, {"candidates": ["fc2", "fc1"]}, {"gaussian": "diag_mean"},
-    {"distance": "auto", "unseen": "random"}, {"reading": "paper"}, {"reading": "paper", "unsampled_body": "keep"},
+    {"distance": "auto", "unseen": "random"}, {"reading": "paper"}, {"reading": "code"},
+    {"reading": "paper", "unsampled_body": "keep"},
     {"personal_part": "layer_and_classifier"}, {"personal_part": "layer", "switch_init": "carry"},
     {"shared_by": "cluster"}, {"reading": "paper", "switch_init": "carry"},
     {"reading": "paper", "personal_part": "layer_and_classifier"},

@@ -345,7 +345,7 @@ def test_the_contrast_learns_where_the_printed_pull_collapses(tmp_path: Path) ->
 
 
 def test_11_classifiers_travel_in_the_set_up_only_and_no_download_changes_them(tmp_path: Path) -> None:
-    loop = play(FedPC, tmp_path, {"J": 2}, rounds=3)
+    loop = play(FedPC, tmp_path, {"J": 2, "use": "received"}, rounds=3)
     for e in events(loop)[1:]:
         for directions in e["bytes"].values():
             assert all(set(parts) == {"body", "prototypes"} for parts in directions.values())

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from reference import PAPER, About, Case, Result, World, average, copied, load, vector
+from reference import PAPER, About, Best, Case, Result, World, average, copied, load, vector
 
 ABOUT = About(
     f"{PAPER} (`reading = paper`), our change (`reading = mended`)",
@@ -18,10 +18,10 @@ ABOUT = About(
 
 def reference(  # type: ignore[no-untyped-def]
     world: World, aggregation: str, select: str, select_fraction: float, train_fraction: float, epsilon: float,
-    distance_norm: str, n_edges: int, projection: int = 256, **_,
+    distance_norm: str, n_edges: int, projection: int = 256, select_least: int = 1, use: str = "received", **_,
 ) -> Result:  # fmt: skip
     server, last, chosen = world.module(), {}, [0] * len(world.clients)
-    n = len(world.clients)
+    n, best = len(world.clients), Best(world)
     for t in range(1, world.rounds + 1):
         order = torch.randperm(n, generator=world.rng("sample", t)).tolist()
         ids = sorted(order[: max(1, int(train_fraction * n + 0.5))])
@@ -29,12 +29,14 @@ def reference(  # type: ignore[no-untyped-def]
         for i in ids:
             if i not in last or (vector(last[i]) - vector(server)).norm() >= epsilon:
                 local[i] = last[i] = world.fit(copied(server), t, i)
+                best.trained(i, local[i])
         means, weights = [], []
         for e in range(n_edges):
             devices = list(world.clients)[e::n_edges]
             here = [i for i in devices if i in local]
             d = {i: _distance(world, i, local[i], server, distance_norm) for i in here}
-            count = max(1, math.ceil(select_fraction * max(1, int(train_fraction * len(devices) + 0.5)) - 1e-9))
+            training = max(1, int(train_fraction * len(devices) + 0.5))
+            count = max(1, math.ceil(select_fraction * training - 1e-9), min(select_least, training))
             moved = {i: _projected(world, local[i], server, projection) for i in here}
             taken = here if aggregation == "invdist_all" else _chosen(world, t, e, here, d, count, select, moved)
             if not taken:
@@ -46,7 +48,8 @@ def reference(  # type: ignore[no-untyped-def]
                 chosen[i] += 1
         if means:
             load(server, average(means, weights))
-    return Result(dict.fromkeys(world.clients, server), server, {"selected": chosen})
+    clients = {i: best.used(i, server) if use == "best" else server for i in world.clients}
+    return Result(clients, server, {"selected": chosen})
 
 
 def _distance(world: World, i: int, model: nn.Module, start: nn.Module, norm: str) -> float:
@@ -89,9 +92,13 @@ def _projected(world: World, model: nn.Module, start: nn.Module, dims: int) -> T
 ALL = {
     "reading": "paper", "aggregation": "invdist_all", "select": "nearest", "distance_norm": "per_step",
     "train_fraction": 0.7, "two_stage": False, "select_fraction": 0.5, "epsilon": 0.0, "n_edges": 2, "projection": 256,
+    "select_least": 1, "use": "received",
 }  # fmt: skip
 MEAN = ALL | {"aggregation": "mean", "distance_norm": "none", "train_fraction": 1.0}
-HERDING = MEAN | {"reading": "mended", "select": "herding", "two_stage": True}
+HERDING = MEAN | {
+    "reading": "mended", "select": "herding", "two_stage": True, "select_fraction": 0.1, "select_least": 2,
+    "use": "best",
+}  # fmt: skip
 CASES = [
     Case("ecs-fl", reference, ALL | {"epsilon": 0.3}),
     Case("ecs-fl", reference, HERDING, tag="mended"),

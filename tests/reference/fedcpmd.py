@@ -6,12 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from reference import PAPER, About, Case, Result, World, average, copied, evaluated, head_names, load, tensors
+from reference import PAPER, About, Best, Case, Result, World, average, copied, evaluated, head_names, load, tensors
 from reference.fedper import reference as fedper
 
 ABOUT = About(
-    f"{PAPER} (`reading = paper`), our change (`reading = mended`)",
+    f"{PAPER} (`reading = paper`), our change (`reading = mended`), described behaviour of the published code "
+    "(`reading = code`)",
     (
+        "`reading = code`: clusters take turns in the same rounds, not one after another; the text's distances",
         "counters stay with the client, which sends the layer in the lead",
         "who never voted is asked for its layer when phase 2 begins, without training",
     ),
@@ -22,7 +24,8 @@ Tree = dict[str, Tensor]
 def reference(  # type: ignore[no-untyped-def]
     world: World, preparation: int, distance: str = "w2", phase1_personal: str = "classifier",
     personal_part: str = "layer", shared_by: str = "cluster", min_participants: int = 1, phi_of: str = "flat",
-    phi_input: str = "params", phi_weight: str = "linear", candidates: str = "fc", variant: str = "", **_,
+    phi_input: str = "params", phi_weight: str = "linear", candidates: str = "fc", variant: str = "",
+    relay: bool = False, use: str = "received", **_,
 ) -> Result:  # fmt: skip
     start = world.module()
     heads, names = head_names(start), list(tensors(start))
@@ -34,6 +37,7 @@ def reference(  # type: ignore[no-untyped-def]
     votes = {i: torch.zeros(len(kinds), len(layers)) for i in world.clients}
     sums = {i: torch.zeros(len(kinds), len(layers), dtype=torch.float64) for i in world.clients}
     voted: set[int] = set()
+    best = Best(world)
 
     def own(m: int) -> list[str]:
         extra = heads if personal_part == "layer_and_classifier" else []
@@ -44,10 +48,11 @@ def reference(  # type: ignore[no-untyped-def]
     queue = torch.randperm(n, generator=world.rng("coverage")).tolist()
     for t in range(1, preparation + 1):
         order = [i for i in queue if i not in voted] + torch.randperm(n, generator=world.rng("sample", t)).tolist()
-        ids = sorted(list(dict.fromkeys(order))[: int(world.join * n + 0.5)])
+        ids = sorted(list(dict.fromkeys(order))[: 1 if relay else int(world.join * n + 0.5)])
         for i in ids:
             begun = load(copied(models[i]), w)
             models[i] = world.fit(load(models[i], w), t, i)
+            best.trained(i, models[i])
             if variant == "oracle":
                 s = _errors(world, i, begun, models[i], [own(m) for m in range(len(layers))])[None]
             else:
@@ -97,12 +102,13 @@ def reference(  # type: ignore[no-untyped-def]
     for t in range(preparation + 1, world.rounds + 1):
         rng, picked = world.rng("sample", t), []
         for members in [p for p in pools if p]:
-            m = max(min_participants, int(world.join * len(members) + 0.5))
+            m = 1 if relay else max(min_participants, int(world.join * len(members) + 0.5))
             order = torch.randperm(len(members), generator=rng).tolist()
             picked.append([members[k] for k in order[:m]])
         begin = {i: received(i) for ids in picked for i in ids}
         for i in sorted(begin):
             models[i] = world.fit(load(models[i], begin[i]), t, i)
+            best.trained(i, models[i])
             compared = f"{layers[layer[i]]}." if shared_by == "cluster" else heads[0].removesuffix("weight")
             phi[i] = _rows_of(models[i], compared) - (_rows_of(start, compared) if phi_input == "delta" else 0)
         trained |= set(begin)
@@ -119,6 +125,8 @@ def reference(  # type: ignore[no-untyped-def]
                 if have:
                     w[k] = average([{k: v} for v in have.values()], [world.sizes[j] for j in have])[k]
     clients = {i: load(copied(models[i]), received(i)) for i in world.clients}
+    if use == "best":
+        clients = {i: best.used(i, model) for i, model in clients.items()}
     return Result(clients, server={"layer": layer})
 
 
@@ -218,13 +226,19 @@ ALL = {
     "reading": "paper", "preparation": 2, "distance": "w2", "phase1_personal": "classifier", "personal_part": "layer",
     "shared_by": "cluster", "switch_init": "global", "min_participants": 1, "phi_of": "flat", "phi_input": "params",
     "phi_weight": "linear", "unsampled_body": "similarity", "similarity_payload": "full", "candidates": "fc",
+    "use": "received",
 }  # fmt: skip
 MENDED = ALL | {
     "reading": "mended", "phase1_personal": "none", "personal_part": "layer_and_classifier", "shared_by": "all",
-    "phi_of": "rows", "phi_input": "delta", "phi_weight": "log",
+    "phi_of": "rows", "phi_input": "delta", "phi_weight": "log", "use": "best",
+}  # fmt: skip
+CODE = ALL | {
+    "reading": "code", "phase1_personal": "none", "relay": True, "vote": "round", "tie": "mean_score",
+    "similarity_payload": "none", "preparation": 6,
 }  # fmt: skip
 CASES = [
     Case("fedcpmd", reference, ALL | {"distance": "js"}, RUN),
+    Case("fedcpmd", reference, CODE, RUN | {"rounds": 10}, tag="code", long=("cnn",)),
     Case("fedcpmd", reference, ALL, RUN, tag="w2", long=("cnn",)),
     Case("fedcpmd", reference, MENDED, RUN, tag="mended"),
     Case("fedcpmd-auto", reference, ALL | {"distance": "auto"}, RUN, long=("cnn",)),

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reference import PAPER, About, Case, Result, World, class_means, copied, features, head, head_tree
+from reference import PAPER, About, Best, Case, Result, World, class_means, copied, features, head, head_tree
 
 ABOUT = About(
     f"{PAPER} (`reading = paper`), authors' code (`reading = code`), our change (`reading = mended`)",
@@ -24,7 +24,7 @@ def reference(world: World, **given) -> Result:  # type: ignore[no-untyped-def]
     heads = [copied(head(world.module())) for _ in range(count)]
     labels = {i: world.train_part(i)[1].unique().tolist() for i in world.clients}
     masks: dict[int, list[Tensor]] = {}
-    joined = dict.fromkeys(world.clients, 0)
+    joined, best = dict.fromkeys(world.clients, 0), Best(world)
 
     def written(i: int) -> nn.Module:
         """The client's model with the received head written into its own."""
@@ -55,10 +55,13 @@ def reference(world: World, **given) -> Result:  # type: ignore[no-untyped-def]
                 opt.step()
             masks[i] = _critical(before, [p.data for p in head(model).parameters()], s)
             own[i], joined[i] = model, joined[i] + 1
+            best.trained(i, model)
             x, y = world.train_part(i)
             sent += [(mean, k, i) for k, mean in class_means(features(model, x), y).items()]
         _train(heads, sent, labels, s)
     clients = {i: written(i) if s["score"] == "received" else own[i] for i in world.clients}
+    if s["score"] == "best":
+        clients = {i: best.used(i, model) for i, model in clients.items()}
     names = list(head_tree(world.module()))
     stacks = [torch.stack([list(h.parameters())[k].data for h in heads]) for k in range(2)]
     return Result(clients, server={"heads": dict(zip(names, stacks, strict=True))})
@@ -123,7 +126,7 @@ CODE = {
     "reading": "code", "written": "others", "criticality": "square", "mask_scope": "tensor", "first_psi": "ones",
     "received_share": 1.0, "score": "received", "decay_on": "participation", "server_batch": 1,
 }  # fmt: skip
-MENDED = {"reading": "mended", "heads": "common", "write": "whole", "server_steps": 3}
+MENDED = {"reading": "mended", "heads": "common", "write": "average", "server_steps": 3, "score": "best"}
 CASES = [
     Case("fedgmh", reference, ALL, RUN),
     Case("fedgmh", reference, ALL | CODE, RUN, tag="code", long=("cnn",)),

@@ -9,6 +9,7 @@ from coterie.rng import key
 from reference import (
     PAPER,
     About,
+    Best,
     Case,
     Result,
     World,
@@ -23,7 +24,7 @@ from reference import (
 )
 
 ABOUT = About(
-    f"{PAPER} (`reading = paper`); losses of `code` and `mended`",
+    f"{PAPER} (`reading = paper`), loss of the framework (`reading = code`), our change (`reading = mended`)",
     ("who missed round 0 follows the largest group; a group without participants keeps what it has",),
 )
 Sets = dict[int, Tensor]  # prototypes by class
@@ -31,10 +32,11 @@ Sets = dict[int, Tensor]  # prototypes by class
 
 def reference(  # type: ignore[no-untyped-def]
     world: World, alpha: float, gamma: float, proto_loss: str, proto_reduce: str, init_protos: str, J: int = 2,
-    inter: str = "adaptive", grouping: str = "prototypes", tau: float = 0.5, **_,
+    inter: str = "adaptive", grouping: str = "prototypes", tau: float = 0.5, rehearsal: float = 0.0,
+    use: str = "received", **_,
 ) -> Result:  # fmt: skip
     start = world.module()
-    own = {i: world.module() for i in world.clients}
+    own, best = {i: world.module() for i in world.clients}, Best(world)
     first = {i: _prototypes(world, start, i) for i in world.clients}
     of = _groups(world, first, J, grouping)
     bodies = [body_tree(start) for _ in range(J)]
@@ -50,9 +52,15 @@ def reference(  # type: ignore[no-untyped-def]
             def loss(model: nn.Module, x: Tensor, y: Tensor, C: Sets = C) -> Tensor:
                 z = body(model)(x)
                 ce = F.cross_entropy(head(model)(z), y)
-                return alpha * ce + gamma * _pull(z, y, C, proto_loss, proto_reduce, tau)
+                total = alpha * ce + gamma * _pull(z, y, C, proto_loss, proto_reduce, tau)
+                if rehearsal and C:  # the classifier also names the received prototypes
+                    total = total + rehearsal * F.cross_entropy(
+                        head(model)(torch.stack([*C.values()])), torch.tensor([*C])
+                    )
+                return total
 
             world.fit(load(own[i], bodies[of[i]]), t, i, loss)
+            best.trained(i, own[i])
             found[i] = _prototypes(world, own[i], i)
         for j in range(J):
             if here := [i for i in ids if of[i] == j]:
@@ -60,6 +68,8 @@ def reference(  # type: ignore[no-untyped-def]
                 sets[j] = _mean_sets([found[i] for i in here])
         bodies, sets, rho = _mixed(bodies, sets, inter)
     clients = {i: load(copied(own[i]), bodies[of[i]]) for i in world.clients}
+    if use == "best":
+        clients = {i: best.used(i, model) for i, model in clients.items()}
     return Result(clients, server={"groups": of, "rho": rho})
 
 
@@ -139,9 +149,12 @@ def _unit(v: Tensor) -> Tensor:
 ALL = {
     "reading": "paper", "alpha": 0.5, "gamma": 0.5, "proto_loss": "batch_mean", "proto_reduce": "sum",
     "init_protos": "clustering", "J": 2, "inter": "adaptive", "grouping": "prototypes", "pca": 0.95, "missing": "zero",
-    "sim_map": "clip", "tau": 0.5,
+    "sim_map": "clip", "tau": 0.5, "rehearsal": 0.0, "use": "received",
 }  # fmt: skip
-CONTRAST = {"alpha": 1.0, "proto_loss": "contrast", "proto_reduce": "mean", "init_protos": "none"}
+MENDED = {
+    "reading": "mended", "alpha": 1.0, "proto_loss": "contrast", "proto_reduce": "mean", "init_protos": "none",
+    "rehearsal": 0.5, "use": "best",
+}  # fmt: skip
 CASES = [
     Case("fedpc", reference, ALL),
     Case(
@@ -151,7 +164,7 @@ CASES = [
         tag="mse",
         long=("cnn",),
     ),
-    Case("fedpc", reference, ALL | CONTRAST, tag="contrast"),
+    Case("fedpc", reference, ALL | MENDED, tag="mended"),
     Case("fedpc-j1", reference, ALL | {"J": 1}, long=("cnn",)),
     Case("fedpc-no-proto", reference, ALL | {"gamma": 0.0}, long=("cnn",)),
     Case("fedpc-no-mixing", reference, ALL | {"inter": "none"}, long=("cnn",)),

@@ -22,6 +22,7 @@ from coterie.errors import CoterieError
 from coterie.method import Card, ClientData, ClientId, EdgeId, Extras, Moment, State, Tree, Upload
 from coterie.methods.ecsfl.selection import model_distances, projected, ranks_by_size, select, select_count
 from coterie.methods.ecsfl.settings import ECSFLSettings
+from coterie.parts.best import best, kept
 from coterie.parts.similarity import inverse_distances
 from coterie.schema import Entry, Link, Schema
 
@@ -108,6 +109,8 @@ class ECSFL(EdgeMethod):
             return {**state, "stopped": self.hp.stop == "forever"}, Upload({}, {"stopped": 1.0})
 
         state, upload = super().end(state, params, extras, data, round)
+        if self.hp.use == "best":
+            state = {**state, **kept(self.ctx, state, params, data)}
         if self.hp.epsilon:
             state = {**state, "last": T.keep(params, self._measured)}
         tree = upload.tree
@@ -116,6 +119,10 @@ class ECSFL(EdgeMethod):
         elif self.hp.two_stage:
             tree = {**tree, DISTANCE: self._distance(params, extras["start"], len(data.train)).float()}
         return state, Upload(tree, {"stopped": 0.0})
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        params, extras = super().personal(state, download, data)
+        return (best(self.ctx, state, params, data) if self.hp.use == "best" else params), extras
 
     def _projection(self, w: Tree, reference: Tree) -> Tensor:
         """Of the update [projection]; the same for all devices and rounds."""
@@ -150,7 +157,8 @@ class ECSFL(EdgeMethod):
         self, edge: Edge, uploads: Sequence[Upload], d: Tensor, round: int, updates: Tensor | None = None
     ) -> list[int]:
         """Positions of T_e: the max(1, ceil(r_sel K_e)) smallest d_k, ties by id, or those of another rule."""
-        count = select_count(self.hp.select_fraction, self._training(len(edge.clients)))
+        training = self._training(len(edge.clients))
+        count = max(select_count(self.hp.select_fraction, training), min(self.hp.select_least, training))
         ids = ranks_by_size(uploads) if self.hp.select == "random" else [u.sender for u in uploads]
         rng = self.ctx.rng("select", round, edge.id)
         return select(d, ids, count, self.hp.select, self.hp.d_min, rng, updates)

@@ -9,6 +9,9 @@ That is the text (reading = paper), and it dips at the switch, where private cla
 for becomes private with the value it has, and every other layer is mixed over all participants that share it, by how
 alike their classifiers changed.
 
+The published code (reading = code) averages nothing: a participant starts from the model of whoever trained last. A
+round here then has one participant, so that one of its rounds of ten is ten of ours.
+
 Counters stay with the client, which sends the layer in the lead: only it knows the scores that break ties. A client
 that never voted is asked for its layer when phase 2 begins, without training. Whatever a client is not sent is its own;
 in the first download after the switch one byte names its layer. See docs/methods/fedcpmd.md.
@@ -27,6 +30,7 @@ from coterie.method import Card, ClientData, ClientId, Download, EdgeId, Extras,
 from coterie.methods.fedcpmd import mixing, votes
 from coterie.methods.fedcpmd.settings import FedCPMDSettings
 from coterie.models.layers import Names
+from coterie.parts.best import best, kept
 from coterie.parts.similarity import sketch
 from coterie.schema import Entry, Kind, Link, Schema, counts, like
 
@@ -189,15 +193,19 @@ class FedCPMD(EdgeMethod):
         return None if server["layer"] is None or self.hp.shared_by == "all" else self.clusters(server)
 
     def sample(self, server: State, round: int, rng: torch.Generator) -> list[ClientId]:
-        clients, join = list(self.ctx.clients), self.ctx.join
+        clients = list(self.ctx.clients)
         if server["layer"] is None:
             queue = _shuffled(clients, self.ctx.rng("coverage")) if self.hp.sampler == "coverage" else []
             order = [i for i in queue if i not in server["votes"]] + _shuffled(clients, rng)
-            return list(dict.fromkeys(order))[: max(1, int(join * len(clients) + 0.5))]
+            return list(dict.fromkeys(order))[: self._many(len(clients), 1)]
 
         least = self.hp.min_participants
-        picked = [i for c in self.pools(server) for i in _shuffled(c, rng)[: max(least, int(join * len(c) + 0.5))]]
+        picked = [i for c in self.pools(server) for i in _shuffled(c, rng)[: self._many(len(c), least)]]
         return [i for i in clients if i not in server["layer"]] + picked  # who has no layer yet is asked for it
+
+    def _many(self, clients: int, least: int) -> int:
+        """Participants of a round among so many clients."""
+        return 1 if self.hp.relay else max(least, int(self.ctx.join * clients + 0.5))
 
     def pools(self, server: State) -> list[list[ClientId]]:
         """Groups that are sampled from separately in phase 2."""
@@ -251,6 +259,11 @@ class FedCPMD(EdgeMethod):
         return {"w": T.clone(self.ctx.w0), "layer": None, "ballot": None}
 
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        params, extras = self.composed(state, download)
+        return (best(self.ctx, state, params, data) if self.hp.use == "best" else params), extras
+
+    def composed(self, state: State, download: Tree) -> tuple[Tree, Extras]:
+        """What the client receives, and its own part."""
         layer = int(download[LAYER]) if LAYER in download else state["layer"]
         reset: Tree = {}
         if LAYER in download and self.hp.switch_init == "reset":
@@ -258,12 +271,14 @@ class FedCPMD(EdgeMethod):
         return {**state["w"], **reset, **_model(download)}, {"layer": layer}
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params, extras = self.personal(state, download, data)
+        params, extras = self.composed(state, download)
         asked = round > self.prep and extras["layer"] is None  # never voted: only asked which layer it would keep
         return params, {**extras, "idle": asked, "start": params, "sent": [] if asked else list(download)}
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
         layer = extras["layer"]
+        if self.hp.use == "best" and not extras["idle"]:
+            state = {**state, **kept(self.ctx, state, params, data)}
         state = {**state, "w": params, "layer": layer}
         if layer is not None:
             body = T.drop(params, lambda k: self.stays(k) or k in self.own(layer))

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from coterie.parts.best import USE, Use
 from coterie.parts.gaussian import Normalize, Score, Tie
 from coterie.parts.readings import ReadingSettings
 from coterie.parts.similarity import SimilarityMap
@@ -19,14 +20,20 @@ class FedCPMDSettings(ReadingSettings):
             "switch_init": "global", "min_participants": 5,
             "phi_of": "flat", "phi_input": "params", "phi_weight": "linear",
         },
+        "code": {
+            "phase1_personal": "none", "personal_part": "layer", "shared_by": "cluster",
+            "switch_init": "global", "min_participants": 1, "relay": True, "vote": "batch", "tie": "fc2",
+            "similarity_payload": "none", "phi_of": "flat", "phi_input": "params", "phi_weight": "linear",
+        },
         "mended": {
             "phase1_personal": "none", "personal_part": "layer", "shared_by": "all",
             "switch_init": "global", "min_participants": 1,
-            "phi_of": "rows", "phi_input": "delta", "phi_weight": "log",
+            "phi_of": "rows", "phi_input": "delta", "phi_weight": "log", "use": "best",
         },
     }  # fmt: skip
-    reading: Literal["paper", "mended"] = Field(
-        "mended", description="the text, or a switch at which nothing private becomes shared"
+    reading: Literal["paper", "code", "mended"] = Field(
+        "mended",
+        description="the text, the published code, or a switch at which nothing private becomes shared",
     )
 
     preparation: float = Field(
@@ -73,6 +80,10 @@ class FedCPMDSettings(ReadingSettings):
     min_participants: int = Field(
         1, ge=1, description="fewest participants of each cluster in a round, if it has that many members"
     )
+    relay: bool = Field(
+        False,
+        description="one participant per round (of each cluster in phase 2): models are passed on, never averaged",
+    )
     similarity_payload: Literal["full", "sketch", "none"] = Field(
         "full", description="what is uploaded for the similarity: the layer, a random projection, or nothing"
     )
@@ -83,4 +94,5 @@ class FedCPMDSettings(ReadingSettings):
         "params", description="of parameters or of their change since the start"
     )
     phi_weight: Literal["linear", "log"] = Field("linear", description="weight of a similarity s: s or -log(1 - s)")
+    use: Use = Field("received", description=USE)
     unsampled_body: Unsampled = Field("similarity", description="bodies of members that did not take part")

@@ -28,6 +28,7 @@ from coterie.methods.fedgmh.heads import (
     square_mask,
 )
 from coterie.methods.fedgmh.settings import FedGMHSettings
+from coterie.parts.best import best, kept
 from coterie.parts.masks import write_in
 from coterie.parts.prototypes import collect
 from coterie.parts.starts import start
@@ -174,6 +175,8 @@ class FedGMH(Method):
             "labels": sent[LABELS],
             "joined": state["joined"] + 1,
         }
+        if self.hp.score == "best":
+            new |= kept(self.ctx, state, params, data)
         return new, Upload(sent)
 
     def critical(self, before: Tree, after: Tree) -> Tree:
@@ -185,6 +188,8 @@ class FedGMH(Method):
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         if self.hp.score == "own":
             return state["own"], {}
+        if self.hp.score == "best":
+            return best(self.ctx, state, state["own"], data), {}
         return {**state["own"], **self.written(state, download, data)}, {}
 
     # ---- server, up --------------------------------------------------------------------------------------------------

@@ -21,15 +21,17 @@ class FedGMHSettings(ReadingSettings):
             "decay_on": "participation", "server_batch": 1, "server_steps": 1,
         },
         "mended": {
-            "heads": "common", "write": "average", "received_share": 0.5, "score": "own", "server_batch": 0,
+            "heads": "common", "write": "average", "received_share": 0.5, "score": "best", "server_batch": 0,
             "server_steps": 10,
         },
     }  # fmt: skip
     reading: Literal["paper", "code", "mended"] = Field(
         "mended", description="the text, the authors' code, or one head trained without interference of labels"
     )
-    score: Literal["own", "received"] = Field(
-        "own", description="model that is scored: as training left it, or with the received head written in"
+    score: Literal["own", "received", "best"] = Field(
+        "own",
+        description="model that is scored: as training left it, with the received head written in, or the best "
+        "that training left so far, by validation data",
     )
 
     # clients

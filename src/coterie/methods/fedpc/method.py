@@ -36,6 +36,7 @@ from coterie.methods.fedpc.clustering import prototype_groups, random_groups
 from coterie.methods.fedpc.contrast import contrast_loss, rehearsal_loss
 from coterie.methods.fedpc.mixing import group_means, group_weights, masked_mix
 from coterie.methods.fedpc.settings import FedPCSettings
+from coterie.parts.best import best, kept
 from coterie.parts.prototypes import Prototypes, prototype_loss
 from coterie.parts.similarity import mix
 from coterie.rng import key
@@ -127,10 +128,11 @@ class FedPC(EdgeMethod):
 
     # ---- client ------------------------------------------------------------------------------------------------------
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return {**_model(download), **state["own"]}, {}
+        params = {**_model(download), **state["own"]}
+        return (best(self.ctx, state, params, data) if self.hp.use == "best" else params), {}
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params, _ = self.personal(state, download, data)
+        params = {**_model(download), **state["own"]}
         return params, {"received": P.unpack(download, data.classes, self.ctx.net.width)}
 
     def phases(self, round: int) -> list[Phase]:
@@ -163,6 +165,8 @@ class FedPC(EdgeMethod):
         if round == 0:
             return state, Upload(P.pack(own))  # a warm-up serves the clustering alone
         state, upload = super().end(state, params, extras, data, round)
+        if self.hp.use == "best":
+            state = {**state, **kept(self.ctx, state, params, data)}
         return state, Upload({**upload.tree, **P.pack(own, counts)})
 
     # ---- edge: inside a group ----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pydantic import Field
 from coterie.methods.fedpc.clustering import Missing
 from coterie.methods.fedpc.mixing import GroupMap
 from coterie.methods.fedpc.prototypes import Feature
+from coterie.parts.best import USE, Use
 from coterie.parts.prototypes import ProtoLoss
 from coterie.parts.readings import ReadingSettings
 
@@ -23,6 +24,7 @@ class FedPCSettings(ReadingSettings):
         },
         "mended": {
             "alpha": 1.0, "proto_loss": "contrast", "proto_reduce": "mean", "init_protos": "none", "rehearsal": 0.05,
+            "use": "best",
         },
     }  # fmt: skip
     reading: Literal["paper", "code", "mended"] = Field(
@@ -55,3 +57,4 @@ class FedPCSettings(ReadingSettings):
     # how groups learn from each other
     sim_map: GroupMap = Field("clip", description="cosines of groups to weights")
     inter: Literal["adaptive", "mean", "none"] = Field("adaptive", description="mixing across groups")
+    use: Use = Field("received", description=USE)
