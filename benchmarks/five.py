@@ -256,6 +256,7 @@ def table(name: str, out: Path) -> str:
         for row, runs in made.items()
         if runs
         for view in VIEWS.get(row, (found.view, "trained") if row in FIVE else (found.view,))
+        if all(f"{view}/test" in run.events[-1]["eval"] for run in runs.values())
     ]
     parts = []
     for default in [found.default] if found.default else FIVE:
