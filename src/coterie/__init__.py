@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from coterie.api import compare, open_run, resume, run
     from coterie.data.arrays import from_arrays, from_torch
     from coterie.errors import CoterieError
+    from coterie.loop import Progress
     from coterie.method import Card, Download, Method, Phase, Settings, Upload
     from coterie.models.assigned import PerClient
     from coterie.personal import load_model
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _HOME = {
     "compare": "api", "open_run": "api", "resume": "api", "run": "api",
     "from_arrays": "data.arrays", "from_torch": "data.arrays",
-    "CoterieError": "errors", "load_model": "personal",
+    "CoterieError": "errors", "Progress": "loop", "load_model": "personal",
     "Card": "method", "Download": "method", "Method": "method", "Phase": "method", "Settings": "method",
     "Upload": "method",
     "PerClient": "models.assigned",
@@ -41,6 +42,6 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Card", "CoterieError", "Download", "Method", "PerClient", "Phase", "Settings", "Upload", "compare", "from_arrays",
-    "from_torch", "load_model", "open_run", "resume", "run",
+    "Card", "CoterieError", "Download", "Method", "PerClient", "Phase", "Progress", "Settings", "Upload", "compare",
+    "from_arrays", "from_torch", "load_model", "open_run", "resume", "run",
 ]  # fmt: skip

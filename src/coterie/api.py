@@ -20,11 +20,12 @@ from coterie.models.assigned import PerClient
 from coterie.models.registry import WITH_NORM
 from coterie.origins import origin
 from coterie.runs.arena import CONTROLS, GENERAL
+from coterie.runs.callbacks import OnRound, listening
 from coterie.runs.comparison import Comparison
 from coterie.runs.found import APART
 from coterie.runs.run import Run
 from coterie.runs.sweep import Cell, sweep
-from coterie.session import Factory, Objects, execute, prepare, rebuild
+from coterie.session import Factory, Objects, Session, execute, prepare, rebuild
 
 DataFunction = Callable[[], Dataset]
 State = Literal["memory", "disk"]
@@ -45,11 +46,14 @@ def run(
     address: str | None = None,
     engine: Training = "loop",
     data_dir: str | Path | None = None,
+    on_round: OnRound = (),
+    track: str | None = None,
     **more: Any,
 ) -> Run:
     """Run one method and return the finished run.
 
-    `more` takes any setting of the run, the federation or the method."""
+    `more` takes any setting of the run, the federation or the method. `on_round` is called after every round with its
+    Progress; if it returns True, the run stops there and can be resumed. `track`: tensorboard or mlflow."""
     named, objects = _named(data, model)
     how = engine_of(
         workers=workers, state=state, runtime=runtime, address=address, engine=engine, data_dir=_path(data_dir)
@@ -60,8 +64,28 @@ def run(
     for sentence in session.chosen():
         log.info(sentence)
     folder = _path(out) or fresh_folder(f"{chosen.method}-{chosen.data}")
-    execute(session, folder, say=log.warning)
+    _execute(session, folder, on_round, track)
     return _told(Run(folder, session))
+
+
+def _execute(
+    session: Session,
+    folder: Path,
+    on_round: OnRound,
+    track: str | None,
+    resume: bool = False,
+    from_round: int | None = None,
+) -> None:
+    with listening(on_round, track, session, folder) as heard:
+        execute(
+            session,
+            folder,
+            resume=resume,
+            tell=heard,
+            say=log.warning,
+            stopped=heard.stopped,
+            from_round=from_round,
+        )
 
 
 def compare(
@@ -220,6 +244,8 @@ def resume(
     runtime: Where | None = None,
     address: str | None = None,
     data_dir: str | Path | None = None,
+    on_round: OnRound = (),
+    track: str | None = None,
 ) -> Run:
     """Resume an interrupted run; the result is bit-identical to that of an uninterrupted one. More `rounds` extend it,
     `from_round` goes back to the checkpoint of a round, if that is still kept.
@@ -228,7 +254,7 @@ def resume(
     folder = _folder(path)
     how = engine_of(workers=workers, state=state, runtime=runtime, address=address, data_dir=_path(data_dir))
     session = rebuild(folder, how, _objects(method, data, model), rounds)
-    execute(session, folder, resume=True, say=log.warning, from_round=from_round)
+    _execute(session, folder, on_round, track, resume=True, from_round=from_round)
     return _told(Run(folder, session))
 
 

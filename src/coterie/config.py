@@ -62,6 +62,11 @@ class RunSettings(BaseModel):
     eval_clients: int | None = Field(
         None, ge=1, description="evaluate only this many clients, always the same ones; empty: all"
     )
+    stop_after: int | None = Field(
+        None,
+        ge=1,
+        description="end after this many evaluations without a better value on validation data; empty: never",
+    )
     watch: bool = Field(True, description="evaluate participants before and after local training in every round")
     final_trained: bool = Field(
         True, description="after the last round, also evaluate all clients after local training"

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from coterie.checkpoint import Checkpoint
 from coterie.errors import CoterieError
 from coterie.evaluation import ON_REQUEST, Evaluation, View, Watch, notes
 from coterie.exchange import preview
-from coterie.folder import Folder
+from coterie.folder import EVENTS, Folder, read_log
 from coterie.messages import ScoreAnswer, ScoreRequest, TrainAnswer
 from coterie.method import ClientId, EdgeId, Method, State
 from coterie.official import Official
@@ -37,6 +38,7 @@ class Schedule:
     headline: View = "personal"  # the view that tables lead with: scored in every evaluation
     newcomers: tuple[ClientId, ...] = ()  # never sampled, scored only
     eval_clients: int | None = None  # so many of the clients, and of the newcomers, are scored; None: all
+    stop_after: int | None = None  # evaluations without a better value on validation data, after which the run ends
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Progress:
     nonfinite: int = 0  # clients whose personal models give NaN or infinity, where they were scored
     bytes: ledger.Page = field(default_factory=dict)  # since the start of the run
     metric: Metric = Classification.metrics[0]
+    event: Mapping[str, Any] = field(default_factory=dict)  # the round's line of events.jsonl
 
     @property
     def text(self) -> str:
@@ -67,6 +70,9 @@ class Loop:
         self.edges: dict[EdgeId, State] = {}
         self.bytes: ledger.Page = {}  # since the start of the run
         self.done = -1  # last finished round
+        self.validation: dict[int, float] = {}  # value on validation data by round, where clients were scored
+        self.ended = ""  # why the run ended before its last round
+        self.event: dict[str, Any] = {}  # the last line of the log
 
     @property
     def first(self) -> int:
@@ -83,6 +89,10 @@ class Loop:
         saved, complaints = checkpoint.resume(self.folder, self.runtime, type(self.method).__name__, from_round)
         if saved is not None:
             self.server, self.edges, self.bytes, self.done = saved.server, saved.edges, saved.bytes, saved.round
+            for row in read_log(self.folder.path / EVENTS).rows if self.schedule.stop_after else []:
+                if (value := self._validated(row["eval"])) is not None:
+                    self.validation[row["round"]] = value
+                self.ended = row.get("ended", "")
         return complaints
 
     def run(
@@ -92,16 +102,18 @@ class Loop:
         if self.done < 0:
             self.start()
         for t in range(self.done + 1, self.schedule.rounds + 1):
+            if self.ended:
+                return True
             begun = time.perf_counter()
             value, nonfinite = self.step()
             seconds = time.perf_counter() - begun
             self.folder.timing(round=t, seconds=round(seconds, 6))
             metric = self.method.ctx.task.metric
-            tell(Progress(t, self.schedule.rounds, value, seconds, nonfinite, self.bytes, metric))
+            tell(Progress(t, self.schedule.rounds, value, seconds, nonfinite, self.bytes, metric, self.event))
             halt = stopped()
-            if halt or t == self.schedule.rounds or t % self.schedule.checkpoint_every == 0:
+            if halt or self.ended or t == self.schedule.rounds or t % self.schedule.checkpoint_every == 0:
                 self.checkpoint()
-            if halt and t < self.schedule.rounds:
+            if halt and not self.ended and t < self.schedule.rounds:
                 return False
         return True
 
@@ -122,11 +134,38 @@ class Loop:
         self.done = t
         trained = [answers.trained[i] for i in sorted(answers.trained)]
         watch = Watch.of(self.method.ctx.task, trained) if schedule.rules.watch else None
-        found = self.evaluate() if t > 0 and (t == schedule.rounds or t % schedule.eval_every == 0) else None
+        last = t == schedule.rounds
+        found = self.evaluate(last) if t > 0 and (last or t % schedule.eval_every == 0) else None
+        if found is not None and not last and self._stops(found):
+            found = self.evaluate(True)
         self._record(result, planned.participants, trained, watch, found)
         if found is not None:
             return found.headline(self.schedule.headline), found.nonfinite()
         return (watch.headline() if watch else None), 0
+
+    def _validated(self, summary: Mapping[str, Mapping[str, float | None]]) -> float | None:
+        """The value that early stopping goes by: of the headline's view, or else of the personal models; NaN where that
+        is not defined."""
+        for view in (self.schedule.headline, "personal"):
+            if (found := summary.get(f"{view}/val")) is not None:
+                return math.nan if (value := found["mean"]) is None else value
+        return None
+
+    def _stops(self, found: Evaluation) -> bool:
+        """Has the value on validation data not become better for as long as the schedule allows?"""
+        patience, value = self.schedule.stop_after, self._validated(found.summary())
+        if patience is None or value is None:
+            return False
+        metric = self.method.ctx.task.metric
+        self.validation[self.done] = value
+        best = min(self.validation)
+        for t, v in sorted(self.validation.items()):
+            best = t if metric.better(v, self.validation[best]) or math.isnan(self.validation[best]) else best
+        since = sum(t > best for t in self.validation)
+        if since >= patience:
+            many = "the last evaluation" if since == 1 else f"the last {since} evaluations"
+            self.ended = f"{metric.name} on validation data was best in round {best} and no better in {many}"
+        return bool(self.ended)
 
     def _record(
         self,
@@ -139,7 +178,7 @@ class Loop:
         if found is not None:
             self.folder.evaluation(self.done, found.arrays())
         losses = [a.loss for a in trained if a.steps and math.isfinite(a.loss)]
-        self.folder.event(
+        self.event = dict(
             round=self.done,
             participants=list(participants),
             failed=result.failed,
@@ -152,7 +191,9 @@ class Loop:
             watch=watch.summary() if watch else {},
             eval=found.summary() if found else {},
             **({"reasons": result.reasons} if result.reasons else {}),
+            **({"ended": self.ended} if self.ended else {}),
         )
+        self.folder.event(**self.event)
 
     def checkpoint(self) -> None:
         events, timing = self.folder.offsets()
@@ -164,14 +205,15 @@ class Loop:
         checkpoint.write(self.folder, self.runtime, made)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
-    def evaluate(self) -> Evaluation | None:
-        """The clients, newcomers included, after the last finished round; nothing is counted or kept.
+    def evaluate(self, last: bool = False) -> Evaluation | None:
+        """The clients, newcomers included, after the last finished round; nothing is counted or kept. With `last` also
+        the views that only the end of a run has.
 
         None if nobody answered."""
         newcomers = tuple(sorted({*self.schedule.newcomers, *self.runtime.newcomers()}))
         everybody = sorted({*self._scored(self.method.ctx.clients), *self._scored(newcomers)})
         whole = self.method.global_model(self.server)
-        last = self.schedule.final_trained and self.done == self.schedule.rounds
+        last = (last or self.done == self.schedule.rounds) and self.schedule.final_trained
         more = tuple(v for v in ON_REQUEST if last or v == self.schedule.headline)
         answers: list[ScoreAnswer] = []
         for a in range(0, len(everybody), CLIENTS_PER_REQUEST):

@@ -24,7 +24,7 @@ from coterie.data.federation import Federation, federate
 from coterie.data.sources import load
 from coterie.data.targets import with_task
 from coterie.errors import CoterieError
-from coterie.folder import START, Folder, extend, read_settings
+from coterie.folder import EVENTS, START, Folder, extend, read_log, read_settings
 from coterie.loop import Loop, Progress, Schedule
 from coterie.method import Context, Method
 from coterie.methods import build as build_method
@@ -295,6 +295,8 @@ def bind(
     _check_needs(bound, federation)
     if settings.official:
         official.check(federation)
+    if settings.stop_after is not None and not federation.sizes("val").any():
+        raise CoterieError("stop_after needs a validation part, and no client has one (set val_share)")
     bound.check()
     return Session(settings, engine, federation, bound)
 
@@ -428,6 +430,7 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
             headline=s.headline,
             newcomers=session.newcomers,
             eval_clients=s.eval_clients,
+            stop_after=s.stop_after,
         ),
         Official(session.method, session.federation, s.gm_head) if s.official else None,
     )
@@ -509,6 +512,8 @@ def execute(
         try:
             with opened(session, out, stopped) as runtime:
                 if resume and session.settings.rounds != read_settings(out)["settings"]["rounds"]:
+                    if (rows := read_log(out / EVENTS).rows) and rows[-1].get("ended"):
+                        raise CoterieError(f"{out} ended early, as stop_after asks; it cannot be given more rounds")
                     extend(out, session.settings.rounds)
                 if not resume:
                     if session.settings.warm_start is not None:

@@ -109,7 +109,8 @@ class Watched:
             return "running"
         if self.trouble:
             return "damaged"
-        return "finished" if self.rows and self.round >= int(self.run.get("rounds", 1)) else "stopped"
+        done = self.rows and (self.round >= int(self.run.get("rounds", 1)) or self.rows[-1].get("ended"))
+        return "finished" if done else "stopped"
 
     def snapshot(self) -> dict[str, Any]:
         """One line of the table, and the run's curves."""

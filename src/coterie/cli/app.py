@@ -80,6 +80,10 @@ def run(
     from_round: o.FromRound = None,
     keep: o.Keep = None,
     warm_start: Annotated[Path | None, Option(help="start from the models of the run in this folder")] = None,
+    stop_after: Annotated[
+        int | None, Option(help="end after so many evaluations without a better value on validation data")
+    ] = None,
+    track: Annotated[str | None, Option(help="also write curves for tensorboard or mlflow")] = None,
     quiet: o.Quiet = False,
     as_json: o.Json = False,
 ) -> None:
@@ -88,11 +92,13 @@ def run(
     from coterie.disk import finite
     from coterie.errors import CoterieError
     from coterie.folders import fresh_folder
+    from coterie.runs.callbacks import listening
     from coterie.session import execute, prepare, rebuild
 
     given = o.gather(config, set_, method=method, data=data, task=task, model=model, partition=partition,
                      clients=clients, join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr,
-                     seed=seed, warm_start=None if warm_start is None else str(warm_start))  # fmt: skip
+                     seed=seed, stop_after=stop_after,
+                     warm_start=None if warm_start is None else str(warm_start))  # fmt: skip
     how = engine_from(
         workers, state, data_dir, runtime=runtime, transport=transport, address=address, engine=engine, keep=keep
     )
@@ -110,12 +116,16 @@ def run(
             if not silent:
                 console.print(sentence, soft_wrap=True, highlight=False)
     stop = Stop()
-    with stop.listening(), bar(session.method.card.title, session.settings.rounds, silent) as update:
+    with (
+        stop.listening(),
+        bar(session.method.card.title, session.settings.rounds, silent) as update,
+        listening(lambda p: update(p.round, p.text), track, session, folder) as heard,
+    ):
         ended = execute(
             session,
             folder,
             resume=resume is not None,
-            tell=lambda p: update(p.round, p.text),
+            tell=heard,
             say=_complain,
             stopped=stop,
             from_round=from_round,
@@ -339,6 +349,9 @@ def _show_run(run: Any) -> None:
 
     if run.events:
         _show_table(Comparison([run]), f"after round {run.last_round}; {run.metric.heading}, mean over clients")
+    if run.ended:
+        said = f"ended after round {run.last_round} of {run.settings['rounds']}: {run.ended}"
+        console.print(said, soft_wrap=True, highlight=False)
     console.print(f"the run is in {run.path}", soft_wrap=True, highlight=False)
 
 

@@ -148,7 +148,9 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
     for r in runs:
         s = r.summary()
         name = ", ".join(w for w in (r.title, r.group, f"seed {r.settings['seed']}") if w)
-        if not r.finished:
+        if r.ended:
+            out.append(f"{name}: ended after round {r.last_round} of {r.settings['rounds']}; {r.ended}.")
+        elif not r.finished:
             out.append(f"{name}: incomplete, {r.last_round} of {r.settings['rounds']} rounds.")
         if s["nonfinite"]:
             out.append(f"{name}: {s['nonfinite']} uploads were not finite and were left out.")

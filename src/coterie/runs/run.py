@@ -115,7 +115,12 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.last_round >= int(self.settings["rounds"])
+        return self.last_round >= int(self.settings["rounds"]) or bool(self.ended)
+
+    @property
+    def ended(self) -> str:
+        """Why it ended before its last round; empty if it did not."""
+        return str(self.events[-1].get("ended", "")) if self.events else ""
 
     @cached_property
     def rounds(self) -> pd.DataFrame:
