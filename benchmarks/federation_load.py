@@ -9,7 +9,8 @@ right shape (FedAvg, LeNet-5 of some 60,000 parameters). Prints, for each size: 
 seconds of each kind of process per round, and the peak of resident memory. The first and the last round, which
 evaluates everybody, are not in the median.
 
-With `--real` the devices are `coterie join` processes on four digits each, that train: does it start, and does it end?
+With `--real` the devices are `coterie join` processes that train, on a file of their own with twenty items each: do
+they start, and does it end? Each takes some 160 MB, most of it PyTorch, and two seconds of a processor to start.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from coterie import codec
@@ -38,6 +40,7 @@ from coterie.runtimes.flower.processes import Child
 from coterie.runtimes.flower.transport import Node, flower_env
 
 SAMPLES, CLASSES, SHAPE = 100, 10, "1,32,32"
+RESERVE = 2 * 2**30  # bytes of memory that are left to others
 EACH = 100  # fake devices in one process
 
 
@@ -73,6 +76,20 @@ def fake(devices: list[tuple[int, str, Path, Path]]) -> None:
     os._exit(0)
 
 
+def own_data(folder: Path, i: int) -> Path:
+    """Twenty pictures of noise with labels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(i)
+    x = draw.normal(size=(2 * CLASSES, *map(int, SHAPE.split(",")))).astype(np.float32)
+    np.savez(folder / f"{i}.npz", x=x, y=np.arange(2 * CLASSES) % CLASSES)
+    return folder / f"{i}.npz"
+
+
+def free_memory() -> int:
+    found = dict(x.split(":") for x in Path("/proc/meminfo").read_text().splitlines())
+    return int(found["MemAvailable"].split()[0]) * 1024
+
+
 # ---- a federation ----------------------------------------------------------------------------------------------------
 @dataclass
 class Load(Parties):
@@ -96,6 +113,8 @@ class Load(Parties):
         time.sleep(3.0 if self.edges else 0.0)
         if self.real:
             for i in range(self.devices):
+                if free_memory() < RESERVE:
+                    raise CoterieError(f"less than {RESERVE / 2**30:g} GB of memory are left after {i} devices")
                 self.launch(f"device-{i}")
                 time.sleep(self.stagger)
             return
@@ -112,14 +131,16 @@ class Load(Parties):
         return i, f"127.0.0.1:{self.ports[server]}", str(files.ca), str(files.key(f"device-{i}"))
 
     def arguments(self, name: str) -> list[str]:
+        if name.startswith("device"):
+            made = super().arguments(name)
+            made[made.index("--data") + 1] = str(own_data(self.folder / "data", int(name.partition("-")[2])))
+            at = made.index("--client")
+            return made[:at] + made[at + 2 :]
         if name != "cloud":
             return super().arguments(name)
         where = ["--certs", str(self.certs("cloud").root), "--host", "127.0.0.1", "--port", str(self.ports["cloud"])]
         sets = {"eval_every": self.rounds, "watch": False, "final_trained": False, "seed": 0, "join": 1.0, "epochs": 1}
         what = ["--shape", SHAPE, "--classes", str(CLASSES), "--model", "lenet5"]
-        if self.real:
-            what = ["--data", self.data, "--model", "mlp", "--partition", "iid"]
-            sets["min_size"] = 1
         return [
             "serve", "fedavg", *where, "--out", str(self.out), *what, "--transport", self.transport,
             "--clients", str(self.devices), "--min-clients", str(self.devices), "--rounds", str(self.rounds),
@@ -177,9 +198,13 @@ def measure(federation: Load, seconds: float, profile: Path | None = None) -> di
     began, busy = time.monotonic(), os.getloadavg()[0]
     with federation:
         cloud, until = federation.children["cloud"], time.monotonic() + seconds
-        while (code := cloud.wait(0.05)) is None:
-            usage.look(federation)
-            if rounds_done(federation.out) > len(marks):
+        looked = 0.0
+        while (code := cloud.wait(0.02)) is None:
+            new = rounds_done(federation.out) > len(marks)
+            if new or time.monotonic() - looked > 1.0:
+                usage.look(federation)
+                looked = time.monotonic()
+            if new:
                 marks.append((time.monotonic(), usage.of(usage.cpu)))
                 if profile is not None and len(marks) == 1:
                     spy(federation, profile)

@@ -1,8 +1,10 @@
 """The gRPC transport: what it promises to a cloud and its nodes, and what it refuses from strangers."""
 
 import asyncio
+import contextlib
 import hashlib
 import os
+import signal
 import socket
 import ssl
 import subprocess
@@ -22,6 +24,7 @@ import numpy as np
 from coterie.errors import CoterieError
 from coterie.runtimes.flower import certs, processes
 from coterie.runtimes.flower.certs import Certs
+from coterie.runtimes.flower.processes import Child
 from coterie.runtimes.flower.transport import Node, grpc_link
 from coterie.runtimes.flower.transport import grpc_wire as w
 from coterie.runtimes.flower.transport.grpc_link import GrpcLink
@@ -415,3 +418,145 @@ def test_tls_is_1_3_and_plain_text_gets_no_answer(served: Served, tmp_path: Path
     with socket.create_connection(("127.0.0.1", served.port), 10) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"200" not in raw.recv(1000)
+
+
+# ---- real processes --------------------------------------------------------------------------------------------------
+NODE = """
+import sys, time
+from pathlib import Path
+from coterie.runtimes.flower.processes import die_with_parent
+from coterie.runtimes.flower.transport import Node
+die_with_parent()
+def handle(kind, round, shared, own):
+    if kind == "slow":
+        time.sleep(float(bytes(own)))
+    return own if shared is None else shared
+Node(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), handle).stop_on_signals().run()
+"""
+SERVER = """
+import sys, time
+from pathlib import Path
+from coterie.runtimes.flower.certs import Certs
+from coterie.runtimes.flower.processes import die_with_parent
+from coterie.runtimes.flower.transport.grpc_link import GrpcLink
+die_with_parent()
+with GrpcLink(Certs(Path(sys.argv[1])), "127.0.0.1", int(sys.argv[2])) as link:
+    while not link.nodes():
+        time.sleep(0.05)
+    print("asking", flush=True)
+    print(link.send({"alice": b"7"}, "slow", 1, 120).errors, flush=True)
+"""
+
+
+def node_process(served: Served, name: str, tmp_path: Path) -> Child:
+    if name not in served.certs.nodes():
+        certs.add_node(served.certs.root, name)
+    argv = [sys.executable, "-c", NODE, served.address, str(served.certs.ca), str(served.certs.key(name))]
+    child = Child(name, argv, tmp_path / f"{name}.log", processes.bound(os.environ)).start()
+    served.until(lambda: name in served.link.nodes(), 60)
+    return child
+
+
+def resident(pid: int, peak: bool = False) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(x.split()[1]) for x in lines if x.startswith("VmHWM" if peak else "VmRSS")) * 1024
+
+
+@pytest.mark.long
+def test_a_stopped_node_is_taken_for_gone_and_a_killed_one_is_asked_again(served: Served, tmp_path: Path) -> None:
+    child = node_process(served, "alice", tmp_path)
+    child.signal(signal.SIGSTOP)
+    served.until(lambda: served.link.nodes() == [], 2 * w.SILENCE)
+    child.signal(signal.SIGCONT)
+    served.until(lambda: served.link.nodes() == ["alice"], 30)
+
+    def crash() -> None:
+        time.sleep(1.0)
+        child.kill()
+        child.start()
+
+    threading.Thread(target=crash, daemon=True).start()
+    began = time.monotonic()
+    assert served.link.send({"alice": b"3"}, "slow", 1, 60).answers == {"alice": b"3"}
+    assert time.monotonic() - began > 4  # it began again
+    child.stop()
+    assert child.process is not None and child.process.returncode == 0
+
+
+@pytest.mark.long
+def test_a_server_that_was_stopped_for_a_while_gets_the_answer(tmp_path: Path) -> None:
+    made, port = certs.init(tmp_path / "certs", []), processes.free_port()
+    certs.add_node(made.root, "alice")
+    at_work = threading.Event()
+
+    def handle(kind: str, round: int, shared: memoryview | None, own: memoryview) -> bytes:
+        at_work.set()
+        time.sleep(3)
+        return b"done"
+
+    node = Node(f"127.0.0.1:{port}", made.ca, made.key("alice"), handle)
+    thread = threading.Thread(target=node.run, daemon=True)
+    thread.start()
+    argv = [sys.executable, "-c", SERVER, str(made.root), str(port)]
+    server = Child("server", argv, tmp_path / "server.log", processes.bound(os.environ)).start()
+    assert at_work.wait(30)
+    server.signal(signal.SIGSTOP)
+    Served.until(lambda: not node.connected.is_set(), 2 * w.SILENCE)
+    server.signal(signal.SIGCONT)
+    assert server.wait(60) == 0 and server.tail().endswith("{}"), server.tail()
+    node.stopping.set()
+    thread.join(10)
+
+
+@pytest.mark.long
+def test_half_a_gigabyte_goes_both_ways_in_little_more_memory_than_it_has(served: Served, tmp_path: Path) -> None:
+    child = node_process(served, "alice", tmp_path)
+    data = bytes(1000) * 500_000
+    pids = {"server": os.getpid(), "node": child.pid}
+    for pid in pids.values():
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # forget earlier peaks
+    before = {name: resident(pid, peak=True) for name, pid in pids.items()}
+    found = served.link.send({"alice": b""}, "echo", 1, 600, shared=data)
+    grown = {name: (resident(pid, peak=True) - before[name]) / len(data) for name, pid in pids.items()}
+    child.stop()
+    assert found.errors == {} and found.answers["alice"] == data
+    assert max(grown.values()) < 1.3, grown
+    assert found.traffic["alice"].total_up < 1.001 * len(data)
+
+
+@pytest.mark.long
+def test_a_crowd_of_strangers_costs_little_memory_and_keeps_no_node_out(served: Served, tmp_path: Path) -> None:
+    child = node_process(served, "alice", tmp_path)
+    before = resident(os.getpid())
+    context = ssl.create_default_context(cafile=str(served.certs.ca))
+    context.set_alpn_protocols(["h2"])
+    crowd: list[Any] = []
+    for i in range(400):  # connected, half of them with TLS, and silent
+        crowd.append(socket.create_connection(("127.0.0.1", served.port), 30))
+        if i % 2:
+            crowd[-1] = context.wrap_socket(crowd[-1], server_hostname="127.0.0.1")
+
+    async def streams() -> list[Raw]:
+        found = []
+        for _ in range(100):  # streams that send what they may and no proof
+            raw = await Raw(served.address, served.certs).__aenter__()
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await raw.call.write(b"P" + bytes(w.CHUNK - 1))
+            found.append(raw)
+        return found
+
+    held = w.run(streams())
+    found = served.link.send({"alice": b"0"}, "slow", 1, 60)
+    assert found.errors == {}
+    late = node_process(served, "bob", tmp_path)
+    assert resident(os.getpid()) - before < 150 * 2**20  # both ends of the crowd are in this process
+
+    async def over() -> None:
+        for raw in held:
+            await raw.__aexit__()
+
+    w.run(over())
+    for one in crowd:
+        one.close()
+    for process in (child, late):
+        process.stop()

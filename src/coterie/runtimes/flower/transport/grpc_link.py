@@ -10,7 +10,7 @@ answer comes back on it. What holds here as in FlowerLink:
 - A question has a ticket. A node whose connection broke is sent it again when it is back, unless it says that it has
   it; the answer with this ticket counts once, over whichever connection it comes.
 - A node that vanished has RETURN seconds to come back, one that said goodbye LEAVE seconds.
-- A node is taken for gone when a ping is not answered (grpc_wire.HEARTBEAT), or when its connection ends.
+- A node is taken for gone when its connection ends, or when nothing was heard of it for grpc_wire.SILENCE seconds.
 - The list of keys is the directory nodes/ of the certificates as it was at the last look, and there is one every
   second while a question waits.
 
@@ -202,7 +202,6 @@ class GrpcLink:
         options = [
             *w.OPTIONS,
             ("grpc.so_reuseport", 0),
-            ("grpc.http2.max_ping_strikes", 0),
             ("grpc.max_concurrent_streams", 2),
             ("grpc.max_connection_idle_ms", int(2000 * w.HANDSHAKE)),
             ("grpc.server_handshake_timeout_ms", int(1000 * w.HANDSHAKE)),
@@ -264,11 +263,15 @@ class GrpcLink:
         self._held[held.name] = held
         if earlier is not None:
             earlier.end("another connection with the same key took its place")
+        beat = asyncio.create_task(w.beat(context, held.writing))
         try:
-            await held.write(w.frame(b"W", name=held.name))
+            async with held.writing:
+                await held.write(w.frame(b"W", name=held.name))
             self._ask(held.name)
             if await self._hear(held):
                 self._left[held.name] = time.monotonic()
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was heard of it for {w.SILENCE:g} s")
         except CoterieError as e:
             if self._now is not None and held.name in self._now.waiting:
                 self._now.failed(held.name, f"{held.name}: {e}")
@@ -279,6 +282,7 @@ class GrpcLink:
             gone = grpc.StatusCode.UNAUTHENTICATED if "registered" in held.ended else grpc.StatusCode.ABORTED
             await context.abort(gone, held.ended)
         finally:
+            beat.cancel()
             if held.sending is not None:
                 held.sending.cancel()
             if self._held.get(held.name) is held:
@@ -321,14 +325,14 @@ class GrpcLink:
         held.sending = asyncio.create_task(self._sent(held, now.waiting[name]))
 
     async def _sent(self, held: _Held, q: _Question) -> None:
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+        with contextlib.suppress(*w.LOST):
             await held.ask(q)  # a broken stream also ends where it is read
 
     async def _hear(self, held: _Held) -> bool:
         """Until the stream ends; True if the node said goodbye."""
         arriving: w.Filling | None = None
         q: _Question | None = None
-        while (content := await held.context.read()) is not grpc.aio.EOF:
+        while content := await w.hear(held.context):
             if content[:1] == b"B":
                 return True
             if arriving is None:

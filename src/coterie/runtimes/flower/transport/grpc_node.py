@@ -34,7 +34,6 @@ REFUSED = {
     grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.FAILED_PRECONDITION,
 }  # fmt: skip
-LOST = (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError)  # what a write on a dead stream may raise
 log = logging.getLogger("coterie.device")
 
 
@@ -135,7 +134,7 @@ class GrpcNode:
         self.stopping.listen(lambda: w.loop().call_soon_threadsafe(self._stop.set))
         stop = asyncio.create_task(self._stop.wait())
         refused_since: float | None = None
-        once, pause = False, 0.2
+        once, pause, said = False, 0.2, ""
         while not self.stopping.is_set():
             held = asyncio.create_task(self._connection())
             await asyncio.wait({held, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -145,7 +144,7 @@ class GrpcNode:
             lasted, self._call = self.connected.is_set(), None
             self.connected.clear()
             if lasted:
-                refused_since, once, pause = None, True, 0.2
+                refused_since, once, pause, said = None, True, 0.2, ""
             try:
                 held.result()
             except RefusedError as e:
@@ -155,14 +154,13 @@ class GrpcNode:
                     log.warning("%s", e)
                 if not once and now - refused_since >= self.patience:
                     raise
-            except UnreachableError as e:
-                log.warning("%s; trying again", e)
             except OtherTransportError:
                 raise
             except CoterieError as e:
-                if not once:
+                if not once and not isinstance(e, UnreachableError):
                     raise
-                log.warning("%s; trying again", e)
+                log.log(logging.DEBUG if str(e) == said else logging.WARNING, "%s; trying again", e)
+                said = str(e)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._stop.wait()
@@ -171,7 +169,7 @@ class GrpcNode:
 
     async def _goodbye(self, held: "asyncio.Task[None]") -> None:
         """Say so on the stream, that the server does not wait for us; then go."""
-        with contextlib.suppress(*LOST, TimeoutError):
+        with contextlib.suppress(*w.LOST, TimeoutError):
             async with asyncio.timeout(1.0), self._writing:
                 if self._call is not None:
                     await self._call.write(w.frame(b"B"))
@@ -223,16 +221,17 @@ class GrpcNode:
         log.info("connected to %s as %s", self.address, w.text(w.fields_of(welcome), "name"))
 
     async def _read(self, call: Any) -> bytes:
-        found = await call.read()
-        if found is grpc.aio.EOF:
+        found = await w.hear(call)
+        if not found:
             raise UnreachableError(f"{self.address} closed the connection")
-        return bytes(found)
+        return found
 
     async def _listen(self, call: Any) -> None:
         arriving: _Arriving | None = None
         uploads = set[asyncio.Task[None]]()
         self._call = call
         self.connected.set()
+        beat = asyncio.create_task(w.beat(call, self._writing))
         await self._offer()
         try:
             while True:
@@ -256,6 +255,7 @@ class GrpcNode:
                     await self._take(question)
                     del question
         finally:
+            beat.cancel()
             for upload in uploads:
                 upload.cancel()
 
@@ -286,7 +286,7 @@ class GrpcNode:
         if reply is None or call is None or self._offered == (id(call), reply.to.ticket):
             return
         self._offered = id(call), reply.to.ticket
-        with contextlib.suppress(*LOST):
+        with contextlib.suppress(*w.LOST):
             async with self._writing:
                 await call.write(reply.offer)
 
@@ -294,7 +294,7 @@ class GrpcNode:
         reply = self._last
         if reply is None or reply.to.ticket != ticket or reply.error is not None:
             return
-        with contextlib.suppress(*LOST):
+        with contextlib.suppress(*w.LOST):
             async with self._writing:
                 for piece in w.frames(reply.content):
                     await call.write(piece)

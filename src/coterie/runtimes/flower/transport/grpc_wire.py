@@ -14,6 +14,7 @@ memory for it).
     G  {ticket}, or N {ticket, reason}    ->                                    taken, or not wanted
                                           <-            D  bytes ...
                                           <-            B                       goodbye
+    H                                     <>            H                       a heartbeat, of both sides
 
 The node signs the nonce, which is fresh for each stream and used once; the session, which is fresh for each start of
 the server; and the digest of the certificate that the server showed on this very address. So a signature is worth
@@ -22,6 +23,7 @@ it has the ticket of the question that waits, however many connections that took
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -52,16 +54,15 @@ SERVICE, METHOD = "coterie.Transport", "Hold"
 CHUNK = 2**18  # bytes of a payload in one frame
 HEAD = 2**14  # bytes of every other frame
 HANDSHAKE = 10.0  # seconds to connect and to say who one is
-HEARTBEAT = 10.0  # seconds between pings of either side; the other is taken for gone if one is not answered so long
+HEARTBEAT = 5.0  # seconds after which either side says that it lives, unless it is sending anyway
+SILENCE = 20.0  # seconds without a frame after which the other side is taken for gone
 PREFIX = 5  # bytes that gRPC puts before a message
+LOST = (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError)  # what a write on a dead stream may raise
 T = TypeVar("T")
 
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", CHUNK + 1),
     ("grpc.max_send_message_length", CHUNK + 1),
-    ("grpc.keepalive_time_ms", int(1000 * HEARTBEAT)),
-    ("grpc.keepalive_timeout_ms", int(1000 * HEARTBEAT)),
-    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_metadata_size", 2**13),
     ("grpc.absolute_max_metadata_size", 2**14),
 ]
@@ -121,6 +122,27 @@ class Filling:
             self.buffer[self.at : self.at + len(piece)] = piece
         self.at += len(piece)
         return self.at == self.length
+
+
+async def hear(stream: Any) -> bytes:
+    """The next frame of a call or context; empty: the stream has ended. Raises TimeoutError after SILENCE."""
+    while True:
+        async with asyncio.timeout(SILENCE):
+            found = await stream.read()
+        if found is grpc.aio.EOF:
+            return b""
+        if found != b"H":
+            return bytes(found) or b" "  # nothing is not a frame either
+
+
+async def beat(stream: Any, writing: asyncio.Lock) -> None:
+    """Say every few seconds that we live, unless something is being sent."""
+    with contextlib.suppress(*LOST):
+        while True:
+            await asyncio.sleep(HEARTBEAT)
+            if not writing.locked():
+                async with writing:
+                    await stream.write(b"H")
 
 
 # ---- who is there ----------------------------------------------------------------------------------------------------
@@ -215,6 +237,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 __all__ = [
-    "CHUNK", "HANDSHAKE", "HEAD", "METHOD", "OPTIONS", "PREFIX", "SERVICE", "VERSION", "Filling", "certificate_of",
-    "fields_of", "frame", "frames", "grpc", "loop", "nonce", "number", "run", "sign", "signed", "start", "text",
+    "CHUNK", "HANDSHAKE", "HEAD", "LOST", "METHOD", "OPTIONS", "PREFIX", "SERVICE", "VERSION", "Filling", "beat",
+    "certificate_of", "fields_of", "frame", "frames", "grpc", "hear", "loop", "nonce", "number", "run", "sign",
+    "signed", "start", "text",
 ]  # fmt: skip
