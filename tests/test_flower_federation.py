@@ -211,7 +211,7 @@ def test_a_device_runs_no_code_that_its_operator_did_not_allow(tmp_path: Path, m
     class Mixed(Local):
         def arguments(self, name: str) -> list[str]:
             made = super().arguments(name)
-            return made[: made.index("--allow-module")] if name == "device-1" else made
+            return made[: made.index("--allow")] if name == "device-1" else made
 
     with Mixed(tmp_path / "federation", "fedavg", 2, 0, given, deadline=60, min_clients=1) as f:
         f.wait(120)

@@ -18,6 +18,7 @@ from coterie.config import settings
 from coterie.errors import CoterieError
 from coterie.messages import Score, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest
 from coterie.personal import load_model
+from coterie.runtimes.flower.allow import Allow
 from coterie.runtimes.flower.arrivals import check_answer
 from coterie.runtimes.flower.device import NO_PLAN, DeviceHandler
 from coterie.runtimes.flower.messages import Common, DeviceJob, EdgeJob, joined, split
@@ -340,7 +341,7 @@ def test_an_edge_needs_no_data(tmp_path: Path) -> None:
     """A method with a public set and a validation part can be built where there are neither."""
     chosen = settings(method="sc-fpfl", data="digits", subset=200, clients=3, public=20, rounds=2, model="mlp")
     session = open_session(chosen, CloudSettings("certs"))
-    edge = Plan.of(session, RUN).session(None, None, None)
+    edge = Plan.of(session, RUN).session(None, None, None, Allow())
     assert edge.method.ctx.clients == session.method.ctx.clients
     assert codec.equal(edge.method.ctx.w0, session.method.ctx.w0)
     with pytest.raises(CoterieError, match="no data of its own"):

@@ -12,7 +12,7 @@ from coterie import codec
 from coterie.config import Engine, settings
 from coterie.errors import CoterieError
 from coterie.models.assigned import PerClient, assigned
-from coterie.runtimes.flower import permits
+from coterie.runtimes.flower.allow import Allow
 from coterie.session import prepare
 from coterie.testing import close_loop, decided, open_loop
 from coterie.train.choose import choose
@@ -126,5 +126,5 @@ def test_one_model_for_everybody_is_an_ordinary_run() -> None:
 def test_a_plan_may_not_smuggle_code_in_by_an_assignment() -> None:
     chosen = settings(method="fedproto", model="0=mlp,1-19=evil.code:run")
     with pytest.raises(CoterieError, match="which this host does not allow"):
-        permits.check(chosen)
-    permits.check(chosen, ["evil.code:run"])
+        Allow().check_plan(chosen)
+    Allow(models=("mlp", "evil.code:run")).check_plan(chosen)

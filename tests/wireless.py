@@ -11,6 +11,9 @@ from coterie.config import settings
 from coterie.errors import CoterieError
 from coterie.folder import Folder
 from coterie.loop import Loop
+from coterie.runtimes.flower.allow import Allow
+from coterie.runtimes.flower.audit import NAME as AUDIT
+from coterie.runtimes.flower.audit import AuditLog
 from coterie.runtimes.flower.cloud import FlowerRuntime, Patience
 from coterie.runtimes.flower.device import DeviceHandler
 from coterie.runtimes.flower.edge import EdgeHandler
@@ -27,6 +30,8 @@ SMALL: dict[str, Any] = {
     "data": "digits", "subset": 400, "model": NET, "rounds": 3, "join": 0.7, "epochs": 1, "batch": 16, "lr": 0.1,
     "eval_every": 2, "clients": 4, "partition": "dirichlet(0.5)", "val_share": 0.2, "public": 30, "seed": 3,
 }  # fmt: skip
+
+ALLOW = Allow(models=(NET,))
 
 Handle = Callable[[str, int, memoryview | None, memoryview], memoryview]
 Spoil = Callable[[Any], Any]  # an answer, to another one
@@ -97,11 +102,14 @@ class Federation:
 
 
 @contextmanager
-def federation(folder: Path, method: str, edges: int = 0, **more: Any) -> Iterator[Federation]:
+def federation(
+    folder: Path, method: str, edges: int = 0, allow: Mapping[int, Allow] | None = None, **more: Any
+) -> Iterator[Federation]:
     given = {**SMALL, **more}
     session = open_session(settings(method=method, **given), CloudSettings("none"))
     devices = [
-        DeviceHandler("digits", folder / "devices" / str(i), i, None, (NET,)) for i in session.federation.clients
+        DeviceHandler("digits", folder / "devices" / str(i), i, None, (allow or {}).get(i, ALLOW))
+        for i in session.federation.clients
     ]
     links = {f"edge-{e}": HandLink() for e in range(edges)}
     link = HandLink()
@@ -110,9 +118,9 @@ def federation(folder: Path, method: str, edges: int = 0, **more: Any) -> Iterat
         above.handlers[f"device-{i}"] = device.handle
     roles = {}
     for name, below in links.items():
-        link.handlers[name] = EdgeHandler(below, (NET,)).handle
+        link.handlers[name] = EdgeHandler(below, ALLOW, AuditLog(folder / name / AUDIT)).handle
         roles[name] = NodeRole.of("edge", below.nodes())
-    (folder / "run").mkdir(exist_ok=True)
+    (folder / "run").mkdir(parents=True, exist_ok=True)
     runtime = FlowerRuntime(
         session.method, link, Plan.of(session, RUN), lambda: roles, folder / "run", Patience(1, 60.0)
     )

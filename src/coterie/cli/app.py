@@ -13,6 +13,7 @@ from typer import Argument, Option
 
 from coterie.cli import options as o
 from coterie.cli.arena import arena_app
+from coterie.cli.audit import audit_app
 from coterie.cli.board import board_app
 from coterie.cli.catalogue import catalogue
 from coterie.cli.federation import federation_app
@@ -46,6 +47,7 @@ def _main(
 app.add_typer(catalogue)
 app.add_typer(paper_app)
 app.add_typer(federation_app)
+app.add_typer(audit_app)
 app.add_typer(figure_app)
 app.add_typer(arena_app)
 app.add_typer(board_app)

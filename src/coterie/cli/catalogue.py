@@ -204,9 +204,19 @@ def _models() -> list[dict[str, Any]]:
 
 
 @catalogue.command()
-def show(method: Annotated[str, Argument(help="a method's name")], as_json: o.Json = False) -> None:
+def show(
+    method: Annotated[str, Argument(help="a method's name")],
+    allow: Annotated[bool, Option("--allow", help="print a file for `coterie join --allow` that approves it")] = False,
+    as_json: o.Json = False,
+) -> None:
     """A method's idea, paper and settings."""
     import inspect
+
+    if allow:
+        from coterie.runtimes.flower.allow_example import example
+
+        typer.echo(example(method), nl=False)
+        return
 
     from coterie.methods import find, known
     from coterie.parts.readings import ReadingSettings

@@ -19,9 +19,9 @@ CertsDir = Annotated[Path, Option("--certs", help="the directory that `coterie c
 Ca = Annotated[Path, Option(help="CA certificate (ca.crt) of the server to connect to")]
 Key = Annotated[Path, Option(help="this node's private key")]
 Deadline = Annotated[float, Option(min=0.1, help="seconds a round waits for answers")]
-AllowModule = Annotated[
-    list[str] | None,
-    Option(help="a model package.module:name (or package.module:*) that a plan may name; may be repeated"),
+AllowFile = Annotated[
+    Path | None,
+    Option("--allow", help="TOML file of what a cloud may ask of this host; see `coterie show METHOD --allow`"),
 ]
 MethodName = Annotated[str | None, Argument(help="a method; `coterie list methods` names them")]
 
@@ -220,20 +220,21 @@ def join(
         int | None, Option(min=0, help="use this client's partition of a named data set (for testing)")
     ] = None,
     data_dir: o.DataDir = None,
-    allow_module: AllowModule = None,
+    allow: AllowFile = None,
     keep: Annotated[int, Option(min=2, help="versions of the private state to keep, for a cloud that rolls back")] = 10,
 ) -> None:
     """Run a device: train on this host's data when the cloud asks, until stopped."""
-    from coterie.runtimes.flower import device, permits
+    from coterie.runtimes.flower import device
+    from coterie.runtimes.flower.allow import Allow
     from coterie.runtimes.flower.processes import die_with_parent, owner_only
     from coterie.runtimes.flower.transport import use_flower
 
-    allow = permits.allowed(allow_module or ())
+    allowed = Allow.read(allow)
     owner_only(state)
     use_flower(state / "flwr")
     die_with_parent()
     _log()
-    device.join(cloud, ca, key, device.DeviceHandler(data, state, client, data_dir, allow, keep))
+    device.join(cloud, ca, key, device.DeviceHandler(data, state, client, data_dir, allowed, keep))
 
 
 @federation_app.command()
@@ -244,12 +245,12 @@ def edge(
     listen: Annotated[str, Option(help="[HOST]:PORT for this edge's own devices")],
     certs: CertsDir = Path("certs"),
     state: Annotated[Path, Option(help="the directory for this edge's SuperLink")] = Path("edge"),
-    allow_module: AllowModule = None,
+    allow: AllowFile = None,
     transport: o.Transport = None,
 ) -> None:
     """Run an edge: a node of the cloud and a server for its own devices."""
     from coterie.errors import CoterieError
-    from coterie.runtimes.flower import permits
+    from coterie.runtimes.flower.allow import Allow
     from coterie.runtimes.flower.edge import bridge
     from coterie.runtimes.flower.processes import die_with_parent, owner_only
     from coterie.runtimes.flower.transport import TRANSPORTS, use_flower
@@ -257,12 +258,12 @@ def edge(
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise CoterieError(f'listen "{listen}" must be :PORT or HOST:PORT')
-    allow = permits.allowed(allow_module or ())
+    allowed = Allow.read(allow)
     owner_only(state)
     use_flower(state / "flwr")
     die_with_parent()
     _log()
-    bridge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allow, transport or TRANSPORTS[0])
+    bridge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allowed, transport or TRANSPORTS[0])
 
 
 @federation_app.command()

@@ -16,7 +16,9 @@ from coterie.method import ClientId, EdgeId, Method
 from coterie.round import RoundAnswers, RoundPlan
 from coterie.runtimes.base import Interrupted, Replies, Runtime
 from coterie.runtimes.flower.arrivals import check_answer, check_merged, check_wire, room, sentence
-from coterie.runtimes.flower.asking import Asking, Link, passing
+from coterie.runtimes.flower.asking import Asking, Link, lost, passing
+from coterie.runtimes.flower.audit import NAME as AUDIT
+from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.messages import Answer, DeviceJob, EdgeAnswer, EdgeJob, Hello, Job, Kind, Request
 from coterie.runtimes.flower.plan import Plan
 from coterie.runtimes.flower.presence import Presence
@@ -68,13 +70,14 @@ class FlowerRuntime(Runtime):
         )  # fmt: skip
         self.roster = Roster(folder / "roster.json", len(method.ctx.clients))
         self.wire = WireBook(folder / "wire.jsonl")
+        self.audit = AuditLog(folder / AUDIT)
         self.here: set[ClientId] = set()  # who is connected now
         self.edges: dict[str, list[str]] = {}  # edges that are connected, with their connected devices (EDGE/DEVICE)
         self.errors: list[str] = []  # the latest, for a person
         self.begun = False  # have enough clients come for the first round?
         self.presence = Presence()  # for a person; decisions rest on `here`
         link.looked = self._waiting
-        self._asking = Asking(link, plan.model_dump_json())
+        self._asking = Asking(link, plan.model_dump_json(), plan.run, method, self.audit)
         self._version = torch.full((plan.places,), -1, dtype=torch.int64)
         self._round = 0  # the last one that was closed
         self._roles: Mapping[str, NodeRole] = {}
@@ -93,6 +96,7 @@ class FlowerRuntime(Runtime):
             self.presence.uploaded(self._name(client), round)
         for client, reason in left_out.items():
             self._trouble(f"round {round}: {self._named(client, reason)}")
+            self._note_lost(round, "train", client, reason)
             if not passing(reason):
                 self.presence.refused(self._name(client), round, reason)
 
@@ -115,6 +119,11 @@ class FlowerRuntime(Runtime):
 
     def close(self) -> None:
         self.seen(self)
+
+    def _note_lost(self, round: int, message: str, client: ClientId, reason: str) -> None:
+        """In the audit log: whose answer did not come, or was refused."""
+        name = self._name(client)
+        self.audit.write(lost(self.plan.run, round, message, name, sentence(reason.removeprefix(f"{name}: "))))
 
     def _trouble(self, text: str) -> None:
         log.warning("%s", text)
@@ -189,7 +198,9 @@ class FlowerRuntime(Runtime):
     def _refuse(self, name: str, reason: str) -> None:
         self._refused[name] = reason, time.monotonic()
         if self._told.get(name) != reason:
-            self._trouble(f"{name} is not in the run: {reason.removeprefix(f'{name}: ')}")
+            why = reason.removeprefix(f"{name}: ")
+            self._trouble(f"{name} is not in the run: {why}")
+            self.audit.write(Line(self.plan.run, 0, "hello", "in", name, refused=sentence(why)))
         self._told[name] = reason
 
     def _ask_edges(self, edges: Collection[str]) -> None:
@@ -260,6 +271,7 @@ class FlowerRuntime(Runtime):
         found = self._ask("score", requests)
         for client, reason in found.missing.items():
             self._trouble(f"after round {self._round}: {self._named(client, reason)}")
+            self._note_lost(self._round + 1, "score", client, reason)
         return cast(dict[ClientId, ScoreAnswer], found.answers), found.missing
 
     def run(self, plan: RoundPlan) -> RoundAnswers:

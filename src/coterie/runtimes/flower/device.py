@@ -5,7 +5,8 @@ An answer never holds state: what leaves is the method's upload, its numbers, an
 
 import json
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,14 +14,18 @@ from coterie import codec
 from coterie.data.sources import load
 from coterie.disk import write_atomic
 from coterie.errors import CoterieError
-from coterie.messages import Job, Remote, TrainRequest, check
+from coterie.messages import Job, Remote, TrainAnswer, TrainRequest, check
 from coterie.method import ClientId, State
 from coterie.personal import as_module, described, in_use, write
+from coterie.runtimes.flower.allow import Allow, Spent
 from coterie.runtimes.flower.arrivals import check_request
+from coterie.runtimes.flower.audit import NAME as AUDIT
+from coterie.runtimes.flower.audit import AuditLog, Line
+from coterie.runtimes.flower.contents import of_answer, of_request, total
 from coterie.runtimes.flower.messages import Answer, Common, DeviceJob, Hello, PlanText, joined
 from coterie.runtimes.flower.plan import RUN, Plan
 from coterie.runtimes.flower.states import KEEP, States, lock
-from coterie.schema import NonFiniteError
+from coterie.schema import NonFiniteError, weight
 from coterie.session import Session
 
 NO_PLAN = "this node has no plan of this run"  # the cloud then says hello again
@@ -35,17 +40,22 @@ class DeviceHandler:
     state: Path
     client: ClientId | None = None
     data_dir: Path | None = None
-    allow: tuple[str, ...] = ()  # code that a plan may name (permits.py)
+    allow: Allow = field(default_factory=Allow)
     keep: int = KEEP  # versions of its state
+    peer: str = "cloud"  # who asks: the address of the cloud or the edge
     _plan: Plan | None = None
     _session: Session | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._lock = lock(self.state)
+        self._spent = Spent(self.allow)
+        self._audit = AuditLog(self.state / AUDIT)
+        self._offered = self._refused = ""  # the latest plan, and why it was refused; it is offered again and again
 
     def close(self) -> None:
         """Let another process use the state."""
         self._lock.close()
+        self._audit.close()
 
     def handle(self, kind: str, round: int, shared: memoryview | None, own: memoryview) -> memoryview:
         asked = codec.unpack(own)
@@ -54,24 +64,62 @@ class DeviceHandler:
         common = Common() if shared is None else check(codec.unpack(shared), Common)
         return codec.pack(self.answer(kind, round, joined(common, check(asked, DeviceJob))))
 
+    @contextmanager
+    def _noting_refusal(self, run: str, round: int, kind: str) -> Iterator[None]:
+        """Whatever is raised inside is the answer, and the audit log says that nothing else left."""
+        try:
+            yield
+        except Exception as e:
+            reason = str(e) if isinstance(e, CoterieError) else f"{type(e).__name__}: {e}"
+            if kind != "hello" or self._refused != run + reason:
+                self._audit.write(Line(run, round, kind, "out", self.peer, refused=reason))
+            if kind == "hello":
+                self._refused = run + reason
+            raise
+
     def answer(self, kind: str, round: int, job: DeviceJob) -> Answer:
-        if kind != ("train" if isinstance(job.request, TrainRequest) else "score"):
-            raise CoterieError(f'a device cannot answer "{kind}"')
-        session = self.session(job.run)
-        check_request(session.method, job.request, round)
-        if not job.base < round <= session.method.ctx.rounds + 1:
-            raise CoterieError(f"round {round} is over or never comes (my state: {job.base})")
-        self._take_place(job.run, job.request.client)
-        return self._work(session, job)
+        with self._noting_refusal(job.run, round, kind):
+            if kind != ("train" if isinstance(job.request, TrainRequest) else "score"):
+                raise CoterieError(f'a device cannot answer "{kind}"')
+            session = self.session(job.run)
+            arrived = of_request(session.method, job.request)
+            self._audit.write(Line(job.run, round, kind, "in", self.peer, arrived))
+            check_request(session.method, job.request, round)
+            if not job.base < round <= session.method.ctx.rounds + 1:
+                raise CoterieError(f"round {round} is over or never comes (my state: {job.base})")
+            samples = len(session.federation.data(job.request.client).train)
+            self.allow.check_request(session.method, job.request, samples)
+            self._spent.count("down", job.run, round, total(arrived))
+            self._take_place(job.run, job.request.client)
+            answer = self._work(session, job)
+            self._let_leave(session, round, kind, job.run, answer)
+            return answer
+
+    def _let_leave(self, session: Session, round: int, kind: str, run: str, answer: Answer) -> None:
+        """The last thing before an answer is sent: is it allowed, is there room in the round, and a line of it."""
+        upload = answer.upload if isinstance(answer, TrainAnswer) else {}
+        sizes = of_answer(session.method, answer)
+        self.allow.check_leaving(session.method.schema("up"), upload, sizes)
+        self._spent.count("up", run, round, total(sizes))
+        entries = {name: weight(v.numel(), v.dtype) for name, v in upload.items()}
+        self._audit.write(Line(run, round, kind, "out", self.peer, sizes, entries))
 
     # ---- what the run is ---------------------------------------------------------------------------------------------
     def hello(self, text: str) -> Hello:
-        plan = Plan.read(text)
-        session = self._open(plan)
-        write_atomic(self._folder(plan.run) / "plan.json", text.encode())
-        place = self._place(plan.run)
-        log.info("run %s: %s, %s rounds", plan.run[:8], session.method.card.title, session.settings.rounds)
-        return Hello(place, len(session.federation.data(place or 0).train))
+        with self._noting_refusal("", 0, "hello"):
+            plan = Plan.read(text)
+        with self._noting_refusal(plan.run, 0, "hello"):
+            if self._offered != text:
+                self._audit.write(Line(plan.run, 0, "hello", "in", self.peer, about=plan.summary))
+                self._offered = text
+            session = self._open(plan)
+            self._refused = ""
+            write_atomic(self._folder(plan.run) / "plan.json", text.encode())
+            place = self._place(plan.run)
+            log.info("run %s: %s, %s rounds", plan.run[:8], session.method.card.title, session.settings.rounds)
+            said = Hello(place, len(session.federation.data(place or 0).train))
+            self._audit.write(Line(plan.run, 0, "hello", "out", self.peer, about=vars(said)))
+            return said
 
     def session(self, run: str) -> Session:
         """The run this message belongs to; after a restart its plan is read back and checked again."""
@@ -137,6 +185,7 @@ def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler) -> None:
     from coterie.runtimes.flower.transport import Node
 
     load(handler.data, handler.data_dir)  # a wrong name is found now, not when the cloud first asks
+    handler.peer = cloud
     Node(cloud, ca, key, handler.handle).stop_on_signals().run()
 
 

@@ -15,9 +15,13 @@ from coterie import codec
 from coterie.errors import CoterieError
 from coterie.messages import TrainAnswer, check
 from coterie.method import ClientId, Method
+from coterie.runtimes.flower.allow import Allow
 from coterie.runtimes.flower.arrivals import check_answer, check_request, check_task, room
-from coterie.runtimes.flower.asking import Asking, Link, passing
+from coterie.runtimes.flower.asking import Asking, Link, lost, passing
+from coterie.runtimes.flower.audit import NAME as AUDIT
+from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.certs import Certs
+from coterie.runtimes.flower.contents import of_job, of_reply
 from coterie.runtimes.flower.device import NO_PLAN
 from coterie.runtimes.flower.messages import (
     Answer,
@@ -58,7 +62,10 @@ class EdgeHandler:
     """Answers the cloud by asking the devices of the SuperLink below."""
 
     link: Link
-    allow: tuple[str, ...] = ()  # code that a plan may name (permits.py)
+    allow: Allow = field(default_factory=Allow)
+    audit: AuditLog | None = None
+    peer: str = "cloud"
+    _refused: str = ""  # why the latest plan was; it is offered again and again
     _current: Current | None = None
 
     def handle(self, kind: str, round: int, shared: memoryview | None, own: memoryview) -> memoryview:
@@ -74,26 +81,47 @@ class EdgeHandler:
     def hello(self, text: str) -> Attached:
         """Who is attached here, with their hellos; new devices get the plan."""
         if self._current is None or self._current.asking.plan != text:
-            plan = Plan.read(text)
-            method = plan.session(None, None, None, self.allow).method
-            self._current = Current(plan, method, Asking(self.link, text))
-            log.info("run %s: %s", plan.run[:8], method.card.title)
+            self._current = self._begin(text)
         now, nodes = self._current, set(self.link.nodes())
         for gone in now.refused.keys() - nodes:
             del now.refused[gone]
         replies, errors = now.asking.hello(nodes - now.hellos.keys() - now.refused.keys())
+        refused = {n: r.removeprefix(f"{n}: ") for n, r in errors.items() if not passing(r)}
         for name, reply in replies.items():
             try:
                 now.hellos[name] = read_hello(reply)
             except CoterieError as e:
-                now.refused[name] = str(e)
-        now.refused.update({n: r for n, r in errors.items() if not passing(r)})
+                refused[name] = str(e)
+        now.refused.update(refused)
+        self._note(*(Line(now.plan.run, 0, "hello", "in", n, refused=r) for n, r in refused.items()))
         return Attached({n: now.hellos[n] for n in sorted(nodes & now.hellos.keys())}, dict(now.refused))
+
+    def _begin(self, text: str) -> Current:
+        """A plan that this edge has not seen, or has refused before."""
+        run = ""
+        try:
+            plan = Plan.read(text)
+            run = plan.run
+            method = plan.session(None, None, None, self.allow).method
+        except CoterieError as e:
+            if self._refused != run + str(e):
+                self._note(Line(run, 0, "hello", "out", self.peer, refused=str(e)))
+            self._refused = run + str(e)
+            raise
+        self._refused = ""
+        self._note(Line(run, 0, "hello", "in", self.peer, about=plan.summary))
+        log.info("run %s: %s", run[:8], method.card.title)
+        return Current(plan, method, Asking(self.link, text, run, method, self.audit))
+
+    def _note(self, *lines: Line) -> None:
+        if self.audit is not None:
+            self.audit.write(*lines)
 
     def answer(self, kind: Kind, round: int, job: EdgeJob) -> EdgeAnswer:
         now = self._current
         if now is None or now.plan.run != job.run:
             raise CoterieError(NO_PLAN)
+        self._note(Line(job.run, round, kind, "in", self.peer, of_job(now.method, job)))
         requests: list[Request] = []
         missing: dict[ClientId, str] = {}
         for r in job.requests:
@@ -116,7 +144,10 @@ class EdgeHandler:
             if i not in missing
         )
         traffic, now.asking.traffic = now.asking.traffic, []
-        return EdgeAnswer(kept, missing, tuple(merged.values()), _total(traffic))
+        made = EdgeAnswer(kept, missing, tuple(merged.values()), _total(traffic))
+        self._note(*(lost(job.run, round, kind, job.names[i], why) for i, why in sorted(missing.items())))
+        self._note(Line(job.run, round, kind, "out", self.peer, of_reply(now.method, made)))
+        return made
 
     def _ask(
         self, now: Current, kind: Kind, round: int, job: EdgeJob, requests: Sequence[Request]
@@ -146,9 +177,9 @@ def _total(traffic: Iterable[tuple[str, WireBytes]]) -> WireBytes:
 
 
 def bridge(
-    up: str, ca: Path, key: Path, host: str, port: int, certs: Path, state: Path, allow: tuple[str, ...] = (),
+    up: str, ca: Path, key: Path, host: str, port: int, certs: Path, state: Path, allow: Allow,
     transport: str = TRANSPORTS[0],
 ) -> None:  # fmt: skip
     """Be an edge until told to stop."""
     with listening(Certs(certs), state, host, port, transport) as link:
-        Node(up, ca, key, EdgeHandler(link, allow).handle).stop_on_signals().run()
+        Node(up, ca, key, EdgeHandler(link, allow, AuditLog(state / AUDIT), up).handle).stop_on_signals().run()

@@ -33,7 +33,7 @@ def open_here(session: Session, folder: Path, stopped: Callable[[], bool]) -> It
     clients = session.federation.clients
     home = folder / "flower"
     home.mkdir(exist_ok=True, mode=0o700)
-    parties = Tended(home, s.data, s.model, len(clients), 0, session.engine.data_dir)
+    parties = Tended(home, s.data, s.method, s.model, len(clients), 0, session.engine.data_dir)
     parties.certify()
     about = home / "run.json"
     if not about.is_file():

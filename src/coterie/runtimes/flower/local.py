@@ -30,10 +30,11 @@ class Local(Parties):
         late: tuple[int, ...] = (),
         transport: str = TRANSPORTS[0],
     ):
-        self.method, self.deadline, self.min_clients = method, deadline, min_clients
+        self.deadline, self.min_clients = deadline, min_clients
         self.given = {"clients": devices, **(given or {})}
         self.settings = settings(method=method, **self.given)  # a mistake is found before anything starts
-        super().__init__(folder, self.settings.data, self.settings.model, devices, edges, data_dir, late, transport)
+        code = self.settings.model
+        super().__init__(folder, self.settings.data, method, code, devices, edges, data_dir, late, transport)
 
     @property
     def out(self) -> Path:

@@ -3,6 +3,7 @@
 Layout of the folder: certs/ (and edge-N/certs), devices/NAME (private state), logs/NAME.log, flwr/.
 """
 
+import json
 import sys
 import threading
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from coterie.disk import write_atomic
+from coterie.models.assigned import is_assignment, named
+from coterie.models.registry import WITH_NORM
 from coterie.runtimes.flower import certs as c
 from coterie.runtimes.flower import processes
 from coterie.runtimes.flower.certs import Certs
@@ -26,6 +30,7 @@ class Parties:
 
     folder: Path
     data: str
+    method: str
     code: str | None  # the model, which may be package.module:name
     devices: int = 4
     edges: int = 0
@@ -119,8 +124,13 @@ class Parties:
         return ["join", *up, *who, "--data", self.data, *self._data_dir(), *self._allow()]
 
     def _allow(self) -> list[str]:
-        """On one machine the operator of all parties is who named the model."""
-        return ["--allow-module", self.code] if self.code and ":" in self.code else []
+        """On one machine the operator of all parties is who named method and model."""
+        path = self.folder / "allow.toml"
+        model = str(self.code)
+        models = [name for _, name in named(model)] if is_assignment(model) else [model]
+        allowed = {"methods": [self.method], **({} if self.code in (None, WITH_NORM) else {"models": models})}
+        write_atomic(path, "".join(f"{k} = {json.dumps(v)}\n" for k, v in allowed.items()).encode(), durable=False)
+        return ["--allow", str(path)]
 
     def _data_dir(self) -> list[str]:
         return ["--data-dir", str(self.data_dir)] if self.data_dir else []

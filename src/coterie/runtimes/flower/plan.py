@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from coterie.data.targets import with_task
 from coterie.errors import CoterieError
 from coterie.method import Method
 from coterie.methods import build, find, sentence
-from coterie.runtimes.flower import permits
+from coterie.runtimes.flower.allow import Allow
 from coterie.runtimes.flower.own_data import OwnData, example, only_client
 from coterie.runtimes.flower.protocol import PROTOCOL, check_protocol
 from coterie.session import Session, bind, prepare
@@ -74,16 +73,22 @@ class Plan(BaseModel):
             raise CoterieError(f"the cloud's plan cannot be read: {reason}") from e
 
     @property
+    def summary(self) -> dict[str, Any]:
+        """What is asked, in short, for the audit log."""
+        asked = {k: self.settings.get(k) for k in ("method", "model", "rounds", "epochs", "settings")}
+        return {k: str(v)[:200] for k, v in {**asked, "coterie": self.coterie}.items() if v}
+
+    @property
     def run_settings(self) -> RunSettings:
         try:
             return RunSettings(**self.settings)
         except ValidationError as e:
             raise CoterieError(sentence("the cloud's settings", e)) from None
 
-    def check(self, allow: Sequence[str] = ()) -> RunSettings:
-        """Is this the same method, and only code that is allowed here? A sentence if not."""
+    def check(self, allow: Allow) -> RunSettings:
+        """Is it allowed here, and the same method? A sentence if not."""
         settings = self.run_settings
-        permits.check(settings, allow)
+        allow.check_plan(settings)
         if source(find(settings.method)) != self.source:
             here = version("coterie")
             raise CoterieError(
@@ -92,9 +97,7 @@ class Plan(BaseModel):
             )
         return settings
 
-    def session(
-        self, data: str | None, client: int | None, data_dir: Path | None, allow: Sequence[str] = ()
-    ) -> Session:
+    def session(self, data: str | None, client: int | None, data_dir: Path | None, allow: Allow) -> Session:
         """The run on this host: with a `client` its share of named data, else own data; without data an edge."""
         settings, engine = self.check(allow), Engine(data_dir=data_dir)
         torch.set_num_threads(1)
@@ -121,6 +124,7 @@ class Plan(BaseModel):
             session = bind(settings, engine, build(settings.method, settings.settings), made)
         if digest(session.method.ctx.w0) != self.w0:
             raise CoterieError(f"the first model differs from the cloud's (torch {torch.__version__} here)")
+        allow.check_session(session, None if data is None else len(session.federation.data(client or 0).train))
         return session
 
 

@@ -1,0 +1,42 @@
+"""Hosts work together if they speak the same protocol and have the same code of the method."""
+
+import importlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="a federation needs the extra flower")
+
+from coterie import parts
+from coterie.methods import find
+from coterie.runtimes.flower.plan import source
+
+
+def test_the_digest_of_a_method_covers_its_folder_and_the_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "digested"
+    package.mkdir()
+    code = "from coterie import Method\nfrom digested.votes import N\nclass M(Method):\n    n = N\n"
+    (package / "__init__.py").write_text(code)
+    (package / "votes.py").write_text("N = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    method = importlib.import_module("digested").M
+    before = source(method)
+    assert source(method) == before != source(find("fedavg"))
+    (package / "votes.py").write_text("N = 2\n")
+    assert source(method) != before
+
+
+def test_the_digest_of_a_method_has_the_parts_that_it_imports_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "coterie" / "parts"
+    shutil.copytree(Path(parts.__file__).parent, folder)
+    monkeypatch.setattr(parts, "__file__", str(folder / "__init__.py"))
+    before = {name: source(find(name)) for name in ("fedavg", "fedproto", "fedcpmd")}
+    with (folder / "prototypes.py").open("a") as f:
+        f.write("# another version\n")
+    changed = {name for name, was in before.items() if source(find(name)) != was}
+    assert changed == {"fedproto"}
