@@ -202,14 +202,15 @@ class Cell:
         coterie.run(method, found.data, found.model, out=self.folder, workers=1, data_dir=data_dir, **given)
 
 
-def cells(names: list[str], seeds: list[int] | None, out: Path) -> Iterator[Cell]:
+def cells(names: list[str], rows: list[str] | None, seeds: list[int] | None, out: Path) -> Iterator[Cell]:
     """The first seed of every experiment first."""
     most = max(len(EXPERIMENTS[n].seeds) for n in names)
     for at in range(most):
         for name in names:
             own = EXPERIMENTS[name].seeds
             if at < len(own) and (seeds is None or own[at] in seeds):
-                yield from (Cell(name, row, own[at], out) for row in EXPERIMENTS[name].rows)
+                chosen = [row for row in EXPERIMENTS[name].rows if rows is None or row in rows]
+                yield from (Cell(name, row, own[at], out) for row in chosen)
 
 
 def work(todo: list[Cell], data_dir: Path | None) -> None:
@@ -316,6 +317,7 @@ def official_scores(row: Row) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(EXPERIMENTS), help="experiments, by commas")
+    parser.add_argument("--rows", help="only these rows, by commas")
     parser.add_argument("--seeds", help="only these, by commas")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/five"))
@@ -325,7 +327,8 @@ def main() -> None:
     seeds = None if args.seeds is None else [int(s) for s in args.seeds.split(",")]
     torch.set_num_threads(1)
     if not args.show:
-        work(list(cells(names, seeds, args.out)), args.data_dir)
+        rows = None if args.rows is None else args.rows.split(",")
+        work(list(cells(names, rows, seeds, args.out)), args.data_dir)
     print("\n\n".join(table(n, args.out) for n in names))
 
 

@@ -33,7 +33,7 @@ from coterie.method import (
 )
 from coterie.methods.fedpc import prototypes as P
 from coterie.methods.fedpc.clustering import prototype_groups, random_groups
-from coterie.methods.fedpc.contrast import contrast_loss, rehearsal_loss
+from coterie.methods.fedpc.contrast import directions, rehearsal_loss, towards
 from coterie.methods.fedpc.mixing import group_means, group_weights, masked_mix
 from coterie.methods.fedpc.settings import FedPCSettings
 from coterie.parts.best import best, kept
@@ -133,7 +133,8 @@ class FedPC(EdgeMethod):
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         params = {**_model(download), **state["own"]}
-        return params, {"received": P.unpack(download, data.classes, self.ctx.net.width)}
+        received = P.unpack(download, data.classes, self.ctx.net.width)
+        return params, {"received": received, "directions": directions(received, self.hp.tau)}
 
     def phases(self, round: int) -> list[Phase]:
         if round > 0:
@@ -147,17 +148,17 @@ class FedPC(EdgeMethod):
         ce = cross_entropy(logits, batch)
         loss = hp.alpha * ce
         if hp.gamma:
-            loss = loss + hp.gamma * self._pull(z, batch, extras["received"])
+            loss = loss + hp.gamma * self._pull(z, batch, extras)
         if hp.rehearsal:
             weight, bias = self.ctx.net.head_names
             b = None if bias is None else params[bias]
             loss = loss + hp.rehearsal * rehearsal_loss(params[weight], b, extras["received"])
         return loss
 
-    def _pull(self, z: Tensor, batch: Batch, received: Prototypes) -> Tensor:
-        hp = self.hp
+    def _pull(self, z: Tensor, batch: Batch, extras: Extras) -> Tensor:
+        hp, received = self.hp, extras["received"]
         if hp.proto_loss == "contrast":
-            return contrast_loss(z, batch.y, received, hp.tau, batch.weight)
+            return towards(z, batch.y, extras["directions"], batch.weight)
         return prototype_loss(z, batch.y, received, hp.proto_loss, hp.proto_reduce, hp.proto_repulsion, batch.weight)
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:

@@ -140,34 +140,43 @@ class SCFPFL(EdgeMethod):
         extras: Extras = {"edge": agent, "own": own, "ask": ASK in download}
         if round > 0:
             extras |= self.judged(agent, own, data)
-        return {**agent, **T.prefix(OWN, own)}, extras
+        return ({**agent, **T.prefix(OWN, own)} if self.trains_own else agent), extras
+
+    @property
+    def trains_own(self) -> bool:
+        """Does the client's own model train beside the agent?"""
+        return self.hp.local_train_each_round or self.hp.agent_fail == "train"
 
     def judged(self, edge: Tree, own: Tree, data: ClientData) -> Extras:
         """lost: does the own model know what the edge's does not, by validation data? Only then is it a teacher."""
         if self.hp.kl_when == "always":
             return {"lost": torch.tensor(1.0)}
-        better = accuracy(self.ctx, own, data.val) > accuracy(self.ctx, edge, data.val)
-        return {"lost": torch.tensor(float(better))}
+        val = {"edge": accuracy(self.ctx, edge, data.val), "own": accuracy(self.ctx, own, data.val)}
+        return {"lost": torch.tensor(float(val["own"] > val["edge"])), "val": val}
 
     def phases(self, round: int) -> list[Phase]:
         if round == 0:
             return [Phase(self.loss, trains=is_agent, epochs=self.hp.warmup_epochs)]
         agent = Phase(self.relearn, trains=is_agent, epochs=self.hp.agent_epochs)
         own = Phase(self.own_loss, trains=is_own, stream=1)
-        if self.hp.local_train_each_round:
-            return [own, agent]
-        return [agent, own] if self.hp.agent_fail == "train" else [agent]
+        if not self.trains_own:
+            return [agent]
+        return [own, agent] if self.hp.local_train_each_round else [agent, own]
 
     def relearn(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         """Of the agent: cross-entropy and KL(own || agent), equations (10) and (11)."""
         logits = self.ctx.forward(params, batch.x)
         loss = cross_entropy(logits, batch)
-        if self.hp.kl_weight == 0:
+        lost: Tensor = extras["lost"]  # 1 or 0
+        if self.hp.kl_weight == 0 or is_zero(lost):
             return loss
         with torch.no_grad():
-            teacher = self.ctx.forward(T.strip(OWN, params), batch.x)
-        lost: Tensor = extras["lost"]  # 1 or 0
+            teacher = self.ctx.forward(self._own(params, extras), batch.x)
         return loss + self.hp.kl_weight * lost * kl(teacher, logits, batch.weight)
+
+    def _own(self, params: Tree, extras: Extras) -> Tree:
+        own: Tree = T.strip(OWN, params) if self.trains_own else extras["own"]
+        return own
 
     def own_loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         return self.ctx.ce(T.strip(OWN, params), batch)
@@ -178,7 +187,8 @@ class SCFPFL(EdgeMethod):
         The agent if it is good enough, or whoever is best (in doubt the agent, then the edge)."""
         rival = own if self.hp.local_train_each_round else extras["own"]
         trees = {"agent": agent, "edge": extras["edge"], "own": rival}
-        val = {who: accuracy(self.ctx, tree, data.val) for who, tree in trees.items()}
+        known: dict[str, float] = {} if rival is own and self.trains_own else extras.get("val", {})
+        val = {who: known[who] if who in known else accuracy(self.ctx, tree, data.val) for who, tree in trees.items()}
         note = {f"val_{k}": v for k, v in val.items()}
         if self.hp.accept == "best":
             best = max(val, key=val.__getitem__)  # of equals the first
@@ -191,7 +201,7 @@ class SCFPFL(EdgeMethod):
         return kept if self.hp.sends == "kept" else agent
 
     def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        agent, own = T.drop(params, is_own), T.strip(OWN, params)
+        agent, own = T.drop(params, is_own), self._own(params, extras)
         f, note = self.accept(agent, own, extras, data) if round > 0 else (agent, {})
         tree = T.drop(self.sent(agent, f), self.stays)
         if extras["ask"] and data.public is not None:
@@ -288,6 +298,11 @@ class SCFPFL(EdgeMethod):
 
     def facts(self, server: State) -> dict[str, Any]:
         return {"clusters": server["cluster"], **{k: v for k, v in server["moves"].items() if k != "last"}}
+
+
+def is_zero(value: Tensor) -> bool:
+    """Is this number known to be 0? Not while many clients are computed at once."""
+    return not torch._C._functorch.is_functorch_wrapped_tensor(value) and not float(value)
 
 
 def is_own(name: str) -> bool:

@@ -29,6 +29,8 @@ class SCFPFLNoAgent(SCFPFL):
     needs = ("public", "classes")
     card = replace(SCFPFL.card, title="SC-FPFL without agent", personal="the edge's model after local training")
 
+    trains_own = False
+
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self.loss, trains=is_agent, epochs=self.hp.warmup_epochs if round == 0 else None)]
 
