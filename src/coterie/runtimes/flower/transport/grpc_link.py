@@ -15,7 +15,8 @@ answer comes back on it. What holds here as in FlowerLink:
   second while a question waits.
 
 Who has not proved his key yet gets HANDSHAKE seconds and one frame of CHUNK bytes, and there are at most STRANGERS of
-those at a time; gRPC's own handshake, idle connections and their number are limited as well.
+those at a time: one more takes the place of the oldest. gRPC's own handshake, idle connections and their number are
+limited as well.
 """
 
 import asyncio
@@ -25,7 +26,6 @@ import hmac
 import logging
 import resource
 import secrets
-import ssl
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -163,7 +163,7 @@ class GrpcLink:
         self._names: dict[bytes, str] = {}  # of the registered keys (PEM)
         self._held: dict[str, _Held] = {}
         self._left: dict[str, float] = {}  # when a node said goodbye
-        self._strangers = 0
+        self._strangers: dict[asyncio.Task[Any], None] = {}  # streams without a proof, the oldest first
         self._now: _Round | None = None
         self._looked = time.monotonic()
         self._away = float("-inf")  # when this process was last seen to have been stopped
@@ -247,18 +247,12 @@ class GrpcLink:
 
     async def _stream(self, requests: Any, context: Any) -> None:
         """One connection, of whoever it is."""
-        if self._strangers >= STRANGERS:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many connections without a name")
-        self._strangers += 1
         try:
-            async with asyncio.timeout(w.HANDSHAKE):
-                held = await self._proved(context)
+            held = await self._introduced(context)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the node did not say in time who it is")
         except CoterieError as e:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(e))
-        finally:
-            self._strangers -= 1
         earlier = self._held.get(held.name)
         self._held[held.name] = held
         if earlier is not None:
@@ -287,6 +281,26 @@ class GrpcLink:
                 held.sending.cancel()
             if self._held.get(held.name) is held:
                 del self._held[held.name]
+
+    async def _introduced(self, context: Any) -> _Held:
+        """As `_proved`, in limited time. Who is in a hurry takes the place of who has kept one longest."""
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._strangers) >= STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
+        self._strangers[task] = None
+        try:
+            async with asyncio.timeout(w.HANDSHAKE):
+                return await self._proved(context)
+        except asyncio.CancelledError:
+            if task in self._strangers:
+                raise  # the stream has ended
+            task.uncancel()
+            raise TimeoutError from None
+        finally:
+            self._strangers.pop(task, None)
 
     async def _proved(self, context: Any) -> _Held:
         """The node at the other end, if it is one."""
@@ -483,7 +497,7 @@ class _Shown:
                 certificate, key = self.certs.server.read_bytes(), self.certs.server_key.read_bytes()
                 if not _pair(certificate, key):
                     return None  # they are being replaced
-                self._digests.add(hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode())).digest())
+                self._digests.add(_digest(certificate))
                 self._made, self._files = grpc.ssl_server_certificate_configuration([(key, certificate)]), files
                 return self._made
             except (OSError, ValueError):
@@ -492,6 +506,14 @@ class _Shown:
     def ours(self, digest: bytes) -> bool:
         """Is it one that was shown since the start?"""
         return digest in self._digests
+
+
+def _digest(pem: bytes) -> bytes:
+    """Of the server's own certificate, the first in the file."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return hashlib.sha256(x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER)).digest()
 
 
 def _pair(certificate: bytes, key: bytes) -> bool:
