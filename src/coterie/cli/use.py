@@ -1,4 +1,4 @@
-"""`coterie export` and `predict`: personal models as files, and what they say about new items."""
+"""`coterie export`, `predict` and `welcome`: personal models as files, for new items and for newcomers."""
 
 import json
 import re
@@ -114,6 +114,53 @@ def predict(
         typer.echo(json.dumps(shown))
         return
     _show(model, found, out)
+
+
+@use_app.command()
+def welcome(
+    folder: Annotated[Path, Argument(metavar="RUN", help="the folder of a run, or of a federation's cloud")],
+    data: Annotated[Path, Option(help="own samples: .npz with x, y if labels are known, x_test and y_test if any")],
+    out: Annotated[Path | None, Option(help="model file to write (default: named after the data)")] = None,
+    name: Annotated[str, Option(help="what the newcomer is called")] = "stranger",
+    data_dir: o.DataDir = None,
+    as_json: o.Json = False,
+) -> None:
+    """Give somebody who was not there a personal model by the run's method, and compare it."""
+    from coterie.config import engine
+    from coterie.data.files import own_items
+    from coterie.disk import finite
+    from coterie.errors import CoterieError
+    from coterie.runs.run import Run
+    from coterie.session import rebuild
+
+    target = out or Path(f"{data.stem}.safetensors")
+    if target.resolve().parent == folder.resolve():
+        raise CoterieError(f"{folder} is the run's folder, which stays as it is; choose another place for the model")
+    run = Run(folder)
+    if not (folder / "cloud.json").exists():
+        run = Run(folder, rebuild(folder, engine(workers=1, data_dir=data_dir)))
+    found = run.welcome(*own_items(data), name)
+    found.save(target)
+    if as_json:
+        shown = {"model": str(target), "kept": found.kept, "samples": found.samples, "scores": found.scores}
+        typer.echo(json.dumps(finite({**shown, "said": list(found.said)})))
+        return
+    parts = ", ".join(f"{n} {k}" for k, n in found.samples.items())
+    if found.scores:
+        metrics = {m.name: m for m in run.task.metrics}
+        frame = found.table().rename(index=_MODELS)
+        shown_frame = frame.apply(lambda c: c.map(metrics[str(c.name)].text)).rename(columns=lambda c: metrics[c].label)
+        console.print(frame_table(shown_frame, f"{run.title}: {name} on its own test part ({parts})"))
+    for sentence in found.said:
+        console.print(sentence, soft_wrap=True, highlight=False)
+    console.print(f"the model is in {target}; use it with: coterie predict {target} --data FILE", soft_wrap=True,
+                  highlight=False)  # fmt: skip
+
+
+_MODELS = {
+    "personal": "personal model", "received": "as received", "adapted": "after adaptation", "global": "global model",
+    "local": "local training alone",
+}  # fmt: skip
 
 
 def _columns(model: "Predictor", found: "Predictions", proba: bool) -> dict[str, Any]:

@@ -125,6 +125,11 @@ def moments(x: Tensor, train: Tensor) -> tuple[tuple[float, ...] | None, tuple[f
     return tuple(mean), tuple(std)
 
 
+def items_form(name: str, x: Any) -> Tensor:
+    """Items as a data set of their own would have them."""
+    return _items_form(name, _plain(x))
+
+
 def _items_form(name: str, x: Array) -> Tensor:
     """Channels first; bytes stay bytes, half and double become float32, texts become token ids."""
     if x.size == 0:

@@ -72,6 +72,16 @@ def new_items(path: Path) -> tuple[Array, Array | None]:
         return x, y
 
 
+def own_items(path: Path) -> tuple[Array, Array | None, Array | None, Array | None]:
+    """Somebody's own samples: x and y (or x_train and y_train), x_test and y_test; all but x may be missing."""
+    with reading(path, "a file of items (.npz)"):
+        have = _arrays(path)
+        end = "" if "x" in have else "_train"
+        if f"x{end}" not in have:
+            raise ValueError("it lacks x")
+        return have[f"x{end}"], have.get(f"y{end}"), have.get("x_test"), have.get("y_test")
+
+
 def _arrays(path: Path) -> dict[str, Array]:
     with path.open("rb") as f:
         if f.read(4) not in (b"PK\x03\x04", b"PK\x05\x06"):

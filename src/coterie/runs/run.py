@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,9 @@ from coterie.personal import Predictions
 from coterie.runs.statistics import summarise
 from coterie.session import Objects, Session, rebuild
 from coterie.tasks import Classification, Metric, Task, make
+
+if TYPE_CHECKING:
+    from coterie.runs.welcome import Welcome
 
 _NEEDED = ("settings", "method", "partition", "versions", "data", "subset", "federation", "rounds", "seed")
 
@@ -239,6 +242,15 @@ class Run:
         from coterie.runs.models import predictor
 
         return predictor(self, client).predict(x, y)
+
+    def welcome(
+        self, x: Any, y: Any = None, x_test: Any = None, y_test: Any = None, name: str = "stranger"
+    ) -> "Welcome":
+        """A personal model for somebody who was not there, from raw samples of their own: labelled ones, few or many,
+        or none. The run stays as it is."""
+        from coterie.runs.welcome import welcome
+
+        return welcome(self, x, y, x_test, y_test, name)
 
     def refuse_devices(self) -> None:
         """A sentence if the personal models are not here."""

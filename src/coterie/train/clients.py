@@ -187,7 +187,7 @@ class Clients:
                 put("adapted", [(m.params, m.extras) for m in members], everybody)
             elif "trained" in request.more and (new := [i for i in everybody if self._is_newcomer(opened[i])]):
                 members = [Member(*own[i], opened[i].data) for i in new]
-                self._practise([Phase(self._own_loss)], members, round)
+                self._practise(newcomer_phases(method), members, round)
                 put("adapted", [(m.params, m.extras) for m in members], new)
             if "edge" in request.more:
                 self._edge(opened, scores, put)
@@ -208,10 +208,6 @@ class Clients:
 
     def _is_newcomer(self, o: Opened) -> bool:
         return o.data.client not in self.method.ctx.clients and len(o.data.train) > 0
-
-    def _own_loss(self, params: Tree, batch: Batch, extras: Extras) -> torch.Tensor:
-        """What a newcomer's model is fine-tuned by where the method has no adaptation of its own."""
-        return self.method.ctx.loss_of(self.method.predict(params, batch.x, extras), batch)
 
     def _putter(self, opened: Sequence[Opened], scores: list[dict[str, Score]]) -> Callable[..., None]:
         def put(view: str, models: Sequence[Model], who: Sequence[int], shared: bool = False) -> None:
@@ -259,6 +255,15 @@ class Clients:
         )
 
 
+def newcomer_phases(method: Method, epochs: float | None = None) -> list[Phase]:
+    """How a newcomer's model is fine-tuned where the method has no adaptation: by the loss of its outputs."""
+
+    def loss(params: Tree, batch: Batch, extras: Extras) -> torch.Tensor:
+        return method.ctx.loss_of(method.predict(params, batch.x, extras), batch)
+
+    return [Phase(loss, epochs=epochs)]
+
+
 _PREDICT_GLOBAL = Method.predict_global
 
 
@@ -276,4 +281,4 @@ def _same(a: Tree, b: Tree) -> bool:
     return a.keys() == b.keys() and all(v is b[k] or torch.equal(v, b[k]) for k, v in a.items())
 
 
-__all__ = ["Clients"]
+__all__ = ["Clients", "newcomer_phases"]
