@@ -3,8 +3,7 @@
 python benchmarks/welcome.py --data-dir DIR --out FOLDER [--methods fedavg,ditto] [--rounds 15] [--figure FILE]
 
 25 people train; each of the other five is welcomed with 0, 1, 5, 20 and all samples per class of its training part and
-scored on its own test part. What FOLDER/results.jsonl has is not computed again. One method takes about 20 s of one core
-for its run and 15 s for the five people.
+scored on its own test part. What FOLDER/results.jsonl has is not computed again.
 """
 
 import argparse
