@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coterie.api import compare, open_run, resume, run
+    from coterie.api import compare, open_run, resume, run, tune
     from coterie.data.arrays import from_arrays, from_torch
     from coterie.errors import CoterieError
     from coterie.loop import Progress
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from coterie.personal import load_model
 
 _HOME = {
-    "compare": "api", "open_run": "api", "resume": "api", "run": "api",
+    "compare": "api", "open_run": "api", "resume": "api", "run": "api", "tune": "api",
     "from_arrays": "data.arrays", "from_torch": "data.arrays",
     "CoterieError": "errors", "Progress": "loop", "load_model": "personal",
     "Card": "method", "Download": "method", "Method": "method", "Phase": "method", "Settings": "method",
@@ -43,5 +43,5 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Card", "CoterieError", "Download", "Method", "PerClient", "Phase", "Progress", "Settings", "Upload", "compare",
-    "from_arrays", "from_torch", "load_model", "open_run", "resume", "run",
+    "from_arrays", "from_torch", "load_model", "open_run", "resume", "run", "tune",
 ]  # fmt: skip

@@ -25,6 +25,7 @@ from coterie.runs.comparison import Comparison
 from coterie.runs.found import APART
 from coterie.runs.run import Run
 from coterie.runs.sweep import Cell, sweep
+from coterie.runs.tune import Budget, Sampler, Tuning, make_trials, search
 from coterie.session import Factory, Objects, Session, execute, prepare, rebuild
 
 DataFunction = Callable[[], Dataset]
@@ -115,6 +116,41 @@ def compare(
     found = Comparison([Run(c.out, objects=c.objects) for c in cells], asked(methods, against), rivals(against))
     for sentence in [*status.said, *found.warnings()]:
         log.warning(sentence)
+    return found
+
+
+def tune(
+    methods: str | type[Method] | Sequence[str | type[Method]],
+    data: str | Path | Dataset | DataFunction = "digits",
+    model: str | Factory | None = None,
+    *,
+    space: Mapping[str, Sequence[Any]],
+    rounds: int = 50,
+    eta: int = 3,
+    budget: int | None = None,
+    minutes: float | None = None,
+    trials: int | None = None,
+    sampler: Sampler = "grid",
+    seed: int = 0,
+    out: str | Path | None = None,
+    workers: int | None = None,
+    data_dir: str | Path | None = None,
+    **more: Any,
+) -> Tuning:
+    """Search settings and methods by successive halving on validation data, up to `rounds` for the best.
+
+    `space` has a list of values for each setting. Of every `eta` trials one goes on to `eta` times as many rounds.
+    `budget` bounds the rounds of all trials together, `minutes` the time, `trials` the number of combinations.
+    The same call with the same `out` goes on where it was."""
+    named, objects = _named(data, model)
+    allowed = Budget(eta, budget, minutes, trials)
+    chosen: list[str | type[Method]] = [methods] if isinstance(methods, str | type) else list(methods)
+    folder = _path(out) or fresh_folder("tune")
+    made = make_trials(chosen, space, folder, objects, rounds, allowed, seed=seed, **named, **more)
+    how = engine_of(workers=workers, data_dir=_path(data_dir))
+    found = search(made, folder, how, allowed, sampler, seed)
+    for number, reason in found.failed.items():
+        log.warning("%s failed: %s", found.trials[number].name, reason)
     return found
 
 

@@ -20,6 +20,7 @@ from coterie.cli.federation import federation_app
 from coterie.cli.figure import figure_app
 from coterie.cli.paper import paper_app
 from coterie.cli.screen import Stop, bar, console, frame_table
+from coterie.cli.tune import tune_app
 from coterie.cli.use import use_app
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=(
@@ -52,6 +53,7 @@ app.add_typer(figure_app)
 app.add_typer(arena_app)
 app.add_typer(board_app)
 app.add_typer(use_app)
+app.add_typer(tune_app)
 
 
 @app.command()

@@ -18,6 +18,7 @@ from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
 from coterie.data.sources import load
 from coterie.errors import CoterieError
+from coterie.loop import Progress
 from coterie.methods import build
 from coterie.runs.run import Run
 from coterie.session import Objects, bind, execute, prepare, recorded, resolved
@@ -30,6 +31,11 @@ class Cell:
     settings: RunSettings
     out: Path
     objects: Objects = field(default_factory=Objects)
+    until: int | None = None  # pause after this round; what goes on later is the same run to the bit
+
+    @property
+    def rounds(self) -> int:
+        return self.settings.rounds if self.until is None else min(self.until, self.settings.rounds)
 
     def finished(self) -> bool:
         """Is the run finished, undamaged and of the same settings? Other settings in the same folder are refused."""
@@ -47,7 +53,7 @@ class Cell:
         if not same:
             raise CoterieError(f"{self.out} holds a run with other settings; choose another folder or remove it")
         try:
-            return run.finished and not run.damage
+            return (run.finished or run.last_round >= self.rounds) and not run.damage
         except CoterieError:
             return False  # going on names what is damaged, and computes it again
 
@@ -85,12 +91,12 @@ def sweep(
     """Run every cell to its end, a process each (one cell alone uses all workers itself).
 
     With `check` a method that cannot run on its data and model is refused before anything is trained."""
-    status = Status({c.out: 0 for c in cells}, {c.out: c.settings.rounds for c in cells})
+    status = Status({c.out: 0 for c in cells}, {c.out: c.rounds for c in cells})
     waiting = []
     for cell in cells:
         if cell.finished():
-            status.rounds[cell.out] = cell.settings.rounds
-            status.skipped += cell.settings.rounds
+            status.rounds[cell.out] = cell.rounds
+            status.skipped += cell.rounds
         else:
             waiting.append(cell)
     tell(status)
@@ -165,6 +171,11 @@ def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked.append(1))
 
+    def told(p: Progress) -> None:
+        send("round", (p.round, p.text))
+        if p.round >= cell.rounds:
+            asked.append(1)
+
     def send(kind: str, value: Any) -> None:
         try:
             pipe.send((kind, value))
@@ -181,7 +192,7 @@ def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
             session,
             cell.out,
             resume=resume,
-            tell=lambda p: send("round", (p.round, p.text)),
+            tell=told,
             say=lambda text: send("said", text),
             stopped=lambda: bool(asked),
         )

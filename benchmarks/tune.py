@@ -1,0 +1,63 @@
+"""Does successive halving find the full grid's winner, and for how many rounds?
+
+python benchmarks/tune.py --out FOLDER [--data-dir DIR] [--rounds 27] [--only digits]
+
+Two tasks: FedProx (mu x lr) on digits, Ditto (lam x lr) on HAPT, nine combinations each. The grid trains all of them to the
+end. Runs that are there are not computed again.
+"""
+
+import argparse
+from pathlib import Path
+
+import coterie
+from coterie.runs.run import Run
+from coterie.runs.sweep import sweep
+from coterie.runs.tune import Tuning
+
+TASKS = {
+    "digits": ("fedprox", {"lr": [0.01, 0.05, 0.2], "mu": [0.001, 0.1, 1.0]},
+               {"clients": 12, "partition": "dirichlet(0.3)", "join": 0.5, "epochs": 1, "val_share": 0.2}),
+    "hapt": ("ditto", {"lr": [0.01, 0.05, 0.2], "lam": [0.01, 0.1, 1.0]},
+             {"partition": "natural", "pool": "train", "test_from": "official", "join": 0.4, "epochs": 1,
+              "val_share": 0.2}),
+}  # fmt: skip
+
+
+def grid(found: Tuning, how: object) -> dict[int, tuple[float, float]]:
+    """Validation and test values of every combination after the last round."""
+    sweep([t.cell for t in found.trials], how)  # type: ignore[arg-type]
+    out = {}
+    for t in found.trials:
+        rounds = Run(t.cell.out).rounds.iloc[-1]
+        out[t.number] = float(rounds["personal/val/mean"]), float(rounds["personal/test/mean"])
+    return out
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser()
+    asked.add_argument("--out", type=Path, required=True)
+    asked.add_argument("--data-dir", type=Path)
+    asked.add_argument("--rounds", type=int, default=27)
+    asked.add_argument("--workers", type=int, default=1)
+    asked.add_argument("--only", default="")
+    a = asked.parse_args()
+    from coterie.config import engine
+
+    for data, (method, space, more) in TASKS.items():
+        if a.only and data not in a.only.split(","):
+            continue
+        found = coterie.tune(method, data, space=space, rounds=a.rounds, out=a.out / data, workers=a.workers,
+                             data_dir=a.data_dir, **more)  # fmt: skip
+        best, spent = found.best, found.spent
+        assert best is not None
+        every = grid(found, engine(workers=a.workers, data_dir=a.data_dir))  # the paused trials go on to the end
+        first = max(every, key=lambda i: every[i][0])
+        print(f"{data}, {method}: {spent} of {found.whole} rounds ({spent / found.whole:.0%})")
+        for words, i in (("halving", best.number), ("full grid", first)):
+            val, test = every[i]
+            print(f"  {words}: {found.trials[i].name}: validation {100 * val:.1f}, test {100 * test:.1f}")
+        print("  all, validation:", ", ".join(f"{100 * v:.1f}" for v, _ in sorted(every.values(), reverse=True)))
+
+
+if __name__ == "__main__":
+    main()
