@@ -2,8 +2,8 @@
 
 python benchmarks/tune.py --out FOLDER [--data-dir DIR] [--rounds 27] [--only digits]
 
-Two tasks: FedProx (mu x lr) on digits, Ditto (lam x lr) on HAPT, nine combinations each. The grid trains all of them to the
-end. Runs that are there are not computed again.
+Two tasks: FedProx (mu x lr) on digits, Ditto (lam x lr) on HAPT, nine combinations each. The grid trains all of
+them to the end. Runs that are there are not computed again.
 """
 
 import argparse
