@@ -15,7 +15,7 @@ from coterie.cli import app
 from coterie.errors import CoterieError
 from coterie.runs.tune import Budget, Plan
 
-FEW = {"clients": 4, "epochs": 1, "join": 1.0, "partition": "iid", "workers": 1, "val_share": 0.3}
+FEW = {"clients": 4, "epochs": 10, "join": 1.0, "partition": "iid", "workers": 1, "val_share": 0.3}
 SPACE = {"lr": [0.0001, 0.2], "mu": [0.01, 1.0]}
 
 
@@ -40,6 +40,9 @@ def test_the_winner_goes_on_as_one_run_would(tmp_path: Path) -> None:
     found = coterie.tune("fedprox", data, "mlp", space=SPACE, rounds=4, eta=2, out=tmp_path / "t", **FEW)
     assert found.complete and found.plan.rounds == (1, 2, 4) and found.plan.trials == (4, 2, 1)
     assert found.spent == 4 * 1 + 2 * 1 + 1 * 2 and found.whole == 16
+    first = {i: v[1] for i, v in found.values.items()}
+    second = [i for i, v in found.values.items() if 2 in v]
+    assert len(first) == 4 and min(first[i] for i in second) >= max(first[i] for i in first if i not in second)
     best = found.best
     assert best is not None and best.chosen["lr"] == 0.2
     alone = coterie.run("fedprox", data, "mlp", out=tmp_path / "alone", rounds=4, eval_every=1, watch=False,
