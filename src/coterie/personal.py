@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ from coterie.tasks import make as make_task
 from coterie.train.optim import Optimiser
 from coterie.train.trainer import train
 from coterie.tree import Tree, clone
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FORMAT = 2
 CHUNK = 256  # items per forward pass
@@ -283,6 +286,31 @@ def write(path: Path, module: nn.Module, about: About, durable: bool = True) -> 
     disk.write_atomic(path, _in_order(save(state, meta)), durable=durable)
 
 
+@dataclass(frozen=True)
+class Welcome:
+    """The model of somebody who was not there, and how it compares (runs/welcome.py)."""
+
+    model: Predictor
+    samples: dict[str, int]  # train, val, test
+    scores: dict[str, dict[str, float]]  # model -> metric -> value on the test part; empty without one
+    kept: str  # which model it is: received or adapted
+    said: tuple[str, ...]  # what to know
+
+    def table(self) -> "pd.DataFrame":
+        """A row for each model."""
+        import pandas as pd  # slow to import, and devices do not need it
+
+        return pd.DataFrame(self.scores).T.rename_axis("model")
+
+    def predict(self, x: Any) -> Predictions:
+        """What the model says about raw items."""
+        return self.model.predict(x)
+
+    def save(self, path: str | Path) -> None:
+        """As the file that `coterie predict` takes."""
+        write(Path(path), self.model.network, self.model.about)
+
+
 def described(session: Session, client: int, module: nn.Module, round: int, run: str) -> About:
     """What the file of a client's model says."""
     about = About.of(session, client, round, run)
@@ -400,4 +428,14 @@ def _in_order(blob: bytes) -> list[bytes]:
     return [len(text).to_bytes(8, "little"), text, blob[start:]]
 
 
-__all__ = ["About", "Items", "PersonalModel", "Predictions", "Predictor", "as_module", "in_use", "load_model"]
+__all__ = [
+    "About",
+    "Items",
+    "PersonalModel",
+    "Predictions",
+    "Predictor",
+    "Welcome",
+    "as_module",
+    "in_use",
+    "load_model",
+]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,13 +14,10 @@ from coterie import folder
 from coterie.errors import CoterieError
 from coterie.evaluation import ALONE, statistics
 from coterie.methods import find
-from coterie.personal import Predictions
+from coterie.personal import Predictions, Welcome
 from coterie.runs.statistics import summarise
 from coterie.session import Objects, Session, rebuild
 from coterie.tasks import Classification, Metric, Task, make
-
-if TYPE_CHECKING:
-    from coterie.runs.welcome import Welcome
 
 _NEEDED = ("settings", "method", "partition", "versions", "data", "subset", "federation", "rounds", "seed")
 
@@ -243,9 +240,7 @@ class Run:
 
         return predictor(self, client).predict(x, y)
 
-    def welcome(
-        self, x: Any, y: Any = None, x_test: Any = None, y_test: Any = None, name: str = "stranger"
-    ) -> "Welcome":
+    def welcome(self, x: Any, y: Any = None, x_test: Any = None, y_test: Any = None, name: str = "stranger") -> Welcome:
         """A personal model for somebody who was not there, from raw samples of their own: labelled ones, few or many,
         or none. The run stays as it is."""
         from coterie.runs.welcome import welcome

@@ -6,12 +6,9 @@ its outputs). On its own validation data it keeps the fine-tuned model or the on
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -23,7 +20,7 @@ from coterie.errors import CoterieError
 from coterie.exchange import preview
 from coterie.folder import checkpoints
 from coterie.method import Batch, ClientData, Extras, Method, Phase, Split
-from coterie.personal import About, PersonalModel, Predictor, as_module, in_use, write
+from coterie.personal import About, PersonalModel, Predictor, Welcome, as_module, in_use
 from coterie.runs.run import Run
 from coterie.session import Session
 from coterie.train.clients import newcomer_phases
@@ -34,29 +31,6 @@ from coterie.tree import Tree
 EPOCHS = 5  # of fine-tuning at least, where the method has no adaptation: one is too short for batch norm's statistics
 ALONE = 100  # epochs of local training at most, with which the model is compared
 Model = tuple[Tree, Extras]
-
-
-@dataclass(frozen=True)
-class Welcome:
-    """The stranger's model and how it compares."""
-
-    model: Predictor
-    samples: dict[str, int]  # train, val, test
-    scores: dict[str, dict[str, float]]  # model -> metric -> value on the test part; empty without one
-    kept: str  # which model it is: received or adapted
-    said: tuple[str, ...]  # what to know
-
-    def table(self) -> pd.DataFrame:
-        """A row for each model."""
-        return pd.DataFrame(self.scores).T.rename_axis("model")
-
-    def predict(self, x: Any) -> Any:
-        """What the model says about raw items."""
-        return self.model.predict(x)
-
-    def save(self, path: str | Path) -> None:
-        """As the file that `coterie predict` takes."""
-        write(Path(path), self.model.network, self.model.about)
 
 
 def welcome(run: Run, x: Any, y: Any = None, x_test: Any = None, y_test: Any = None, name: str = "stranger") -> Welcome:
