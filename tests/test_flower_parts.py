@@ -277,7 +277,7 @@ def test_an_answer_that_is_not_one_is_refused(
     answer: TrainAnswer, cloud: Any, field: str, value: Any, reason: str
 ) -> None:
     with pytest.raises(CoterieError, match=reason):
-        check_answer(replace(answer, **{field: value}), training(cloud).request, 30, cloud.method.ctx.task)
+        check_answer(replace(answer, **{field: value}), training(cloud).request, answer.samples, cloud.method.ctx.task)
 
 
 @pytest.mark.parametrize("change", ["hits", "negative", "length", "many", "loss"])
@@ -294,7 +294,9 @@ def test_a_score_that_cannot_be_is_refused(answer: TrainAnswer, cloud: Any, chan
         "many": changed(total=total + 2**40), "loss": replace(score, loss=1e300),
     }  # fmt: skip
     with pytest.raises(CoterieError, match="score"):
-        check_answer(replace(answer, before=wrong[change]), training(cloud).request, 30, cloud.method.ctx.task)
+        check_answer(
+            replace(answer, before=wrong[change]), training(cloud).request, answer.samples, cloud.method.ctx.task
+        )
 
 
 # ---- what crosses once -------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def federation(
         roles[name] = NodeRole.of("edge", below.nodes())
     (folder / "run").mkdir(parents=True, exist_ok=True)
     runtime = FlowerRuntime(
-        session.method, link, Plan.of(session, RUN), lambda: roles, folder / "run", Patience(1, 60.0)
+        session.method, link, Plan.of(session, RUN), lambda: roles, folder / "run", Patience(1, 60.0, seconds=20.0)
     )
     loop = make_loop(session, Folder(folder / "run"), runtime)
     try:

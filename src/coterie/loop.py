@@ -3,13 +3,14 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from coterie import checkpoint, ledger
 from coterie.checkpoint import Checkpoint
+from coterie.containment import close_contained
 from coterie.errors import CoterieError
 from coterie.evaluation import ON_REQUEST, Evaluation, View, Watch, notes
 from coterie.exchange import preview
@@ -18,7 +19,7 @@ from coterie.messages import ScoreAnswer, ScoreRequest, TrainAnswer
 from coterie.method import ClientId, EdgeId, Method, State
 from coterie.official import Official
 from coterie.rng import torch_rng
-from coterie.round import RoundResult, Rules, close, plan
+from coterie.round import RoundAnswers, RoundPlan, RoundResult, Rules, close, plan
 from coterie.runtimes.base import Runtime
 from coterie.runtimes.states import Index
 from coterie.tasks import Classification, Metric
@@ -73,6 +74,7 @@ class Loop:
         self.validation: dict[int, float] = {}  # value on validation data by round, where clients were scored
         self.ended = ""  # why the run ended before its last round
         self.event: dict[str, Any] = {}  # the last line of the log
+        self._plans: list[tuple[State, RoundPlan]] = []  # of the next round, by the server's state they are made of
 
     @property
     def first(self) -> int:
@@ -103,7 +105,7 @@ class Loop:
             self.start()
         for t in range(self.done + 1, self.schedule.rounds + 1):
             if self.ended:
-                return True
+                break
             begun = time.perf_counter()
             value, nonfinite = self.step()
             seconds = time.perf_counter() - begun
@@ -115,27 +117,23 @@ class Loop:
                 self.checkpoint()
             if halt and not self.ended and t < self.schedule.rounds:
                 return False
+        self.runtime.over()
         return True
 
     def step(self) -> tuple[float | None, int]:
         """Run the next round. Returns the value of the metric to show, if any, and the number of diverged models."""
         t, schedule = self.done + 1, self.schedule
-        planned = plan(self.method, self.server, self.edges, t, schedule.rules)
-        answers = self.runtime.run(planned)
-        result = close(self.method, self.server, self.edges, planned, answers)
-        if result.refused and self.runtime.trusted:
-            client, why = min(result.refused.items())
-            raise CoterieError(
-                f"{type(self.method).__name__} does not send what its schema declares: {why} ({client=})"
-            )
+        planned = self._planned(self.server, self.edges, t)
+        answers, result = self._settled(planned)
         self.runtime.keep(t, result.accepted, result.left_out)
         self.server, self.edges = result.server, result.edges
         self.bytes = ledger.total([self.bytes, result.bytes])
         self.done = t
-        trained = [answers.trained[i] for i in sorted(answers.trained)]
+        trained = [answers.trained[i] for i in sorted(answers.trained) if i not in result.refused]
         watch = Watch.of(self.method.ctx.task, trained) if schedule.rules.watch else None
+        self._plans = [(s, p) for s, p in self._plans if s is self.server and p.round > t]
         last = t == schedule.rounds
-        found = self.evaluate(last) if t > 0 and (last or t % schedule.eval_every == 0) else None
+        found = self.evaluate(last) if self._evaluates(t) else None
         if found is not None and not last and self._stops(found):
             found = self.evaluate(True)
         self._record(result, planned.participants, trained, watch, found)
@@ -166,6 +164,46 @@ class Loop:
             many = "the last evaluation" if since == 1 else f"the last {since} evaluations"
             self.ended = f"{metric.name} on validation data was best in round {best} and no better in {many}"
         return bool(self.ended)
+
+    def _settled(self, planned: RoundPlan) -> tuple[RoundAnswers, RoundResult]:
+        """The round, asked for again until enough clients count; errors are held against the senders who cause them."""
+        while True:
+            answers = self.runtime.run(planned)
+            if self.runtime.trusted:
+                result = close(self.method, self.server, self.edges, planned, answers)
+                if result.refused:
+                    client, why = min(result.refused.items())
+                    raise CoterieError(
+                        f"{type(self.method).__name__} does not send what its schema declares: {why} ({client=})"
+                    )
+                return answers, result
+            result = close_contained(self.method, self.server, self.edges, planned, answers, self._probe)
+            result = replace(result, reasons={i: self.runtime.named(i, why) for i, why in result.reasons.items()})
+            if self.runtime.settled(planned, result):
+                return answers, result
+
+    def _planned(self, server: State, edges: Mapping[EdgeId, State], t: int) -> RoundPlan:
+        for known, planned in self._plans:
+            if known is server and planned.round == t:
+                return planned
+        return plan(self.method, server, edges, t, self.schedule.rules)
+
+    def _probe(self, result: RoundResult) -> None:
+        """What will be done with the new server's state, while it is known whose uploads made it."""
+        t, method = self.done + 1, self.method
+        method.facts(result.server)
+        method.cluster_of(result.server)
+        method.global_model(result.server)
+        if t < self.schedule.rounds:
+            planned = plan(method, result.server, result.edges, t + 1, self.schedule.rules)
+            self._plans = [*self._plans, (result.server, planned)]
+        if self._evaluates(t):
+            clients = method.ctx.clients
+            for a in range(0, len(clients), CLIENTS_PER_REQUEST):
+                preview(method, result.server, result.edges, clients[a : a + CLIENTS_PER_REQUEST], t + 1)
+
+    def _evaluates(self, t: int) -> bool:
+        return t > 0 and (t == self.schedule.rounds or t % self.schedule.eval_every == 0)
 
     def _record(
         self,

@@ -49,6 +49,7 @@ class RoundAnswers:
     trained: Mapping[ClientId, TrainAnswer]
     merged: Mapping[EdgeId, MergeAnswer] = field(default_factory=dict)
     missing: Mapping[ClientId, str] = field(default_factory=dict)  # clients that did not answer, and why
+    refused: Mapping[ClientId, str] = field(default_factory=dict)  # answers that the runtime refused, and why
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,10 @@ class RoundResult:
     accepted: list[ClientId]  # their new states are kept
     failed: list[ClientId]
     nonfinite: list[ClientId]  # left out because their training diverged
-    refused: dict[ClientId, str]  # left out because their uploads are not what the schema declares
+    refused: dict[ClientId, str]  # left out because of what they sent, and why
     reasons: dict[ClientId, str]  # why a client that was not drawn to fail is missing or refused
     bytes: ledger.Page
+    doubtful: frozenset[ClientId] = frozenset()  # of the refused: perhaps another's upload was the cause
 
     @property
     def left_out(self) -> dict[ClientId, str]:
@@ -115,7 +117,7 @@ def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers:
     if arrived:
         ledger.add(page, DEVICE_CLOUD, "up", summed(direct.bytes.values()))
 
-    refused, nonfinite = dict(direct.refused), list(direct.nonfinite)
+    refused, nonfinite = {**answers.refused, **direct.refused}, list(direct.nonfinite)
     merged: list[Upload] = []
     new_edges = dict(edges)
     accepted = [u.sender for u in direct.uploads]

@@ -1,12 +1,12 @@
 """What the board knows of a real federation: the cloud's status.json, and the logs of `coterie up`."""
 
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SILENT = 15.0  # seconds without a heartbeat after which the cloud is taken for gone
+from coterie.runtimes.flower.status import LIVE, dead, silence
+
 TAIL = 32_768  # bytes of a log that are shown
 
 
@@ -31,18 +31,19 @@ class Federation:
             return {"trouble": f"{self.folder / 'status.json'} cannot be read ({e})", "logs": self.logs()}
 
     def _read(self, status: dict[str, Any]) -> dict[str, Any]:
-        now = time.time()
         beat = float(status.get("heartbeat", status["time"]))
         state = str(status["state"])
-        silent = state in ("waiting", "running") and now - beat > SILENT
+        since = silence(status)
+        silent = since > 0
+        word = "dead" if dead(status) else "silent"
         nodes = [_node(name, about, state, silent) for name, about in sorted(_nodes(status).items())]
         edges = [n for n in nodes if n["role"] == "edge"]
         for edge in edges:
             edge["devices"] = [n for n in nodes if n["via"] == edge["name"] and n["role"] == "device"]
         behind = {n["name"] for e in edges for n in e["devices"]}
         return {
-            "trouble": f"no heartbeat of the cloud for {now - beat:.0f} s: it may have ended" if silent else "",
-            "state": "silent" if silent else state,
+            "trouble": _trouble(status, word, since),
+            "state": word if silent else state,
             "method": str(status.get("method", "")),
             "round": int(status["round"]),
             "rounds": int(status["rounds"]),
@@ -72,6 +73,13 @@ class Federation:
         return tail(self.path / "logs" / f"{name}.log") if name in self.logs() else None
 
 
+def _trouble(status: dict[str, Any], word: str, since: float) -> str:
+    if since:
+        what = "it has died" if word == "dead" else "it may have ended"
+        return f"no heartbeat of the cloud for {since:.0f} s: {what}"
+    return str(status.get("reason") or "") if status["state"] in ("paused", "failed") else ""
+
+
 def tail(path: Path) -> str:
     try:
         with path.open("rb") as f:
@@ -98,7 +106,7 @@ def _node(name: str, about: dict[str, Any], state: str, silent: bool) -> dict[st
         "role": "edge" if about.get("role") == "edge" else "device",
         "via": str(name).partition("/")[0] if "/" in str(name) else "cloud",
         "client": about.get("client"),
-        "online": bool(about.get("connected")) and state in ("waiting", "running") and not silent,
+        "online": bool(about.get("connected")) and state in LIVE and not silent,
         "last_seen": about.get("last_seen"),
         "round": about.get("round"),
         "uploads": about.get("uploads"),

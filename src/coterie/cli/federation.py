@@ -1,4 +1,4 @@
-"""The commands of a real federation: certs, serve, join, edge, up."""
+"""The commands of a real federation: certs, serve, status, release, join, edge, up."""
 
 import logging
 from dataclasses import replace
@@ -19,10 +19,15 @@ CertsDir = Annotated[Path, Option("--certs", help="the directory that `coterie c
 Ca = Annotated[Path, Option(help="CA certificate (ca.crt) of the server to connect to")]
 Key = Annotated[Path, Option(help="this node's private key")]
 Deadline = Annotated[float, Option(min=0.1, help="seconds a round waits for answers")]
+Patience = Annotated[
+    str | None,
+    Option(help="seconds that a run below its quorum waits before it ends with code 3, or forever (default 3600)"),
+]
 AllowFile = Annotated[
     Path | None,
     Option("--allow", help="TOML file of what a cloud may ask of this host; see `coterie show METHOD --allow`"),
 ]
+Stay = Annotated[bool, Option("--stay", help="wait for the next run when one has ended; without it, end with code 0")]
 MethodName = Annotated[str | None, Argument(help="a method; `coterie list methods` names them")]
 
 
@@ -109,7 +114,16 @@ def serve(
     certs: CertsDir = Path("certs"),
     host: Annotated[str, Option(help="address to listen on")] = "0.0.0.0",
     port: Annotated[int, Option(min=1, max=65535, help="the one port that devices and edges connect to")] = 9092,
-    min_clients: Annotated[int, Option(min=1, help="clients to wait for before a round starts")] = 2,
+    min_clients: Annotated[
+        int | None, Option(min=1, help="quorum: clients that every round needs; below it the run pauses (default 2)")
+    ] = None,
+    patience: Patience = None,
+    norm_bound: Annotated[
+        float | None, Option(min=0, help="refuse uploads so many times larger than usual (default 50, 0: never)")
+    ] = None,
+    quarantine_after: Annotated[
+        int | None, Option(min=0, help="refusals after which a sender is not asked any more (default 3, 0: never)")
+    ] = None,
     deadline: Deadline = 600.0,
     shape: Annotated[str | None, Option(help="shape of one item of the devices' own data, for example 1,28,28")] = None,
     classes: Annotated[int, Option(help="number of classes of the devices' own data, or of numbers per target")] = 0,
@@ -138,6 +152,7 @@ def serve(
     from coterie.errors import CoterieError
     from coterie.folders import fresh_folder
     from coterie.runtimes.flower import serve as s
+    from coterie.runtimes.flower.cloud import QuorumError
     from coterie.runtimes.flower.processes import die_with_parent, owner_only
     from coterie.runtimes.flower.transport import use_flower
 
@@ -146,11 +161,18 @@ def serve(
     given = o.gather(config, set_, method=method, data=data, task=task, model=model, partition=partition,
                      clients=clients, join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr,
                      seed=seed)  # fmt: skip
+    rules: dict[str, Any] = {
+        "min_clients": min_clients, "norm_bound": norm_bound, "quarantine_after": quarantine_after, "keep": keep,
+        "transport": transport,
+    }  # fmt: skip
+    rules = {k: v for k, v in rules.items() if v is not None}
+    if patience is not None:
+        rules["patience"] = _patience(patience)
     if resume is not None:
         if given:
             raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(sorted(given))}")
         chosen, cloud = s.reopen(resume)
-        cloud = replace(cloud, keep=keep or cloud.keep, transport=transport or cloud.transport)
+        cloud = replace(cloud, **rules)
         folder, again = resume, True
     else:
         if "method" not in given:
@@ -159,18 +181,13 @@ def serve(
             )
         chosen = settings(**given)
         items = _shape(shape, 2 if chosen.task not in (None, "classification", "binary") else classes)
-        cloud = s.CloudSettings(
-            str(certs),
-            host,
-            port,
-            min_clients,
-            deadline,
-            items,
-            classes,
-            str(data_dir) if data_dir else None,
-            keep=keep or s.CloudSettings.keep,
-            transport=transport or s.CloudSettings.transport,
-        )
+        where: dict[str, Any] = {
+            "certs": str(certs),
+            "host": host,
+            "port": port,
+            "data_dir": str(data_dir) if data_dir else None,
+        }
+        cloud = s.CloudSettings(**where, deadline=deadline, shape=items, classes=classes, **rules)
         folder = out or fresh_folder(f"{chosen.method}-federation")
         again = (folder / "cloud.json").exists() and (folder / "settings.json").exists()
         if again:
@@ -182,8 +199,12 @@ def serve(
     use_flower(folder / "flwr")
     session = s.open_session(chosen, cloud)
     stop = Stop()
-    with stop.listening():
-        ended = s.serve(session, cloud, folder, resume=again, tell=_told, stopped=stop, from_round=from_round)
+    try:
+        with stop.listening():
+            ended = s.serve(session, cloud, folder, resume=again, tell=_told, stopped=stop, from_round=from_round)
+    except QuorumError as e:
+        typer.echo(f"coterie: {e}; continue with: coterie serve --resume {folder}", err=True)
+        raise typer.Exit(3) from None
     typer.echo(f"the run is in {folder}")
     if not ended:
         typer.echo(f"stopped; continue with: coterie serve --resume {folder}", err=True)
@@ -193,6 +214,51 @@ def serve(
 def _told(p: Any) -> None:
     score = f", {p.text}" if p.text else ""
     logging.getLogger("coterie.cloud").info("round %s of %s, %.1f s%s", p.round, p.rounds, p.seconds, score)
+
+
+def _patience(text: str) -> float | None:
+    """Seconds; None: for ever."""
+    from coterie.errors import CoterieError
+
+    if text == "forever":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise CoterieError(f'patience "{text}" must be a number of seconds from 0 on, or forever')
+    return seconds
+
+
+@federation_app.command()
+def release(
+    folder: Annotated[Path, Argument(metavar="RUN", help="the folder of the cloud's run")],
+    name: Annotated[str, Argument(help="a sender in quarantine; `coterie status RUN` names them")],
+) -> None:
+    """Free a sender from quarantine; a running cloud asks it again from the next round on."""
+    from coterie.runtimes.flower import quarantine
+
+    quarantine.release(folder, name)
+    console.print(f"{name} is free again", soft_wrap=True, highlight=False)
+
+
+@federation_app.command()
+def status(
+    folder: Annotated[Path, Argument(metavar="RUN", help="the folder of the cloud's run, or that of `coterie up`")],
+    as_json: o.Json = False,
+) -> None:
+    """Say whether a federation runs, waits, is paused, failed, ended or died, and who is connected."""
+    import json
+
+    from coterie.runtimes.flower import status as st
+
+    found = st.read_status(folder)
+    if as_json:
+        typer.echo(json.dumps({**found, "shown": st.state_of(found)}))
+    else:
+        for line in st.lines(found):
+            typer.echo(line)
 
 
 def _shape(text: str | None, classes: int) -> tuple[int, ...]:
@@ -222,8 +288,9 @@ def join(
     data_dir: o.DataDir = None,
     allow: AllowFile = None,
     keep: Annotated[int, Option(min=2, help="versions of the private state to keep, for a cloud that rolls back")] = 10,
+    stay: Stay = False,
 ) -> None:
-    """Run a device: train on this host's data when the cloud asks, until stopped."""
+    """Run a device: train on this host's data when the cloud asks, until the run has ended."""
     from coterie.runtimes.flower import device
     from coterie.runtimes.flower.allow import Allow
     from coterie.runtimes.flower.processes import die_with_parent, owner_only
@@ -234,7 +301,7 @@ def join(
     use_flower(state / "flwr")
     die_with_parent()
     _log()
-    device.join(cloud, ca, key, device.DeviceHandler(data, state, client, data_dir, allowed, keep))
+    device.join(cloud, ca, key, device.DeviceHandler(data, state, client, data_dir, allowed, keep, stay))
 
 
 @federation_app.command()
@@ -247,6 +314,7 @@ def edge(
     state: Annotated[Path, Option(help="the directory for this edge's SuperLink")] = Path("edge"),
     allow: AllowFile = None,
     transport: o.Transport = None,
+    stay: Stay = False,
 ) -> None:
     """Run an edge: a node of the cloud and a server for its own devices."""
     from coterie.errors import CoterieError
@@ -263,7 +331,7 @@ def edge(
     use_flower(state / "flwr")
     die_with_parent()
     _log()
-    bridge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allowed, transport or TRANSPORTS[0])
+    bridge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allowed, transport or TRANSPORTS[0], stay)
 
 
 @federation_app.command()

@@ -8,7 +8,7 @@ from coterie.edges import EdgeMethod
 from coterie.exchange import merge, relay
 from coterie.messages import Job, MergeAnswer, Remote, ScoreAnswer, ScoreRequest, TrainAnswer, Trained, TrainRequest
 from coterie.method import ClientId, Method, State
-from coterie.round import RoundAnswers, RoundPlan
+from coterie.round import RoundAnswers, RoundPlan, RoundResult
 from coterie.runtimes.states import ClientStates, Index
 
 A = TypeVar("A")
@@ -53,6 +53,18 @@ class Runtime(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+    def settled(self, plan: RoundPlan, result: RoundResult) -> bool:
+        """Do enough clients count? If not, the same round is asked for again."""
+        return True
+
+    def named(self, client: ClientId, reason: str) -> str:
+        """The reason with the client's name, where it has one."""
+        return reason
+
+    def over(self) -> None:
+        """All rounds are done: whoever waits for more may be told."""
+        return None
 
     def newcomers(self) -> Sequence[ClientId]:
         """Clients that came when all places were taken: they are scored, never sampled."""

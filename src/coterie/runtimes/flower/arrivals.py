@@ -33,6 +33,10 @@ HEADER = 2**16  # bytes of a message beside its tensors,
 PER_ENTRY = 512  # and for each of them
 
 
+class SamplesError(CoterieError):
+    """An answer of another number of samples than the device announced."""
+
+
 def sentence(text: str) -> str:
     """A reason given by another host, in one line."""
     return " ".join(text[:SENTENCE].split())
@@ -72,8 +76,8 @@ def _check_scored(a: ScoreAnswer, request: ScoreRequest, samples: int, task: Tas
 def _check_sender(a: Answer, request: Request, samples: int) -> None:
     if a.client != request.client:
         raise CoterieError(f"the answer is that of client {a.client}, asked was {request.client}")
-    if not min(1, samples) <= a.samples <= samples:
-        raise CoterieError(f"the answer is of {a.samples} samples, its hello was of {samples}")
+    if a.samples != samples:
+        raise SamplesError(f"the answer is of {a.samples} samples, its hello was of {samples}")
 
 
 def check_note(note: Mapping[str, float]) -> None:

@@ -11,10 +11,11 @@ from coterie.method import Method
 from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.contents import of_job, of_reply
 from coterie.runtimes.flower.device import NO_PLAN
-from coterie.runtimes.flower.messages import Attached, Hello, Job, Kind, PlanText, WireBytes, split
+from coterie.runtimes.flower.messages import Attached, Hello, Job, Kind, PlanText, RunOver, WireBytes, split
 from coterie.runtimes.flower.roster import ATTACHED_BYTES, HELLO_BYTES
 from coterie.runtimes.flower.transport import Buffer, Replies
 
+OVER = 10.0  # seconds to hear that a run has ended
 HELLO = 120.0  # seconds to load data and build a model
 Answers = tuple[dict[str, Value], dict[str, str]]  # what was answered, and why others did not, by name of the node
 
@@ -50,6 +51,11 @@ class Asking:
     def _note(self, *lines: Line) -> None:
         if self.audit is not None:
             self.audit.write(*lines)
+
+    def over(self, nodes: Iterable[str], run: str, rounds: int) -> dict[str, str]:
+        """Tell them that the run has ended; who could not be told, and why."""
+        asked = dict.fromkeys(sorted(nodes), codec.pack(RunOver(run, rounds)))
+        return _read(self.link.send(asked, "over", rounds, OVER, None, HELLO_BYTES))[1] if asked else {}
 
     def jobs(self, jobs: Mapping[str, Job], kind: Kind, round: int, deadline: float, largest: int) -> Answers:
         """One exchange with all of them; a node that lost the plan is told again and asked again."""

@@ -1,6 +1,7 @@
 """The cloud's side of a federation: sends requests to devices, directly or through edges, and checks answers."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,37 +11,48 @@ from typing import cast
 import torch
 
 from coterie import tree as T
+from coterie.bounds import Judged, judge
 from coterie.errors import CoterieError
 from coterie.messages import MergeAnswer, MergeRequest, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest, check
 from coterie.method import ClientId, EdgeId, Method
-from coterie.round import RoundAnswers, RoundPlan
+from coterie.round import RoundAnswers, RoundPlan, RoundResult
 from coterie.runtimes.base import Interrupted, Replies, Runtime
-from coterie.runtimes.flower.arrivals import check_answer, check_merged, check_wire, room, sentence
+from coterie.runtimes.flower.arrivals import SamplesError, check_answer, check_merged, check_wire, room, sentence
 from coterie.runtimes.flower.asking import Asking, Link, lost, passing
 from coterie.runtimes.flower.audit import NAME as AUDIT
 from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.messages import Answer, DeviceJob, EdgeAnswer, EdgeJob, Hello, Job, Kind, Request
 from coterie.runtimes.flower.plan import Plan
 from coterie.runtimes.flower.presence import Presence
+from coterie.runtimes.flower.quarantine import Quarantine
 from coterie.runtimes.flower.registry import NodeRole
 from coterie.runtimes.flower.roster import ATTACHED_BYTES, Roster, read_attached, read_hello
 from coterie.runtimes.flower.tier import Tier
+from coterie.runtimes.flower.transport import UnreachableError
 from coterie.runtimes.flower.wirebook import WireBook
 from coterie.runtimes.states import Index
 
 RETRY = 60.0  # seconds after which a refused node is asked again
+PAUSE, PAUSE_MOST = 1.0, 30.0  # seconds before a round is repeated, twice as many each time, and at most
 MOMENT = 20.0  # seconds a node that is gone is expected back before a round starts
 log = logging.getLogger("coterie.cloud")
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How many clients the cloud waits for, and how long."""
+    """How many clients the cloud waits for and how long, and what it takes from them."""
 
-    min_clients: int = 1  # before the first round
+    min_clients: int = 1  # connected before a round, and of those who are asked so many must count
     deadline: float = 600.0  # seconds, for the answers of a round
     stopped: Callable[[], bool] = lambda: False  # has somebody asked to stop?
     clients: frozenset[ClientId] = frozenset()  # before the first round also these, none of whom may be refused
+    seconds: float = math.inf  # that a run which has begun waits for enough clients
+    norm_bound: float = 50.0  # times the usual size of an upload; 0: no bound
+    quarantine_after: int = 3  # refusals; 0: never
+
+
+class QuorumError(CoterieError):
+    """Too few clients for too long; the command line exits with code 3."""
 
 
 @dataclass
@@ -50,6 +62,7 @@ class _Found:
     answers: dict[ClientId, Answer] = field(default_factory=dict)
     missing: dict[ClientId, str] = field(default_factory=dict)
     merged: dict[EdgeId, MergeAnswer] = field(default_factory=dict)
+    refused: dict[ClientId, str] = field(default_factory=dict)  # answers that are not what they must be
 
 
 class FlowerRuntime(Runtime):
@@ -75,6 +88,12 @@ class FlowerRuntime(Runtime):
         self.edges: dict[str, list[str]] = {}  # edges that are connected, with their connected devices (EDGE/DEVICE)
         self.errors: list[str] = []  # the latest, for a person
         self.begun = False  # have enough clients come for the first round?
+        self.paused = ""  # why the run cannot go on for now
+        self.quarantine = Quarantine(folder, patience.quarantine_after)
+        self._paused_at: float | None = None
+        self._attempts = 0  # of the present round that did not count
+        self._asked: set[ClientId] = set()  # connected clients that the present round asked
+        self._judged: Judged | None = None  # of the present round's uploads
         self.presence = Presence()  # for a person; decisions rest on `here`
         link.looked = self._waiting
         self._asking = Asking(link, plan.model_dump_json(), plan.run, method, self.audit)
@@ -87,8 +106,68 @@ class FlowerRuntime(Runtime):
             self.roster.numbers.values(), time.monotonic()
         )  # of a resumed run: they come back
         self._edges_asked = 0.0
+        self._away = False  # does the SuperLink not answer?
+        self._again: set[str] = set()  # devices that say hello again, because they have other data than they said
 
     # ---- what counts -------------------------------------------------------------------------------------------------
+    def settled(self, plan: RoundPlan, result: RoundResult) -> bool:
+        """Count refusals, and see whether enough of the clients that were asked count for the round.
+
+        Uploads with NaN count as answers: asked again, their senders would answer the same."""
+        t = plan.round
+        for client, reason in sorted(result.refused.items()):
+            name = self._blamed(client, reason)
+            if client in result.doubtful or name is None:
+                continue
+            if self.quarantine.refuse(name, t, reason):
+                times = self.quarantine.offenders[name].refusals
+                self._trouble(f"round {t}: {name}: in quarantine after {times} refusals, until `coterie release`")
+        got, need = len(result.accepted) + len(result.nonfinite), min(self.patience.min_clients, len(self._asked))
+        if got >= need:
+            self._attempts = 0
+            self._go_on()
+            if self._judged is not None and (usual := self._judged.usual(result.accepted)):
+                self.quarantine.remember(t, usual)
+            return True
+        self._attempts += 1
+        for client, reason in result.left_out.items():
+            self._trouble(f"round {t}: {self._named(client, reason)}")
+        self._pause(f"round {t} is repeated: {got} of at least {need} clients count")
+        until = time.monotonic() + min(PAUSE_MOST, PAUSE * 2 ** (self._attempts - 1))
+        while time.monotonic() < until:
+            self._check_patience()
+            time.sleep(min(0.3, max(0.0, until - time.monotonic())))
+        return False
+
+    def _blamed(self, client: ClientId, reason: str) -> str | None:
+        """The sender of a refused answer: the device, or the edge whose whole answer was refused."""
+        entry = self.roster.entries.get(client)
+        if entry is None:
+            return None
+        return entry.edge if entry.edge is not None and reason.startswith(f"{entry.edge}: ") else entry.name
+
+    def _pause(self, why: str) -> None:
+        """Told once, however long it lasts; ends the run when the operator's patience is over."""
+        now = time.monotonic()
+        self._paused_at = self._paused_at or now
+        if not self.paused:
+            until = "" if math.isinf(self.patience.seconds) else f" for at most {self.patience.seconds:g} s"
+            self._trouble(f"paused, waiting{until}: {why}")
+        self.paused = self.presence.doing = why
+        self.seen(self)
+        self._check_patience()
+
+    def _check_patience(self) -> None:
+        if self.patience.stopped():
+            raise Interrupted
+        if self._paused_at is not None and time.monotonic() - self._paused_at > self.patience.seconds:
+            raise QuorumError(f"too few clients for {self.patience.seconds:g} s: {self.paused}")
+
+    def _go_on(self) -> None:
+        if self.paused:
+            log.info("enough clients are here, the run goes on")
+        self.paused, self._paused_at = "", None
+
     def keep(self, round: int, clients: Sequence[ClientId], left_out: Mapping[ClientId, str]) -> None:
         self._version[list(clients)] = round
         self._round = round
@@ -97,7 +176,7 @@ class FlowerRuntime(Runtime):
         for client, reason in left_out.items():
             self._trouble(f"round {round}: {self._named(client, reason)}")
             self._note_lost(round, "train", client, reason)
-            if not passing(reason):
+            if not passing(reason) and not self.quarantine.holds(self._name(client)):
                 self.presence.refused(self._name(client), round, reason)
 
     def save(self) -> Index:
@@ -110,12 +189,23 @@ class FlowerRuntime(Runtime):
         if index is not None and len(index.version) != len(self._version):
             raise CoterieError(f"the checkpoint has {len(index.version)} clients, the run has {len(self._version)}")
         self._version = torch.full_like(self._version, -1) if index is None else index.version.clone()
+        self.quarantine.go_back(int(self._version.max()))
 
     def forget(self, oldest_kept: int) -> None:
         """Devices keep as many versions as their operators allow, and say so when one is asked for that is gone."""
 
     def newcomers(self) -> Sequence[ClientId]:
         return self.roster.newcomers
+
+    def over(self) -> None:
+        """Tell devices and edges that the run has ended; one that is away now sees the next run."""
+        try:
+            untold = self._asking.over(self.link.nodes(), self.plan.run, self._round)
+        except CoterieError as e:
+            log.warning("devices were not told that the run has ended: %s", e)
+            return
+        for name, reason in sorted(untold.items()):
+            log.info("%s was not told that the run has ended: %s", name, reason)
 
     def close(self) -> None:
         self.seen(self)
@@ -136,7 +226,11 @@ class FlowerRuntime(Runtime):
     def _named(self, client: ClientId, reason: str) -> str:
         """The reason with the node's name before it."""
         name = self._name(client)
-        return reason if reason.startswith(name) else f"{name}: {reason}"
+        via = name.partition("/")[0]
+        return reason if reason.startswith((f"{name} ", f"{name}:", f"{via}:")) else f"{name}: {reason}"
+
+    def named(self, client: ClientId, reason: str) -> str:
+        return self._named(client, reason)
 
     @property
     def known_roles(self) -> Mapping[str, NodeRole]:
@@ -146,12 +240,16 @@ class FlowerRuntime(Runtime):
     @property
     def out(self) -> dict[str, str]:
         """Nodes that are not in the run, and why."""
-        return {name: reason for name, (reason, _) in self._refused.items()}
+        held = {name: f"in quarantine: {reason}" for name, reason in self.quarantine.out.items()}
+        return {**{name: reason for name, (reason, _) in self._refused.items()}, **held}
 
     # ---- who is here -------------------------------------------------------------------------------------------------
     def look(self) -> None:
         """Update the connected nodes, and send the plan to new ones."""
-        nodes, now = set(self.link.nodes()), time.monotonic()
+        nodes, now = self._connected(), time.monotonic()
+        for name in self.quarantine.released():
+            log.info("%s was released from quarantine", name)
+        nodes = {n for n in nodes if not self.quarantine.holds(n)}
         try:
             self._roles = self.roles()
         except CoterieError as e:
@@ -159,14 +257,30 @@ class FlowerRuntime(Runtime):
         edges = {n for n in nodes if self._roles.get(n, NodeRole()).is_edge}
         gone = {n for n in self._refused if n.partition("/")[0] not in nodes}
         self._refused = {n: r for n, r in self._refused.items() if n not in gone and now - r[1] < RETRY}
-        known = {entry.name for entry in self.roster.entries.values()}
+        known = {entry.name for entry in self.roster.entries.values()} - self._again
         self._hello(sorted(nodes - edges - known - self._refused.keys()))
         self._ask_edges(edges - self._refused.keys())
         behind = {name for devices in self.edges.values() for name in devices}
-        self.here = {c for c, entry in self.roster.entries.items() if entry.name in behind | (nodes - edges)}
+        self.here = {
+            c
+            for c, entry in self.roster.entries.items()
+            if entry.name in behind | (nodes - edges) and not self.quarantine.holds(entry.name)
+        }
         self._last_seen |= dict.fromkeys(self.here, now)
         self.presence.here(nodes, {e: set(devices) for e, devices in self.edges.items()})
         self.seen(self)
+
+    def _connected(self) -> set[str]:
+        """Nodes of the SuperLink; nobody while it does not answer, which is waited for like absent devices."""
+        try:
+            found = set(self.link.nodes())
+            self._away = False
+        except UnreachableError as e:
+            if not self._away:
+                self._trouble(f"{e}; waiting for it")
+            self._away = True
+            return set()
+        return found
 
     def _waiting(self, connected: Collection[str], asked: Collection[str]) -> None:
         """Told by the link while a round waits for answers: nothing but the status file depends on it."""
@@ -184,6 +298,7 @@ class FlowerRuntime(Runtime):
         self._refuse_all(errors)
 
     def _admit(self, name: str, hello: Hello) -> None:
+        self._again.discard(name)
         try:
             log.info("%s is client %s", name, self.roster.admit(name, hello).client)
             self._told.pop(name, None)
@@ -218,7 +333,7 @@ class FlowerRuntime(Runtime):
             except CoterieError as e:
                 self._refuse(edge, str(e))
                 continue
-            known = {entry.name for entry in self.roster.entries.values()}
+            known = {entry.name for entry in self.roster.entries.values()} - self._again
             for name, hello in found.hellos.items():
                 if name not in known and name not in self._refused:
                     self._admit(name, hello)
@@ -228,13 +343,12 @@ class FlowerRuntime(Runtime):
         self._refuse_all(errors)
 
     def _gather(self) -> None:
-        """Wait for enough clients; a resumed run waits for those it had, later rounds for recently connected ones."""
-        until = time.monotonic() + self.patience.deadline
+        """Wait for enough clients, before every round; a resumed run also waits for those it had, for a moment."""
         if not self.begun:
             log.info("waiting for %s clients", self.patience.min_clients)
+        since = time.monotonic()
         while True:
-            if self.patience.stopped():
-                raise Interrupted
+            self._check_patience()
             self.presence.doing, self.presence.waiting_for = self._missing()
             self.look()
             if self.patience.clients and self._refused:
@@ -242,10 +356,15 @@ class FlowerRuntime(Runtime):
             here, now = sum(c < self.roster.places for c in self.here), time.monotonic()
             soon = any(now - t < MOMENT for c, t in self._last_seen.items() if c not in self.here)
             enough = here >= self.patience.min_clients and self.patience.clients <= self.here
-            if (enough and (self.begun or not soon)) or (self.begun and ((here and not soon) or now > until)):
+            if enough and (self.begun or not soon):
                 break
+            if self.begun and not soon:
+                self._paused_at = self._paused_at or since
+                self._pause(f"{here} of at least {self.patience.min_clients} clients are connected")
             time.sleep(0.3)
         self.begun = True
+        if not self._attempts:
+            self._go_on()
         self.presence.doing, self.presence.waiting_for = "", []
 
     def _missing(self) -> tuple[str, list[str]]:
@@ -257,7 +376,7 @@ class FlowerRuntime(Runtime):
             for name, c in sorted(self.roster.numbers.items())
             if c not in self.here and (not self.begun or self._last_seen.get(c, recent) > recent)
         ]
-        if not self.begun and here < least:
+        if here < least:
             return f"{here} of {least} clients are here", known
         return "before the next round", known
 
@@ -265,18 +384,21 @@ class FlowerRuntime(Runtime):
     def train(self, requests: Sequence[TrainRequest]) -> Replies[TrainAnswer]:
         self._gather()
         found = self._ask("train", requests)
-        return cast(dict[ClientId, TrainAnswer], found.answers), found.missing
+        return cast(dict[ClientId, TrainAnswer], found.answers), {**found.missing, **found.refused}
 
     def score(self, requests: Sequence[ScoreRequest]) -> Replies[ScoreAnswer]:
         found = self._ask("score", requests)
-        for client, reason in found.missing.items():
+        missing = {**found.missing, **found.refused}
+        for client, reason in missing.items():
             self._trouble(f"after round {self._round}: {self._named(client, reason)}")
             self._note_lost(self._round + 1, "score", client, reason)
-        return cast(dict[ClientId, ScoreAnswer], found.answers), found.missing
+        return cast(dict[ClientId, ScoreAnswer], found.answers), missing
 
     def run(self, plan: RoundPlan) -> RoundAnswers:
         """An edge whose clients are all behind one node is relayed and merged there, every other one here."""
         self._gather()
+        asked = {r.client for r in plan.direct} | {r.client for task in plan.edges for r in task.requests}
+        self._asked = asked & self.here
         tier = Tier(self.method)
         there: list[tuple[str, MergeRequest]] = []
         absent = {r.client for task in plan.edges for r in task.requests} - self.here
@@ -289,13 +411,25 @@ class FlowerRuntime(Runtime):
                 tier.relay(task)
         found = self._ask("train", [*plan.direct, *tier.requests], there)
         trained = cast(dict[ClientId, TrainAnswer], found.answers)
+        requests = [r for r in (*plan.direct, *tier.requests) if r.client in trained and trained[r.client].upload]
+        judged = judge(requests, trained, self.patience.norm_bound, self.quarantine.memory)
+        self._judged = judged
+        found.refused |= judged.refused
+        trained = {i: a for i, a in trained.items() if i not in judged.refused}
         merged = {**found.merged, **tier.merge(trained)}
         missing = {**{i: self._absent(i) for i in absent}, **found.missing, **tier.missing}
         trained = {i: a for i, a in trained.items() if i not in missing}
-        return RoundAnswers(trained, merged, {i: self._named(i, why) for i, why in missing.items()})
+        return RoundAnswers(
+            trained,
+            merged,
+            {i: self._named(i, why) for i, why in missing.items()},
+            {i: self._named(i, why) for i, why in found.refused.items()},
+        )
 
     def _absent(self, client: ClientId) -> str:
         entry = self.roster.entries.get(client)
+        if entry is not None and self.quarantine.holds(entry.name):
+            return f"{entry.name}: it is in quarantine"
         return f"client {client} is not connected" if entry is None else f"{entry.name} is not connected"
 
     # ---- the way there and back --------------------------------------------------------------------------------------
@@ -328,6 +462,7 @@ class FlowerRuntime(Runtime):
                 {i: self._base(i) for i in ids},
                 tuple(passed.get(node, ())),
                 tuple(merges.get(node, ())),
+                self.patience.norm_bound,
             )
         round = next((r.round for many in asked.values() for r in many), 0)
         self.presence.doing = f"round {round}: training" if kind == "train" else f"after round {self._round}: scoring"
@@ -343,12 +478,12 @@ class FlowerRuntime(Runtime):
                 continue
             try:
                 if isinstance(job, EdgeJob):
-                    self._take(found, asked[node], job, check(replies[node], EdgeAnswer))
+                    self._take(found, node, asked[node], job, check(replies[node], EdgeAnswer))
                 else:
                     (r,) = asked[node]
                     found.answers[r.client] = self._checked(replies[node], r)
             except CoterieError as e:
-                found.missing |= {r.client: f"{node}: {e}" for r in asked[node]}
+                found.refused |= {r.client: f"{node}: {e}" for r in asked[node]}
         self._asking.traffic.clear()
         self.presence.doing, self.presence.waiting_for = "", []
         return found
@@ -357,7 +492,12 @@ class FlowerRuntime(Runtime):
         return int(self._version[client]) if client < len(self._version) else -1
 
     def _checked(self, answer: Answer, request: Request) -> Answer:
-        return check_answer(answer, request, self.roster.entries[request.client].samples, self.method.ctx.task)
+        entry = self.roster.entries[request.client]
+        try:
+            return check_answer(answer, request, entry.samples, self.method.ctx.task)
+        except SamplesError:
+            self._again.add(entry.name)
+            raise
 
     def _room(self, job: Job) -> int:
         """Bytes that the answer may have; nobody knows how large the state of an edge may get."""
@@ -367,19 +507,20 @@ class FlowerRuntime(Runtime):
         state = (room(self.method, ["edge_up", "up", "down"]) + T.nbytes(self.method.ctx.w0)) * 4
         return each * len(job.names) + sum(state * (1 + len(task.edge.clients)) for task in job.merges)
 
-    def _take(self, found: _Found, asked: Sequence[Request], job: EdgeJob, answer: EdgeAnswer) -> None:
+    def _take(self, found: _Found, node: str, asked: Sequence[Request], job: EdgeJob, answer: EdgeAnswer) -> None:
         """An edge's answers for its devices. It may answer only for those it was asked about."""
         self.wire.count("device-edge", check_wire(answer.wire))
         requests = {r.client: r for r in asked}
         answers: dict[ClientId, Answer] = {}
         missing = {i: sentence(why) for i, why in answer.missing.items() if i in requests}
+        refused = {i: sentence(why) for i, why in answer.refused.items() if i in requests and i not in missing}
         for a in answer.answers:
-            if a.client not in requests or a.client in answers or a.client in missing:
+            if a.client not in requests or a.client in answers or a.client in missing or a.client in refused:
                 raise CoterieError(f"it answers for client {a.client}, who was not asked, or twice")
             try:
                 answers[a.client] = self._checked(a, requests[a.client])
             except CoterieError as e:
-                missing[a.client] = str(e)
+                refused[a.client] = str(e)
         done = {m.edge: m for m in answer.merged}
         for task in job.merges:
             trained = {r.client: answers[r.client] for r in task.requests if r.client in answers}
@@ -391,7 +532,8 @@ class FlowerRuntime(Runtime):
                 refused = {i: sentence(why) for i, why in checked.refused.items()}
                 found.merged[task.edge.id] = replace(checked, refused=refused)
             except CoterieError as e:
-                missing |= dict.fromkeys(trained, f"edge {task.edge.id}: {e}")
-        missing |= {i: "it gave no answer" for i in requests if i not in answers and i not in missing}
-        found.answers |= {i: a for i, a in answers.items() if i not in missing}
+                refused |= dict.fromkeys(trained, f"{node}: edge {task.edge.id}: {e}")
+        missing |= {i: "it gave no answer" for i in requests if i not in {*answers, *missing, *refused}}
+        found.answers |= {i: a for i, a in answers.items() if i not in missing and i not in refused}
+        found.refused |= {i: self._named(i, why) for i, why in refused.items()}
         found.missing |= {i: self._named(i, why) for i, why in missing.items()}

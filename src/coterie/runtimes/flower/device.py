@@ -5,7 +5,8 @@ An answer never holds state: what leaves is the method's upload, its numbers, an
 
 import json
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from coterie import codec
 from coterie.data.sources import load
 from coterie.disk import write_atomic
 from coterie.errors import CoterieError
-from coterie.messages import Job, Remote, TrainAnswer, TrainRequest, check
+from coterie.messages import Job, Remote, Score, TrainAnswer, TrainRequest, check
 from coterie.method import ClientId, State
 from coterie.personal import as_module, described, in_use, write
 from coterie.runtimes.flower.allow import Allow, Spent
@@ -22,12 +23,13 @@ from coterie.runtimes.flower.arrivals import check_request
 from coterie.runtimes.flower.audit import NAME as AUDIT
 from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.contents import of_answer, of_request, total
-from coterie.runtimes.flower.messages import Answer, Common, DeviceJob, Hello, PlanText, joined
+from coterie.runtimes.flower.messages import Answer, Common, DeviceJob, Hello, PlanText, RunOver, joined
 from coterie.runtimes.flower.plan import RUN, Plan
 from coterie.runtimes.flower.states import KEEP, States, lock
 from coterie.schema import NonFiniteError, weight
 from coterie.session import Session
 
+LINGER = 2.0  # seconds in which the last answer of a node goes
 NO_PLAN = "this node has no plan of this run"  # the cloud then says hello again
 log = logging.getLogger("coterie.device")
 
@@ -42,7 +44,9 @@ class DeviceHandler:
     data_dir: Path | None = None
     allow: Allow = field(default_factory=Allow)
     keep: int = KEEP  # versions of its state
+    stay: bool = False  # wait for the next run when one has ended
     peer: str = "cloud"  # who asks: the address of the cloud or the edge
+    ended: Callable[[], None] = lambda: None  # called when a run has ended and there is nothing to wait for
     _plan: Plan | None = None
     _session: Session | None = field(default=None, repr=False)
 
@@ -61,6 +65,8 @@ class DeviceHandler:
         asked = codec.unpack(own)
         if kind == "hello":
             return codec.pack(self.hello(check(asked, PlanText).text))
+        if kind == "over":
+            return codec.pack(self.over(check(asked, RunOver)))
         common = Common() if shared is None else check(codec.unpack(shared), Common)
         return codec.pack(self.answer(kind, round, joined(common, check(asked, DeviceJob))))
 
@@ -104,6 +110,17 @@ class DeviceHandler:
         entries = {name: weight(v.numel(), v.dtype) for name, v in upload.items()}
         self._audit.write(Line(run, round, kind, "out", self.peer, sizes, entries))
 
+    def over(self, told: RunOver) -> RunOver:
+        """The cloud says that the run has ended."""
+        self.session(told.run)  # another one's end is none of ours
+        model = self._folder(told.run) / "model.safetensors"
+        where = f"; the personal model is {model}" if model.exists() else ""
+        then = "waiting for the next run" if self.stay else "nothing more to do here"
+        log.info("run %s has ended after %s rounds%s; %s", told.run[:8], told.rounds, where, then)
+        if not self.stay:
+            self.ended()
+        return told
+
     # ---- what the run is ---------------------------------------------------------------------------------------------
     def hello(self, text: str) -> Hello:
         with self._noting_refusal("", 0, "hello"):
@@ -112,7 +129,10 @@ class DeviceHandler:
             if self._offered != text:
                 self._audit.write(Line(plan.run, 0, "hello", "in", self.peer, about=plan.summary))
                 self._offered = text
+            before = self._plan
             session = self._open(plan)
+            if before is not None and before.run != plan.run:
+                log.info("run %s was replaced by run %s", before.run[:8], plan.run[:8])
             self._refused = ""
             write_atomic(self._folder(plan.run) / "plan.json", text.encode())
             place = self._place(plan.run)
@@ -165,10 +185,22 @@ class DeviceHandler:
             with suppress(NonFiniteError):  # its training diverged: the round says so and leaves it out
                 session.method.schema("up").check(done.answer.upload, "the upload made here")
             states.write(request.round, _held(done.state), job.base)
+            self._show(session, f"round {request.round} of {session.settings.rounds}: trained", done.answer.after)
             return done.answer
         answer = session.clients().score([mine])[0]
         self._keep_model(session, job.run, mine)
+        scored = answer.scores.get("personal/test")
+        self._show(session, f"after round {request.round - 1} of {session.settings.rounds}: personal model", scored)
         return answer
+
+    def _show(self, session: Session, what: str, score: Score | None) -> None:
+        """Progress, with the device's own score where there is one."""
+        task = session.method.ctx.task
+        if score is not None:
+            found = task.measured({k: v[None].numpy() for k, v in score.counts.items()})
+            value = float(found[task.metric.name][0])
+            what = f"{what}, {task.metric.name} {task.metric.text(value)} on its own test data"
+        log.info("%s", what)
 
     def _keep_model(self, session: Session, run: str, job: Job) -> None:
         """The personal model as a file of its own beside the state, for use on this device."""
@@ -181,12 +213,25 @@ class DeviceHandler:
 
 
 def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler) -> None:
-    """Answer the cloud until told to stop (SIGTERM, Ctrl-C)."""
+    """Answer the cloud until the run has ended, or told to stop (SIGTERM, Ctrl-C)."""
     from coterie.runtimes.flower.transport import Node
 
     load(handler.data, handler.data_dir)  # a wrong name is found now, not when the cloud first asks
     handler.peer = cloud
-    Node(cloud, ca, key, handler.handle).stop_on_signals().run()
+    node = Node(cloud, ca, key, handler.handle)
+    handler.ended = leaving(node.stopping)
+    node.stop_on_signals().run()
+
+
+def leaving(stopping: threading.Event) -> Callable[[], None]:
+    """Stops a node a moment later, when its last answer has gone."""
+
+    def leave() -> None:
+        timer = threading.Timer(LINGER, stopping.set)
+        timer.daemon = True
+        timer.start()
+
+    return leave
 
 
 def _held(state: State | Remote) -> State:

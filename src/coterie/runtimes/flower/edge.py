@@ -6,23 +6,24 @@ answer, so an edge that dies loses nothing.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast, get_args
 
 from coterie import codec
+from coterie.bounds import Memory, judge
 from coterie.errors import CoterieError
 from coterie.messages import TrainAnswer, check
 from coterie.method import ClientId, Method
 from coterie.runtimes.flower.allow import Allow
-from coterie.runtimes.flower.arrivals import check_answer, check_request, check_task, room
+from coterie.runtimes.flower.arrivals import SamplesError, check_answer, check_request, check_task, room
 from coterie.runtimes.flower.asking import Asking, Link, lost, passing
 from coterie.runtimes.flower.audit import NAME as AUDIT
 from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.certs import Certs
 from coterie.runtimes.flower.contents import of_job, of_reply
-from coterie.runtimes.flower.device import NO_PLAN
+from coterie.runtimes.flower.device import NO_PLAN, leaving
 from coterie.runtimes.flower.messages import (
     Answer,
     Attached,
@@ -34,6 +35,7 @@ from coterie.runtimes.flower.messages import (
     Kind,
     PlanText,
     Request,
+    RunOver,
     WireBytes,
     joined,
 )
@@ -55,6 +57,7 @@ class Current:
     asking: Asking
     hellos: dict[str, Hello] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)  # how large uploads usually are
 
 
 @dataclass
@@ -65,6 +68,8 @@ class EdgeHandler:
     allow: Allow = field(default_factory=Allow)
     audit: AuditLog | None = None
     peer: str = "cloud"
+    stay: bool = False  # wait for the next run when one has ended
+    ended: Callable[[], None] = lambda: None  # called when a run has ended and there is nothing to wait for
     _refused: str = ""  # why the latest plan was; it is offered again and again
     _current: Current | None = None
 
@@ -72,6 +77,8 @@ class EdgeHandler:
         asked = codec.unpack(own)
         if kind == "hello":
             return codec.pack(self.hello(check(asked, PlanText).text))
+        if kind == "over":
+            return codec.pack(self.over(check(asked, RunOver)))
         common = Common() if shared is None else check(codec.unpack(shared), Common)
         job = joined(common, check(asked, EdgeJob))
         if kind not in get_args(Kind):
@@ -117,6 +124,17 @@ class EdgeHandler:
         if self.audit is not None:
             self.audit.write(*lines)
 
+    def over(self, told: RunOver) -> RunOver:
+        """The cloud says that the run has ended; the devices here are told."""
+        now = self._current
+        if now is None or now.plan.run != told.run:
+            raise CoterieError(NO_PLAN)
+        now.asking.over(self.link.nodes(), told.run, told.rounds)
+        log.info("run %s has ended after %s rounds", told.run[:8], told.rounds)
+        if not self.stay:
+            self.ended()
+        return told
+
     def answer(self, kind: Kind, round: int, job: EdgeJob) -> EdgeAnswer:
         now = self._current
         if now is None or now.plan.run != job.run:
@@ -134,8 +152,14 @@ class EdgeHandler:
         for task in job.merges:
             check_task(now.method, task, job.names)
             tier.relay(task)
-        answers, silent = self._ask(now, kind, round, job, [*requests, *tier.requests])
-        merged = tier.merge({i: a for i, a in answers.items() if isinstance(a, TrainAnswer)})
+        answers, silent, refused = self._ask(now, kind, round, job, [*requests, *tier.requests])
+        trained = {i: a for i, a in answers.items() if isinstance(a, TrainAnswer)}
+        judged = judge(tier.requests, trained, job.norm_bound, now.memory)  # the cloud sees the other uploads itself
+        refused |= judged.refused
+        answers = {i: a for i, a in answers.items() if i not in refused}
+        merged = tier.merge({i: a for i, a in trained.items() if i not in refused})
+        if usual := judged.usual(i for m in merged.values() for i in m.senders):
+            now.memory.add(round, usual)
         missing |= {**silent, **tier.missing}
         held = {r.client for r in tier.requests}  # their uploads end here
         kept = tuple(
@@ -144,20 +168,23 @@ class EdgeHandler:
             if i not in missing
         )
         traffic, now.asking.traffic = now.asking.traffic, []
-        made = EdgeAnswer(kept, missing, tuple(merged.values()), _total(traffic))
-        self._note(*(lost(job.run, round, kind, job.names[i], why) for i, why in sorted(missing.items())))
+        made = EdgeAnswer(kept, missing, tuple(merged.values()), _total(traffic), refused)
+        self._note(
+            *(lost(job.run, round, kind, job.names[i], why) for i, why in sorted({**missing, **refused}.items()))
+        )
         self._note(Line(job.run, round, kind, "out", self.peer, of_reply(now.method, made)))
         return made
 
     def _ask(
         self, now: Current, kind: Kind, round: int, job: EdgeJob, requests: Sequence[Request]
-    ) -> tuple[dict[ClientId, Answer], dict[ClientId, str]]:
-        """The answers of devices, all asked at once, and why others gave none."""
+    ) -> tuple[dict[ClientId, Answer], dict[ClientId, str], dict[ClientId, str]]:
+        """The answers of devices, all asked at once, why others gave none, and why those of others are refused."""
         jobs = {job.names[r.client]: DeviceJob(job.run, job.base[r.client], r) for r in requests}
         seconds, largest = PATIENCE * job.deadline, room(now.method, ["up"])
         replies, errors = now.asking.jobs(jobs, kind, round, seconds, largest)
         answers: dict[ClientId, Answer] = {}
         missing: dict[ClientId, str] = {}
+        refused: dict[ClientId, str] = {}
         for r in requests:
             name = job.names[r.client]
             if name in errors:
@@ -167,8 +194,10 @@ class EdgeHandler:
                 known = now.hellos[name].samples if name in now.hellos else 0
                 answers[r.client] = check_answer(replies[name], r, known, now.method.ctx.task)
             except CoterieError as e:
-                missing[r.client] = str(e)
-        return answers, missing
+                refused[r.client] = str(e)
+                if isinstance(e, SamplesError):
+                    now.hellos.pop(name, None)  # it may have other data now, and says hello again
+        return answers, missing, refused
 
 
 def _total(traffic: Iterable[tuple[str, WireBytes]]) -> WireBytes:
@@ -177,9 +206,20 @@ def _total(traffic: Iterable[tuple[str, WireBytes]]) -> WireBytes:
 
 
 def bridge(
-    up: str, ca: Path, key: Path, host: str, port: int, certs: Path, state: Path, allow: Allow,
+    up: str,
+    ca: Path,
+    key: Path,
+    host: str,
+    port: int,
+    certs: Path,
+    state: Path,
+    allow: Allow,
     transport: str = TRANSPORTS[0],
-) -> None:  # fmt: skip
-    """Be an edge until told to stop."""
+    stay: bool = False,
+) -> None:
+    """Be an edge until the run has ended, or told to stop."""
     with listening(Certs(certs), state, host, port, transport) as link:
-        Node(up, ca, key, EdgeHandler(link, allow, AuditLog(state / AUDIT), up).handle).stop_on_signals().run()
+        handler = EdgeHandler(link, allow, AuditLog(state / AUDIT), up, stay)
+        node = Node(up, ca, key, handler.handle)
+        handler.ended = leaving(node.stopping)
+        node.stop_on_signals().run()

@@ -17,6 +17,7 @@ from coterie.runtimes.flower.serve import CloudSettings, check_possible, open_cl
 from coterie.runtimes.flower.transport import use_flower
 from coterie.session import Session
 
+WAIT = 600.0  # seconds that rounds are repeated in which no device answers
 DAY = 86_400.0  # seconds; devices of this machine that die are started again, so nobody waits for nothing
 
 
@@ -48,7 +49,7 @@ def open_here(session: Session, folder: Path, stopped: Callable[[], bool]) -> It
         return stopped()
 
     use_flower(home / "flwr")
-    patience = Patience(1, DAY, over, frozenset(clients))
+    patience = Patience(1, DAY, over, frozenset(clients), WAIT, norm_bound=0.0, quarantine_after=0)
     with open_cloud(session, cloud, home, patience) as runtime, parties:
         yield runtime
 

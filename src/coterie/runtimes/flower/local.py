@@ -29,8 +29,9 @@ class Local(Parties):
         data_dir: Path | None = None,
         late: tuple[int, ...] = (),
         transport: str = TRANSPORTS[0],
+        more: tuple[str, ...] = (),  # options of the cloud
     ):
-        self.deadline, self.min_clients = deadline, min_clients
+        self.deadline, self.min_clients, self.more = deadline, min_clients, more
         self.given = {"clients": devices, **(given or {})}
         self.settings = settings(method=method, **self.given)  # a mistake is found before anything starts
         code = self.settings.model
@@ -53,7 +54,7 @@ class Local(Parties):
         where = ["--certs", str(self.certs("cloud").root), "--host", "127.0.0.1", "--port", str(self.ports["cloud"])]
         wait = ["--min-clients", str(self.min_clients or self.devices), "--deadline", str(self.deadline),
                 "--transport", self.transport]  # fmt: skip
-        return ["serve", self.method, *where, *wait, "--out", str(self.out), *self._data_dir(), *sets]
+        return ["serve", self.method, *where, *wait, *self.more, "--out", str(self.out), *self._data_dir(), *sets]
 
     def model(self, device: int) -> Path:
         """The newest personal model of a device."""

@@ -1,7 +1,8 @@
 """What travels between the hosts of a federation, as frozen dataclasses; codec.py alone turns them into bytes.
 
 Kinds of messages: `hello` (a PlanText, answered by a device's Hello or an edge's Attached), `train` and `score` (a
-DeviceJob or an EdgeJob, with what all of them have in common in a part that crosses to the SuperLink once).
+DeviceJob or an EdgeJob, with what all of them have in common in a part that crosses to the SuperLink once), and `over`
+(a RunOver, which is sent back).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,15 @@ class Attached:
     refused: Mapping[str, str]  # with the reason
 
 
+@register
+@dataclass(frozen=True)
+class RunOver:
+    """The run has done all its rounds."""
+
+    run: str
+    rounds: int
+
+
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 @register
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ class EdgeJob:
     base: Mapping[ClientId, int]
     requests: tuple[Request, ...]
     merges: tuple[MergeRequest, ...]
+    norm_bound: float = 0.0  # times the usual size of an upload; 0: no bound
 
 
 @register
@@ -94,6 +105,7 @@ class EdgeAnswer:
     missing: Mapping[ClientId, str]
     merged: tuple[MergeAnswer, ...]
     wire: WireBytes
+    refused: Mapping[ClientId, str] = field(default_factory=dict)  # answers of devices that were refused here
 
 
 Job = DeviceJob | EdgeJob

@@ -37,6 +37,7 @@ class Parties:
     data_dir: Path | None = None
     late: tuple[int, ...] = ()  # devices that are not started at first
     transport: str = TRANSPORTS[0]
+    stay: bool = False  # do devices and edges wait for another run when one has ended?
     children: dict[str, Child] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,6 +115,7 @@ class Parties:
             "--transport",
             self.transport,
             *self._allow(),
+            *self._stay(),
         ]
 
     def _device(self, i: int) -> list[str]:
@@ -121,7 +123,10 @@ class Parties:
         files = self.certs(server)
         up = ["--cloud", f"127.0.0.1:{self.ports[server]}", "--ca", str(files.ca)]
         who = ["--key", str(files.key(f"device-{i}")), "--client", str(i), "--state", str(self.state(i))]
-        return ["join", *up, *who, "--data", self.data, *self._data_dir(), *self._allow()]
+        return ["join", *up, *who, "--data", self.data, *self._data_dir(), *self._allow(), *self._stay()]
+
+    def _stay(self) -> list[str]:
+        return ["--stay"] if self.stay else []
 
     def _allow(self) -> list[str]:
         """On one machine the operator of all parties is who named method and model."""
@@ -149,6 +154,7 @@ class Parties:
 class Tended(Parties):
     """Processes that are started again when they die."""
 
+    stay: bool = True
     broken: str = ""  # why one of them cannot be kept alive
     _over: threading.Event = field(default_factory=threading.Event)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from coterie.errors import CoterieError
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 def check_protocol(plan: Any) -> None:

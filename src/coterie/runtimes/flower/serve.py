@@ -2,10 +2,13 @@
 
 import json
 import logging
+import math
 import os
+import platform
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -46,6 +49,9 @@ class CloudSettings:
     run: str = ""
     keep: int = 10  # checkpoints
     transport: str = TRANSPORTS[0]
+    patience: float | None = 3600.0  # seconds that a run below its quorum waits; None: for ever
+    norm_bound: float = 50.0  # times the usual size of an upload; 0: no bound
+    quarantine_after: int = 3  # refusals of one sender; 0: never
 
 
 def open_session(settings: RunSettings, cloud: CloudSettings) -> Session:
@@ -53,14 +59,24 @@ def open_session(settings: RunSettings, cloud: CloudSettings) -> Session:
     check_possible(settings)
     engine = Engine(runtime="flower", data_dir=Path(cloud.data_dir) if cloud.data_dir else None, keep=cloud.keep)
     if not cloud.shape:
-        return prepare(settings, engine)
+        session = prepare(settings, engine)
+        check_quorum(cloud.min_clients, len(session.method.ctx.clients))
+        return session
     task, n = settings.task or "classification", cloud.classes
     names = tuple(map(str, range(n))) if task in ("classification", "binary", "multilabel") else ()
     targets = 2 if task == "survival" else max(1, n)
     like = example(cloud.shape, names, "float32", None, None, None, task, targets)
     places = settings.federation.clients or cloud.min_clients
+    check_quorum(cloud.min_clients, places)
     made = OwnData(like, settings.federation, settings.seed, places)
     return bind(settings, engine, build(settings.method, settings.settings), made)
+
+
+def check_quorum(min_clients: int, places: int) -> None:
+    if min_clients > places:
+        raise CoterieError(
+            f"min_clients = {min_clients} can never be reached: there are {places} places (clients = {places})"
+        )
 
 
 def check_possible(settings: RunSettings) -> None:
@@ -110,23 +126,45 @@ def serve(
     status = StatusFile(out / "status.json", session)
 
     def opened(session: Session, folder: Path, stopped: Callable[[], bool]) -> AbstractContextManager[Runtime]:
-        return open_cloud(session, cloud, folder, Patience(cloud.min_clients, cloud.deadline, stopped), status.seen)
+        seconds = math.inf if cloud.patience is None else cloud.patience
+        patience = Patience(
+            cloud.min_clients, cloud.deadline, stopped, seconds=seconds, norm_bound=cloud.norm_bound,
+            quarantine_after=cloud.quarantine_after,
+        )  # fmt: skip
+        return open_cloud(session, cloud, folder, patience, status.seen)
 
     def told(p: Progress) -> None:
         status.told(p)
         tell(p)
 
-    state = "failed"
+    state, reason = "failed", "the cloud's program was ended"
     try:
         ended = execute(
             session, out, resume=resume, tell=told, say=log.warning, stopped=stopped, opened=opened,
             from_round=from_round,
         )  # fmt: skip
-        state = "ended" if ended else "stopped"
+        state, reason = "ended" if ended else "stopped", ""
+    except CoterieError as e:
+        reason = str(e)
+        if e.__cause__ is not None:
+            _note(out, e)
+        raise
+    except Exception as e:
+        where = _note(out, e)
+        reason = f"the run failed: {type(e).__name__}: {e}; the traceback is in {where}"
+        raise CoterieError(reason) from e
     finally:
         with suppress(OSError):  # what has been written before stands
-            status.end(state)
+            status.end(state, reason)
     return ended
+
+
+def _note(out: Path, error: Exception) -> Path:
+    """Tracebacks are for a file, sentences for the screen."""
+    path = out / "failure.log"
+    with suppress(OSError), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as f:
+        f.write(time.strftime("%Y-%m-%d %H:%M:%S\n") + "".join(traceback.format_exception(error)) + "\n")
+    return path
 
 
 class StatusFile:
@@ -134,7 +172,7 @@ class StatusFile:
 
     def __init__(self, path: Path, session: Session):
         self.path, self.session = path, session
-        self._state = "waiting"
+        self._state, self._reason = "waiting", ""
         self._runtime: FlowerRuntime | None = None
         self._last = Progress(0, session.settings.rounds, None, 0.0)
         self._found: dict[str, Any] = {}
@@ -143,39 +181,49 @@ class StatusFile:
 
     def seen(self, runtime: FlowerRuntime) -> None:
         self._runtime = runtime
-        if runtime.begun:
-            self._state = "running"
+        self._state = "paused" if runtime.paused else "running" if runtime.begun else "waiting"
+        self._reason = runtime.paused
         self._write(runtime)
 
     def told(self, progress: Progress) -> None:
         value = self._last.value if progress.value is None else progress.value
         self._last = replace(progress, value=value)
 
-    def end(self, state: str) -> None:
+    def end(self, state: str, reason: str = "") -> None:
         self._over.set()
-        self._state = state
+        self._state, self._reason = state, reason
         if self._runtime is not None:
             self._runtime.presence.doing, self._runtime.presence.waiting_for = "", []
             self._write(self._runtime)
+            return
+        with self._lock:  # it failed before it could ask anybody
+            self._found = {**self._about(), "places": 0, "clients": {}, "nodes": {}, "edges": {}, "wire": {}}
+            self._put()
 
     def _write(self, runtime: FlowerRuntime) -> None:
         last = self._last
         found = {
-            "state": self._state, "method": self.session.method.card.title, "round": last.round, "rounds": last.rounds,
-            "metric": last.metric.name, "value": last.value, "text": last.text,
-            "seconds": round(last.seconds, 3), "places": runtime.roster.places,
-            "pid": os.getpid(),
+            **self._about(), "places": runtime.roster.places, "min_clients": runtime.patience.min_clients,
             "clients": {
                 str(c): {"name": entry.name, "via": entry.via, "connected": c in runtime.here}
                 for c, entry in sorted(runtime.roster.entries.items())
             },
             "nodes": self._nodes(runtime), "doing": runtime.presence.doing, "waiting_for": runtime.presence.waiting_for,
             "edges": runtime.edges, "wire": runtime.wire.totals, "ledger": _sums(last.bytes),
-            "errors": runtime.errors, "time": time.time(),
+            "errors": runtime.errors, "quarantine": runtime.quarantine.out,
         }  # fmt: skip
         with self._lock:
             self._found = found
             self._put()
+
+    def _about(self) -> dict[str, Any]:
+        last = self._last
+        return {
+            "state": self._state, "reason": self._reason, "method": self.session.method.card.title,
+            "round": last.round, "rounds": last.rounds, "metric": last.metric.name, "value": last.value,
+            "text": last.text, "seconds": round(last.seconds, 3), "pid": os.getpid(), "host": platform.node(),
+            "errors": [], "ledger": {}, "doing": "", "waiting_for": [], "time": time.time(),
+        }  # fmt: skip
 
     def _put(self) -> None:
         text = json.dumps({**self._found, "heartbeat": time.time()}, indent=1)

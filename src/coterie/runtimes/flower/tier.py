@@ -1,10 +1,11 @@
 """Edges relayed and merged on this host, cloud or edge; an error in one edge's part of a round is that edge's alone."""
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
+from coterie.containment import contain
 from coterie.edges import EdgeMethod
 from coterie.exchange import merge, relay
 from coterie.messages import Bytes, MergeAnswer, MergeRequest, TrainAnswer, TrainRequest
@@ -36,10 +37,31 @@ class Tier:
         for task, down in self._tasks:
             answers = [trained[r.client] for r in task.requests if r.client in trained]
             try:
-                merged[task.edge.id] = merge(cast(EdgeMethod, self.method), task, answers, down)
+                merged[task.edge.id] = self._merge(task, answers, down)
             except Exception as e:
                 self._failed("merged", task, (a.client for a in answers), e)
         return merged
+
+    def _merge(self, task: MergeRequest, answers: Sequence[TrainAnswer], down: Bytes) -> MergeAnswer:
+        """Without the senders whose uploads make it fail."""
+
+        def compute(left_out: frozenset[ClientId]) -> MergeAnswer:
+            kept = [a for a in answers if a.client not in left_out]
+            return merge(cast(EdgeMethod, self.method), task, kept, down)
+
+        found = contain([frozenset({a.client}) for a in answers], compute)
+        if not found.left_out:
+            return found.result
+        e = found.error
+        log.error("edge %s could be merged only without some clients", task.edge.id, exc_info=e)
+        reason = f"edge {task.edge.id} could not be merged with the upload: {type(e).__name__}: {e}"
+        culprits = dict.fromkeys(sorted(frozenset[ClientId]().union(*found.left_out)), " ".join(reason[:400].split()))
+        if len(answers) == len(culprits):  # nobody is left to tell the sender from the method
+            raise e or RuntimeError(reason)
+        if not found.certain:  # they lose the round, and nobody is blamed
+            self.missing |= culprits
+            return found.result
+        return replace(found.result, refused={**found.result.refused, **culprits})
 
     def _failed(self, what: str, task: MergeRequest, clients: Iterable[ClientId], error: Exception) -> None:
         log.error("edge %s could not be %s", task.edge.id, what, exc_info=error)
