@@ -2,6 +2,7 @@
 
 import ssl
 import stat
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,62 @@ def test_a_damaged_key_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "x.key").write_text("nonsense")
     with pytest.raises(CoterieError, match="not an OpenSSH private key"):
         certs.load_key(tmp_path / "x.key")
+
+
+def test_a_new_certificate_is_for_the_hosts_of_the_old(tmp_path: Path) -> None:
+    found = certs.init(tmp_path / "c", ["a.example.org", "192.0.2.7"])
+    certs.renew(found.root)
+    handshake(found, found.ca, "a.example.org")
+    handshake(found, found.ca, "192.0.2.7")
+
+
+def test_an_expired_certificate_is_one_sentence(tmp_path: Path) -> None:
+    found = certs.init(tmp_path / "c", [], days=20)
+    (server, authority) = found.check_dates()
+    assert "server.crt expires on" in server and f"coterie certs renew {found.root} --ca" in authority
+    now = datetime.now(UTC)
+    for days, sentence in (
+        (21, rf"server\.crt expired on .* renew it with coterie certs renew {found.root}$"),
+        (-1, r"server\.crt holds only from .* clock right"),
+    ):
+        with pytest.raises(CoterieError, match=sentence):
+            found.check_dates(now + timedelta(days=days))
+    certs.renew(found.root)
+    assert len(found.check_dates()) == 1  # the authority's 20 days remain
+    with pytest.raises(CoterieError, match=rf"ca\.crt expired on .* certs renew {found.root} --ca$"):
+        found.check_dates(now + timedelta(days=21))
+
+
+def test_devices_with_either_authority_connect_until_the_new_one_takes_over(tmp_path: Path) -> None:
+    found = certs.init(tmp_path / "c", ["a.example.org"])
+    old = tmp_path / "old.crt"
+    old.write_bytes(found.ca.read_bytes())
+    certs.renew_ca(found.root, overlap=30)
+    new = tmp_path / "new.crt"
+    new.write_bytes(found.ca.read_bytes())
+    for trusted in (old, new):
+        handshake(found, trusted, "a.example.org")
+    for command in (lambda: certs.renew(found.root), lambda: certs.renew_ca(found.root)):
+        with pytest.raises(CoterieError, match="is changing its authority"):
+            command()
+    assert not found.switch()
+    certs.switch_now(found.root)
+    for trusted in (new, found.ca):
+        handshake(found, trusted, "a.example.org")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(found, old, "a.example.org")
+    assert found.ca.read_bytes() != new.read_bytes()  # the old authority is in it no more
+    with pytest.raises(CoterieError, match="no new authority"):
+        certs.switch_now(found.root)
+    certs.renew(found.root)
+    handshake(found, new, "a.example.org")
+    assert found.check_dates() == []
+
+
+def test_an_overlap_beyond_the_end_of_the_old_authority_is_refused(tmp_path: Path) -> None:
+    found = certs.init(tmp_path / "c", [], days=10)
+    with pytest.raises(CoterieError, match="give a shorter --overlap"):
+        certs.renew_ca(found.root)
+    certs.renew_ca(found.root, overlap=0)
+    handshake(found, found.ca, "localhost")
+    assert found.check_dates() == []

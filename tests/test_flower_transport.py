@@ -1,15 +1,20 @@
 """The wire between cloud and devices: its format, and real processes on 127.0.0.1."""
 
 import ast
+import asyncio
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 import ssl
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +25,11 @@ pytest.importorskip("flwr", reason="a federation needs the extra flower")
 from coterie.errors import CoterieError
 from coterie.runtimes.flower import certs, processes
 from coterie.runtimes.flower.processes import Child
-from coterie.runtimes.flower.transport import Node, flower_env, wire
+from coterie.runtimes.flower.transport import Node, flower_env, limits, wire
 from coterie.runtimes.flower.transport import flower_api as fl
-from coterie.runtimes.flower.transport.guard import LARGEST_OF_OURS, LARGEST_REQUEST, Guard
+from coterie.runtimes.flower.transport.guard import Guard
 from coterie.runtimes.flower.transport.http import HEADER, call
+from coterie.runtimes.flower.transport.limits import LARGEST_OF_OURS, LARGEST_REQUEST
 from coterie.runtimes.flower.transport.link import FlowerLink
 from coterie.runtimes.flower.transport.node import FlowerNode
 from coterie.runtimes.flower.transport.superlink import start
@@ -67,6 +73,7 @@ USED = {  # an upgrade of Flower begins with reading what has become of these
     "flwr.proto.fab_pb2": "Fab",
     "flwr.proto.heartbeat_pb2": "SendNodeHeartbeatRequest",
     "flwr.proto.node_pb2": "Node",
+    "flwr.server.superlink.linkstate": "SqlLinkState",
     "flwr.supercore": "sql_mixin",
     "flwr.supercore.constant": "TASK_TOKEN_HEADER TaskType",
     "flwr.supercore.control": "ControlHttpClient",
@@ -76,7 +83,7 @@ USED = {  # an upgrade of Flower begins with reading what has become of these
     ),
     "flwr.supercore.inflatable.inflatable_utils": "inflatable_class_registry",
     "flwr.supercore.interceptors": "RuntimeVersionHttpInterceptor",
-    "flwr.supercore.primitives.asymmetric": "public_key_to_bytes",
+    "flwr.supercore.primitives.asymmetric": "bytes_to_public_key public_key_to_bytes verify_signature",
     "flwr.supercore.runtime": "RuntimeHttpClient",
     "flwr.superlink": "extensions",
     "flwr.superlink.cli": "flower_superlink",
@@ -100,8 +107,123 @@ def test_a_reply_of_another_round_or_ticket_is_refused() -> None:
         wire.Head("train", 5, "another").refuse_unless(asked)
 
 
+def signed_by(who: str, signature: str, seconds_ago: float = 0.0) -> dict[str, str]:
+    """Headers of a request as Flower signs them."""
+    at = (datetime.now(UTC) - timedelta(seconds=seconds_ago)).isoformat()
+    coded = {"flwr_public_key": who, "flwr_signature": signature}
+    return {**{k: b64encode(v.encode()).decode() for k, v in coded.items()}, "flwr_timestamp": at}
+
+
+def asked(guard: Guard, path: str, length: int, who: str = "", **headers: str) -> tuple[int, int]:
+    """Status of a request through the guard, and how many parts of its body were read."""
+    given = {**headers, **(signed_by(who, "right") if who else {}), "content_length": str(length)}
+    pairs = [(k.replace("_", "-").encode(), v.encode()) for k, v in given.items()]
+    found, reads = [], [0]
+
+    async def receive() -> dict[str, Any]:
+        reads[0] += 1
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(event: Any) -> None:
+        found.append(event.get("status"))
+
+    asyncio.run(guard({"type": "http", "path": path, "headers": pairs}, receive, send))
+    return found[0], reads[0]
+
+
+def test_no_byte_of_a_strangers_body_is_read_and_a_nodes_requests_are_bounded() -> None:
+    seen: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        seen.append(guard.budget.bodies)
+        await send({"type": "http.response.start", "status": 200})
+
+    guard = Guard(app, "k" * 32, {b"alice", b"bob"}, lambda key, text, signature: signature == b"right")
+    push, key = "/v1/fleet/push-object", {HEADER.replace("-", "_"): "k" * 32}
+    assert asked(guard, push, 1000) == (401, 0) and asked(guard, push, 1000, "eve") == (401, 0)
+    assert asked(guard, push, 1000, "alice") == (200, 1)
+    assert seen == [1000] and guard.budget.bodies == 0 and not guard.budget.requests
+    guard.budget.requests[b"alice"] = limits.REQUESTS
+    assert asked(guard, push, 1000, "alice") == (503, 0) and asked(guard, push, 1000, "bob") == (200, 1)
+    guard.budget.requests.clear()
+    guard.budget.bodies = limits.BODIES
+    assert asked(guard, push, 1000, "alice") == (503, 0)
+    guard.budget.bodies = 0
+
+    # a hello of 1 GB: the cloud has said how large an answer may be, and every push counts
+    tells = {"x_coterie_largest_answer": "65536", **key}
+    assert asked(guard, "/v1/runtime/push-messages", 10, **tells) == (200, 1)
+    pushed = 0
+    while asked(guard, push, 5_000_000, "alice") == (200, 1):
+        pushed += 5_000_000
+    assert pushed < 2 * 65536 + LARGEST_REQUEST and asked(guard, push, 5_000_000, "bob") == (200, 1)
+    assert asked(guard, push, 5_000_000, "alice") == (413, 0)
+    assert asked(guard, "/v1/runtime/pull-messages", 10, **tells) == (200, 1)
+    assert asked(guard, push, 5_000_000, "alice") == (413, 0)  # only a question allows an answer
+    assert asked(guard, "/v1/runtime/push-messages", 10, **tells) == (200, 1)
+    assert asked(guard, push, 5_000_000, "alice") == (200, 1)
+
+
+def test_a_body_that_arrives_too_slowly_ends() -> None:
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    async def read() -> list[str]:
+        part = limits.in_time(receive, 0)
+        found = [(await part())["type"]]
+        limits_over = limits.time.monotonic() + 1000
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(limits.time, "monotonic", lambda: limits_over)
+            found.append((await part())["type"])
+        return found
+
+    assert asyncio.run(read()) == ["http.request", "http.disconnect"]
+
+
+def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain:
+        cycle = None
+
+        def connection_made(self, transport: Any) -> None: ...
+
+        def connection_lost(self, exc: Exception | None) -> None: ...
+
+    class Pipe:
+        aborted = False
+
+        def __init__(self, address: str):
+            self.address = address
+
+        def get_extra_info(self, name: str) -> Any:
+            return self.address, 1
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    monkeypatch.setattr(limits, "PER_ADDRESS", 2)
+    monkeypatch.setattr(limits, "CONNECTIONS", 3)
+    monkeypatch.setattr(limits, "FIRST_REQUEST", 0.02)
+
+    async def connect() -> None:
+        kind = limits.bounded(Plain)
+        pipes = [Pipe(a) for a in ("a", "a", "a", "b", "c")]
+        made = [kind() for _ in pipes]
+        for one, pipe in zip(made, pipes, strict=True):
+            one.connection_made(pipe)
+            if pipe.aborted:
+                one.connection_lost(None)
+        assert [p.aborted for p in pipes] == [False, False, True, False, True]
+        made[0].cycle = object()  # it has sent a request
+        await asyncio.sleep(0.05)
+        assert [p.aborted for p in pipes] == [False, True, True, True, True]
+
+    asyncio.run(connect())
+
+
 def test_only_the_fleet_is_open_without_the_control_key() -> None:
-    guard = Guard(None, "k" * 32)
+    guard = Guard(None, "k" * 32, {b"alice"}, lambda key, text, signature: signature == b"right")
 
     def status(path: str, **headers: str) -> int | None:
         pairs = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
@@ -112,8 +234,13 @@ def test_only_the_fleet_is_open_without_the_control_key() -> None:
         assert status(path) == 403
         assert status(path, **{**key, HEADER.replace("-", "_"): "wrong"}) == 403
         assert status(path, **key) is None
-    assert status("/v1/fleet/pull-messages") is None
-    assert status("/v1/fleet/push-object", content_length=str(LARGEST_REQUEST + 1)) == 413
+    assert status("/v1/fleet/pull-messages") == 401
+    for who, signature, seconds in (("eve", "right", 0), ("alice", "wrong", 0), ("alice", "right", 310)):
+        assert status("/v1/fleet/pull-messages", **signed_by(who, signature, seconds)) == 401
+    alice = signed_by("alice", "right")
+    assert status("/v1/fleet/pull-messages", **alice) is None
+    assert status("/v1/fleet/push-object", content_length=str(LARGEST_REQUEST + 1), **alice) == 413
+    assert status("/health") is None and status("/health", content_length="1") == 413
     assert status("/v1/runtime/push-messages", content_length=str(LARGEST_OF_OURS), **key) is None
     assert status("/v1/runtime/push-messages", content_length=str(LARGEST_OF_OURS + 1), **key) == 413
     assert status("/v1/fleet/push-object", transfer_encoding="chunked") == 411
@@ -252,10 +379,10 @@ class Federation:
         self.superlink = start(self.certs, root / "superlink", "127.0.0.1", self.port)
         self.devices: dict[str, Child] = {}
 
-    def join(self, name: str, pause: float = 0.0) -> Child:
+    def join(self, name: str, pause: float = 0.0, ca: Path | None = None) -> Child:
         if name not in self.certs.nodes():
             certs.add_node(self.certs.root, name)
-        who = [name, self.address, str(self.certs.ca), str(self.certs.key(name)), str(pause)]
+        who = [name, self.address, str(ca or self.certs.ca), str(self.certs.key(name)), str(pause)]
         env = processes.bound(flower_env(self.root / "flwr"))
         self.devices[name] = Child(name, [sys.executable, "-c", PROGRAM, *who], self.root / f"{name}.log", env).start()
         return self.devices[name]
@@ -330,10 +457,8 @@ def test_a_stranger_is_refused(federation: Federation, tmp_path: Path) -> None:
     import httpx
 
     federation.link("alice").close()
-    other = certs.init(tmp_path / "other", [])
     eve = certs.new_key(tmp_path / "eve.key")
     assert "refused" in federation.refused(key=eve)
-    assert "not trusted" in federation.refused(ca=other.ca, key=eve)
     assert "cannot be read" in federation.refused(key=tmp_path / "none.key")
     with pytest.raises(httpx.TransportError):
         httpx.get(f"http://{federation.address}/health")
@@ -344,7 +469,77 @@ def test_a_stranger_is_refused(federation: Federation, tmp_path: Path) -> None:
         httpx.get(f"https://{federation.address}/health", verify=old)
     for path in ("/v1/control/list-nodes", "/v1/control/register-node", "/v1/runtime/acquire-task", "/docs"):
         assert open_.post(f"https://{federation.address}{path}").status_code == 403
-    assert open_.post(f"https://{federation.address}/v1/fleet/pull-messages").status_code in (400, 401, 415, 422)
+    assert open_.post(f"https://{federation.address}/v1/fleet/pull-messages").status_code == 401
+
+
+@pytest.mark.long
+def test_a_node_that_does_not_trust_the_server_keeps_trying(
+    federation: Federation, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = certs.init(tmp_path / "other", [])
+    certs.add_node(federation.certs.root, "gina")
+    with federation.link() as link:
+        node = Node(federation.address, other.ca, federation.certs.key("gina"), lambda kind, round, shared, own: own)
+        thread = threading.Thread(target=node.run, daemon=True)
+        thread.start()
+        assert not node.connected.wait(6) and thread.is_alive()
+        told = [r.getMessage() for r in caplog.records if "not trusted" in r.getMessage()]
+        assert len(told) == 1 and "self-signed certificate" not in told[0].partition("not trusted")[0]
+        shutil.copy(federation.certs.ca, other.ca)
+        assert node.connected.wait(30)
+        assert link.send({"gina": b"x"}, "train", 1, 30).answers == {"gina": b"x"}
+        node.stopping.set()
+        thread.join(30)
+    certs.remove_node(federation.certs.root, "gina")
+
+
+@pytest.mark.long
+def test_server_and_authority_are_renewed_while_messages_go_on(tmp_path: Path) -> None:
+    """One device keeps the old ca.crt, one gets the new; at the end of the overlap the old one is let in no more."""
+    made = Federation(tmp_path)
+    for name in ("alice", "bob"):
+        (tmp_path / name).mkdir()
+        shutil.copy(made.certs.ca, tmp_path / name / "ca.crt")
+
+    def cas(name: str) -> Path:
+        return tmp_path / name / "ca.crt"
+
+    def restarted(name: str) -> None:
+        if name in made.devices:
+            made.devices[name].stop()
+        made.join(name, ca=cas(name))
+
+    def until_answered(link: FlowerLink, *names: str) -> None:
+        end = time.monotonic() + 90
+        while set(link.send(dict.fromkeys(names, b""), "train", 1, 10).answers) != set(names):
+            assert time.monotonic() < end, {n: d.tail() for n, d in made.devices.items()}
+
+    try:
+        restarted("alice")
+        restarted("bob")
+        with made.link("alice", "bob") as link:
+            until_answered(link, "alice", "bob")
+            certs.renew(made.certs.root)
+            time.sleep(2.5)  # the SuperLink looks every second
+            restarted("alice")  # a new connection
+            until_answered(link, "alice", "bob")
+            certs.renew_ca(made.certs.root, overlap=30)
+            shutil.copy(made.certs.ca, cas("alice"))  # distributed to alice, not yet to bob
+            time.sleep(2.5)
+            restarted("alice")
+            restarted("bob")
+            until_answered(link, "alice", "bob")
+            certs.switch_now(made.certs.root)
+            time.sleep(2.5)
+            restarted("alice")
+            restarted("bob")
+            until_answered(link, "alice")
+            assert "bob" not in link.nodes() and made.devices["bob"].alive
+            assert "not trusted" in made.devices["bob"].tail()
+            shutil.copy(made.certs.ca, cas("bob"))  # late, and without a restart
+            until_answered(link, "alice", "bob")
+    finally:
+        made.stop()
 
 
 def test_a_dead_node_is_missed_at_the_deadline(federation: Federation) -> None:
@@ -429,6 +624,22 @@ def test_a_killed_superlink_is_followed_by_another_within_the_round(federation: 
 
 
 @pytest.mark.long
+def test_unfinished_bodies_of_strangers_take_no_memory(federation: Federation) -> None:
+    federation.link("alice").close()
+    before = peak(federation.superlink.pid)
+    context = ssl.create_default_context(cafile=str(federation.certs.ca))
+    head = f"POST /v1/fleet/push-object HTTP/1.1\r\nHost: {federation.address}\r\nContent-Length: 60000000\r\n\r\n"
+    for _ in range(20):
+        plain = socket.create_connection(("127.0.0.1", federation.port), timeout=60)
+        with context.wrap_socket(plain, server_hostname="127.0.0.1") as tls, contextlib.suppress(OSError):
+            tls.sendall(head.encode())
+            assert tls.recv(200).startswith(b"HTTP/1.1 401")
+            for _ in range(60):
+                tls.sendall(bytes(1_000_000))
+    assert peak(federation.superlink.pid) - before < 50_000_000
+
+
+@pytest.mark.long
 def test_a_superlink_that_lost_its_memory_gets_its_nodes_back(federation: Federation) -> None:
     with federation.link("alice", "bob") as link:
         before = said(link.send(BOTH, "train", 1, 30))
@@ -452,8 +663,11 @@ def test_a_newcomer_joins_a_running_federation_and_a_removed_node_leaves(federat
         certs.remove_node(federation.certs.root, "dora")
         assert "dora" not in link.nodes()
         certs.add_node(federation.certs.root, "dora", federation.root / "dora.pub")
-        assert "dora" not in link.nodes()  # Flower takes a key once; the others are not disturbed
-        assert said(link.send({"alice": b""}, "train", 31, 30))
+        until = time.monotonic() + 60
+        while "dora" not in link.nodes():  # the same process, with the same key
+            assert time.monotonic() < until, federation.devices["dora"].tail()
+            time.sleep(0.1)
+        assert said(link.send({"dora": b""}, "train", 31, 30))["dora"]["calls"] == 2
         federation.devices["dora"].stop()
 
 

@@ -38,6 +38,16 @@ Spoil = Callable[[Any], Any]  # an answer, to another one
 
 
 @dataclass
+class HandExchange:
+    waiting: set[str]
+    replies: Replies
+
+    def poll(self) -> Replies:
+        found, self.replies = self.replies, Replies({}, {}, {})
+        return found
+
+
+@dataclass
 class HandLink:
     """A link to nodes of this process; what they raise is an error of theirs, as the transport has it."""
 
@@ -45,8 +55,14 @@ class HandLink:
     spoil: dict[str, Spoil] = field(default_factory=dict)  # what a hostile node makes of its answers to jobs
     sizes: list[tuple[str, str, int, LinkBytes]] = field(default_factory=list)  # kind, node, round, bytes
 
+    mute: set[str] = field(default_factory=set)  # nodes that take messages and never answer
+
     def nodes(self) -> list[str]:
         return sorted(self.handlers)
+
+    def begin(self, payloads: Mapping[str, Any], kind: str, round: int, deadline: float, *more: Any) -> "HandExchange":
+        now = {name: own for name, own in payloads.items() if name not in self.mute}
+        return HandExchange(set(payloads) - now.keys(), self.send(now, kind, round, deadline, *more))
 
     def send(
         self,
@@ -59,6 +75,9 @@ class HandLink:
     ) -> Replies:
         found = Replies({}, {}, {})
         for name, own in sorted(payloads.items()):
+            if name in self.mute:
+                found.errors[name] = f"{name} did not answer within {deadline:g} s"
+                continue
             if name not in self.handlers:
                 found.errors[name] = f"{name} is not connected"
                 continue

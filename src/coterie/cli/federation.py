@@ -1,4 +1,4 @@
-"""The commands of a real federation: certs, serve, status, release, join, edge, up."""
+"""The commands of a real federation: certs, serve, status, release, join, edge, up (and nodes, in nodes.py)."""
 
 import logging
 from dataclasses import replace
@@ -9,11 +9,13 @@ import typer
 from typer import Argument, Option
 
 from coterie.cli import options as o
+from coterie.cli.nodes import nodes_add, nodes_app, nodes_remove
 from coterie.cli.screen import Stop, console
 
 federation_app = typer.Typer()
 certs_app = typer.Typer(no_args_is_help=True, help="Keys and certificates of a federation.")
 federation_app.add_typer(certs_app, name="certs")
+federation_app.add_typer(nodes_app, name="nodes")
 
 CertsDir = Annotated[Path, Option("--certs", help="the directory that `coterie certs init` made")]
 Ca = Annotated[Path, Option(help="CA certificate (ca.crt) of the server to connect to")]
@@ -51,61 +53,68 @@ def certs_init(
     console.print(f"made {made.root}; give devices {made.ca}, and each its own key", soft_wrap=True, highlight=False)
 
 
-@certs_app.command("add-node")
-def certs_add(
-    root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")],
-    names: Annotated[list[str], Argument(metavar="NAME...", help="names of nodes")],
-    public: Annotated[Path | None, Option(help="the public half of a key made on the device itself")] = None,
-    edge: Annotated[bool, Option("--edge", help="register the node as an edge for the devices in --devices")] = False,
-    devices: Annotated[
-        str | None, Option(help="comma-separated names of the edge's devices; * and ? are wildcards")
-    ] = None,
-) -> None:
-    """Register nodes, as devices or as an edge; without --public their keys are made here."""
-    from coterie.errors import CoterieError
-    from coterie.runtimes.flower import certs
-
-    if public is not None and len(names) != 1:
-        raise CoterieError("--public is the key of one node; give one name")
-    attached = [name.strip() for name in (devices or "").split(",") if name.strip()]
-    for name in names:
-        made = certs.add_node(root, name, public, "edge" if edge else "device", attached)
-        console.print(str(made), soft_wrap=True, highlight=False)
-
-
-@certs_app.command("remove-node")
-def certs_remove(
-    root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")],
-    name: Annotated[str, Argument(help="the node")],
-) -> None:
-    """Remove a node; a running cloud refuses it from the next round on."""
-    from coterie.runtimes.flower import certs
-
-    certs.remove_node(root, name)
-
-
 @certs_app.command("renew")
 def certs_renew(
     root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")],
     host: Annotated[
-        list[str] | None, Option(help="name or address by which nodes reach this host; may be repeated")
+        list[str] | None,
+        Option(help="name or address by which nodes reach this host; may be repeated (default: as before)"),
     ] = None,
     days: Annotated[int, Option(min=1, help="days of validity of the certificate")] = 825,
+    ca: Annotated[bool, Option("--ca", help="also make a new certificate authority")] = False,
+    overlap: Annotated[
+        float, Option(min=0, help="with --ca: days in which devices with the old or the new ca.crt can connect")
+    ] = 30.0,
 ) -> None:
-    """Issue a new server certificate from the same authority; devices need no new files."""
+    """Issue a new server certificate, and with --ca a new authority. A running server takes it without a restart.
+
+    Without --ca devices need nothing. With --ca they need the new ca.crt before the overlap is over.
+    """
     from coterie.runtimes.flower import certs
 
-    certs.renew(root, host or [], days)
+    if not ca:
+        certs.renew(root, host or [], days)
+        return
+    made = certs.renew_ca(root, host or [], days, overlap)
+    console.print(f"give all devices {made.ca}; it is needed in {overlap:g} days", soft_wrap=True, highlight=False)
+
+
+@certs_app.command("switch")
+def certs_switch(root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")]) -> None:
+    """End the overlap of `renew --ca`: from now on devices need the new ca.crt."""
+    from coterie.runtimes.flower import certs
+
+    certs.switch_now(root)
+
+
+@certs_app.command("show")
+def certs_show(root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")]) -> None:
+    """Show until when the certificates hold."""
+    from datetime import UTC, datetime
+
+    from coterie.runtimes.flower.certs import Certs
+
+    found = Certs(root)
+    found.check()
+    for what, _, ends, _ in found.dates():
+        console.print(f"{what} holds until {ends:%Y-%m-%d %H:%M} UTC", soft_wrap=True, highlight=False)
+    if (at := found.switches_at()) is not None:
+        text = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
+        console.print(f"a new authority takes over on {text}; devices need {found.ca}", soft_wrap=True, highlight=False)
 
 
 @certs_app.command("new-key")
 def certs_key(
     path: Annotated[Path, Argument(metavar="FILE", help="the private key to make, for example node.key")],
 ) -> None:
-    """Create a node's key on the device; register its .pub file at the cloud with add-node --public."""
+    """Create a node's key on the device; register its .pub file at the cloud with `coterie nodes add --public`."""
     from coterie.runtimes.flower import certs
 
     console.print(f"made {certs.new_key(path)}; register {path.with_suffix('.pub')} at the cloud", soft_wrap=True)
+
+
+certs_app.command("add-node", hidden=True)(nodes_add)  # as in version 0.1
+certs_app.command("remove-node", hidden=True)(nodes_remove)
 
 
 @federation_app.command()

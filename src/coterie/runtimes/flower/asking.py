@@ -16,8 +16,20 @@ from coterie.runtimes.flower.roster import ATTACHED_BYTES, HELLO_BYTES
 from coterie.runtimes.flower.transport import Buffer, Replies
 
 OVER = 10.0  # seconds to hear that a run has ended
-HELLO = 120.0  # seconds to load data and build a model
+HELLO = 120.0  # seconds to load data and build a model; nobody else waits for it
+EDGE_HELLO = 10.0  # seconds for an edge's, which only has to look
+MUTE = 120.0  # seconds after which a silent edge is asked again
+MUTE_MOST = 1800.0  # seconds after which a node that never answers is asked again, at most
 Answers = tuple[dict[str, Value], dict[str, str]]  # what was answered, and why others did not, by name of the node
+
+
+class Exchange(Protocol):
+    """Messages on their way."""
+
+    @property
+    def waiting(self) -> set[str]: ...  # who has neither answered nor been given up
+
+    def poll(self) -> Replies: ...  # what is new; waits for nobody
 
 
 class Link(Protocol):
@@ -26,6 +38,11 @@ class Link(Protocol):
     looked: Callable[[Collection[str], Collection[str]], None]  # told while it waits: who is connected, whom it asks
 
     def nodes(self) -> list[str]: ...
+
+    def begin(
+        self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
+        largest: int = ...,
+    ) -> Exchange: ...  # fmt: skip
 
     def send(
         self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
@@ -38,15 +55,34 @@ class Asking:
         self.link, self.plan, self.run, self.method, self.audit = link, plan, run, method, audit
         self.traffic: list[tuple[str, WireBytes]] = []  # of the jobs since somebody took them, by node
         self._heard: dict[str, Value] = {}  # the newest hello of every node; the same again is no news
+        self._again: dict[str, float] = {}  # when a silent edge is asked again
 
-    def hello(self, nodes: Iterable[str], largest: int = HELLO_BYTES) -> Answers:
-        asked = dict.fromkeys(sorted(nodes), codec.pack(PlanText(self.plan)))
-        found, errors = _read(self.link.send(asked, "hello", 0, HELLO, None, largest)) if asked else ({}, {})
+    def greet(self, nodes: Iterable[str], largest: int = HELLO_BYTES) -> Exchange:
+        """Tell nodes the plan, without waiting for their hellos."""
+        return self.link.begin(dict.fromkeys(sorted(nodes), self._hello), "hello", 0, HELLO, None, largest)
+
+    def edges(self, nodes: Iterable[str]) -> Answers:
+        """The hellos of edges, which wait for nobody themselves. One that is silent is left alone for a while."""
+        now = time.monotonic()
+        asked = {n: self._hello for n in sorted(nodes) if now >= self._again.get(n, now)}
+        if not asked:
+            return {}, {}
+        found, errors = self.heard(self.link.send(asked, "hello", 0, EDGE_HELLO, None, ATTACHED_BYTES))
+        self._again |= {n: now + MUTE for n, reason in errors.items() if "did not answer" in reason}
+        return found, errors
+
+    def heard(self, replies: Replies) -> Answers:
+        """Hellos that have come, noted if they are news."""
+        found, errors = _read(replies)
         for name, said in found.items():
             if self._heard.get(name) != said:
                 self._note(Line(self.run, 0, "hello", "in", name, about=_said(said)))
                 self._heard[name] = said
         return found, errors
+
+    @property
+    def _hello(self) -> Buffer:
+        return codec.pack(PlanText(self.plan))
 
     def _note(self, *lines: Line) -> None:
         if self.audit is not None:
@@ -78,12 +114,50 @@ class Asking:
         replies, errors = ask(jobs, deadline)
         forgot = [n for n, e in errors.items() if NO_PLAN in e]
         if forgot:
-            _, lost = self.hello(forgot, ATTACHED_BYTES)
+            left = max(1.0, until - time.monotonic())
+            told = self.link.send(dict.fromkeys(forgot, self._hello), "hello", 0, left, None, ATTACHED_BYTES)
+            lost = told.errors
             again = [n for n in forgot if n not in lost]
             more, failed = ask(again, max(1.0, until - time.monotonic())) if again else ({}, {})
             replies |= more
             errors = {n: e for n, e in {**errors, **lost, **failed}.items() if n not in replies}
         return replies, errors
+
+
+class Greeting:
+    """Hellos that are asked for once and answered whenever the node likes: nobody waits for a node without a seat."""
+
+    def __init__(self, asking: Asking, largest: int = HELLO_BYTES):
+        self.asking, self.largest = asking, largest
+        self._open: list[tuple[float, Exchange]] = []  # since when
+        self._again: dict[str, float] = {}  # when a node that did not answer is asked again
+        self._pause: dict[str, float] = {}  # seconds from then on until the next time
+
+    def ask(self, nodes: Iterable[str]) -> Answers:
+        """Ask those whose answer is not on its way, and return what has come since the last time."""
+        now, waiting = time.monotonic(), self.waiting()
+        new = {n for n in nodes if n not in waiting and now >= self._again.get(n, now)}
+        if new:
+            self._open.append((now, self.asking.greet(new, self.largest)))
+        replies: dict[str, Value] = {}
+        errors: dict[str, str] = {}
+        for _, exchange in self._open:
+            found, failed = self.asking.heard(exchange.poll())
+            replies |= found
+            errors |= failed
+        self._open = [(since, x) for since, x in self._open if x.waiting]
+        for name in replies:
+            self._pause.pop(name, None)
+        for name, reason in errors.items():
+            if "did not answer" in reason:
+                pause = self._pause[name] = min(MUTE_MOST, 2 * self._pause.get(name, HELLO / 2))
+                self._again[name] = now + pause
+        return replies, errors
+
+    def waiting(self, recent: float = float("inf")) -> set[str]:
+        """Who has not answered yet, of those asked in the last `recent` seconds."""
+        now = time.monotonic()
+        return {n for since, x in self._open if now - since < recent for n in x.waiting}
 
 
 def _read(replies: Replies) -> Answers:

@@ -18,15 +18,16 @@ from coterie.method import ClientId, EdgeId, Method
 from coterie.round import RoundAnswers, RoundPlan, RoundResult
 from coterie.runtimes.base import Interrupted, Replies, Runtime
 from coterie.runtimes.flower.arrivals import SamplesError, check_answer, check_merged, check_wire, room, sentence
-from coterie.runtimes.flower.asking import Asking, Link, lost, passing
+from coterie.runtimes.flower.asking import Asking, Greeting, Link, lost, passing
 from coterie.runtimes.flower.audit import NAME as AUDIT
 from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.messages import Answer, DeviceJob, EdgeAnswer, EdgeJob, Hello, Job, Kind, Request
+from coterie.runtimes.flower.nodes import SUSPENDED, orders
 from coterie.runtimes.flower.plan import Plan
 from coterie.runtimes.flower.presence import Presence
 from coterie.runtimes.flower.quarantine import Quarantine
-from coterie.runtimes.flower.registry import NodeRole
-from coterie.runtimes.flower.roster import ATTACHED_BYTES, Roster, read_attached, read_hello
+from coterie.runtimes.flower.registry import NodeRole, scoped
+from coterie.runtimes.flower.roster import Roster, read_attached, read_hello
 from coterie.runtimes.flower.tier import Tier
 from coterie.runtimes.flower.transport import UnreachableError
 from coterie.runtimes.flower.wirebook import WireBook
@@ -34,6 +35,7 @@ from coterie.runtimes.states import Index
 
 RETRY = 60.0  # seconds after which a refused node is asked again
 PAUSE, PAUSE_MOST = 1.0, 30.0  # seconds before a round is repeated, twice as many each time, and at most
+SILENT = 2  # rounds in a row in which a node let the deadline pass, after which nobody waits for it
 MOMENT = 20.0  # seconds a node that is gone is expected back before a round starts
 log = logging.getLogger("coterie.cloud")
 
@@ -97,6 +99,8 @@ class FlowerRuntime(Runtime):
         self.presence = Presence()  # for a person; decisions rest on `here`
         link.looked = self._waiting
         self._asking = Asking(link, plan.model_dump_json(), plan.run, method, self.audit)
+        self._greeting = Greeting(self._asking)
+        self._silent: dict[str, int] = {}  # nodes that let a deadline pass, and how often in a row
         self._version = torch.full((plan.places,), -1, dtype=torch.int64)
         self._round = 0  # the last one that was closed
         self._roles: Mapping[str, NodeRole] = {}
@@ -240,34 +244,45 @@ class FlowerRuntime(Runtime):
     @property
     def out(self) -> dict[str, str]:
         """Nodes that are not in the run, and why."""
-        held = {name: f"in quarantine: {reason}" for name, reason in self.quarantine.out.items()}
-        return {**{name: reason for name, (reason, _) in self._refused.items()}, **held}
+        found = {name: reason for name, (reason, _) in self._refused.items()}
+        found |= {name: f"in quarantine: {reason}" for name, reason in self.quarantine.out.items()}
+        for name, role in self._roles.items():
+            out = [name] if role.suspended else [scoped(name, device) for device in role.without]
+            found |= dict.fromkeys(out, SUSPENDED)
+        return found
 
     # ---- who is here -------------------------------------------------------------------------------------------------
     def look(self) -> None:
         """Update the connected nodes, and send the plan to new ones."""
-        nodes, now = self._connected(), time.monotonic()
+        connected, now = self._connected(), time.monotonic()
         for name in self.quarantine.released():
             log.info("%s was released from quarantine", name)
-        nodes = {n for n in nodes if not self.quarantine.holds(n)}
+        before = self._roles
         try:
             self._roles = self.roles()
         except CoterieError as e:
             self._trouble(str(e))  # what was known before counts
+        for name, client in self.roster.numbers.items():  # nobody waits for who was removed or suspended
+            via, _, device = name.partition("/")
+            if (via in before and via not in self._roles) or self._suspended(via, device):
+                self._last_seen.pop(client, None)
+        self._obey()
+        nodes = {n for n in connected if not self._suspended(n) and not self.quarantine.holds(n)}
         edges = {n for n in nodes if self._roles.get(n, NodeRole()).is_edge}
         gone = {n for n in self._refused if n.partition("/")[0] not in nodes}
         self._refused = {n: r for n, r in self._refused.items() if n not in gone and now - r[1] < RETRY}
-        known = {entry.name for entry in self.roster.entries.values()} - self._again
+        known = {entry.name for entry in self.roster.entries.values()} - self._again - self._mute
         self._hello(sorted(nodes - edges - known - self._refused.keys()))
         self._ask_edges(edges - self._refused.keys())
-        behind = {name for devices in self.edges.values() for name in devices}
+        behind = {name for edge, devices in self.edges.items() for name in devices if not self._suspended(edge, name)}
+        here = behind | (nodes - edges - self._mute - self._again)  # nobody is asked while his hello is on its way
         self.here = {
             c
             for c, entry in self.roster.entries.items()
-            if entry.name in behind | (nodes - edges) and not self.quarantine.holds(entry.name)
+            if entry.name in here and not self.quarantine.holds(entry.name)
         }
         self._last_seen |= dict.fromkeys(self.here, now)
-        self.presence.here(nodes, {e: set(devices) for e, devices in self.edges.items()})
+        self.presence.here(connected, {e: set(devices) for e, devices in self.edges.items()})
         self.seen(self)
 
     def _connected(self) -> set[str]:
@@ -282,6 +297,30 @@ class FlowerRuntime(Runtime):
             return set()
         return found
 
+    @property
+    def _mute(self) -> set[str]:
+        """Nodes that are asked nothing until they have said hello again, which nobody waits for."""
+        return {name for name, times in self._silent.items() if times >= SILENT}
+
+    def _suspended(self, node: str, device: str = "") -> bool:
+        role = self._roles.get(node, NodeRole())
+        return role.suspended or device.rpartition("/")[2] in role.without
+
+    def _obey(self) -> None:
+        """Do what the operator has ordered about seats since the last look."""
+        for path, order in orders(self.roster.path.parent):
+            try:
+                if order is None:
+                    raise CoterieError(f"{path} is no order")
+                held = int(self._version[c]) if (c := self.roster.numbers.get(order.name, -1)) in self._seats else -1
+                number = self.roster.free(order.name, order.to, max(self._round, held))
+                self._last_seen.pop(number, None)
+                self.here.discard(number)
+                log.info("seat %s of %s is free%s", number, order.name, f" for {order.to}" if order.to else "")
+            except CoterieError as e:
+                self._trouble(str(e))
+            path.unlink(missing_ok=True)
+
     def _waiting(self, connected: Collection[str], asked: Collection[str]) -> None:
         """Told by the link while a round waits for answers: nothing but the status file depends on it."""
         self.presence.here(set(connected), {e: set(d) for e, d in self.edges.items() if e in connected})
@@ -289,8 +328,9 @@ class FlowerRuntime(Runtime):
         self.seen(self)
 
     def _hello(self, nodes: Sequence[str]) -> None:
-        replies, errors = self._asking.hello(nodes)
-        for name, reply in replies.items():
+        replies, errors = self._greeting.ask(nodes)
+        for name, reply in sorted(replies.items()):
+            self._silent.pop(name, None)
             try:
                 self._admit(name, read_hello(reply))
             except CoterieError as e:
@@ -320,18 +360,19 @@ class FlowerRuntime(Runtime):
 
     def _ask_edges(self, edges: Collection[str]) -> None:
         """Edges know who is behind them; they pass the plan on and answer with the hellos of their devices."""
-        self.edges = {e: devices for e, devices in self.edges.items() if e in edges}
+        self.edges = {e: devices for e, devices in self.edges.items() if e in set(edges) - self._mute}
         full = len(self.here) >= self.roster.places and all(self.edges.values()) and len(self.edges) == len(edges)
         if not edges or (full and time.monotonic() - self._edges_asked < MOMENT):
             return  # an edge itself says in a round who is gone; a newcomer is seen a moment later
         self._edges_asked = time.monotonic()
-        replies, errors = self._asking.hello(edges, ATTACHED_BYTES)
-        self.edges = {}
-        for edge, reply in replies.items():
+        replies, errors = self._asking.edges(edges)
+        for edge, reply in sorted(replies.items()):
+            self._silent.pop(edge, None)
             try:
-                found = read_attached(edge, self._roles[edge], reply)
+                found = read_attached(edge, self._roles.get(edge, NodeRole()), reply)
             except CoterieError as e:
                 self._refuse(edge, str(e))
+                self.edges.pop(edge, None)
                 continue
             known = {entry.name for entry in self.roster.entries.values()} - self._again
             for name, hello in found.hellos.items():
@@ -339,7 +380,10 @@ class FlowerRuntime(Runtime):
                     self._admit(name, hello)
             for name, reason in found.refused.items():
                 self._refuse(name, reason)
-            self.edges[edge] = sorted(found.hellos)
+            if edge in edges:
+                self.edges[edge] = sorted(found.hellos)
+        for edge in errors:
+            self.edges.pop(edge, None)
         self._refuse_all(errors)
 
     def _gather(self) -> None:
@@ -355,6 +399,7 @@ class FlowerRuntime(Runtime):
                 raise CoterieError(f"some clients cannot take part: {self.errors[-1]}")
             here, now = sum(c < self.roster.places for c in self.here), time.monotonic()
             soon = any(now - t < MOMENT for c, t in self._last_seen.items() if c not in self.here)
+            soon = soon or (not self.begun and bool(self._greeting.waiting(MOMENT)))
             enough = here >= self.patience.min_clients and self.patience.clients <= self.here
             if enough and (self.begun or not soon):
                 break
@@ -473,6 +518,10 @@ class FlowerRuntime(Runtime):
             link = "edge-cloud" if isinstance(job, EdgeJob) else "device-cloud"
             for traffic in (t for n, t in self._asking.traffic if n == node):
                 self.wire.count(link, traffic)
+            if "did not answer" in errors.get(node, ""):
+                self._silent[node] = self._silent.get(node, 0) + 1
+            else:
+                self._silent.pop(node, None)
             if node in errors:
                 found.missing |= {r.client: errors[node] for r in asked[node]}
                 continue
@@ -489,7 +538,13 @@ class FlowerRuntime(Runtime):
         return found
 
     def _base(self, client: ClientId) -> int:
-        return int(self._version[client]) if client < len(self._version) else -1
+        """The round whose state counts; the one of a seat's former holder does not."""
+        found = int(self._version[client]) if client in self._seats else -1
+        return found if found > self.roster.emptied.get(client, -1) else -1
+
+    @property
+    def _seats(self) -> range:
+        return range(len(self._version))
 
     def _checked(self, answer: Answer, request: Request) -> Answer:
         entry = self.roster.entries[request.client]

@@ -6,7 +6,7 @@ answer, so an edge that dies loses nothing.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast, get_args
@@ -18,7 +18,7 @@ from coterie.messages import TrainAnswer, check
 from coterie.method import ClientId, Method
 from coterie.runtimes.flower.allow import Allow
 from coterie.runtimes.flower.arrivals import SamplesError, check_answer, check_request, check_task, room
-from coterie.runtimes.flower.asking import Asking, Link, lost, passing
+from coterie.runtimes.flower.asking import Asking, Greeting, Link, lost, passing
 from coterie.runtimes.flower.audit import NAME as AUDIT
 from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.certs import Certs
@@ -39,7 +39,9 @@ from coterie.runtimes.flower.messages import (
     WireBytes,
     joined,
 )
+from coterie.runtimes.flower.nodes import SUSPENDED
 from coterie.runtimes.flower.plan import Plan
+from coterie.runtimes.flower.registry import NodeRole
 from coterie.runtimes.flower.roster import read_hello
 from coterie.runtimes.flower.tier import Tier
 from coterie.runtimes.flower.transport import TRANSPORTS, Node, listening
@@ -55,6 +57,7 @@ class Current:
     plan: Plan
     method: Method
     asking: Asking
+    greeting: Greeting
     hellos: dict[str, Hello] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)  # how large uploads usually are
@@ -70,6 +73,7 @@ class EdgeHandler:
     peer: str = "cloud"
     stay: bool = False  # wait for the next run when one has ended
     ended: Callable[[], None] = lambda: None  # called when a run has ended and there is nothing to wait for
+    roles: Callable[[], Mapping[str, NodeRole]] = dict  # of the edge's own nodes, as they are now
     _refused: str = ""  # why the latest plan was; it is offered again and again
     _current: Current | None = None
 
@@ -86,13 +90,15 @@ class EdgeHandler:
         return codec.pack(self.answer(cast(Kind, kind), round, job))
 
     def hello(self, text: str) -> Attached:
-        """Who is attached here, with their hellos; new devices get the plan."""
+        """Who is attached here, with the hellos that have come; new devices get the plan, and nobody waits for them."""
         if self._current is None or self._current.asking.plan != text:
             self._current = self._begin(text)
-        now, nodes = self._current, set(self.link.nodes())
+        now, connected = self._current, set(self.link.nodes())
+        suspended = self._suspended()
+        nodes = connected - suspended
         for gone in now.refused.keys() - nodes:
             del now.refused[gone]
-        replies, errors = now.asking.hello(nodes - now.hellos.keys() - now.refused.keys())
+        replies, errors = now.greeting.ask(nodes - now.hellos.keys() - now.refused.keys())
         refused = {n: r.removeprefix(f"{n}: ") for n, r in errors.items() if not passing(r)}
         for name, reply in replies.items():
             try:
@@ -101,7 +107,8 @@ class EdgeHandler:
                 refused[name] = str(e)
         now.refused.update(refused)
         self._note(*(Line(now.plan.run, 0, "hello", "in", n, refused=r) for n, r in refused.items()))
-        return Attached({n: now.hellos[n] for n in sorted(nodes & now.hellos.keys())}, dict(now.refused))
+        out = {**now.refused, **dict.fromkeys(sorted(suspended & connected), SUSPENDED)}
+        return Attached({n: now.hellos[n] for n in sorted(nodes & now.hellos.keys())}, out)
 
     def _begin(self, text: str) -> Current:
         """A plan that this edge has not seen, or has refused before."""
@@ -118,7 +125,8 @@ class EdgeHandler:
         self._refused = ""
         self._note(Line(run, 0, "hello", "in", self.peer, about=plan.summary))
         log.info("run %s: %s", run[:8], method.card.title)
-        return Current(plan, method, Asking(self.link, text, run, method, self.audit))
+        asking = Asking(self.link, text, run, method, self.audit)
+        return Current(plan, method, asking, Greeting(asking))
 
     def _note(self, *lines: Line) -> None:
         if self.audit is not None:
@@ -175,11 +183,19 @@ class EdgeHandler:
         self._note(Line(job.run, round, kind, "out", self.peer, of_reply(now.method, made)))
         return made
 
+    def _suspended(self) -> set[str]:
+        return {name for name, role in self.roles().items() if role.suspended}
+
     def _ask(
         self, now: Current, kind: Kind, round: int, job: EdgeJob, requests: Sequence[Request]
     ) -> tuple[dict[ClientId, Answer], dict[ClientId, str], dict[ClientId, str]]:
         """The answers of devices, all asked at once, why others gave none, and why those of others are refused."""
-        jobs = {job.names[r.client]: DeviceJob(job.run, job.base[r.client], r) for r in requests}
+        suspended = self._suspended()
+        jobs = {
+            job.names[r.client]: DeviceJob(job.run, job.base[r.client], r)
+            for r in requests
+            if job.names[r.client] not in suspended
+        }
         seconds, largest = PATIENCE * job.deadline, room(now.method, ["up"])
         replies, errors = now.asking.jobs(jobs, kind, round, seconds, largest)
         answers: dict[ClientId, Answer] = {}
@@ -187,6 +203,9 @@ class EdgeHandler:
         refused: dict[ClientId, str] = {}
         for r in requests:
             name = job.names[r.client]
+            if name in suspended:
+                missing[r.client] = SUSPENDED
+                continue
             if name in errors:
                 missing[r.client] = errors[name].removeprefix(f"{name}: ")
                 continue
@@ -219,7 +238,7 @@ def bridge(
 ) -> None:
     """Be an edge until the run has ended, or told to stop."""
     with listening(Certs(certs), state, host, port, transport) as link:
-        handler = EdgeHandler(link, allow, AuditLog(state / AUDIT), up, stay)
+        handler = EdgeHandler(link, allow, AuditLog(state / AUDIT), up, stay, roles=Certs(certs).roles)
         node = Node(up, ca, key, handler.handle)
         handler.ended = leaving(node.stopping)
         node.stop_on_signals().run()

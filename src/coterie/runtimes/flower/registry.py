@@ -3,13 +3,16 @@
 Beside a node's public key in nodes/ lies NAME.json, as in {"role": "edge", "devices": ["alice", "ward-*"]}. A node
 without one is a device. The devices of an edge are named in the edge's own list of nodes; the cloud knows them as
 EDGE/DEVICE, so two edges may each have a device `site`, and no edge can speak for anybody else's.
+
+The file also says whether the node is suspended (it keeps key and seat and is not asked), which devices of an edge are,
+and, while a key is rotated, until when the old one holds (nodes.py).
 """
 
 import fnmatch
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -23,6 +26,9 @@ PATTERN = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,62}")  # a node's name, o
 class NodeRole:
     role: Role = "device"
     devices: tuple[str, ...] = ()  # for whom an edge speaks: names and patterns
+    suspended: bool = False
+    without: tuple[str, ...] = ()  # devices of an edge that are suspended, by their names there
+    old_key_until: float | None = None  # seconds since 1970; None: no key is being rotated
 
     @staticmethod
     def of(role: Role, devices: Sequence[str]) -> "NodeRole":
@@ -43,12 +49,26 @@ class NodeRole:
             return NodeRole()
         try:
             found = json.loads(path.read_text())
-            return NodeRole.of(found["role"], found["devices"])
+            made = NodeRole.of(found["role"], found["devices"])
+            until = found.get("old_key_until")
+            return replace(
+                made,
+                suspended=bool(found.get("suspended", False)),
+                without=tuple(map(str, found.get("without", ()))),
+                old_key_until=None if until is None else float(until),
+            )
         except (OSError, ValueError, KeyError, TypeError, CoterieError) as e:
             raise CoterieError(f"{path} does not say what the node may be: {e}") from e
 
     def text(self) -> str:
-        return json.dumps({"role": self.role, "devices": list(self.devices)}) + "\n"
+        found: dict[str, object] = {"role": self.role, "devices": list(self.devices)}
+        if self.suspended:
+            found["suspended"] = True
+        if self.without:
+            found["without"] = list(self.without)
+        if self.old_key_until is not None:
+            found["old_key_until"] = self.old_key_until
+        return json.dumps(found) + "\n"
 
     @property
     def is_edge(self) -> bool:

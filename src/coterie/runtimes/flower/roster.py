@@ -32,7 +32,7 @@ def read_hello(value: Value) -> Hello:
     if isinstance(value, Attached):
         raise CoterieError(
             "it is registered as a device and answers like an edge; edges are added with "
-            "coterie certs add-node --edge --devices"
+            "coterie nodes add --edge --devices"
         )
     return _possible(check(value, Hello))
 
@@ -98,10 +98,17 @@ class Roster:
     places: int
     numbers: dict[str, int] = field(default_factory=dict)
     entries: dict[ClientId, RosterEntry] = field(default_factory=dict)  # who has said hello since this program started
+    emptied: dict[ClientId, int] = field(default_factory=dict)  # seats that were freed, and the last round before that
 
     def __post_init__(self) -> None:
         if self.path.is_file():
             self.numbers = {str(k): int(n) for k, n in json.loads(self.path.read_text()).items()}
+        if self._emptied.is_file():
+            self.emptied = {int(k): int(n) for k, n in json.loads(self._emptied.read_text()).items()}
+
+    @property
+    def _emptied(self) -> Path:
+        return self.path.with_name("freed.json")
 
     def admit(self, name: str, hello: Hello) -> RosterEntry:
         """The place of a device; raises when it asks for one that is another's."""
@@ -115,11 +122,29 @@ class Roster:
             if number >= self.places + NEWCOMERS:
                 raise CoterieError(f"client {number} is beyond the {self.places} places and {NEWCOMERS} newcomers")
             self.numbers[name] = number
-            write_atomic(self.path, json.dumps(self.numbers, indent=1).encode())
+            self._write()
         elif wanted is not None and wanted != number:
             raise CoterieError(f"it is client {number} of this run and now says it is client {wanted}")
         found = self.entries[number] = RosterEntry(name, number, hello.samples)
         return found
+
+    def free(self, name: str, to: str | None, round: int) -> ClientId:
+        """Take the seat from `name`, for the next newcomer or for `to`; states up to `round` are those of `name`."""
+        if name not in self.numbers:
+            raise CoterieError(f'"{name}" has no seat to free')
+        if to is not None and to in self.numbers:
+            raise CoterieError(f'"{to}" is client {self.numbers[to]} already')
+        number = self.numbers.pop(name)
+        self.entries.pop(number, None)
+        self.emptied[number] = round
+        write_atomic(self._emptied, json.dumps(self.emptied, indent=1).encode())  # first: no one gets another's state
+        if to is not None:
+            self.numbers[to] = number
+        self._write()
+        return number
+
+    def _write(self) -> None:
+        write_atomic(self.path, json.dumps(self.numbers, indent=1).encode())
 
     @property
     def newcomers(self) -> list[int]:

@@ -33,6 +33,10 @@ class UnreachableError(CoterieError):
     """The other side does not answer now; trying again later makes sense."""
 
 
+class UntrustedError(UnreachableError):
+    """The certificate of the other side does not hold: it is out of date, or ours to check it with is."""
+
+
 class RefusedError(CoterieError):
     """The server does not know this key, node, run or task (any more)."""
 

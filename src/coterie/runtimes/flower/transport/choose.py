@@ -62,7 +62,7 @@ class Node:
         return self
 
     def run(self) -> None:
-        """Blocks until `stopping` is set; raises CoterieError if the server cannot be trusted or refuses the key."""
+        """Blocks until `stopping` is set; raises CoterieError if the server refuses the key."""
         from coterie.runtimes.flower.transport.grpc_node import GrpcNode
 
         given = (self.address, self.ca, self.key, self.handle, self.largest, self.patience, self.stopping)

@@ -43,6 +43,7 @@ from coterie.runtimes.flower.transport.base import (
     LinkBytes,
     Replies,
     UnreachableError,
+    UntrustedError,
     address,
     by_name,
     room,
@@ -164,7 +165,7 @@ class GrpcLink:
         self._held: dict[str, _Held] = {}
         self._left: dict[str, float] = {}  # when a node said goodbye
         self._strangers: dict[asyncio.Task[Any], None] = {}  # streams without a proof, the oldest first
-        self._now: _Round | None = None
+        self._rounds: list[_Round] = []  # a node is asked in one of them at a time
         self._looked = time.monotonic()
         self._away = float("-inf")  # when this process was last seen to have been stopped
 
@@ -180,7 +181,10 @@ class GrpcLink:
     def open(self) -> None:
         """Listen; a certificate that no node would trust is found now."""
         self.certs.check()
+        self.certs.switch()
         self._shown.current()
+        for warning in self.certs.check_dates():
+            log.warning("%s", warning)
         wait_for_port(self.host, self.port, FOLLOW)
         self._register()
         w.run(self._listen())
@@ -221,10 +225,10 @@ class GrpcLink:
     async def _trusted(self) -> None:
         try:
             await w.certificate_of(address(self.host, self.port), self.certs.ca)
+        except UntrustedError as e:
+            raise CoterieError(f"the certificate {self.certs.server} does not hold ({e}); renew it") from e
         except UnreachableError as e:
             raise CoterieError(f"the server that was just started does not answer: {e}") from e
-        except CoterieError as e:
-            raise CoterieError(f"the certificate {self.certs.server} does not hold ({e}); renew it") from e
 
     # ---- who is there ------------------------------------------------------------------------------------------------
     def nodes(self) -> list[str]:
@@ -233,7 +237,10 @@ class GrpcLink:
         return sorted(w.run(self._look()))
 
     def _register(self) -> None:
-        names = {key: name for name, key in self.certs.nodes().items()}
+        with contextlib.suppress(OSError):  # without write access `coterie certs switch` does it
+            if self.certs.switch():
+                log.info("the new authority has taken over; devices need the ca.crt that was made with it")
+        names = self.certs.accepted()
         w.loop().call_soon_threadsafe(self._registered, names)
 
     def _registered(self, names: dict[bytes, str]) -> None:
@@ -253,6 +260,9 @@ class GrpcLink:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the node did not say in time who it is")
         except CoterieError as e:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(e))
+        with contextlib.suppress(OSError):  # without write access the old key ends with the overlap
+            if self.certs.seen(held.name, held.key):
+                log.info("%s has changed its key; the old one is refused from now on", held.name)
         earlier = self._held.get(held.name)
         self._held[held.name] = held
         if earlier is not None:
@@ -267,8 +277,8 @@ class GrpcLink:
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was heard of it for {w.SILENCE:g} s")
         except CoterieError as e:
-            if self._now is not None and held.name in self._now.waiting:
-                self._now.failed(held.name, f"{held.name}: {e}")
+            if (now := self._asking(held.name)) is not None:
+                now.failed(held.name, f"{held.name}: {e}")
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(e))
         except asyncio.CancelledError:
             if not held.ended:
@@ -330,8 +340,8 @@ class GrpcLink:
     # ---- questions and answers, on the event loop --------------------------------------------------------------------
     def _ask(self, name: str) -> None:
         """Send what waits for the node, if it is there."""
-        held, now = self._held.get(name), self._now
-        if held is None or held.ended or now is None or name not in now.waiting:
+        held, now = self._held.get(name), self._asking(name)
+        if held is None or held.ended or now is None:
             return
         if name in now.seen and held.ticket != now.waiting[name].ticket:
             log.info("%s came back, asking again", name)
@@ -378,23 +388,29 @@ class GrpcLink:
                     if not self._waits(q):
                         arriving.buffer = q = None  # the rest is of no use
             if whole:
-                if q is not None and arriving.buffer is not None and self._now is not None and self._waits(q):
-                    self._now.answered(q, arriving.buffer)
+                if q is not None and arriving.buffer is not None and (now := self._waits(q)) is not None:
+                    now.answered(q, arriving.buffer)
                 arriving = q = None
         return False
 
     def _asked(self, name: str, fields: dict[str, Any]) -> _Question | None:
         """The question that this is an answer to."""
-        q = self._now.waiting.get(name) if self._now is not None else None
+        now = self._asking(name)
+        q = now.waiting[name] if now is not None else None
         ticket = w.text(fields, "ticket")
         return q if q is not None and hmac.compare_digest(ticket.encode(), q.ticket.encode()) else None
 
-    def _waits(self, q: _Question) -> bool:
-        return self._now is not None and self._now.waiting.get(q.node) is q
+    def _asking(self, name: str) -> _Round | None:
+        """The exchange in which a node is asked and has not answered."""
+        return next((now for now in self._rounds if name in now.waiting), None)
+
+    def _waits(self, q: _Question) -> _Round | None:
+        """The exchange that waits for the answer to this question."""
+        now = self._asking(q.node)
+        return now if now is not None and now.waiting[q.node] is q else None
 
     def _refused(self, q: _Question, fields: dict[str, Any]) -> str:
         """Why an offered answer is not fetched: it is no answer, or not to this question, or too large."""
-        assert self._now is not None
         reason = ""
         try:
             if "error" in fields:
@@ -405,8 +421,8 @@ class GrpcLink:
                 reason = f"the payload of {size} bytes is larger than the {q.largest} allowed"
         except CoterieError as e:
             reason = str(e)
-        if reason:
-            self._now.failed(q.node, f"{q.node}: {reason}")
+        if reason and (now := self._waits(q)) is not None:
+            now.failed(q.node, f"{q.node}: {reason}")
         return reason
 
     # ---- a round -----------------------------------------------------------------------------------------------------
@@ -426,6 +442,7 @@ class GrpcLink:
         if not now.waiting:
             return Replies({}, {}, {})
         try:
+            self._looked = time.monotonic()
             w.run(self._begin(now))
             while not now.over.is_set() and time.monotonic() < until:
                 self._wait(now)
@@ -434,8 +451,35 @@ class GrpcLink:
             w.run(self._end(now, deadline))
         return Replies(by_name(now.answers), by_name(now.errors), by_name(now.traffic))
 
+    def begin(
+        self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
+        largest: int = LARGEST,
+    ) -> "GrpcExchange":  # fmt: skip
+        """Ask nodes and wait for nobody: `poll` of what is returned fetches what has come."""
+        until = time.monotonic() + deadline
+        now = _Round({
+            node: _Question(node, kind, round, secrets.token_hex(16), until, largest, payloads[node], shared)
+            for node in sorted(payloads)
+        })  # fmt: skip
+        w.run(self._begin(now))
+        return GrpcExchange(self, now, until, deadline)
+
+    async def _taken(self, now: _Round, until: float, deadline: float) -> Replies:
+        """What has come of an exchange since the last time; whoever is gone or late is given up."""
+        moment, connected = time.monotonic(), await self._look()
+        for node in list(now.waiting):
+            if node in connected:
+                now.seen[node] = moment
+            elif moment - now.seen.setdefault(node, moment) > RETURN:
+                now.failed(node, f"{node} is not connected any more")
+        if moment >= until or not now.waiting:
+            await self._end(now, deadline)
+        found = Replies(by_name(now.answers), by_name(now.errors), by_name(now.traffic))
+        now.answers, now.errors, now.traffic = {}, {}, {}
+        return found
+
     async def _begin(self, now: _Round) -> None:
-        self._now, self._looked = now, time.monotonic()
+        self._rounds.append(now)
         for node in list(now.waiting):
             self._ask(node)
 
@@ -463,12 +507,33 @@ class GrpcLink:
         return connected, list(now.waiting)
 
     async def _end(self, now: _Round, deadline: float) -> None:
-        self._now = None
+        if now in self._rounds:
+            self._rounds.remove(now)
         for node in list(now.waiting):
             now.failed(node, f"{node} did not answer within {deadline:g} s")
             held = self._held.get(node)
             if held is not None and held.sending is not None and not held.sending.done():
                 held.end("it did not take its message in time")
+
+
+@dataclass
+class GrpcExchange:
+    """Messages on their way, and their answers."""
+
+    link: GrpcLink
+    now: _Round
+    until: float
+    deadline: float
+
+    @property
+    def waiting(self) -> set[str]:
+        """Who has neither answered nor been given up; or has, and it was not fetched yet."""
+        return {*self.now.waiting, *self.now.answers, *self.now.errors}
+
+    def poll(self) -> Replies:
+        """What is new since the last call; waits for nobody."""
+        found: Replies = w.run(self.link._taken(self.now, self.until, self.deadline))
+        return found
 
 
 class _Shown:

@@ -92,7 +92,7 @@ class GrpcNode:
     _offered: tuple[int, str] = (0, "")  # on which stream which answer was offered
 
     def run(self) -> None:
-        """Blocks until `stopping` is set; raises CoterieError if the server cannot be trusted or refuses the key."""
+        """Blocks until `stopping` is set; raises CoterieError if the server refuses the key."""
         load_key(self.key)
         memory = lock_key(self.key)
         try:

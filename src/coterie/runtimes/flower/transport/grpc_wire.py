@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coterie.errors import CoterieError
-from coterie.runtimes.flower.transport.base import Buffer, UnreachableError
+from coterie.runtimes.flower.transport.base import Buffer, UnreachableError, UntrustedError
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it would print are the failures that we put into sentences
 # In TLS 1.2 gRPC offers no other cipher than this one, which does not go with the certificates of `coterie certs`
@@ -200,7 +200,7 @@ async def certificate_of(address: str, ca: Path) -> tuple[bytes, bool]:
         async with asyncio.timeout(HANDSHAKE):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
     except ssl.SSLCertVerificationError as e:
-        raise CoterieError(f"the server's certificate is not trusted: {e}") from e
+        raise UntrustedError(f"the server's certificate is not trusted: {e.verify_message}") from e
     except (OSError, TimeoutError) as e:  # errors of TLS are of OSError
         if "WRONG_VERSION_NUMBER" in str(e):
             raise CoterieError("the server does not speak TLS; plain HTTP is not used") from e

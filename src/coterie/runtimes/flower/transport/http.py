@@ -15,7 +15,7 @@ import httpx
 
 from coterie.errors import CoterieError
 from coterie.runtimes.flower.transport import flower_api as fl
-from coterie.runtimes.flower.transport.base import RefusedError, UnreachableError
+from coterie.runtimes.flower.transport.base import RefusedError, UnreachableError, UntrustedError
 
 HEADER = "x-coterie-control-key"  # what guard.py asks of who controls the SuperLink,
 KEY = "COTERIE_CONTROL_KEY"  # and the variable that tells it where the key lies
@@ -64,7 +64,7 @@ def client(kind: Any, address: str, ca: Path, component: str, interceptors: Sequ
         verify=context,
         timeout=60.0,
     )
-    made.meter = meter
+    made.meter, made.tls = meter, context
     return made
 
 
@@ -83,7 +83,7 @@ def call(function: Callable[[Any], Any], request: Any) -> Any:
     except httpx.TransportError as e:
         text = str(e)
         if "CERTIFICATE_VERIFY_FAILED" in text:
-            raise CoterieError(f"the server's certificate is not trusted: {text}") from e
+            raise UntrustedError(f"the server's certificate is not trusted: {_verdict(text)}") from e
         if "WRONG_VERSION_NUMBER" in text:
             raise CoterieError("the server does not speak TLS; plain HTTP is not used") from e
         raise UnreachableError(f"the SuperLink does not answer: {text or type(e).__name__}") from e
@@ -115,6 +115,11 @@ class Objects:
         """The SuperLink may forget the message."""
         request = fl.objects.ConfirmMessageReceivedRequest(node=self._node, run_id=self._run, message_object_id=message)
         call(self._client.ConfirmMessageReceived, request)
+
+
+def _verdict(text: str) -> str:
+    """OpenSSL's own words, without where in its source they stand."""
+    return text.partition("verify failed: ")[2].partition(" (_ssl")[0] or text
 
 
 def _reason(text: str) -> str:

@@ -39,6 +39,7 @@ from coterie.runtimes.flower.transport.base import (
     RefusedError,
     Replies,
     UnreachableError,
+    UntrustedError,
     by_name,
 )
 from coterie.runtimes.flower.transport.server_run import ServerRun
@@ -48,6 +49,7 @@ GRACE = 15.0  # seconds nodes have to come back after the SuperLink was away
 RETURN = 5.0  # seconds a node has to come back that was there when it was asked
 UNANSWERED = (3, 5)  # Flower's codes of the replies it makes for a message that ran out of time and a node that is gone
 log = logging.getLogger("coterie.cloud")
+Looked = Callable[[Collection[str], Collection[str]], None]  # told who is connected and who is asked
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,15 @@ class _Asked:
 
 @dataclass
 class _Round:
-    """What one `send` knows: who is still asked, what came back."""
+    """What one exchange knows: who is still asked, what came back."""
 
     heads: dict[str, wire.Head]  # of clients without an answer yet
     bodies: Mapping[str, Mapping[str, Any]]
     until: float
     largest: int
+    deadline: float  # seconds, for a person
+    run: ServerRun | None = None  # that the messages belong to
+    looked: float = 0.0  # when it was last seen who is connected
     asked: dict[str, _Asked] = field(default_factory=dict)  # by Flower's message id
     seen: dict[str, float] = field(default_factory=dict)  # when a client that was asked was last connected
     answers: dict[str, memoryview] = field(default_factory=dict)
@@ -78,6 +83,36 @@ class _Round:
         log.warning("%s", reason)
 
 
+@dataclass
+class FlowerExchange:
+    """Messages on their way, and their answers."""
+
+    link: "FlowerLink"
+    now: _Round
+
+    @property
+    def waiting(self) -> set[str]:
+        """Who has neither answered nor been given up."""
+        return set(self.now.heads)
+
+    @property
+    def left(self) -> float:
+        """Seconds until everybody is given up."""
+        return max(0.0, self.now.until - time.monotonic())
+
+    def poll(self, looked: Looked = lambda connected, asked: None) -> Replies:
+        """What is new since the last call; waits for nobody."""
+        now = self.now
+        if now.heads and self.left > 0:
+            self.link._step(now, looked)
+        if self.left <= 0:
+            for client in list(now.heads):
+                now.failed(client, f"{client} did not answer within {now.deadline:g} s")
+        found = Replies(by_name(now.answers), by_name(now.errors), by_name(now.traffic))
+        now.answers, now.errors, now.traffic = {}, {}, {}
+        return found
+
+
 class FlowerLink:
     """A server program's connection to its nodes. A lost or restarted SuperLink is waited for and a new run started."""
 
@@ -85,7 +120,7 @@ class FlowerLink:
         self.address = address
         self.certs = certs if isinstance(certs, Certs) else Certs(certs)
         self.poll = poll  # seconds between questions for replies, at first
-        self.looked: Callable[[Collection[str], Collection[str]], None] = lambda connected, asked: None
+        self.looked: Looked = lambda connected, asked: None
         self._run: ServerRun | None = None
         self._lost = float("-inf")  # when the SuperLink was last away
 
@@ -118,43 +153,56 @@ class FlowerLink:
         found: list[str] = self._mended(look, wait)
         return found
 
-    def send(
+    def begin(
         self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
         largest: int = LARGEST,
-    ) -> Replies:  # fmt: skip
-        """Ask nodes; return who answered within `deadline` seconds, and for the others why they did not.
+    ) -> "FlowerExchange":  # fmt: skip
+        """Ask nodes and wait for nobody: `poll` of what is returned fetches what has come.
 
         `shared` goes to all, to the SuperLink once. An answer over `largest` bytes is refused unread.
         """
         common = {} if shared is None else {"shared": wire.part(shared)}
         bodies = {c: {"own": wire.part(payloads[c]), **common} for c in sorted(payloads)}
         heads = {c: wire.Head(kind, round, secrets.token_hex(16)) for c in bodies}
-        now = _Round(heads, bodies, time.monotonic() + deadline, largest)
-        run, looked, pause = self._run, 0.0, self.poll
-        while now.heads and time.monotonic() < now.until:
-            try:
-                if self._run is None:
-                    self._run = ServerRun(self.address, self.certs)
-                if run is not self._run:  # what was on its way in the old run is gone
-                    run, now.asked, looked = self._run, {}, 0.0
-                if time.monotonic() - looked > LOOK:
-                    self._ask(self._run, now)
-                    looked = time.monotonic()
-                if self._collect(self._run, now):
-                    pause = self.poll
-            except (UnreachableError, RefusedError) as e:
-                self._away(e)
-            if now.heads:
-                time.sleep(max(0.0, min(pause, now.until - time.monotonic())))
-                pause = min(1.0, 1.1 * pause)
-        for client in list(now.heads):
-            now.failed(client, f"{client} did not answer within {deadline:g} s")
-        return Replies(by_name(now.answers), by_name(now.errors), by_name(now.traffic))
+        return FlowerExchange(self, _Round(heads, bodies, time.monotonic() + deadline, largest, deadline))
 
-    def _ask(self, run: ServerRun, now: _Round) -> None:
+    def send(
+        self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
+        largest: int = LARGEST,
+    ) -> Replies:  # fmt: skip
+        """Ask nodes; return who answered within `deadline` seconds, and for the others why they did not."""
+        asked = self.begin(payloads, kind, round, deadline, shared, largest)
+        found, pause = Replies({}, {}, {}), self.poll
+        while True:
+            new = asked.poll(self.looked)
+            found.answers.update(new.answers)
+            found.errors.update(new.errors)
+            found.traffic.update(new.traffic)
+            if not asked.waiting:
+                return Replies(by_name(found.answers), by_name(found.errors), by_name(found.traffic))
+            if new.answers or new.errors:
+                pause = self.poll
+            time.sleep(max(0.0, min(pause, asked.left)))
+            pause = min(1.0, 1.1 * pause)
+
+    def _step(self, now: _Round, looked: Looked) -> None:
+        """Send what is not on its way, and fetch what has come."""
+        try:
+            if self._run is None:
+                self._run = ServerRun(self.address, self.certs)
+            if now.run is not self._run:  # what was on its way in the old run is gone
+                now.run, now.asked, now.looked = self._run, {}, 0.0
+            if time.monotonic() - now.looked > LOOK:
+                self._ask(self._run, now, looked)
+                now.looked = time.monotonic()
+            self._collect(self._run, now)
+        except (UnreachableError, RefusedError) as e:
+            self._away(e)
+
+    def _ask(self, run: ServerRun, now: _Round, looked: Looked) -> None:
         """Send what is not on its way: at first everything, later what a node took along when it died."""
         online = run.online()
-        self.looked(online.keys(), list(now.heads))
+        looked(online.keys(), list(now.heads))
         waiting = {about.client: (key, about) for key, about in now.asked.items()}
         new = []
         for client in list(now.heads):
@@ -173,11 +221,11 @@ class FlowerLink:
         if new:
             left = max(1.0, now.until - time.monotonic())
             messages = [run.message(now.heads[c], now.bodies[c], online[c].node_id, left) for c in new]
-            for client, key in zip(new, run.push(messages), strict=True):
+            for client, key in zip(new, run.push(messages, now.largest), strict=True):
                 now.asked[key] = _Asked(client, online[client].last_activated_at)
 
-    def _collect(self, run: ServerRun, now: _Round) -> bool:
-        """Fetch the replies that are there; True if there were any."""
+    def _collect(self, run: ServerRun, now: _Round) -> None:
+        """Fetch the replies that are there."""
         found = run.replies(list(now.asked)) if now.asked else []
         for proto, tree in found:
             about = now.asked.pop(proto.metadata.reply_to_message_id, None)
@@ -202,7 +250,6 @@ class FlowerLink:
                 sizes = wire.size(now.bodies[client]), len(parts["own"]), max(0, head.wire), run.traffic - before
                 now.traffic[client] = LinkBytes(*sizes)
             run.objects.confirm(proto.metadata.message_id)
-        return bool(found)
 
     def _mended(self, work: Callable[[ServerRun], Any], wait: float) -> Any:
         """Do it; if the connection is lost, open a new run and do it again."""
@@ -225,6 +272,8 @@ class FlowerLink:
         self._lost = time.monotonic()
         if isinstance(error, RefusedError):
             self._drop()
+        elif isinstance(error, UntrustedError) and self._run is not None:
+            self._run.trust()
 
     @property
     def _grace(self) -> bool:

@@ -18,7 +18,14 @@ from coterie.errors import CoterieError
 from coterie.runtimes.flower.certs import load_key
 from coterie.runtimes.flower.transport import flower_api as fl
 from coterie.runtimes.flower.transport import wire
-from coterie.runtimes.flower.transport.base import LARGEST, Answering, RefusedError, UnreachableError, lock_key
+from coterie.runtimes.flower.transport.base import (
+    LARGEST,
+    Answering,
+    RefusedError,
+    UnreachableError,
+    UntrustedError,
+    lock_key,
+)
 from coterie.runtimes.flower.transport.http import Objects, call, client
 
 HEARTBEAT = 10  # seconds, the least Flower allows; a node is taken for gone after two missed
@@ -43,19 +50,22 @@ class FlowerNode:
     _last: tuple[str, Any] = "", None  # ticket and content of the latest reply: no question is worked on twice
 
     def run(self) -> None:
-        """Blocks until `stopping` is set; raises CoterieError if the SuperLink cannot be trusted or refuses the key."""
+        """Blocks until `stopping` is set; raises CoterieError if the SuperLink refuses the key.
+
+        A server that is not trusted is tried again: its certificate may be renewed, or the file `ca` be replaced."""
+        self._private = load_key(self.key)
         self._client = self._connect()
         memory = lock_key(
             self.key
         )  # it also remembers the node id; without it a restart after a crash takes up to 20 s
         refused_since: float | None = None
-        once, pause = False, 0.2
+        once, pause, untrusted = False, 0.2, ""
         try:
             while not self.stopping.is_set():
                 try:
                     node = self._activate(memory)
                     log.info("connected to %s as node %s", self.address, node.node_id)
-                    refused_since, once, pause = None, True, 0.2
+                    refused_since, once, pause, untrusted = None, True, 0.2, ""
                     self.connected.set()
                     self._answer(node)
                 except RefusedError as e:
@@ -66,6 +76,11 @@ class FlowerNode:
                         log.warning("%s (the key is not registered, or its last process died just now)", e)
                     if not once and now - refused_since >= self.patience:
                         raise
+                except UntrustedError as e:
+                    if str(e) != untrusted:
+                        log.warning("%s; trying again, with what %s then holds", e, self.ca)
+                    untrusted = str(e)
+                    self._reconnect()
                 except UnreachableError as e:
                     log.warning("%s; trying again", e)
                 self.connected.clear()
@@ -77,12 +92,19 @@ class FlowerNode:
                 memory.close()
 
     def _connect(self) -> Any:
-        key = load_key(self.key)
+        key = self._private
         signed = fl.NodeAuthHttpInterceptor(key, key.public_key())
         return client(fl.FleetHttpClient, self.address, self.ca, "SuperNode", [signed])
 
+    def _reconnect(self) -> None:
+        """With the authority's certificate that is in the file now."""
+        with contextlib.suppress(CoterieError):  # it is being replaced just now
+            fresh = self._connect()
+            self._client.close()
+            self._client = fresh
+
     def _activate(self, memory: TextIO | None) -> Any:
-        pem = fl.public_key_to_bytes(load_key(self.key).public_key())
+        pem = fl.public_key_to_bytes(self._private.public_key())
         request = fl.fleet.ActivateNodeRequest(public_key=pem, heartbeat_interval=HEARTBEAT)
         try:
             node = call(self._client.ActivateNode, request).node_id
@@ -174,6 +196,8 @@ class FlowerNode:
             try:
                 wire.push([answer], lambda p, t: self._announce(node, p, t), objects.put)
                 return
+            except UntrustedError:
+                raise  # connected anew, we are asked again and have the answer ready
             except UnreachableError as e:
                 if time.time() > until:
                     log.warning("reply dropped, its deadline passed: %s", e)

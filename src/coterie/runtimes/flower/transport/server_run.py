@@ -20,6 +20,7 @@ from coterie.runtimes.flower.transport import flower_api as fl
 from coterie.runtimes.flower.transport import wire
 from coterie.runtimes.flower.transport.base import RefusedError, UnreachableError
 from coterie.runtimes.flower.transport.http import HEADER, Header, Objects, call, client
+from coterie.runtimes.flower.transport.limits import ALLOWED
 
 HEARTBEAT = 5.0
 PYPROJECT = """[project]
@@ -54,9 +55,11 @@ class ServerRun:
         certs.check()
         self.certs = certs
         key = Header(HEADER, certs.control_key.read_text().strip())
-        self._token = Header(fl.TASK_TOKEN_HEADER)
+        self._token, self._allowed = Header(fl.TASK_TOKEN_HEADER), Header(ALLOWED)
         self._control = client(fl.ControlHttpClient, address, certs.ca, "coterie", [key])
-        self._runtime = client(fl.RuntimeHttpClient, address, certs.ca, "flwr-serverapp", [key, self._token])
+        self._runtime = client(
+            fl.RuntimeHttpClient, address, certs.ca, "flwr-serverapp", [key, self._token, self._allowed]
+        )
         self._over = threading.Event()
         self._rejected: set[tuple[str, bytes]] = set()
         try:
@@ -90,6 +93,12 @@ class ServerRun:
             with contextlib.suppress(CoterieError, RuntimeError):  # RuntimeError: closed meanwhile
                 call(self._runtime.SendTaskHeartbeat, fl.runtime.SendTaskHeartbeatRequest())
 
+    def trust(self) -> None:
+        """Trust the authority whose certificate lies in the directory now, too."""
+        for tls in (self._control.tls, self._runtime.tls):
+            with contextlib.suppress(OSError):
+                tls.load_verify_locations(cafile=str(self.certs.ca))
+
     def end(self, completed: bool = True) -> None:
         status = fl.SubStatus.COMPLETED if completed else fl.SubStatus.FAILED
         with contextlib.suppress(CoterieError):
@@ -110,37 +119,45 @@ class ServerRun:
     # ---- nodes ---------------------------------------------------------------------------------------------------
     def register(self) -> None:
         """Make the SuperLink's list of nodes that of the certificate directory."""
-        wanted = self.certs.nodes()
+        wanted = self.certs.accepted()
         known = {
-            (n.name, bytes(n.public_key)): n.node_id
+            bytes(n.public_key): (n.name, n.node_id)
             for n in call(self._control.ListNodes, fl.control.ListNodesRequest()).nodes_info
             if n.status != "unregistered"
         }
-        for name_key, node in known.items():
-            if name_key not in wanted.items():
+        for public, (name, node) in known.items():
+            if wanted.get(public) != name:
                 call(self._control.UnregisterNode, fl.control.UnregisterNodeRequest(node_id=node))
-        for name, public in wanted.items():
-            if (name, public) in known or (name, public) in self._rejected:
+        for public, name in wanted.items():
+            if (name, public) in self._rejected or (public in known and known[public][0] == name):
                 continue
             try:
                 call(self._control.RegisterNode, fl.control.RegisterNodeRequest(public_key=public, name=name))
             except (UnreachableError, RefusedError):
                 raise
-            except CoterieError as e:  # Flower never takes the key of a removed node again
+            except CoterieError as e:
                 self._rejected.add((name, public))
-                log.warning("%s cannot join: %s; give it a new key", name, e)
+                log.warning("%s cannot join: %s", name, e)
 
     def online(self) -> dict[str, Any]:
-        """Who is connected: name to Flower's NodeInfo."""
-        return {n.name: n for n in call(self._runtime.GetNodes, fl.runtime.GetNodesRequest()).nodes}
+        """Who is connected: name to Flower's NodeInfo. A node that is seen with its new key loses the old one."""
+        found: dict[str, Any] = {}
+        for n in call(self._runtime.GetNodes, fl.runtime.GetNodesRequest()).nodes:
+            with contextlib.suppress(OSError):  # without write access the old key ends with the overlap
+                if self.certs.seen(n.name, bytes(n.public_key)):
+                    log.info("%s has changed its key; the old one is refused from now on", n.name)
+            if n.name not in found or found[n.name].last_activated_at < n.last_activated_at:
+                found[n.name] = n
+        return found
 
     # ---- messages ------------------------------------------------------------------------------------------------
     def message(self, head: wire.Head, body: Any, node: int, seconds: float) -> Any:
         """A message that is void after `seconds`."""
         return wire.question(head, body, node, seconds, run=self.id, task=self.task)
 
-    def push(self, messages: list[Any]) -> list[str]:
-        """Send; Flower's ids are returned."""
+    def push(self, messages: list[Any], largest: int) -> list[str]:
+        """Send; Flower's ids are returned. Answers may have `largest` bytes, which the guard holds nodes to."""
+        self._allowed.value = str(largest)
         return wire.push(messages, self._announce, self.objects.put)
 
     def replies(self, ids: list[str]) -> list[tuple[Any, Any]]:

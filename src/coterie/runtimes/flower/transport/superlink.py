@@ -33,12 +33,20 @@ def superlink(certs: Certs, state: Path, host: str, port: int) -> Iterator[Child
     over = threading.Event()
 
     def watch() -> None:
+        told = False
         while not over.wait(0.5):
             if not child.alive:
                 log.warning("the SuperLink died; starting it again")
                 child.kill()
                 with contextlib.suppress(OSError):
                     child.start()
+            try:
+                if certs.switch():
+                    log.info("the new authority has taken over; devices need the ca.crt that was made with it")
+            except OSError as e:
+                if not told:
+                    log.warning("the new authority cannot take over: %s cannot be written (%s)", certs.root, e.strerror)
+                told = True
 
     watcher = threading.Thread(target=watch, name="superlink-watch", daemon=True)
     watcher.start()
@@ -53,6 +61,9 @@ def superlink(certs: Certs, state: Path, host: str, port: int) -> Iterator[Child
 def start(certs: Certs, state: Path, host: str, port: int, patience: float = 0.0) -> Child:
     """Start a SuperLink (TLS, node keys, control closed) with its state under `state`; wait until it answers."""
     certs.check()
+    certs.switch()
+    for warning in certs.check_dates():
+        log.warning("%s", warning)
     wait_for_port(host, port, patience)
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     argv = [
@@ -67,7 +78,7 @@ def start(certs: Certs, state: Path, host: str, port: int, patience: float = 0.0
     return child
 
 
-def _answers(child: Child, certs: Certs, where: str, wait: float = 60.0) -> None:
+def _answers(child: Child, certs: Certs, where: str, wait: float = 240.0) -> None:
     """Wait until the SuperLink answers on its port."""
     context = ssl.create_default_context(cafile=str(certs.ca))
     until = time.monotonic() + wait

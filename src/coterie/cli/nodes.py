@@ -1,0 +1,119 @@
+"""`coterie nodes`: who may take part in a federation. A running cloud or edge follows before its next round."""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from typer import Argument, Option
+
+from coterie.cli.screen import console
+
+nodes_app = typer.Typer(no_args_is_help=True, help="Nodes of a federation and their keys.")
+
+Dir = Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")]
+Name = Annotated[str, Argument(metavar="NAME", help="a node; EDGE/DEVICE for a device behind an edge")]
+
+
+@nodes_app.command("list")
+def nodes_list(
+    root: Dir,
+    run: Annotated[Path | None, Option(help="folder of a run: shows seats and when nodes were last seen")] = None,
+    as_json: Annotated[bool, Option("--json", help="print JSON")] = False,
+) -> None:
+    """Show names, roles, key fingerprints and states."""
+    from coterie.runtimes.flower import nodes
+
+    found = nodes.listing(root, run)
+    if as_json:
+        typer.echo(json.dumps([asdict(n) for n in found], indent=1))
+        return
+    table = Table("name", "role", "state", "key", *(("client", "connected", "last seen") if run else ()))
+    for n in found:
+        role = f"{n.role} for {', '.join(n.devices)}" if n.devices else n.role
+        seen = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(n.last_seen)) if n.last_seen else "never"
+        seat = ["" if n.client is None else str(n.client), "yes" if n.connected else "no", seen] if run else []
+        table.add_row(n.name, role, n.state, n.key, *seat)
+    console.print(table)
+
+
+@nodes_app.command("add")
+def nodes_add(
+    root: Dir,
+    names: Annotated[list[str], Argument(metavar="NAME...", help="names of nodes")],
+    public: Annotated[Path | None, Option(help="the public half of a key made on the device itself")] = None,
+    edge: Annotated[bool, Option("--edge", help="register the node as an edge for the devices in --devices")] = False,
+    devices: Annotated[
+        str | None, Option(help="comma-separated names of the edge's devices; * and ? are wildcards")
+    ] = None,
+) -> None:
+    """Register nodes, as devices or as an edge; without --public their keys are made here.
+
+    A node that was removed may be added again, with its old key or a new one; it gets its seat back.
+    """
+    from coterie.errors import CoterieError
+    from coterie.runtimes.flower import certs
+
+    if public is not None and len(names) != 1:
+        raise CoterieError("--public is the key of one node; give one name")
+    attached = [name.strip() for name in (devices or "").split(",") if name.strip()]
+    for name in names:
+        made = certs.add_node(root, name, public, "edge" if edge else "device", attached)
+        console.print(str(made), soft_wrap=True, highlight=False)
+
+
+@nodes_app.command("remove")
+def nodes_remove(root: Dir, name: Annotated[str, Argument(help="the node")]) -> None:
+    """Remove a node: its key is refused from the next round on. Its seat stays its own until free-seat."""
+    from coterie.runtimes.flower import certs
+
+    certs.remove_node(root, name)
+
+
+@nodes_app.command("suspend")
+def nodes_suspend(root: Dir, name: Name) -> None:
+    """Ask a node nothing from the next round on; it stays connected and keeps key and seat."""
+    from coterie.runtimes.flower import nodes
+
+    nodes.suspend(root, name)
+
+
+@nodes_app.command("release")
+def nodes_release(root: Dir, name: Name) -> None:
+    """End a node's suspension; it continues with the state it had."""
+    from coterie.runtimes.flower import nodes
+
+    nodes.release(root, name)
+
+
+@nodes_app.command("rotate")
+def nodes_rotate(
+    root: Dir,
+    name: Annotated[str, Argument(help="the node")],
+    public: Annotated[Path | None, Option(help="the public half of a new key made on the device itself")] = None,
+    overlap: Annotated[float, Option(min=0, help="days for which the old key holds if the new one is not seen")] = 7.0,
+) -> None:
+    """Give a node a new key; seat and private state stay.
+
+    Either key is accepted until the node was first seen with the new one, or until the overlap is over.
+    """
+    from coterie.runtimes.flower import nodes
+
+    made = nodes.rotate(root, name, public, overlap * 86_400)
+    console.print(f"{made}; start the node with its new key", soft_wrap=True, highlight=False)
+
+
+@nodes_app.command("free-seat")
+def nodes_free(
+    run: Annotated[Path, Argument(metavar="RUN", help="folder of the cloud's run")],
+    name: Name,
+    to: Annotated[str | None, Option(help="the node that gets the seat; otherwise the next newcomer")] = None,
+) -> None:
+    """Make the client number of a removed or suspended node free for another, who starts without private state."""
+    from coterie.runtimes.flower import nodes
+
+    number = nodes.free_seat(run, name, to)
+    console.print(f"client {number} is free{f' for {to}' if to else ''} before the next round", highlight=False)
