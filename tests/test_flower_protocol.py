@@ -1,16 +1,23 @@
 """Hosts work together if they speak the same protocol and have the same code of the method."""
 
+import hashlib
 import importlib
+import json
 import shutil
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("flwr", reason="a federation needs the extra flower")
 
-from coterie import parts
+from coterie import messages, parts
+from coterie.config import RunSettings
+from coterie.data.settings import PartitionSettings
 from coterie.methods import find
-from coterie.runtimes.flower.plan import source
+from coterie.runtimes.flower import messages as flower_messages
+from coterie.runtimes.flower.plan import Plan, source
+from coterie.runtimes.flower.protocol import PROTOCOL
 
 
 def test_the_digest_of_a_method_covers_its_folder_and_the_parts(
@@ -40,3 +47,15 @@ def test_the_digest_of_a_method_has_the_parts_that_it_imports_and_no_others(
         f.write("# another version\n")
     changed = {name for name, was in before.items() if source(find(name)) != was}
     assert changed == {"fedproto"}
+
+
+CARRIED = 5, "f963b2a111d4695a"  # the protocol, and a digest of what it carries
+
+
+def test_the_protocol_is_raised_when_what_it_carries_changes() -> None:
+    """After a change of messages, plan or settings raise PROTOCOL, if it was released, and put the new digest here."""
+    typed = [c for module in (messages, flower_messages) for c in vars(module).values() if isinstance(c, type)]
+    about = {c.__name__: [(f.name, str(f.type)) for f in fields(c)] for c in typed if is_dataclass(c)}
+    about |= {c.__name__: sorted(c.model_fields) for c in (Plan, RunSettings, PartitionSettings)}
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    assert (PROTOCOL, digest) == CARRIED

@@ -29,7 +29,7 @@ class Line:
 
     run: str
     round: int
-    message: str  # hello, train, score
+    message: str  # hello, train, score, over
     way: Way  # as seen from here
     peer: str  # from whom, or for whom
     sizes: Mapping[str, int] = field(default_factory=dict)  # bytes by kind

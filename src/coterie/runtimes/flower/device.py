@@ -31,6 +31,7 @@ from coterie.session import Session
 
 LINGER = 2.0  # seconds in which the last answer of a node goes
 NO_PLAN = "this node has no plan of this run"  # the cloud then says hello again
+ROOM = 2**20  # bytes of a message beside its payload
 log = logging.getLogger("coterie.device")
 
 
@@ -113,6 +114,7 @@ class DeviceHandler:
     def over(self, told: RunOver) -> RunOver:
         """The cloud says that the run has ended."""
         self.session(told.run)  # another one's end is none of ours
+        self._audit.write(Line(told.run, told.rounds, "over", "in", self.peer))
         model = self._folder(told.run) / "model.safetensors"
         where = f"; the personal model is {model}" if model.exists() else ""
         then = "waiting for the next run" if self.stay else "nothing more to do here"
@@ -214,11 +216,12 @@ class DeviceHandler:
 
 def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler) -> None:
     """Answer the cloud until the run has ended, or told to stop (SIGTERM, Ctrl-C)."""
-    from coterie.runtimes.flower.transport import Node
+    from coterie.runtimes.flower.transport import LARGEST, Node
 
     load(handler.data, handler.data_dir)  # a wrong name is found now, not when the cloud first asks
     handler.peer = cloud
-    node = Node(cloud, ca, key, handler.handle)
+    largest = min(LARGEST, handler.allow.bytes_down + ROOM)  # what could not be allowed is not fetched
+    node = Node(cloud, ca, key, handler.handle, int(largest))
     handler.ended = leaving(node.stopping)
     node.stop_on_signals().run()
 
