@@ -209,7 +209,7 @@ class Method:
 
     Settings: ClassVar[type[Settings]] = Settings
     card: ClassVar[Card] = Card()
-    needs: ClassVar[tuple[str, ...]] = ()  # of: bn, val, head, public, full, classes
+    needs: ClassVar[tuple[str, ...]] = ()  # of: bn, val, some_val, head, public, full, classes
     # registered names of what a claim about this very class must beat beside the usual controls: its idea drawn at
     # random, or a part of it taken away; subclasses do not inherit them
     controls: ClassVar[tuple[str, ...]] = ()

@@ -48,6 +48,7 @@ from coterie.train.stack import Stacker
 from coterie.tree import Tree
 
 Factory = Callable[..., nn.Module]
+FEW = 10  # validation samples below which a choice by them is mostly chance
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,11 @@ class Session:
             found.append(
                 f"{method.card.title} needs a public set: {PUBLIC} items are set aside for it, without labels "
                 "(--set public=N takes another number)"
+            )
+        if "some_val" in method.needs and (few := int((fed.sizes("val") < FEW).sum())):
+            found.append(
+                f"{method.card.title} chooses by validation data: {few} of {len(fed.clients)} clients have fewer than "
+                f"{FEW} such samples and lean on the choice of all (val_share = {s.federation.val_share:g})"
             )
         return found
 
@@ -400,6 +406,7 @@ _NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {
     ),
     "head": (lambda m, f: m.ctx.net.layout.head is not None, "a model whose last layer is an nn.Linear (its head)"),
     "val": (lambda m, f: bool((f.sizes("val") > 0).all()), "a validation part at every client (set val_share)"),
+    "some_val": (lambda m, f: f.settings.val_share > 0, "validation parts to choose by (set val_share)"),
     "public": (lambda m, f: f.public() is not None, "a public set (set public to a number of items)"),
     "classes": (lambda m, f: f.num_classes > 0, "class labels (task = classification or binary)"),
     "full": (lambda m, f: m.ctx.join == 1, "full participation (set join to 1)"),

@@ -24,6 +24,7 @@ NEEDS = {
     "bn": "a model with batch norm",
     "head": "a model whose last layer is linear",
     "val": "a validation part at every client",
+    "some_val": "validation parts",
     "public": "a public set without labels",
     "full": "all clients in every round",
 }

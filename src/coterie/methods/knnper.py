@@ -8,11 +8,11 @@ Without a given share a client takes the one of 0, 0.1, ..., 1 that is best on i
 """
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from coterie.method import Card, ClientData, Extras, Method, Settings, State, Tree
+from coterie.parts.neighbours import votes
 
 CHUNK = 512
 SHARES = [i / 10 for i in range(11)]
@@ -55,11 +55,8 @@ class KNNPer(Method):
     def mixed(self, params: Tree, x: Tensor, store: Extras, share: float) -> Tensor:
         """Probabilities [batch, classes]."""
         logits, z = self.ctx.net.both(params, x)
-        near = torch.cdist(z, store["keys"]).square().topk(min(self.hp.k, len(store["keys"])), largest=False)
-        # shifted by the nearest: far from all neighbours the kernel would be zero for each of them
-        closeness = torch.softmax(-near.values / (z.shape[1] * self.hp.scale), 1)
-        votes = F.one_hot(store["labels"][near.indices], self.ctx.classes).to(z) * closeness[..., None]
-        return share * votes.sum(1) + (1 - share) * logits.softmax(1)
+        near = votes(z, store["keys"], store["labels"], self.hp.k, self.hp.scale, self.ctx.classes)
+        return share * near + (1 - share) * logits.softmax(1)
 
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         if "keys" not in extras:

@@ -1,0 +1,219 @@
+"""Autopilot beside fixed methods: is one method near the best everywhere, and is anybody worse off than alone?
+
+    python benchmarks/autopilot.py --data-dir DIR --out DIR [--only NAME] [--methods a,b] [--seeds 0,1,2] [--show]
+
+NAME is a federation: fmnist-0.01, fmnist-0.1, fmnist-0.5, fmnist-5, cifar10-0.1, cifar10-5, hapt or agnews. Each has 20
+clients (HAPT: its thirty people), half of them take part in each of 20 rounds of two local epochs; evaluation is every
+ten rounds. One process, one core. Runs are kept in DIR and go on where they stopped; `--show` prints what is there.
+The first seed of every federation comes first, cheap federations before dear ones.
+
+For each federation a table: mean accuracy over clients of each method as it is meant to be used (FedAvg + fine-tuning
+after fine-tuning), how many clients are below Local-Only on their test parts, bytes and processor time beside FedAvg's,
+and for autopilot the headroom: what the best candidate of each client, chosen on its test part, would add.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from coterie.config import Engine, settings
+from coterie.data.sources import load
+from coterie.errors import CoterieError
+from coterie.methods import find, known
+from coterie.runs.run import Run
+from coterie.session import execute, prepare, rebuild
+
+FIXED = (
+    "local", "fedavg", "fedavg-ft", "fedper", "fedrep", "ditto", "apfl", "pfedsim", "fedala", "fedcpmd", "fedpc",
+    "fedgmh", "ecs-fl", "sc-fpfl",
+)  # fmt: skip
+PILOT = "autopilot"
+ADAPTED = {"fedavg-ft"}  # used after fine-tuning
+CPU = "cpu.json"
+RATE = 1.7  # time of a method beside FedAvg's, on average
+
+
+@dataclass(frozen=True)
+class Federation:
+    name: str
+    seeds: int
+    seconds: float  # of a FedAvg run on one core, as measured once
+    given: dict[str, Any]
+
+
+COMMON: dict[str, Any] = {
+    "rounds": 20, "epochs": 2, "join": 0.5, "batch": 32, "lr": 0.05, "eval_every": 10, "checkpoint_every": 10,
+    "watch": False, "final_trained": False, "public": 100, "val_share": 0.2,
+}  # fmt: skip
+PICTURES: dict[str, Any] = {"model": "lenet5", "clients": 20, "test_share": 0.5, "short": "fill"}
+
+
+def _pictures(data: str, subset: int, alpha: float, seeds: int, seconds: float) -> Federation:
+    given = {"data": data, "subset": subset, "partition": f"dirichlet({alpha:g})", **PICTURES}
+    return Federation(f"{data}-{alpha:g}", seeds, seconds, given)
+
+
+FEDERATIONS = (
+    Federation(
+        "agnews",
+        3,
+        4,
+        {
+            "data": "agnews_small", "subset": 6000, "partition": "dirichlet(0.3)", "clients": 20, "test_share": 0.5,
+            "short": "fill", "lr": 0.1,
+        },
+    ),
+    *(_pictures("fmnist", 6000, alpha, 3, 5) for alpha in (0.1, 5, 0.01, 0.5)),
+    Federation(
+        "hapt",
+        3,
+        9,
+        {"data": "hapt", "subset": 5000, "partition": "natural", "pool": "train", "test_from": "official", "epochs": 1},
+    ),
+    *(_pictures("cifar10", 10000, alpha, 1, 12) for alpha in (0.1, 5)),
+)  # fmt: skip
+
+
+def place(out: Path, federation: Federation, seed: int, method: str) -> Path:
+    return out / federation.name / str(seed) / method
+
+
+def done(folder: Path) -> bool:
+    return (folder / CPU).exists()
+
+
+def advance(federation: Federation, seed: int, method: str, out: Path, engine: Engine, data: Any) -> None:
+    """One run, from where it is to its end."""
+    folder = place(out, federation, seed, method)
+    resume = (folder / "settings.json").exists()
+    begun = time.process_time()
+    chosen = settings(method=method, seed=seed, **{**COMMON, **federation.given})
+    session = rebuild(folder, engine) if resume else prepare(chosen, engine, loaded=data)
+    execute(session, folder, resume=resume, say=print)
+    spent = time.process_time() - begun
+    (folder / CPU).write_text(json.dumps({"seconds": spent, "whole": not resume}))
+    print(f"{federation.name}, seed {seed}, {method}: {spent:.1f} s", flush=True)
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Outcome:
+    accuracy: np.ndarray  # [clients], of the view that is used
+    bytes: float
+    seconds: float  # NaN of a run that was interrupted
+
+
+def outcome(folder: Path, method: str) -> Outcome:
+    run = Run(folder)
+    view = "adapted/test" if method in ADAPTED else "personal/test"
+    sent = sum(run.rounds[c].fillna(0).sum() for c in run.rounds if c.startswith("bytes/"))
+    cpu = json.loads((folder / CPU).read_text())
+    return Outcome(run.clients()[view].to_numpy(), float(sent), float(cpu["seconds"]) if cpu["whole"] else float("nan"))
+
+
+def table(out: Path, federation: Federation, methods: Sequence[str], seeds: Sequence[int]) -> list[str]:
+    """Over the seeds that all methods have."""
+    ready = [s for s in seeds if all(done(place(out, federation, s, m)) for m in methods)]
+    if not ready or "local" not in methods or "fedavg" not in methods:
+        return []
+    found = {m: [outcome(place(out, federation, s, m), m) for s in ready] for m in methods}
+    mean = {m: float(np.mean([o.accuracy.mean() for o in runs])) for m, runs in found.items()}
+    lines = [
+        f"{federation.name}, {len(ready)} seed{'s' * (len(ready) > 1)}",
+        "",
+        "| method | mean | below Local-Only | bytes | time |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    clients = sum(len(o.accuracy) for o in found["local"])
+    for m in sorted(methods, key=lambda m: -mean[m]):
+        below = sum(int((o.accuracy < a.accuracy).sum()) for o, a in zip(found[m], found["local"], strict=True))
+        size, cost = (
+            np.nanmean([getattr(o, part) / getattr(f, part) for o, f in zip(found[m], found["fedavg"], strict=True)])
+            for part in ("bytes", "seconds")
+        )
+        title = find(m).card.title
+        lines.append(f"| {title} | {100 * mean[m]:.1f} | {below} of {clients} | {size:.2f} | {cost:.2f} |")
+    if PILOT in methods:
+        best = max((m for m in methods if m != PILOT), key=mean.__getitem__)
+        gap = 100 * (mean[PILOT] - mean[best])
+        lines += ["", f"autopilot minus the best fixed method ({find(best).card.title}): {gap:+.1f} points"]
+        room = [headroom(place(out, federation, s, PILOT)) for s in ready]
+        lines += [f"headroom of the best candidate per client by its test part: {100 * float(np.mean(room)):+.1f}"]
+    return [*lines, ""]
+
+
+def headroom(folder: Path) -> float:
+    """What the best candidate of each client, chosen on its test part, adds to the mean accuracy."""
+    kept = folder / "headroom.json"
+    if kept.exists():
+        return float(json.loads(kept.read_text())["headroom"])
+    from coterie.methods.autopilot import Autopilot
+    from coterie.runs.models import Saved
+
+    saved = Saved(Run(folder))
+    method = saved.method
+    assert isinstance(method, Autopilot)
+    gains = []
+    for client in saved.session.federation.clients:
+        test = saved.session.federation.test(client)
+        with torch.no_grad():
+            table = method.audit(*saved.opened(client), test)
+        gains.append(max(table.values()) - table["chosen"])
+    room = float(np.mean(gains))
+    kept.write_text(json.dumps({"headroom": room}))
+    return room
+
+
+def estimate(federations: Sequence[Federation], methods: Sequence[str], seeds: Sequence[int], out: Path) -> float:
+    """Seconds of one core for what is not there yet."""
+    return sum(
+        RATE * f.seconds
+        for f in federations
+        for s in seeds[: f.seeds]
+        for m in methods
+        if not done(place(out, f, s, m))
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("runs/autopilot"))
+    parser.add_argument("--only", help="one federation")
+    parser.add_argument("--methods", help="by commas; default: all fixed ones and autopilot")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--show", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    federations = [f for f in FEDERATIONS if args.only in (None, f.name)]
+    if not federations:
+        raise SystemExit(f"{args.only} is none of {', '.join(f.name for f in FEDERATIONS)}")
+    methods = args.methods.split(",") if args.methods else [*FIXED, *((PILOT,) if PILOT in known() else ())]
+    seeds = [int(s) for s in args.seeds.split(",")]
+    if not args.show:
+        print(f"about {estimate(federations, methods, seeds, args.out) / 60:.0f} minutes of one core", flush=True)
+        engine = Engine(workers=1, data_dir=args.data_dir)
+        for at, seed in enumerate(seeds):
+            for f in federations:
+                left = [m for m in methods if not done(place(args.out, f, seed, m))]
+                if at >= f.seeds or not left:
+                    continue
+                data = load(f.given["data"], args.data_dir, f.given.get("subset"))
+                for method in left:
+                    try:
+                        advance(f, seed, method, args.out, engine, data)
+                    except CoterieError as e:
+                        print(f"{f.name}, seed {seed}, {method}: {e}", flush=True)
+    for f in federations:
+        print("\n".join(table(args.out, f, methods, seeds[: f.seeds])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,359 @@
+"""Autopilot: the federation trains one model, and each client chooses what it uses. Coterie's own, 2026.
+
+Rounds are FedAvg's. Beside it a client trains a model of its own, from the same start and on its data alone, with
+`own_share` of a round's steps, until its validation loss stops falling. In every `every`-th round that it takes part in
+it scores these candidates on its validation part:
+
+- global: the model received
+- tuned: that model after the client's local training, all layers
+- halfway: the mean of the weights of global and tuned
+- head: the head of tuned on the body of global
+- own: its own model
+- neighbours: global, averaged with the labels of the nearest training samples by its features (as kNN-Per)
+- global+own, tuned+own, tuned+global: the mean of both models' predictions
+- ensemble: the mean of the predictions of global, tuned, halfway and own
+
+Members of a mean are calibrated by a temperature first. A score is the log-likelihood (for other tasks minus the loss)
+summed over the validation part, plus `strength` times its mean per sample in the federation, which the server learns
+from the scores of all clients: with little validation data the federation decides, with much the client. If the best
+candidate is behind `own` on the validation part by more than `margin` standard errors, the client takes `own`. A client
+without a validation part takes the federation's best. What is kept is not trained anew before use: `tuned` and `own`
+are as the client's last training left them; the newest global model takes the place of the one that was scored.
+A client that has never trained chooses among `global` and `neighbours`.
+
+A round sends FedAvg's model, the scores, the choice and the number of validation samples. Candidates that need a head
+or classes are left out where the model or the task has none. "Head first, then all" (LP-FT) is not a candidate: it
+needs one more training per choice.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie import tree as T
+from coterie.errors import CoterieError, unknown
+from coterie.method import (
+    Batch,
+    Card,
+    ClientData,
+    ClientId,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Phase,
+    Settings,
+    State,
+    Tree,
+    Upload,
+)
+from coterie.parts.choosing import choose, mixed, temperature
+from coterie.parts.neighbours import votes
+from coterie.schema import Entry, Link, Schema
+
+CANDIDATES: dict[str, dict[str, float]] = {  # of which members, in which shares
+    "global": {"global": 1.0},
+    "tuned": {"tuned": 1.0},
+    "halfway": {"halfway": 1.0},
+    "head": {"head": 1.0},
+    "own": {"own": 1.0},
+    "neighbours": {"global": 0.5, "near": 0.5},
+    "global+own": {"global": 0.5, "own": 0.5},
+    "tuned+own": {"tuned": 0.5, "own": 0.5},
+    "tuned+global": {"tuned": 0.5, "global": 0.5},
+    "ensemble": {"global": 0.25, "tuned": 0.25, "halfway": 0.25, "own": 0.25},
+}
+UNTRAINED = ("global", "neighbours")  # what a client has without any training
+SHARED, OWN = "g:", "p:"  # in the tree of a local training
+SCORES, CHOICE, VALIDATED, PRIOR = "x:scores", "x:choice", "x:validated", "x:prior"
+BOUND = 1e6  # of a mean log-likelihood
+CHUNK = 256  # samples per forward pass
+KEYS = 512  # training samples that neighbours are looked for among
+LEAST = 1e-12  # probability of a class that no member expects
+
+
+class AutopilotSettings(Settings):
+    own_share: float = Field(
+        0.3, ge=0, le=1, description="steps of a client's own model, as a share of a round's; 0: no own model"
+    )
+    patience: int = Field(
+        3, ge=1, description="choices without a lower validation loss before the own model is no longer trained"
+    )
+    every: int = Field(2, ge=1, description="a client chooses in every so many of the rounds that it takes part in")
+    strength: float = Field(20, ge=0, description="weight of the federation's scores, in validation samples")
+    margin: float = Field(
+        1.0, ge=0, description="standard errors by which a choice may be behind the own model on validation data"
+    )
+    k: int = Field(10, ge=1, description="neighbours that are asked")
+    without: str = Field("", description="candidates that are left out, by commas")
+
+
+class Autopilot(Method):
+    Settings = AutopilotSettings
+    hp: AutopilotSettings
+    card = Card(
+        "Autopilot",
+        "none: Coterie's own",
+        2026,
+        "FM",
+        personal="what each client chooses: global, fine-tuned, mixed, own, neighbours, ensemble",
+        certainty="P",
+        compute="FedAvg's local training, own_share of it for the own model, and scoring on the validation part",
+    )
+    needs = ("some_val",)
+
+    def check(self) -> None:
+        for name in self._without:
+            if name not in CANDIDATES:
+                raise unknown("candidate", name, CANDIDATES)
+        if not set(self.names) & set(UNTRAINED):
+            raise CoterieError("without leaves out global and neighbours, so a client that never trained has no model")
+
+    @cached_property
+    def _without(self) -> list[str]:
+        return [name.strip() for name in self.hp.without.split(",") if name.strip()]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The candidates of this run."""
+        lacks = {"own"} if self.hp.own_share == 0 else set()
+        if self.ctx.net.layout.head is None:
+            lacks |= {"head", "near"}
+        if not self.ctx.classes:
+            lacks |= {"near"}
+        return [name for name, of in CANDIDATES.items() if name not in self._without and not lacks & of.keys()]
+
+    # ---- what crosses a link -------------------------------------------------------------------------------------
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        n = len(self.names)
+        scores = Entry((n,), kind="statistic", part="choice", low=-BOUND, high=0)
+        if link in ("down", "edge_down"):
+            return self.model_schema | Schema({PRIOR: scores})
+        choice = Entry((1,), torch.int32, "statistic", "choice", 0, n - 1)
+        validated = Entry((1,), torch.int32, "statistic", "choice", 0, 2**31 - 1)
+        return self.model_schema | Schema({SCORES: scores, CHOICE: choice, VALIDATED: validated})
+
+    # ---- server ----------------------------------------------------------------------------------------------------
+    def setup(self) -> State:
+        return {**super().setup(), "scores": {}, "choice": {}, "validated": {}}
+
+    def prior(self, server: State) -> Tensor:
+        """Mean scores per validation sample of all clients that have any [candidates]; 0 while nobody has."""
+        rows = [(server["validated"][i], s) for i, s in server["scores"].items() if server["validated"][i]]
+        total = sum(n for n, _ in rows)
+        found = torch.zeros(len(self.names))
+        for n, s in rows:
+            found += s * (n / total)
+        return found
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        return Download(shared={**server["w"], PRIOR: self.prior(server)})
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        models = [Upload(T.drop(u.tree, _is_told), u.note, u.sender, u.samples) for u in uploads]
+        new = super().aggregate(server, models, round)
+        for name, entry in (("scores", SCORES), ("choice", CHOICE), ("validated", VALIDATED)):
+            told = {u.sender: u.tree[entry] if name == "scores" else int(u.tree[entry]) for u in uploads}
+            new[name] = dict(sorted({**server[name], **told}.items()))
+        return new
+
+    def facts(self, server: State) -> dict[str, Any]:
+        """Who chose what, by how much it is ahead of the own model, and what the federation expects of each."""
+        if not server["choice"]:
+            return {}
+        names = self.names
+        found: dict[str, Any] = {
+            "chosen": {str(i): names[c] for i, c in server["choice"].items()},
+            "validated": {str(i): n for i, n in server["validated"].items()},
+            "expected": {k: round(float(v), 4) for k, v in zip(names, self.prior(server), strict=True)},
+        }
+        if "own" in names:
+            own = names.index("own")
+            ahead = {i: float(server["scores"][i][c] - server["scores"][i][own]) for i, c in server["choice"].items()}
+            found["ahead_of_own"] = {str(i): round(v, 4) for i, v in ahead.items()}
+        return found
+
+    # ---- client: a round -------------------------------------------------------------------------------------------
+    def init_client(self, data: ClientData) -> State:
+        own = {"alone": T.clone(self.ctx.w0)} if self.hp.own_share else {}
+        return {**super().init_client(data), **own, "turns": 0, "waits": 0}
+
+    def _global(self, state: State, download: Tree) -> Tree:
+        return {**T.drop(download, _is_told), **state.get("own", {})}
+
+    def _is_trained(self, state: State) -> bool:
+        """Does the own model still learn?"""
+        return "alone" in state and bool(state["waits"] < self.hp.patience)
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        w = self._global(state, download)
+        own = T.prefix(OWN, state["alone"]) if self._is_trained(state) else {}
+        return {**T.prefix(SHARED, w), **own}, {"received": w, "prior": download[PRIOR]}
+
+    def phases(self, round: int) -> list[Phase]:
+        shared = Phase(self.loss, lambda k: k.startswith(SHARED))
+        if not self.hp.own_share:
+            return [shared]
+        # a tree without an own model has nothing to train here, and takes no step
+        return [shared, Phase(self.own_loss, lambda k: k.startswith(OWN), epochs=self.ctx.epochs * self.hp.own_share)]
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        return self.ctx.loss(T.strip(SHARED, params), batch)
+
+    def own_loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        return self.ctx.loss(T.strip(OWN, params), batch)
+
+    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+        w, own = T.strip(SHARED, params), T.strip(OWN, params)
+        state, upload = super().end(state, w, extras, data, round)
+        new = {**state, "tuned": w, "turns": state["turns"] + 1, **({"alone": own} if own else {})}
+        if state["turns"] % self.hp.every == 0:
+            new |= self._chosen(new, extras["received"], extras["prior"], data, self.names)
+        told = {
+            SCORES: new["scores"],
+            CHOICE: torch.tensor([new["choice"]], dtype=torch.int32),
+            VALIDATED: torch.tensor([len(data.val)], dtype=torch.int32),
+        }
+        return new, Upload({**upload.tree, **told})
+
+    # ---- client: the choice ----------------------------------------------------------------------------------------
+    def members(self, state: State, w: Tree, names: Sequence[str]) -> dict[str, Tree]:
+        """The models that these candidates are made of, with w as the global one."""
+        makes = {
+            "global": lambda: w,
+            "tuned": lambda: state["tuned"],
+            "halfway": lambda: T.mean([w, state["tuned"]]),
+            "head": lambda: {**w, **T.keep(state["tuned"], self.ctx.group("head").__contains__)},
+            "own": lambda: state["alone"],
+        }
+        wanted = {m for name in names for m in CANDIDATES[name]}
+        return {m: make() for m, make in makes.items() if m in wanted}
+
+    @torch.no_grad()
+    def outputs(self, members: Mapping[str, Tree], near: Extras, x: Tensor) -> dict[str, Tensor]:
+        """Outputs [batch, outputs] of each member; with stored samples in `near`, probabilities by neighbours too."""
+        parts: dict[str, list[Tensor]] = {m: [] for m in [*members, *(("near",) if near else ())]}
+        for part in torch.split(x, CHUNK):
+            for name, found in self._each(members, near, part).items():
+                parts[name].append(found)
+        return {m: torch.cat(found) for m, found in parts.items()}
+
+    def _each(self, members: Mapping[str, Tree], near: Extras, x: Tensor) -> dict[str, Tensor]:
+        out = {}
+        for name, params in members.items():
+            if name == "global" and near:
+                out[name], z = self.ctx.net.both(params, x)
+                out["near"] = votes(z, near["keys"], near["labels"], self.hp.k, 1.0, self.ctx.classes)
+            else:
+                out[name] = self.ctx.forward(params, x)
+        return out
+
+    @torch.no_grad()
+    def _near(self, w: Tree, data: ClientData, names: Sequence[str]) -> Extras:
+        """Features of the client's training samples under the global model, if a candidate needs them."""
+        if not len(data.train) or not any("near" in CANDIDATES[name] for name in names):
+            return {}
+        x, labels = data.train.x[:KEYS], data.train.y[:KEYS]
+        return {"keys": torch.cat([self.ctx.features(w, part) for part in torch.split(x, CHUNK)]), "labels": labels}
+
+    def combined(self, outputs: Sequence[Tensor], shares: Tensor, temperatures: Tensor, near: bool) -> Tensor:
+        """Outputs of a mean of members: of calibrated probabilities, as logarithms, or of the outputs themselves. With
+        `near` the last member is probabilities already."""
+        if not self.ctx.classes:
+            return mixed(list(outputs), shares)
+        last = len(outputs) - 1
+        found = [v if near and i == last else (v / temperatures[i]).softmax(1) for i, v in enumerate(outputs)]
+        return mixed(found, shares).clamp(min=LEAST).log()
+
+    def _temperatures(self, outputs: Mapping[str, Tensor], y: Tensor) -> dict[str, float]:
+        return {m: temperature(v, y) if self.ctx.classes and m != "near" else 1.0 for m, v in outputs.items()}
+
+    def candidate(self, name: str, outputs: Mapping[str, Tensor], temperatures: Mapping[str, float]) -> Tensor:
+        """Outputs [batch, outputs] of a candidate from those of its members."""
+        of = CANDIDATES[name]
+        if len(of) == 1:
+            return self._alone(outputs[name], temperatures[name])
+        members = sorted(of, key=lambda m: m == "near")
+        shares, warm = (torch.tensor([x[m] for m in members]) for x in (of, temperatures))
+        return self.combined([outputs[m] for m in members], shares, warm, "near" in of)
+
+    def _alone(self, outputs: Tensor, temperature: float) -> Tensor:
+        return outputs / temperature if self.ctx.classes else outputs
+
+    def _chosen(self, state: State, w: Tree, prior: Tensor, data: ClientData, names: Sequence[str]) -> State:
+        """The choice among these candidates, with what it is made by."""
+        task, y = self.ctx.task, data.val.y
+        if not len(y):
+            best = int(prior.argmax()) if bool((prior != 0).any()) else self.names.index(names[min(1, len(names) - 1)])
+            return {"choice": best, "scores": torch.zeros(len(self.names)), "temperatures": {}}
+        outputs = self.outputs(self.members(state, w, names), self._near(w, data, names), data.val.x)
+        names = [n for n in names if CANDIDATES[n].keys() <= outputs.keys()]
+        warm = self._temperatures(outputs, y)
+        found = [self.candidate(n, outputs, warm) for n in names]
+        sums = torch.stack([-task.total(out, y) for out in found]).float().nan_to_num(-BOUND, 0.0, -BOUND)
+        errors = torch.stack([self._errors(out, y) for out in found])
+        at = [self.names.index(n) for n in names]
+        own = names.index("own") if "own" in names else None
+        best, _ = choose(sums, prior[at], self.hp.strength, errors, own, self.hp.margin)
+        each = (sums / len(y)).clamp(-BOUND, 0)
+        scores = torch.full((len(self.names),), float(each.min()))  # of what this client cannot make
+        scores[at] = each
+        new: State = {"choice": at[best], "scores": scores, "temperatures": warm}
+        if own is None:
+            return new
+        lowest, here = state.get("lowest"), -float(sums[own]) / len(y)
+        better = lowest is None or here < lowest
+        return {**new, "lowest": here if better else lowest, "waits": 0 if better else state["waits"] + 1}
+
+    def _errors(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """[samples]: 0 or 1 for classes, else the loss."""
+        return (outputs.argmax(1) != y).float() if self.ctx.classes else self.ctx.task.each(outputs, y)
+
+    # ---- client: use -----------------------------------------------------------------------------------------------
+    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        if "choice" not in state:
+            return self.newcomer(state, download, data)
+        return self._used(state, self._global(state, download), data)
+
+    def _used(self, state: State, w: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        """The chosen candidate with w as the global model: one network, or its members side by side."""
+        name = self.names[state["choice"]]
+        models, of = self.members(state, w, [name]), CANDIDATES[name]
+        near = self._near(w, data, [name])
+        if len(of) == 1 or ("near" in of and not near):
+            return models[next(iter(of))], {}
+        marked = {k: v for m, tree in models.items() for k, v in T.prefix(f"{m}:", tree).items()}
+        members = [*models, *(("near",) if near else ())]
+        warm = [state["temperatures"].get(m, 1.0) for m in members]
+        return marked, {"shares": torch.tensor([of[m] for m in members]), "temperatures": torch.tensor(warm), **near}
+
+    def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
+        if "shares" not in extras:
+            return self.ctx.forward(params, x)
+        models = {m: T.strip(f"{m}:", params) for m in dict.fromkeys(k.partition(":")[0] for k in params)}
+        found = self._each(models, {k: extras[k] for k in ("keys", "labels") if k in extras}, x)
+        outputs = [found[m] for m in [*models, *(("near",) if "near" in found else ())]]
+        return self.combined(outputs, extras["shares"], extras["temperatures"], "near" in found)
+
+    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        """Without training there are the global model and neighbours; its own validation part decides."""
+        w, names = self._global(state, download), [n for n in self.names if n in UNTRAINED]
+        prior = download[PRIOR]
+        if len(names) == 1 or not len(data.val):
+            return w, {}
+        return self._used({**state, **self._chosen(state, w, prior, data, names)}, w, data)
+
+    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
+        return state["tuned"], {}
+
+    def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        return self._global(state, download), {}
+
+
+def _is_told(name: str) -> bool:
+    """Is it beside the model in a payload?"""
+    return name.startswith("x:")
