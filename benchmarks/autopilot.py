@@ -26,7 +26,10 @@ import torch
 from coterie.config import Engine, settings
 from coterie.data.sources import load
 from coterie.errors import CoterieError
-from coterie.methods import find, known
+from coterie.exchange import preview
+from coterie.methods import find
+from coterie.methods.autopilot import Autopilot
+from coterie.runs.models import Saved
 from coterie.runs.run import Run
 from coterie.session import execute, prepare, rebuild
 
@@ -151,24 +154,24 @@ def table(out: Path, federation: Federation, methods: Sequence[str], seeds: Sequ
 
 def headroom(folder: Path) -> float:
     """What the best candidate of each client, chosen on its test part, adds to the mean accuracy."""
-    kept = folder / "headroom.json"
-    if kept.exists():
-        return float(json.loads(kept.read_text())["headroom"])
-    from coterie.methods.autopilot import Autopilot
-    from coterie.runs.models import Saved
-
     saved = Saved(Run(folder))
-    method = saved.method
+    method, federation = saved.method, saved.session.federation
     assert isinstance(method, Autopilot)
     gains = []
-    for client in saved.session.federation.clients:
-        test = saved.session.federation.test(client)
-        with torch.no_grad():
-            table = method.audit(*saved.opened(client), test)
-        gains.append(max(table.values()) - table["chosen"])
-    room = float(np.mean(gains))
-    kept.write_text(json.dumps({"headroom": room}))
-    return room
+    for client in federation.clients:
+        data, test, state = federation.data(client), federation.test(client), saved.states.get(client)
+        if state is None:
+            continue
+        sent, _ = preview(
+            method, saved.checkpoint.server, saved.checkpoint.edges, [client], saved.checkpoint.round + 1
+        )[client]
+        w = {k: sent[k] for k in method.ctx.w0}
+        store = method.stored(w, data, method.names)
+        outputs = method.outputs(method.members(state, w, method.names, store), store, test.x)
+        warm = {m: state["temperatures"].get(m, 1.0) for m in outputs}
+        hits = [float((method.candidate(n, outputs, warm).argmax(1) == test.y).float().mean()) for n in method.names]
+        gains.append(max(hits) - hits[state["choice"]])
+    return float(np.mean(gains))
 
 
 def estimate(federations: Sequence[Federation], methods: Sequence[str], seeds: Sequence[int], out: Path) -> float:
@@ -195,7 +198,7 @@ def main() -> None:
     federations = [f for f in FEDERATIONS if args.only in (None, f.name)]
     if not federations:
         raise SystemExit(f"{args.only} is none of {', '.join(f.name for f in FEDERATIONS)}")
-    methods = args.methods.split(",") if args.methods else [*FIXED, *((PILOT,) if PILOT in known() else ())]
+    methods = args.methods.split(",") if args.methods else [*FIXED, PILOT]
     seeds = [int(s) for s in args.seeds.split(",")]
     if not args.show:
         print(f"about {estimate(federations, methods, seeds, args.out) / 60:.0f} minutes of one core", flush=True)

@@ -7,19 +7,20 @@ it scores these candidates on its validation part:
 - global: the model received
 - tuned: that model after the client's local training, all layers
 - halfway: the mean of the weights of global and tuned
-- head: the head of tuned on the body of global
+- head, long-head: a private head on the global body, fitted to the client's training samples from the global head on,
+  with 10 or 40 steps of gradient descent on features that are computed once
 - own: its own model
 - neighbours: global, averaged with the labels of the nearest training samples by its features (as kNN-Per)
-- global+own, tuned+own, tuned+global: the mean of both models' predictions
-- ensemble: the mean of the predictions of global, tuned, halfway and own
+- head+neighbours, head+tuned, tuned+own, tuned+global: the mean of both predictions
+- ensemble: the mean of the predictions of global, head, tuned and neighbours
 
 Members of a mean are calibrated by a temperature first. A score is the log-likelihood (for other tasks minus the loss)
 summed over the validation part, plus `strength` times its mean per sample in the federation, which the server learns
 from the scores of all clients: with little validation data the federation decides, with much the client. If the best
 candidate is behind `own` on the validation part by more than `margin` standard errors, the client takes `own`. A client
-without a validation part takes the federation's best. What is kept is not trained anew before use: `tuned` and `own`
-are as the client's last training left them; the newest global model takes the place of the one that was scored.
-A client that has never trained chooses among `global` and `neighbours`.
+without a validation part takes the federation's best. In use, `tuned` and `own` are as the client's last training left
+them; the newest global model takes the place of the one that was scored, and heads are fitted to it anew.
+A client that has never trained chooses among what needs no local training: global, heads and neighbours.
 
 A round sends FedAvg's model, the scores, the choice and the number of validation samples. Candidates that need a head
 or classes are left out where the model or the task has none. "Head first, then all" (LP-FT) is not a candidate: it
@@ -60,30 +61,35 @@ CANDIDATES: dict[str, dict[str, float]] = {  # of which members, in which shares
     "tuned": {"tuned": 1.0},
     "halfway": {"halfway": 1.0},
     "head": {"head": 1.0},
+    "long-head": {"long-head": 1.0},
     "own": {"own": 1.0},
     "neighbours": {"global": 0.5, "near": 0.5},
-    "global+own": {"global": 0.5, "own": 0.5},
+    "head+neighbours": {"head": 0.5, "near": 0.5},
+    "head+tuned": {"head": 0.5, "tuned": 0.5},
     "tuned+own": {"tuned": 0.5, "own": 0.5},
     "tuned+global": {"tuned": 0.5, "global": 0.5},
-    "ensemble": {"global": 0.25, "tuned": 0.25, "halfway": 0.25, "own": 0.25},
+    "ensemble": {"global": 0.25, "head": 0.25, "tuned": 0.25, "near": 0.25},
 }
-UNTRAINED = ("global", "neighbours")  # what a client has without any training
+HEADS = {"head": 10, "long-head": 40}  # steps of fitting
+UNTRAINED = ("global", "head", "long-head", "neighbours", "head+neighbours")  # what needs no local training
+UNINFORMED = ("head", "tuned", "global")  # taken, the first there is, while nobody has scored anything
 SHARED, OWN = "g:", "p:"  # in the tree of a local training
 SCORES, CHOICE, VALIDATED, PRIOR = "x:scores", "x:choice", "x:validated", "x:prior"
 BOUND = 1e6  # of a mean log-likelihood
 CHUNK = 256  # samples per forward pass
-KEYS = 512  # training samples that neighbours are looked for among
+KEYS = 1024  # training samples that heads are fitted to and neighbours are looked for among
+MOMENTUM = 0.9  # of fitting a head
 LEAST = 1e-12  # probability of a class that no member expects
 
 
 class AutopilotSettings(Settings):
     own_share: float = Field(
-        0.3, ge=0, le=1, description="steps of a client's own model, as a share of a round's; 0: no own model"
+        0.25, ge=0, le=1, description="steps of a client's own model, as a share of a round's; 0: no own model"
     )
     patience: int = Field(
         3, ge=1, description="choices without a lower validation loss before the own model is no longer trained"
     )
-    every: int = Field(2, ge=1, description="a client chooses in every so many of the rounds that it takes part in")
+    every: int = Field(3, ge=1, description="a client chooses in every so many of the rounds that it takes part in")
     strength: float = Field(20, ge=0, description="weight of the federation's scores, in validation samples")
     margin: float = Field(
         1.0, ge=0, description="standard errors by which a choice may be behind the own model on validation data"
@@ -99,8 +105,8 @@ class Autopilot(Method):
         "Autopilot",
         "none: Coterie's own",
         2026,
-        "FM",
-        personal="what each client chooses: global, fine-tuned, mixed, own, neighbours, ensemble",
+        "F,M",
+        personal="what each client chooses: global, fine-tuned, private head, own, neighbours or a mean of these",
         certainty="P",
         compute="FedAvg's local training, own_share of it for the own model, and scoring on the validation part",
     )
@@ -111,7 +117,7 @@ class Autopilot(Method):
             if name not in CANDIDATES:
                 raise unknown("candidate", name, CANDIDATES)
         if not set(self.names) & set(UNTRAINED):
-            raise CoterieError("without leaves out global and neighbours, so a client that never trained has no model")
+            raise CoterieError("without leaves out all that a client can use before it has trained; keep global")
 
     @cached_property
     def _without(self) -> list[str]:
@@ -122,7 +128,7 @@ class Autopilot(Method):
         """The candidates of this run."""
         lacks = {"own"} if self.hp.own_share == 0 else set()
         if self.ctx.net.layout.head is None:
-            lacks |= {"head", "near"}
+            lacks |= {*HEADS, "near"}
         if not self.ctx.classes:
             lacks |= {"near"}
         return [name for name, of in CANDIDATES.items() if name not in self._without and not lacks & of.keys()]
@@ -221,44 +227,67 @@ class Autopilot(Method):
         return new, Upload({**upload.tree, **told})
 
     # ---- client: the choice ----------------------------------------------------------------------------------------
-    def members(self, state: State, w: Tree, names: Sequence[str]) -> dict[str, Tree]:
-        """The models that these candidates are made of, with w as the global one."""
-        makes = {
-            "global": lambda: w,
-            "tuned": lambda: state["tuned"],
-            "halfway": lambda: T.mean([w, state["tuned"]]),
-            "head": lambda: {**w, **T.keep(state["tuned"], self.ctx.group("head").__contains__)},
-            "own": lambda: state["alone"],
-        }
+    @torch.no_grad()
+    def stored(self, w: Tree, data: ClientData, names: Sequence[str]) -> Extras:
+        """Features of the client's training samples under the global model, and their targets, if a candidate of these
+        needs them."""
+        needed = any({"near", *HEADS} & CANDIDATES[name].keys() for name in names)
+        if not needed or not len(data.train):
+            return {}
+        x, y = data.train.x[:KEYS], data.train.y[:KEYS]
+        return {"keys": torch.cat([self.ctx.features(w, part) for part in torch.split(x, CHUNK)]), "labels": y}
+
+    def members(self, state: State, w: Tree, names: Sequence[str], store: Extras) -> dict[str, Tree]:
+        """The models that these candidates are made of, as far as there are any, with w as the global one."""
         wanted = {m for name in names for m in CANDIDATES[name]}
-        return {m: make() for m, make in makes.items() if m in wanted}
+        found = {"global": w} if "global" in wanted else {}
+        if store and wanted & HEADS.keys():
+            found |= {m: {**w, **head} for m, head in self.fitted(w, store).items() if m in wanted}
+        if "tuned" in state:
+            found |= {"tuned": state["tuned"]} if "tuned" in wanted else {}
+            found |= {"halfway": T.mean([w, state["tuned"]])} if "halfway" in wanted else {}
+            found |= {"own": state["alone"]} if "own" in wanted else {}
+        return found
+
+    def fitted(self, w: Tree, store: Extras) -> dict[str, Tree]:
+        """Private heads by Nesterov's gradient descent on all stored samples at once, from the global head on. The rate
+        is one over the features' mean square, so that it suits any body; half of it where the loss is no likelihood of
+        classes."""
+        weight, bias = self.ctx.net.head_names
+        z, y = store["keys"], store["labels"]
+        ones = z.new_ones(len(z), 1)
+        a = torch.cat([z, ones], 1) if bias else z  # [n, d + 1]
+        now = torch.cat([w[weight], w[bias][:, None]], 1) if bias else w[weight]  # [outputs, d + 1]
+        rate = (1.0 if self.ctx.classes else 0.4) / float(a.square().sum(1).mean().clamp(min=1e-6))
+        speed, found = torch.zeros_like(now), {}
+        for step in range(1, max(HEADS.values()) + 1):
+            ahead = (a @ (now + MOMENTUM * speed).T).requires_grad_()
+            with torch.enable_grad():
+                slope = torch.autograd.grad(self.ctx.task.loss(ahead, y), ahead)[0]
+            speed = MOMENTUM * speed - rate * (slope.T @ a)
+            now = now + speed
+            for name in (m for m, steps in HEADS.items() if steps == step):
+                found[name] = {weight: now[:, :-1], bias: now[:, -1]} if bias else {weight: now}
+        return {m: T.clone(tree) for m, tree in found.items()}
 
     @torch.no_grad()
     def outputs(self, members: Mapping[str, Tree], near: Extras, x: Tensor) -> dict[str, Tensor]:
         """Outputs [batch, outputs] of each member; with stored samples in `near`, probabilities by neighbours too."""
-        parts: dict[str, list[Tensor]] = {m: [] for m in [*members, *(("near",) if near else ())]}
-        for part in torch.split(x, CHUNK):
-            for name, found in self._each(members, near, part).items():
-                parts[name].append(found)
-        return {m: torch.cat(found) for m, found in parts.items()}
+        parts = [self._each(members, near, part) for part in torch.split(x, CHUNK)]
+        return {m: torch.cat([p[m] for p in parts]) for m in parts[0]}
 
     def _each(self, members: Mapping[str, Tree], near: Extras, x: Tensor) -> dict[str, Tensor]:
-        out = {}
-        for name, params in members.items():
-            if name == "global" and near:
-                out[name], z = self.ctx.net.both(params, x)
-                out["near"] = votes(z, near["keys"], near["labels"], self.hp.k, 1.0, self.ctx.classes)
-            else:
-                out[name] = self.ctx.forward(params, x)
+        """Global and private heads share their body, which is asked once."""
+        out: dict[str, Tensor] = {}
+        shared = next((m for m in ("global", *HEADS) if m in members), None)
+        several = len(members.keys() & {"global", *HEADS}) > 1
+        if shared is not None and (near or several):
+            out[shared], z = self.ctx.net.both(members[shared], x)
+            out |= {m: self.ctx.logits(members[m], z) for m in HEADS if m in members and m != shared}
+        out |= {m: self.ctx.forward(params, x) for m, params in members.items() if m not in out}
+        if near:
+            out["near"] = votes(z, near["keys"], near["labels"], self.hp.k, 1.0, self.ctx.classes)
         return out
-
-    @torch.no_grad()
-    def _near(self, w: Tree, data: ClientData, names: Sequence[str]) -> Extras:
-        """Features of the client's training samples under the global model, if a candidate needs them."""
-        if not len(data.train) or not any("near" in CANDIDATES[name] for name in names):
-            return {}
-        x, labels = data.train.x[:KEYS], data.train.y[:KEYS]
-        return {"keys": torch.cat([self.ctx.features(w, part) for part in torch.split(x, CHUNK)]), "labels": labels}
 
     def combined(self, outputs: Sequence[Tensor], shares: Tensor, temperatures: Tensor, near: bool) -> Tensor:
         """Outputs of a mean of members: of calibrated probabilities, as logarithms, or of the outputs themselves. With
@@ -288,9 +317,13 @@ class Autopilot(Method):
         """The choice among these candidates, with what it is made by."""
         task, y = self.ctx.task, data.val.y
         if not len(y):
-            best = int(prior.argmax()) if bool((prior != 0).any()) else self.names.index(names[min(1, len(names) - 1)])
+            at = [self.names.index(n) for n in names]
+            first = next(self.names.index(n) for n in (*UNINFORMED, *names) if n in names)
+            best = at[int(prior[at].argmax())] if bool((prior != 0).any()) else first
             return {"choice": best, "scores": torch.zeros(len(self.names)), "temperatures": {}}
-        outputs = self.outputs(self.members(state, w, names), self._near(w, data, names), data.val.x)
+        store = self.stored(w, data, names)
+        near = store if any("near" in CANDIDATES[n] for n in names) else {}
+        outputs = self.outputs(self.members(state, w, names, store), near, data.val.x)
         names = [n for n in names if CANDIDATES[n].keys() <= outputs.keys()]
         warm = self._temperatures(outputs, y)
         found = [self.candidate(n, outputs, warm) for n in names]
@@ -322,10 +355,13 @@ class Autopilot(Method):
     def _used(self, state: State, w: Tree, data: ClientData) -> tuple[Tree, Extras]:
         """The chosen candidate with w as the global model: one network, or its members side by side."""
         name = self.names[state["choice"]]
-        models, of = self.members(state, w, [name]), CANDIDATES[name]
-        near = self._near(w, data, [name])
-        if len(of) == 1 or ("near" in of and not near):
-            return models[next(iter(of))], {}
+        of, store = CANDIDATES[name], self.stored(w, data, [name])
+        models = self.members(state, w, [name], store)
+        near = store if "near" in of else {}
+        if not of.keys() <= {*models, *(("near",) if near else ())}:
+            return w, {}  # without training samples there is no head and nobody near
+        if len(of) == 1:
+            return models[name], {}
         marked = {k: v for m, tree in models.items() for k, v in T.prefix(f"{m}:", tree).items()}
         members = [*models, *(("near",) if near else ())]
         warm = [state["temperatures"].get(m, 1.0) for m in members]
@@ -340,12 +376,9 @@ class Autopilot(Method):
         return self.combined(outputs, extras["shares"], extras["temperatures"], "near" in found)
 
     def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        """Without training there are the global model and neighbours; its own validation part decides."""
+        """It chooses as everybody does, among what needs no local training."""
         w, names = self._global(state, download), [n for n in self.names if n in UNTRAINED]
-        prior = download[PRIOR]
-        if len(names) == 1 or not len(data.val):
-            return w, {}
-        return self._used({**state, **self._chosen(state, w, prior, data, names)}, w, data)
+        return self._used({**state, **self._chosen(state, w, download[PRIOR], data, names)}, w, data)
 
     def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
         return state["tuned"], {}
