@@ -32,6 +32,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -261,14 +262,20 @@ class Autopilot(Method):
         rate = (1.0 if self.ctx.classes else 0.4) / float(a.square().sum(1).mean().clamp(min=1e-6))
         speed, found = torch.zeros_like(now), {}
         for step in range(1, max(HEADS.values()) + 1):
-            ahead = (a @ (now + MOMENTUM * speed).T).requires_grad_()
-            with torch.enable_grad():
-                slope = torch.autograd.grad(self.ctx.task.loss(ahead, y), ahead)[0]
+            slope = self._slope(a @ (now + MOMENTUM * speed).T, y)
             speed = MOMENTUM * speed - rate * (slope.T @ a)
             now = now + speed
             for name in (m for m, steps in HEADS.items() if steps == step):
                 found[name] = {weight: now[:, :-1], bias: now[:, -1]} if bias else {weight: now}
         return {m: T.clone(tree) for m, tree in found.items()}
+
+    def _slope(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Of the mean loss by the outputs [n, outputs]; without autograd where it is known, because heads are many."""
+        if self.ctx.classes:
+            return (outputs.softmax(1) - F.one_hot(y, self.ctx.classes)) / len(y)
+        with torch.enable_grad():
+            outputs = outputs.detach().requires_grad_()
+            return torch.autograd.grad(self.ctx.task.loss(outputs, y), outputs)[0]
 
     @torch.no_grad()
     def outputs(self, members: Mapping[str, Tree], near: Extras, x: Tensor) -> dict[str, Tensor]:
