@@ -335,5 +335,6 @@ def clusters(comparison: Comparison) -> dict[str, Any]:
     out = {}
     for r in comparison.runs:
         if r.settings["seed"] == seed and r.title not in out and (found := membership.found(r)):
-            out[r.title] = {"seed": str(seed), "edges": membership.has_edges(r), "groups": found}
+            kind = membership.kind(r)
+            out[r.title] = {"seed": str(seed), "edges": kind == "edge", "kind": kind, "groups": found}
     return out

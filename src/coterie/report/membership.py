@@ -1,4 +1,4 @@
-"""Which cluster or edge each client is with, from what a run has written."""
+"""Which cluster or edge each client is with, or what it chose, from what a run has written."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +13,13 @@ def has_edges(run: Run) -> bool:
     return any("device-edge" in e["bytes"] for e in run.events)
 
 
+def kind(run: Run) -> str:
+    """What clients of one group have in common: edge, choice or cluster."""
+    if has_edges(run):
+        return "edge"
+    return "choice" if any("chosen" in e.get("facts", {}) for e in run.events) else "cluster"
+
+
 def found(run: Run) -> dict[str, list[int]]:
     """name -> clients; empty if the method makes no clusters or does not say which."""
     of = _from_events(run) or _from_checkpoint(run)
@@ -25,9 +32,9 @@ def found(run: Run) -> dict[str, list[int]]:
 
 
 def _from_events(run: Run) -> dict[int, str]:
-    """The newest map of clients to clusters, or of clients to the layer they keep, that the method logged."""
+    """The newest map of clients to clusters, to the layer they keep or to what they chose, that the method logged."""
     for event in reversed(run.events):
-        for name in ("clusters", "layer"):
+        for name in ("clusters", "layer", "chosen"):
             if clients := _clients(event.get("facts", {}).get(name)):
                 return clients
     return {}
