@@ -8,7 +8,7 @@ import torch
 import toy
 from coterie import tree as T
 from coterie.errors import CoterieError
-from coterie.method import ClientData, Split
+from coterie.method import Batch, ClientData, Split
 from coterie.methods.autopilot import CANDIDATES, PRIOR, UNTRAINED, Autopilot
 from coterie.parts.choosing import TEMPERATURES, choose, is_behind, shrunk, temperature
 from coterie.schema import Schema
@@ -122,10 +122,10 @@ def test_a_private_head_lowers_the_loss_and_leaves_the_body() -> None:
     method, data = bound(), toy.clients().data(3)
     w = method.ctx.w0
     store = method.stored(w, data, ["head"])
-    losses = [method.ctx.loss_of(method.ctx.logits(w, store["keys"]), data.train)]
+    losses = [method.ctx.loss_of(method.ctx.logits(w, store["keys"]), Batch(*data.train))]
     for head in method.fitted(w, store).values():
         assert head.keys() == set(method.ctx.group("head"))
-        losses.append(method.ctx.loss_of(method.ctx.logits({**w, **head}, store["keys"]), data.train))
+        losses.append(method.ctx.loss_of(method.ctx.logits({**w, **head}, store["keys"]), Batch(*data.train)))
     assert losses[0] > losses[1] > losses[2]
 
 

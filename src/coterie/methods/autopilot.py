@@ -252,8 +252,7 @@ class Autopilot(Method):
 
     def fitted(self, w: Tree, store: Extras) -> dict[str, Tree]:
         """Private heads by Nesterov's gradient descent on all stored samples at once, from the global head on. The rate
-        is one over the features' mean square, so that it suits any body; half of it where the loss is no likelihood of
-        classes."""
+        is one over the features' mean square, which suits any body; less where the loss is no likelihood of classes."""
         weight, bias = self.ctx.net.head_names
         z, y = store["keys"], store["labels"]
         ones = z.new_ones(len(z), 1)
