@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import coterie
 import toy
 from coterie import tree as T
 from coterie.errors import CoterieError
 from coterie.method import Batch, ClientData, Split
 from coterie.methods.autopilot import CANDIDATES, PRIOR, UNTRAINED, Autopilot
 from coterie.parts.choosing import TEMPERATURES, choose, is_behind, shrunk, temperature
-from coterie.schema import Schema
+from coterie.runs.models import export
 from played import play, same, session, state, watch
 
 NONE = torch.zeros(3, 0)
@@ -173,12 +174,9 @@ def test_mistakes_get_a_sentence() -> None:
 
 
 def test_an_exported_choice_predicts_as_the_run_does(tmp_path: Path) -> None:
-    import coterie
-
     run = coterie.run("autopilot", clients=4, rounds=2, epochs=1, out=tmp_path / "run", workers=1, eval_every=2)
     test = run.session().federation.test(1)
-    run.export(1, tmp_path / "one.safetensors")
+    export(run, 1, tmp_path / "one.safetensors")
     found = coterie.load_model(tmp_path / "one.safetensors")(test.x).argmax(1)
     hits = float((found == test.y).float().mean())
     assert hits == pytest.approx(float(run.clients().loc[1, "personal/test"]))
-    assert isinstance(run.session().method.schema("up"), Schema)
