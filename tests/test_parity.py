@@ -47,7 +47,7 @@ def engine(case: Case, world: World, tmp: Path, cls: type[Method] | None = None)
     doing = Clients(method, world, Optimiser(world.optimizer, world.momentum, world.weight_decay))
     runtime = Inline(doing, ClientStates(folder.path, len(world.sizes), False), lambda i: world.sizes[i])
     loop = Loop(method, runtime, folder, Schedule(world.rounds, Rules(0, watch=False), final_trained=False))
-    loop.evaluate = lambda: None  # type: ignore[method-assign]
+    loop.evaluate = lambda last: None  # type: ignore[method-assign]
     loop.start()
     try:
         while loop.done < world.rounds:
