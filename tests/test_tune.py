@@ -56,6 +56,17 @@ def test_the_winner_goes_on_as_one_run_would(tmp_path: Path) -> None:
     assert again.frame().equals(frame) and digest(tmp_path / "t") == before
 
 
+def test_some_of_the_combinations_are_drawn_by_the_seed(tmp_path: Path) -> None:
+    data, tried = testing.small_data(200), set()
+    for seed in (0, 1):
+        few = {**FEW, "epochs": 1, "rounds": 1, "trials": 1, "seed": seed}
+        found = coterie.tune("fedprox", data, "mlp", space=SPACE, out=tmp_path / str(seed), **few)
+        (number,) = found.values
+        assert found.best is not None and found.best.number == number and found.spent == 1
+        tried.add(number)
+    assert tried != {0}
+
+
 def test_mistakes_get_one_sentence(tmp_path: Path) -> None:
     data = testing.small_data(200)
 

@@ -82,7 +82,9 @@ class Tuning:
 
     @property
     def metric(self) -> Any:
-        return Run(self.trials[0].cell.out, objects=self.trials[0].cell.objects).metric if self.values else None
+        for i in self.values:  # not every combination is tried
+            return Run(self.trials[i].cell.out, objects=self.trials[i].cell.objects).metric
+        return None
 
     def ranked(self, among: Iterable[int], at: int) -> list[int]:
         """Trials from best to worst by their value at this round; equal ones by their number."""
