@@ -15,6 +15,7 @@ from coterie.runtimes.flower.device import DeviceHandler, join
 from coterie.runtimes.flower.messages import Attached, DeviceJob, Hello
 from coterie.runtimes.flower.transport import grpc_node, grpc_wire, wire
 
+MARK = 0.015625  # what a marked upload begins with
 HONEST = (1, 5)
 WRONGS = {  # round -> what is wrong, and what the cloud must say
     2: ("shape", "of shape"),
@@ -35,6 +36,29 @@ class Hostile(DeviceHandler):
         return replace(answer, samples=10**9) if what == "samples" else answer
 
 
+class Huge(DeviceHandler):
+    """Sends finite numbers that end all training."""
+
+    def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
+        answer = super().answer(kind, round, job)
+        if not isinstance(answer, TrainAnswer):
+            return answer
+        return replace(answer, upload={k: torch.full_like(v, 3e38) for k, v in answer.upload.items()})
+
+
+class Marked(DeviceHandler):
+    """Its uploads begin with the number on which broken_cloud.py fails."""
+
+    def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
+        answer = super().answer(kind, round, job)
+        if not isinstance(answer, TrainAnswer):
+            return answer
+        name, first = next(iter(answer.upload.items()))
+        marked = first.clone()
+        marked.view(-1)[0] = MARK
+        return replace(answer, upload={**answer.upload, name: marked})
+
+
 class Hijacker(DeviceHandler):
     """Says that it is an edge, that device-0 is behind it and that device-2 is refused."""
 
@@ -44,10 +68,10 @@ class Hijacker(DeviceHandler):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=["wrong", "hijack", "protocol", "package"])
+    parser.add_argument("mode", choices=["wrong", "hijack", "protocol", "package", "huge", "marked"])
     for name in ("--cloud", "--ca", "--key", "--data", "--state", "--client"):
         parser.add_argument(name, required=True)
-    a = parser.parse_args()
+    a, _ = parser.parse_known_args()
     logging.basicConfig(level=logging.INFO)
     if a.mode in ("protocol", "package"):
         protocol.version = plan.version = lambda name: "9.9.9"  # type: ignore[attr-defined]
@@ -71,7 +95,7 @@ def main() -> None:
         return made
 
     grpc_node.Reply.offer = property(offer)  # type: ignore[assignment]
-    handler = {"hijack": Hijacker, "wrong": Hostile}.get(a.mode, DeviceHandler)
+    handler = {"hijack": Hijacker, "wrong": Hostile, "huge": Huge, "marked": Marked}.get(a.mode, DeviceHandler)
     join(a.cloud, Path(a.ca), Path(a.key), handler(a.data, Path(a.state), int(a.client)))
 
 
