@@ -11,6 +11,7 @@ from coterie.config import settings
 from coterie.errors import CoterieError
 from coterie.folder import Folder
 from coterie.loop import Loop
+from coterie.methods import known
 from coterie.runtimes.flower.allow import Allow
 from coterie.runtimes.flower.audit import NAME as AUDIT
 from coterie.runtimes.flower.audit import AuditLog
@@ -31,7 +32,7 @@ SMALL: dict[str, Any] = {
     "eval_every": 2, "clients": 4, "partition": "dirichlet(0.5)", "val_share": 0.2, "public": 30, "seed": 3,
 }  # fmt: skip
 
-ALLOW = Allow(models=(NET,))
+ALLOW = Allow(methods=tuple(known()), models=(NET,))  # also methods of other packages
 
 Handle = Callable[[str, int, memoryview | None, memoryview], memoryview]
 Spoil = Callable[[Any], Any]  # an answer, to another one
