@@ -390,7 +390,7 @@ class FlowerRuntime(Runtime):
         """Wait for enough clients, before every round; a resumed run also waits for those it had, for a moment."""
         if not self.begun:
             log.info("waiting for %s clients", self.patience.min_clients)
-        since = time.monotonic()
+        since, pause = time.monotonic(), 0.02
         while True:
             self._check_patience()
             self.presence.doing, self.presence.waiting_for = self._missing()
@@ -406,7 +406,8 @@ class FlowerRuntime(Runtime):
             if self.begun and not soon:
                 self._paused_at = self._paused_at or since
                 self._pause(f"{here} of at least {self.patience.min_clients} clients are connected")
-            time.sleep(0.3)
+            time.sleep(pause)
+            pause = min(0.3, 1.5 * pause)
         self.begun = True
         if not self._attempts:
             self._go_on()

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import sys
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -154,19 +155,25 @@ def _parts(files: set[Path]) -> set[Path]:
     """The files of coterie.parts that these import, and those that these import in turn."""
     folder, found, left = Path(parts.__file__).parent, set[Path](), list(files)
     while left:
-        for node in ast.walk(ast.parse(left.pop().read_bytes())):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [a.name for a in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                names = [str(node.module), *(f"{node.module}.{a.name}" for a in node.names)]
-            for name in names:
-                if name.startswith(f"{parts.__name__}."):
-                    path = folder / f"{name.split('.')[2]}.py"
-                    if path.is_file() and path not in found:
-                        found.add(path)
-                        left.append(path)
+        for name in _imported(left.pop().read_bytes()):
+            if name.startswith(f"{parts.__name__}."):
+                path = folder / f"{name.split('.')[2]}.py"
+                if path.is_file() and path not in found:
+                    found.add(path)
+                    left.append(path)
     return found
+
+
+@cache
+def _imported(code: bytes) -> tuple[str, ...]:
+    """Names of modules, or of what is in them, that this code imports."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names += [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names += [str(node.module), *(f"{node.module}.{a.name}" for a in node.names)]
+    return tuple(names)
 
 
 def digest(tree: Tree) -> str:
