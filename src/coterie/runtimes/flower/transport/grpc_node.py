@@ -93,7 +93,7 @@ class GrpcNode:
 
     def run(self) -> None:
         """Blocks until `stopping` is set; raises CoterieError if the server refuses the key."""
-        load_key(self.key)
+        self._private = load_key(self.key)  # once: the file may be moved while we run
         memory = lock_key(self.key)
         try:
             held = w.start(self._hold())
@@ -212,7 +212,7 @@ class GrpcNode:
             raise CoterieError("the server's challenge is damaged") from e
         if len(nonce) != 32 or len(session) != 16:
             raise CoterieError("the server's challenge is damaged")
-        pem, signature = w.sign(load_key(self.key), nonce, session, digest)
+        pem, signature = w.sign(self._private, nonce, session, digest)
         proof = {"key": pem.decode(), "certificate": digest.hex(), "signature": signature.hex(), "ticket": self._ticket}
         await call.write(w.frame(b"P", **proof))
         welcome = await self._read(call)
