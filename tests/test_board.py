@@ -360,6 +360,8 @@ def test_a_federation_is_a_tree_with_what_was_refused_and_who_is_waited_for(tmp_
 
 def test_a_cloud_without_heartbeat_is_silent_and_nobody_is_online(tmp_path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(status(time.time() - 60)))
+    assert Federation(tmp_path).snapshot()["state"] == "dead"  # and its process is gone
+    (tmp_path / "status.json").write_text(json.dumps(status(time.time() - 60, pid=os.getpid())))
     found = Federation(tmp_path).snapshot()
     assert found["state"] == "silent" and "no heartbeat" in found["trouble"] and found["online"] == 0
     (tmp_path / "status.json").write_text(json.dumps(status(time.time() - 60, state="ended")))

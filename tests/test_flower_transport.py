@@ -607,6 +607,7 @@ def test_a_killed_server_program_is_followed_by_another(federation: Federation) 
         assert {n: r["pid"] for n, r in said(link.send(BOTH, "train", 2, 30)).items()} == pids
 
 
+@pytest.mark.long
 def test_a_killed_superlink_is_followed_by_another_within_the_round(federation: Federation) -> None:
     with federation.link("alice", "bob") as link:
         before = said(link.send(BOTH, "train", 1, 30))
