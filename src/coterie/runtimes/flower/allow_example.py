@@ -1,6 +1,7 @@
 """A file for `--allow` that approves one method as it is by default: a start for an operator's own."""
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +38,7 @@ def example(name: str) -> str:
     lines += [
         "[bounds]",
         f"rounds = {session.settings.rounds}",
-        f"epochs = {max(1.0, round(epochs, 2)):g}  # local, in a round, of all phases together",
+        f"epochs = {max(session.settings.epochs, math.ceil(10 * epochs) / 10):g}  # in a round, of all phases together",
         f"# with the default model on digits a round receives {down.nbytes()} bytes and sends {up.nbytes()};",
         "# leave room for evaluations, and for a round that is repeated after a failure",
         '# bytes_down = "20 MB"',
