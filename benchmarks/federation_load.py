@@ -95,7 +95,6 @@ def free_memory() -> int:
 class Load(Parties):
     """A cloud, edges, and devices that are fake unless told otherwise."""
 
-    transport: str = "grpc"
     rounds: int = 6
     real: bool = False
     stagger: float = 0.0
@@ -272,8 +271,8 @@ def main() -> None:
             for devices in a.devices:
                 with tempfile.TemporaryDirectory() as tmp:
                     federation = Load(
-                        Path(tmp), "digits", None, devices, edges, transport=transport, rounds=a.rounds, real=a.real,
-                        stagger=a.stagger,
+                        Path(tmp), "digits", "fedavg", None, devices=devices, edges=edges, transport=transport,
+                        rounds=a.rounds, real=a.real, stagger=a.stagger,
                     )  # fmt: skip
                     try:
                         found = measure(federation, a.seconds, a.profile)

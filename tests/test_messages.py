@@ -51,7 +51,8 @@ MESSAGES = {
         ScoreAnswer(1, {"personal/test": SCORE, "global/val": SCORE}, 12, W),
         Beside(3), Job(TRAIN, {"own": W}), Trained(ANSWER, {"own": W}), Upload(W, {"a": 1.0}, 3, 12),
         checkpoint.Checkpoint(5, "FedAvg", {"w": W}, {2: {}}, INDEX, {"edge-cloud": {"up": {"model": 3}}}, 100, 50),
-        hosts.PlanText("{}"), hosts.Attached({"a": HELLO, "b": hosts.Hello(3, 0)}, {"c": "no"}), hosts.Common(W, None),
+        hosts.PlanText("{}"), hosts.RunOver("run", 8), hosts.Common(W, None),
+        hosts.Attached({"a": HELLO, "b": hosts.Hello(3, 0)}, {"c": "no"}),
         hosts.DeviceJob("run", -1, SCORING),
         hosts.EdgeJob("run", 60.0, {3: "a"}, {3: -1}, (TRAIN, SCORING), (MERGE,)),
         hosts.EdgeAnswer((ANSWER,), {1: "gone"}, (MERGED,), WIRE),
@@ -59,7 +60,7 @@ MESSAGES = {
 }  # fmt: skip
 FROM_AFAR = [
     TrainRequest, TrainAnswer, MergeRequest, MergeAnswer, ScoreRequest, ScoreAnswer, hosts.PlanText, hosts.Hello,
-    hosts.Attached, hosts.Common, hosts.DeviceJob, hosts.EdgeJob, hosts.EdgeAnswer,
+    hosts.RunOver, hosts.Attached, hosts.Common, hosts.DeviceJob, hosts.EdgeJob, hosts.EdgeAnswer,
 ]  # fmt: skip
 
 

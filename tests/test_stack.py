@@ -227,6 +227,7 @@ def test_auto_says_what_it_chose_and_a_resumed_run_keeps_it(tmp_path: Path, monk
         "engine": "stack",
         "why": said[0].removeprefix("engine stack: "),
         "workers": None,
+        "keep": 2,
         "state": "memory",
         "runtime": "local",
     }
@@ -279,8 +280,8 @@ def test_auto_plays_an_opening_that_trains_nothing_before_it_measures() -> None:
 
 
 class Stacked(Bench):
-    def session(self, **changes: Any) -> Session:
-        s = super().session(**changes)
+    def session(self, objects: Objects | None = None, **changes: Any) -> Session:
+        s = super().session(objects, **changes)
         return replace(s, engine=s.engine.model_copy(update={"engine": "stack"}))
 
 

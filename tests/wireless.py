@@ -12,6 +12,7 @@ from coterie.errors import CoterieError
 from coterie.folder import Folder
 from coterie.loop import Loop
 from coterie.methods import known
+from coterie.models.zoo import ZOO
 from coterie.runtimes.flower.allow import Allow
 from coterie.runtimes.flower.audit import NAME as AUDIT
 from coterie.runtimes.flower.audit import AuditLog
@@ -32,7 +33,7 @@ SMALL: dict[str, Any] = {
     "eval_every": 2, "clients": 4, "partition": "dirichlet(0.5)", "val_share": 0.2, "public": 30, "seed": 3,
 }  # fmt: skip
 
-ALLOW = Allow(methods=tuple(known()), models=(NET,))  # also methods of other packages
+ALLOW = Allow(methods=tuple(known()), models=(NET, *ZOO))  # also methods of other packages
 
 Handle = Callable[[str, int, memoryview | None, memoryview], memoryview]
 Spoil = Callable[[Any], Any]  # an answer, to another one
