@@ -243,15 +243,16 @@ def test_an_edge_that_nobody_answered_keeps_its_model() -> None:
 
 # ---- agent ---------------------------------------------------------------------------------------------------------
 def test_p12_kl_and_its_gradient_vanish_when_agent_and_own_model_agree() -> None:
-    s = session("sc-fpfl", played.plain())
+    s = session("sc-fpfl", played.plain(), own={"kl_when": "always"})
     method, data = s.method, s.federation.data(0)
     params, extras = method.begin({"f": method.ctx.w0}, method.ctx.w0, data, 1)
-    batch = Batch(data.train.x[:8], data.train.y[:8])
+    batch = Batch(data.train.x[:8], data.train.y[:8], None, extras["beside"][:8])
     leaves = [params[k].requires_grad_() for k in method.ctx.w0]
     pairs = [torch.autograd.grad(f(params, batch, extras), leaves) for f in (method.relearn, method.loss)]
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(*pairs, strict=True))
     jittered = played.jittered(method.ctx.w0, 1)
     other, extras = method.begin({"f": jittered}, method.ctx.w0, data, 1)
+    batch = batch._replace(beside=extras["beside"][:8])
     more = method.relearn(other, batch, extras) - method.loss(other, batch, extras)
     teacher = method.ctx.forward(jittered, batch.x)
     assert more > 0 and torch.isclose(more, kl(teacher, method.ctx.forward(other, batch.x)))
@@ -326,10 +327,12 @@ def test_mended_the_agent_is_taught_only_by_an_own_model_that_beats_the_edges() 
     method, data = s.method, s.federation.data(0)
     good, bad = state(play("local", played.plain(), rounds=4, join=1.0), 0)["own"], method.ctx.w0
     assert accuracy(method.ctx, good, data.val) > accuracy(method.ctx, bad, data.val)
-    batch = Batch(data.train.x[:8], data.train.y[:8])
     for own, edge, lost in ((good, bad, 1.0), (bad, good, 0.0), (bad, bad, 0.0)):
         params, extras = method.begin({"f": own}, edge, data, 1)
         assert float(extras["lost"]) == lost
+        taught = extras["beside"][:8] if lost else None
+        batch = Batch(data.train.x[:8], data.train.y[:8], None, taught)
+        assert ("beside" in extras) == bool(lost)
         more = method.relearn(params, batch, extras) - method.loss(params, batch, extras)
         assert (float(more) > 0) == bool(lost)
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from coterie.config import Engine, settings
 from coterie.loop import Loop
-from coterie.method import Batch, Download, Extras, Method, Phase, Split
+from coterie.method import Batch, ClientData, Download, Extras, Method, Phase, Split, State
 from coterie.methods import find, known
 from coterie.session import Objects, Session, _kept, execute, prepare
 from coterie.testing import CHECKS, Bench, SmallNet, close_loop, decided, events, open_loop, small_data
-from coterie.train import choose, stack_step
+from coterie.train import choose, stack_step, trainer
 from coterie.train.optim import Optimiser
 from coterie.train.score import Case, Scorer, score
 from coterie.train.stack import Stacker
@@ -214,6 +214,33 @@ def test_what_a_loss_holds_is_part_of_its_identity() -> None:
     assert identity(made(1.0)) == identity(made(1.0)) != identity(made(2.0))
     with pytest.raises(UnstackableError):
         identity(made(torch.ones(2)))
+
+
+class Beside(Method):
+    """Its loss looks at a number per sample, which says how much the sample counts."""
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+        params, extras = super().begin(state, download, data, round)
+        return params, {**extras, "beside": data.train.x.flatten(1).sum(1) % 1.0}
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> torch.Tensor:
+        assert batch.beside is not None
+        each = torch.nn.functional.cross_entropy(self.ctx.forward(params, batch.x), batch.y, reduction="none")
+        weight = batch.beside if batch.weight is None else batch.beside * batch.weight
+        return (each * weight).sum() / weight.sum()
+
+
+def test_what_a_method_knows_of_each_sample_is_drawn_with_it(tmp_path: Path) -> None:
+    one, many = (play(session(Beside, engine=e), tmp_path / e) for e in ("loop", "stack"))
+    plain = play(session(FEDAVG, engine="loop"), tmp_path / "plain")
+    for k, v in one.server["w"].items():
+        assert torch.allclose(v, many.server["w"][k], atol=2e-5)
+    assert any(not torch.allclose(v, plain.server["w"][k], atol=1e-3) for k, v in one.server["w"].items())
+    s = session(Beside)  # rows belong to their samples: the trainer's batches
+    method, data = s.method, s.federation.data(0)
+    _, extras = method.begin(method.init_client(data), method.ctx.w0, data, 1)
+    for batch in (b for epoch in trainer._epochs(method.ctx, Phase(), data, 1, 1.0, extras["beside"]) for b in epoch):
+        assert torch.equal(batch.beside, batch.x.flatten(1).sum(1) % 1.0)
 
 
 def test_auto_says_what_it_chose_and_a_resumed_run_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

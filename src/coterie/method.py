@@ -35,6 +35,7 @@ class Batch(NamedTuple):
     x: Tensor  # [batch, ...]
     y: Tensor  # [batch] int64 classes, or [batch, ...] float32
     weight: Tensor | None = None  # [batch], 0 for padding; None: all count
+    beside: Tensor | None = None  # [batch, ...]: rows of extras["beside"], if `begin` gave any
 
 
 class Split(NamedTuple):

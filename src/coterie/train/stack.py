@@ -83,7 +83,8 @@ class Stacker:
         """What clients of one stack have in common."""
         tree = tuple((k, tuple(v.shape), v.dtype) for k, v in m.params.items())
         x = m.data.train.x
-        return tree, Extra.of(m.extras).key, tuple(x.shape[1:]), self._width(len(x))
+        beside = [tuple(b.shape[1:]) for b in m.columns[2:]]
+        return tree, Extra.of(m.shared_extras).key, tuple(x.shape[1:]), self._width(len(x)), tuple(beside)
 
     def _width(self, n: int) -> int:
         """Batches of a client with n samples are filled up to this; with batch norm they are not."""
@@ -119,7 +120,7 @@ class Stacker:
             tuple(phase.decays(k) for k in trains),
             rule,
             phase.clip,
-            Extra.of(first.extras),
+            Extra.of(first.shared_extras),
             not self.ctx.net.has_batch_norm,
         )
         at = (name, recipe.trains, recipe.decays, rule, phase.clip)
@@ -149,12 +150,13 @@ def _draws(ctx: Context, phase: Phase, m: Member, round: int, width: int) -> Dra
 
 def _check(recipe: Recipe, phase: Phase, m: Member, drawn: Tensor, real: int) -> tuple[bool, tuple[str, ...]]:
     """One step of one client, alone and in a stack of one: may it be padded, and which entries have no gradient?"""
-    x, y = m.data.train
+    columns = m.columns
     short = max(1, real - 1) if recipe.padded else real
     tree = T.clone(m.params)
     leaves = [tree[k].requires_grad_() for k in recipe.trains]
     with torch.random.fork_rng(devices=[]):
-        got: Any = recipe.loss(tree, Batch(x[drawn[:short]], y[drawn[:short]]), m.extras)
+        x, y, *beside = (c[drawn[:short]] for c in columns)
+        got: Any = recipe.loss(tree, Batch(x, y, None, *beside), m.extras)
     loss: Tensor = got[0] if isinstance(got, tuple) else got
     if not loss.requires_grad:
         raise UnstackableError("its loss has no gradient")
@@ -169,7 +171,7 @@ def _check(recipe: Recipe, phase: Phase, m: Member, drawn: Tensor, real: int) ->
         took = drawn if padded else drawn[:short]
         weight = (torch.arange(len(took)) < short).float()
         trial = replace(recipe, padded=padded)
-        new = _try(trial, m, x[took], y[took], weight)
+        new = _try(trial, m, weight, *(c[took] for c in columns))
         if all(torch.allclose(a, tree[k].detach(), AGREES, AGREES, True) for k, a in new.items()):
             return padded, unused
     raise UnstackableError("a stacked step gives another result")

@@ -32,6 +32,17 @@ class Member:
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     @property
+    def columns(self) -> list[Tensor]:
+        """What batches are drawn from [samples, ...]: x, y, and what the method has beside them."""
+        beside = self.extras.get("beside")
+        return [*self.data.train, *(() if beside is None else (beside,))]
+
+    @property
+    def shared_extras(self) -> Extras:
+        """Extras without what is drawn with the samples."""
+        return {k: v for k, v in self.extras.items() if k != "beside"}
+
+    @property
     def effort(self) -> Effort:
         return Effort(self.steps, self.samples, float(self.loss / max(self.steps, 1)))
 
@@ -49,8 +60,7 @@ class Stack:
         lr: Tensor,
     ):
         self.steps, self.key, self.recipe, self.members, self.lr = steps, key, recipe, members, lr
-        self.x = torch.cat([m.data.train.x for m in members])
-        self.y = torch.cat([m.data.train.y for m in members])
+        self.columns = [torch.cat(c) for c in zip(*(m.columns for m in members), strict=True)]  # x, y, what is beside
         self.lengths = [len(real) for _, real in draws]
         self.samples = [sum(real) for _, real in draws]
         rows = [*range(len(members))] + [len(members) - 1] * (_rows(len(members)) - len(members))
@@ -68,7 +78,7 @@ class Stack:
         names = [*recipe.trains, *recipe.moves, *recipe.rest]
         self.state = [torch.stack([members[i].params[k] for i in rows]) for k in names]  # [rows, ...]
         self.memory = recipe.memory(self.state[: len(recipe.trains)])
-        extras = [Extra.of(m.extras).stacked() for m in members]
+        extras = [Extra.of(m.shared_extras).stacked() for m in members]
         self.extras = [torch.stack([extras[i][j] for i in rows]) for j in range(len(extras[0]))]
         self.loss = torch.zeros(most, len(rows))
         self.aux: list[Tensor] = []
@@ -111,11 +121,10 @@ class Stack:
     def _advance(self, s: int, where: slice | Tensor, rows: int, size: int) -> None:
         """Step s of the rows `where`, whose batches have this size."""
         drawn = self.drawn[s, where, :size].reshape(-1)
-        x = self.x.index_select(0, drawn).view(rows, size, *self.x.shape[1:])
-        y = self.y.index_select(0, drawn).view(rows, size, *self.y.shape[1:])
+        batch = [c.index_select(0, drawn).view(rows, size, *c.shape[1:]) for c in self.columns]
         columns = [*self.state, *self.memory, *self.extras]
         flat = columns if isinstance(where, slice) else [v[where] for v in columns]
-        flat = [*flat, x, y, self.weight[s, where, :size], self.lr, torch.tensor(s + 1.0)]
+        flat = [*flat, self.weight[s, where, :size], *batch, self.lr, torch.tensor(s + 1.0)]
         out = list(self.steps(self.key, self.recipe.stacked, flat))
         moving = len(self.recipe.trains) + len(self.recipe.moves)
         for column, new in ((self.state, out[:moving]), (self.memory, out[moving : moving + len(self.memory)])):

@@ -77,6 +77,10 @@ class Extra:
         """What varies from client to client."""
         return [torch.as_tensor(v, dtype=None if isinstance(v, Tensor) else torch.float32) for v in self._varying()]
 
+    @property
+    def width(self) -> int:
+        return len(self._varying())
+
     def _varying(self) -> list[Any]:
         return [v for v in self.leaves if isinstance(v, Tensor | float)]
 
@@ -114,7 +118,8 @@ class Recipe:
         return 2 if self.rule.kind != "sgd" else int(self.rule.momentum > 0)
 
     def stacked(self, *flat: Tensor) -> tuple[Tensor, ...]:
-        """All clients: entries [clients, ...] as `_one` reads them, then x, y, weight, lr and the step's number."""
+        """All clients: entries [clients, ...] as `_one` reads them, then weight, x, y, perhaps what is beside
+        them, lr and the step's number."""
         *columns, lr, count = flat
         one = functools.partial(self._one, lr, count)
         out: tuple[Tensor, ...] = torch.vmap(one, randomness="error")(*columns)
@@ -125,25 +130,27 @@ class Recipe:
         a, b, c = len(self.trains), len(self.moves), len(self.rest)
         slots = self._slots * a
         trained, moves, rest = flat[:a], flat[a : a + b], flat[a + b : a + b + c]
-        memory, extras = flat[a + b + c : a + b + c + slots], flat[a + b + c + slots : -3]
-        x, y, weight = flat[-3:]
+        varying = a + b + c + slots + self.extra.width
+        memory, extras = flat[a + b + c : a + b + c + slots], flat[a + b + c + slots : varying]
+        weight, x, y, *beside = flat[varying:]
 
         def objective(trained: tuple[Tensor, ...]) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
             moved = [v.clone() for v in moves]  # batch norm moves its statistics in place
             values = dict(zip([*self.trains, *self.moves, *self.rest], [*trained, *moved, *rest], strict=True))
             tree = {k: values[k] for k in self.names}
-            loss = self.loss(tree, Batch(x, y, weight if self.padded else None), self.extra.with_values(extras))
-            beside: list[Tensor] = []
+            batch = Batch(x, y, weight if self.padded else None, *beside)
+            loss = self.loss(tree, batch, self.extra.with_values(extras))
+            given: list[Tensor] = []
             if isinstance(loss, tuple):
                 loss, aux = loss
                 if not isinstance(aux, Tensor):
                     raise UnstackableError("its loss gives more than tensors")
-                beside.append(aux.detach())
-            return loss, (moved, beside)
+                given.append(aux.detach())
+            return loss, (moved, given)
 
-        gradients, (loss, (moved, beside)) = torch.func.grad_and_value(objective, has_aux=True)(tuple(trained))
+        gradients, (loss, (moved, given)) = torch.func.grad_and_value(objective, has_aux=True)(tuple(trained))
         new, kept = self._update(list(trained), list(gradients), list(memory), lr, count)
-        return (*new, *moved, *kept, loss, *beside)
+        return (*new, *moved, *kept, loss, *given)
 
     def _update(
         self, params: list[Tensor], gradients: list[Tensor], memory: list[Tensor], lr: Tensor, count: Tensor

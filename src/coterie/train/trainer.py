@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie import tree as T
-from coterie.method import Batch, ClientData, Context, Extras, Phase, Split
+from coterie.method import Batch, ClientData, Context, Extras, Phase
 from coterie.rng import key, torch_rng
 from coterie.train.optim import Memory, Optimiser, blank, stepper
 from coterie.tree import Tree
@@ -76,11 +76,11 @@ def run_phase(
         recall(memory, names, *kept)
     step = stepper(rule, leaves, [phase.decays(k) for k in names], phase_lr(ctx, phase, round), memory)
     assert phase.loss is not None
-    objective, clip, more = phase.loss, phase.clip, phase.unclipped
+    objective, clip, more, beside = phase.loss, phase.clip, phase.unclipped, extras.get("beside")
     auxes: list[Any] = []
     total, steps, seen = torch.zeros(()), 0, 0
     if leaves:
-        for epoch in _epochs(ctx, phase, data, round, share):
+        for epoch in _epochs(ctx, phase, data, round, share, beside):
             for batch in epoch:
                 loss = objective(params, batch, extras)
                 if isinstance(loss, tuple):
@@ -168,11 +168,14 @@ def _trainable(ctx: Context, name: str) -> bool:
     return name.rsplit(":", 1)[-1] not in ctx.net.fixed
 
 
-def _epochs(ctx: Context, phase: Phase, data: ClientData, round: int, share: float) -> Iterator[Iterator[Any]]:
+def _epochs(
+    ctx: Context, phase: Phase, data: ClientData, round: int, share: float, beside: Tensor | None = None
+) -> Iterator[Iterator[Any]]:
     """For each epoch its batches."""
     starts = starts_of(ctx, len(data.train))
     for order, limit in orders(ctx, phase, data, round, share):
-        yield _batches(data.train, order, starts, ctx.batch, phase.batches_per_step, limit)
+        columns = [*data.train, *(() if beside is None else (beside,))]
+        yield _batches([c[order] for c in columns], starts, ctx.batch, phase.batches_per_step, limit)
 
 
 def starts_of(ctx: Context, n: int) -> list[int]:
@@ -197,13 +200,16 @@ def orders(ctx: Context, phase: Phase, data: ClientData, round: int, share: floa
         yield order, min(per_epoch, steps - epoch * per_epoch)
 
 
-def _batches(split: Split, order: Tensor, starts: list[int], size: int, group: int, limit: int) -> Iterator[Any]:
-    x, y = split.x[order], split.y[order]
+def _batches(columns: Sequence[Tensor], starts: list[int], size: int, group: int, limit: int) -> Iterator[Any]:
+    def batch(a: int) -> Batch:
+        x, y, *beside = (c[a : a + size] for c in columns)
+        return Batch(x, y, None, *beside)
+
     if group == 1:
         for a in starts[:limit]:
-            yield Batch(x[a : a + size], y[a : a + size])
+            yield batch(a)
         return
     for i in range(limit):
         # a step that wants more batches than are left takes the rest from the start of the same order
         picked = [starts[(i * group + j) % len(starts)] for j in range(group)]
-        yield tuple(Batch(x[a : a + size], y[a : a + size]) for a in picked)
+        yield tuple(batch(a) for a in picked)

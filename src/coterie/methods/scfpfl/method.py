@@ -148,11 +148,15 @@ class SCFPFL(EdgeMethod):
         return self.hp.local_train_each_round or self.hp.agent_fail == "train"
 
     def judged(self, edge: Tree, own: Tree, data: ClientData) -> Extras:
-        """lost: does the own model know what the edge's does not, by validation data? Only then is it a teacher."""
-        if self.hp.kl_when == "always":
-            return {"lost": torch.tensor(1.0)}
-        val = {"edge": accuracy(self.ctx, edge, data.val), "own": accuracy(self.ctx, own, data.val)}
-        return {"lost": torch.tensor(float(val["own"] > val["edge"])), "val": val}
+        """lost: does the own model know what the edge's does not, by validation data? Only then is it a teacher. What a
+        teacher that does not train says about the training samples is asked here, once."""
+        lost, val = True, {}
+        if self.hp.kl_when == "own_better":
+            val = {"edge": accuracy(self.ctx, edge, data.val), "own": accuracy(self.ctx, own, data.val)}
+            lost = val["own"] > val["edge"]
+        teaches = lost and self.hp.kl_weight > 0 and not self.trains_own
+        beside = {"beside": predictions(self.ctx, own, data.train.x)} if teaches else {}
+        return {"lost": torch.tensor(float(lost)), "val": val, **beside}
 
     def phases(self, round: int) -> list[Phase]:
         if round == 0:
@@ -164,15 +168,15 @@ class SCFPFL(EdgeMethod):
         return [own, agent] if self.hp.local_train_each_round else [agent, own]
 
     def relearn(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        """Of the agent: cross-entropy and KL(own || agent), equations (10) and (11)."""
+        """Of the agent: cross-entropy and KL(own || agent), equations (10) and (11).
+
+        A teacher that trains too is asked in every step, as it is then; any other one was asked before."""
         logits = self.ctx.forward(params, batch.x)
-        loss = cross_entropy(logits, batch)
-        lost: Tensor = extras["lost"]  # 1 or 0
-        if self.hp.kl_weight == 0 or is_zero(lost):
-            return loss
-        with torch.no_grad():
-            teacher = self.ctx.forward(self._own(params, extras), batch.x)
-        return loss + self.hp.kl_weight * lost * kl(teacher, logits, batch.weight)
+        loss, teacher, share = cross_entropy(logits, batch), batch.beside, self.hp.kl_weight
+        if self.trains_own and share:
+            with torch.no_grad():
+                teacher, share = self.ctx.forward(T.strip(OWN, params), batch.x), share * extras["lost"]
+        return loss if teacher is None else loss + share * kl(teacher, logits, batch.weight)
 
     def _own(self, params: Tree, extras: Extras) -> Tree:
         own: Tree = T.strip(OWN, params) if self.trains_own else extras["own"]
@@ -298,11 +302,6 @@ class SCFPFL(EdgeMethod):
 
     def facts(self, server: State) -> dict[str, Any]:
         return {"clusters": server["cluster"], **{k: v for k, v in server["moves"].items() if k != "last"}}
-
-
-def is_zero(value: Tensor) -> bool:
-    """Is this number known to be 0? Not while many clients are computed at once."""
-    return not torch._C._functorch.is_functorch_wrapped_tensor(value) and not float(value)
 
 
 def is_own(name: str) -> bool:
