@@ -1,31 +1,46 @@
 """Does successive halving find the full grid's winner, and for how many rounds?
 
-python benchmarks/tune.py --out FOLDER [--data-dir DIR] [--rounds 27] [--only digits]
+python benchmarks/tune.py --out FOLDER [--data-dir DIR] [--rounds 27] [--seeds 0,1,2] [--only digits]
 
 Two tasks: FedProx (mu x lr) on digits, Ditto (lam x lr) on HAPT, nine combinations each. The grid trains all of
-them to the end. Runs that are there are not computed again.
+them to the end. Runs that are there are not computed again. Prints a table.
 """
 
 import argparse
+from itertools import product
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 import coterie
+from coterie.config import Engine, engine
 from coterie.runs.run import Run
 from coterie.runs.sweep import sweep
 from coterie.runs.tune import Tuning
 
-TASKS = {
+
+def net(classes: int) -> nn.Module:
+    """For HAPT's windows of 128 steps and six channels."""
+    return nn.Sequential(
+        nn.Conv1d(6, 12, 8, stride=4), nn.BatchNorm1d(12), nn.ReLU(),
+        nn.Conv1d(12, 16, 6, stride=3), nn.BatchNorm1d(16), nn.ReLU(),
+        nn.Flatten(), nn.Linear(144, 32), nn.ReLU(), nn.Linear(32, classes),
+    )  # fmt: skip
+
+
+TASKS: dict[str, tuple[str, dict[str, list[float]], dict[str, Any]]] = {
     "digits": ("fedprox", {"lr": [0.01, 0.05, 0.2], "mu": [0.001, 0.1, 1.0]},
                {"clients": 12, "partition": "dirichlet(0.3)", "join": 0.5, "epochs": 1, "val_share": 0.2}),
     "hapt": ("ditto", {"lr": [0.01, 0.05, 0.2], "lam": [0.01, 0.1, 1.0]},
-             {"partition": "natural", "pool": "train", "test_from": "official", "join": 0.4, "epochs": 1,
+             {"model": net, "partition": "natural", "pool": "train", "test_from": "official", "join": 0.4, "epochs": 1,
               "val_share": 0.2}),
 }  # fmt: skip
 
 
-def grid(found: Tuning, how: object) -> dict[int, tuple[float, float]]:
+def grid(found: Tuning, how: Engine) -> dict[int, tuple[float, float]]:
     """Validation and test values of every combination after the last round."""
-    sweep([t.cell for t in found.trials], how)  # type: ignore[arg-type]
+    sweep([t.cell for t in found.trials], how)
     out = {}
     for t in found.trials:
         rounds = Run(t.cell.out).rounds.iloc[-1]
@@ -38,25 +53,31 @@ def main() -> None:
     asked.add_argument("--out", type=Path, required=True)
     asked.add_argument("--data-dir", type=Path)
     asked.add_argument("--rounds", type=int, default=27)
+    asked.add_argument("--seeds", default="0")
     asked.add_argument("--workers", type=int, default=1)
     asked.add_argument("--only", default="")
     a = asked.parse_args()
-    from coterie.config import engine
-
-    for data, (method, space, more) in TASKS.items():
+    print("| task | seed | search | winner | rounds | validation | test | all on validation data |")
+    print("|---|---|---|---|---|---|---|---|")
+    for data, seed in product(TASKS, map(int, a.seeds.split(","))):
         if a.only and data not in a.only.split(","):
             continue
-        found = coterie.tune(method, data, space=space, rounds=a.rounds, out=a.out / data, workers=a.workers,
-                             data_dir=a.data_dir, **more)  # fmt: skip
+        method, space, more = TASKS[data]
+        found = coterie.tune(method, data, space=space, rounds=a.rounds, out=a.out / f"{data}-{seed}", seed=seed,
+                             workers=a.workers, data_dir=a.data_dir, **more)  # fmt: skip
         best, spent = found.best, found.spent
         assert best is not None
         every = grid(found, engine(workers=a.workers, data_dir=a.data_dir))  # the paused trials go on to the end
         first = max(every, key=lambda i: every[i][0])
-        print(f"{data}, {method}: {spent} of {found.whole} rounds ({spent / found.whole:.0%})")
-        for words, i in (("halving", best.number), ("full grid", first)):
+        text = ", ".join(f"{100 * v:.1f}" for v, _ in sorted(every.values(), reverse=True))
+        for words, i, cost, more_text in (
+            ("halving", best.number, spent, ""),
+            ("grid", first, found.whole, text),
+        ):
+            chosen = ", ".join(f"{k} = {v}" for k, v in found.trials[i].chosen.items())
             val, test = every[i]
-            print(f"  {words}: {found.trials[i].name}: validation {100 * val:.1f}, test {100 * test:.1f}")
-        print("  all, validation:", ", ".join(f"{100 * v:.1f}" for v, _ in sorted(every.values(), reverse=True)))
+            row = (data, seed, words, chosen, cost, f"{100 * val:.1f}", f"{100 * test:.1f}", more_text)
+            print("|", " | ".join(map(str, row)), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """Accuracy of a newcomer against its number of samples: HAPT, five people held out, every method.
 
-python benchmarks/welcome.py --data-dir DIR --out FOLDER [--methods fedavg,ditto] [--rounds 15] [--figure FILE]
+python benchmarks/welcome.py --data-dir DIR --out FOLDER [--methods fedavg,ditto] [--seeds 0,1] [--figure FILE]
 
 25 people train; each of the other five is welcomed with 0, 1, 5, 20 and all samples per class of its training part and
-scored on its own test part. What FOLDER/results.jsonl has is not computed again.
+scored on its own test part. What FOLDER/results.jsonl has is not computed again. Prints a table of all methods.
 """
 
 import argparse
 import json
+import math
+import time
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +26,8 @@ from coterie.rng import numpy_rng
 
 PEOPLE = 5
 AMOUNTS = (0, 1, 5, 20, None)  # samples per class; None: all
+ALONE = "training alone"
+NAMED = ("FedAvg", "FedAvg + fine-tuning", "FedBABU", "Per-FedAvg", "FedRep", "Ditto", "FedGH")  # in the figure
 
 
 def net(classes: int) -> nn.Module:
@@ -33,24 +38,24 @@ def net(classes: int) -> nn.Module:
     )  # fmt: skip
 
 
-def some(y: np.ndarray, amount: int | None, person: int) -> np.ndarray:
+def some(y: np.ndarray, amount: int | None, person: int, seed: int) -> np.ndarray:
     """Positions of so many samples of each class, the same ones for every method."""
     if amount is None:
         return np.arange(len(y))
-    order = numpy_rng(0, "welcome", person).permutation(len(y))
+    order = numpy_rng(seed, "welcome", person).permutation(len(y))
     return np.sort(np.concatenate([order[y[order] == c][:amount] for c in np.unique(y)]))
 
 
-def measure(name: str, out: Path, data_dir: Path | None, rounds: int, done: set[tuple[str, str, str]]) -> list[dict]:
-    folder = out / "runs" / name
-    torch.manual_seed(0)
+def measure(name: str, out: Path, data_dir: Path | None, rounds: int, seed: int) -> list[dict]:
+    folder = out / "runs" / f"{name}-{seed}"
+    torch.manual_seed(seed)
     if (folder / "settings.json").exists():
         run = coterie.resume(folder, model=net, workers=1, data_dir=data_dir)
     else:
         run = coterie.run(
             name, "hapt", net, partition="natural", pool="train", test_from="official", newcomers=PEOPLE, workers=1,
-            rounds=rounds, epochs=1, join=0.4, lr=0.1, momentum=0.5, eval_every=rounds, watch=False, out=folder,
-            data_dir=data_dir, final_trained=False,
+            rounds=rounds, epochs=1, join=0.4, lr=0.05, momentum=0.5, eval_every=rounds, watch=False, out=folder,
+            data_dir=data_dir, final_trained=False, seed=seed,
         )  # fmt: skip
     data, fed = load("hapt", data_dir), run.session().federation
     rows = []
@@ -60,32 +65,34 @@ def measure(name: str, out: Path, data_dir: Path | None, rounds: int, done: set[
         test = fed.indices(person, "test")
         xt, yt = data.x[test].numpy(), data.y[test].numpy()
         for amount in AMOUNTS:
-            if (name, fed.names[person], str(amount)) in done:
-                continue
-            row = {"method": name, "person": fed.names[person], "amount": amount}
-            at = some(y, amount, person)
-            if amount == 0:
-                received = run.welcome(x).model.predict(xt, yt).scores["accuracy"]
-                row |= {"personal": received, "received": received}
-            else:
-                try:
-                    scores = run.welcome(x[at], y[at], xt, yt).scores
-                except CoterieError as e:
-                    scores = {}
-                    row["refused"] = str(e)
-                row |= {k: v["accuracy"] for k, v in scores.items()}
+            row = {"method": name, "title": run.title, "seed": seed, "person": fed.names[person], "amount": amount}
+            at = some(y, amount, person, seed)
+            try:
+                if amount == 0:
+                    row["personal"] = run.welcome(x).model.predict(xt, yt).scores["accuracy"]
+                else:
+                    found = run.welcome(x[at], y[at], xt, yt)
+                    row |= {k: v["accuracy"] for k, v in found.scores.items()} | {"kept": found.kept}
+            except CoterieError as e:
+                row["refused"] = str(e)
             rows.append(row)
     return rows
 
 
 def table(path: Path) -> pd.DataFrame:
-    """Mean over the people, a row per method and a column per amount."""
+    """Mean over the people in percent: a row per method, a column per amount and one for the run's global model."""
     rows = pd.DataFrame([json.loads(line) for line in path.read_text().splitlines()])
     rows["amount"] = rows["amount"].map(lambda a: "all" if pd.isna(a) else str(int(a)))
-    wide = rows.pivot_table(index="method", columns="amount", values="personal")
-    local = rows[rows["amount"] != "0"].groupby("amount")["local"].mean()
-    wide.loc["local training alone"] = local
-    return (100 * wide[[c for c in ("0", "1", "5", "20", "all") if c in wide]]).round(1)
+    wide = rows.pivot_table(index="title", columns="amount", values="personal", aggfunc=_mean, dropna=False)
+    wide["global"] = rows[rows["amount"] == "all"].groupby("title")["global"].agg(_mean)
+    fedavg = rows[rows["method"] == "fedavg"]  # the same for every method: the initial model is
+    wide.loc[ALONE] = fedavg.groupby("amount")["local"].agg(_mean)
+    return (100 * wide[["0", "1", "5", "20", "all", "global"]]).round(1).sort_values("all", ascending=False)
+
+
+def _mean(values: pd.Series) -> float:
+    """Only of all people: a mean over those who were not refused is another one."""
+    return float(values.mean()) if values.notna().all() else math.nan
 
 
 def figure(found: pd.DataFrame, path: Path) -> None:
@@ -94,17 +101,24 @@ def figure(found: pd.DataFrame, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
-    named = ["fedavg", "fedavg-ft", "ditto", "fedrep", "fedbabu", "apfl", "local training alone"]
-    for name, row in found.iterrows():
-        chosen = name in named
-        ax.plot(range(len(row)), row, lw=2 if chosen else 0.6, color=None if chosen else "0.8",
-                zorder=2 if chosen else 1, label=name if chosen else None, marker="o" if chosen else None)  # fmt: skip
-    ax.set_xticks(range(len(found.columns)), found.columns)
-    ax.set_xlabel("samples per class")
+    fig, ax = plt.subplots(figsize=(7.2, 4.4), constrained_layout=True)
+    curves, whole = found.drop(columns="global"), found["global"].get("FedAvg", math.nan)
+    at = range(len(curves.columns))
+    for name, row in curves.iterrows():
+        if name == ALONE:
+            ax.plot(at, row, lw=2, color="k", ls="--", marker="o", ms=4, zorder=3, label="training alone")
+        elif name not in NAMED:
+            ax.plot(at, row, lw=0.6, color="0.8", zorder=1)
+    for name in NAMED:
+        if name in curves.index:
+            ax.plot(at, curves.loc[name], lw=2, marker="o", ms=4, zorder=2, label=name)
+    ax.axhline(whole, color="0.4", lw=1, ls=":", zorder=1, label="global model of FedAvg")
+    ax.set_xticks(at, ["none", *curves.columns[1:]])
+    ax.set_ylim(0, 100)
+    ax.set_xlabel("labelled samples per class; grey: the other methods")
     ax.set_ylabel("accuracy (%), mean over five people")
-    ax.legend(fontsize=8)
-    fig.savefig(path, dpi=150)
+    ax.legend(fontsize=8, loc="lower right")
+    fig.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -112,28 +126,37 @@ def main() -> None:
     asked.add_argument("--data-dir", type=Path)
     asked.add_argument("--out", type=Path, required=True)
     asked.add_argument("--methods", default="")
-    asked.add_argument("--rounds", type=int, default=15)
+    asked.add_argument("--seeds", default="0")
+    asked.add_argument("--rounds", type=int, default=30)
     asked.add_argument("--figure", type=Path)
     a = asked.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     path = a.out / "results.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    done = {(r["method"], r["person"], str(r["amount"])) for r in lines}
-    count = {m: sum(r["method"] == m for r in lines) for m in known()}
-    for name in a.methods.split(",") if a.methods else known():
-        if count.get(name, 0) >= PEOPLE * len(AMOUNTS) or "fedclip" in find(name).__module__:
+    done = {(r["method"], r["seed"]) for r in lines}
+    names = a.methods.split(",") if a.methods else known()
+    for seed, name in product(map(int, a.seeds.split(",")), names):
+        if (name, seed) in done:
             continue
+        if "fedclip" in find(name).__module__:
+            print(f"{name}: left out, it is an example for pictures", flush=True)
+            continue
+        start = time.process_time()
         try:
-            rows = measure(name, a.out, a.data_dir, a.rounds, done)
+            rows = measure(name, a.out, a.data_dir, a.rounds, seed)
         except CoterieError as e:
             print(f"{name}: {e}", flush=True)
             continue
         with path.open("a") as f:
-            f.writelines(json.dumps(row) + "\n" for row in rows)
-        print(f"{name}: done", flush=True)
+            f.write("".join(json.dumps(row) + "\n" for row in rows))
+        refused = {r["refused"] for r in rows if "refused" in r}
+        print(f"{name}, seed {seed}: {time.process_time() - start:.0f} s", *refused, sep="; ", flush=True)
     if path.exists():
         found = table(path)
-        print(found.to_string())
+        print("| method |", " | ".join(found.columns), "|")
+        print("|---|" + "---|" * len(found.columns))
+        for name, row in found.iterrows():
+            print(f"| {name} |", " | ".join("" if math.isnan(v) else f"{v:.1f}" for v in row), "|")
         if a.figure:
             figure(found, a.figure)
 

@@ -79,6 +79,9 @@ def test_the_command_writes_predictions_and_scores(run, tmp_path: Path, capsys) 
         call(tmp_path / "m.safetensors", "--client", "1")
     with pytest.raises(CoterieError, match="say whose model"):
         call(run.path)
+    for client in (4, "4", "\u00b2", "eve"):
+        with pytest.raises(CoterieError, match=f"there is no client .?{client}"):
+            run.predict(client, x)
 
 
 BYTES, FLOATS, TOKENS = torch.uint8, torch.float32, torch.int64

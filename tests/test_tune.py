@@ -37,7 +37,9 @@ def digest(folder: Path) -> dict[str, bytes]:
 
 def test_the_winner_goes_on_as_one_run_would(tmp_path: Path) -> None:
     data = testing.small_data(200)
-    found = coterie.tune("fedprox", data, "mlp", space=SPACE, rounds=4, eta=2, out=tmp_path / "t", **FEW)
+    found = coterie.tune(
+        "fedprox", data, "mlp", space=SPACE, rounds=4, eta=2, eval_every=3, out=tmp_path / "t", **FEW
+    )  # it evaluates where it has to choose, whatever eval_every says
     assert found.complete and found.plan.rounds == (1, 2, 4) and found.plan.trials == (4, 2, 1)
     assert found.spent == 4 * 1 + 2 * 1 + 1 * 2 and found.whole == 16
     first = {i: v[1] for i, v in found.values.items()}
@@ -52,7 +54,7 @@ def test_the_winner_goes_on_as_one_run_would(tmp_path: Path) -> None:
     assert frame.index[0] == best.number and frame["rounds"].tolist() == [4, 2, 1, 1]
     assert (tmp_path / "t" / "tune.png").exists() and "--set lr=0.2" in found.command()
     before = digest(tmp_path / "t")
-    again = coterie.tune("fedprox", data, "mlp", space=SPACE, rounds=4, eta=2, out=tmp_path / "t", **FEW)
+    again = coterie.tune("fedprox", data, "mlp", space=SPACE, rounds=4, eta=2, eval_every=3, out=tmp_path / "t", **FEW)
     assert again.frame().equals(frame) and digest(tmp_path / "t") == before
 
 
@@ -82,7 +84,18 @@ def test_mistakes_get_one_sentence(tmp_path: Path) -> None:
     tried("eta = 1 is invalid", eta=1)
     tried('unknown sampler "optun"; did you mean "optuna"', sampler="optun")
     tried("is named twice", methods=["fedprox", "fedprox"])
+    tried("FedProx: mu = -1 is invalid", space={"mu": [0.1, -1]})
+    tried("budget = 0 is invalid", budget=0)
+    tried('unknown model "ml"', space={"model": ["mlp", "ml"]})
+    tried("no client has any", space={"val_share": [0.1, 0.0]})
+    tried("lr has the value 0.1 twice", space={"lr": [0.1, 0.1]})
+    tried("eval_every cannot be searched", space={"eval_every": [1, 2]})
+    tried("stop_after cannot be set", stop_after=2)
     assert not (tmp_path / "t").exists()
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "settings.json").touch()
+    tried("is the folder of a run")
+    (tmp_path / "t" / "settings.json").unlink()
     with pytest.raises(CoterieError, match="there is nothing to choose from"):
         app.app(["tune", "fedprox", "--out", str(tmp_path / "t")], standalone_mode=False)
 

@@ -18,7 +18,8 @@ def main() -> None:
     except OSError as e:
         if e.filename is None:
             raise
-        print(f"coterie: {e.filename} cannot be used ({e.strerror})", file=sys.stderr)
+        where = e.filename if e.filename2 is None else e.filename2  # of a file that is moved, where to
+        print(f"coterie: {where} cannot be used ({e.strerror})", file=sys.stderr)
         sys.exit(2)
 
 

@@ -84,8 +84,8 @@ def own_items(path: Path) -> tuple[Array, Array | None, Array | None, Array | No
 
 def _arrays(path: Path) -> dict[str, Array]:
     with path.open("rb") as f:
-        if f.read(4) not in (b"PK\x03\x04", b"PK\x05\x06"):
-            raise ValueError("it does not begin like one")
+        if (start := f.read(4)) not in (b"PK\x03\x04", b"PK\x05\x06"):
+            raise ValueError("it does not begin like one" if start else "it is empty")
     with np.load(path, allow_pickle=False) as z:
         try:
             found = {k: z[k] for k in z.files}

@@ -44,7 +44,7 @@ def client_number(names: Sequence[str], client: int | str) -> int:
     if isinstance(client, str):
         if client in names:
             return names.index(client)
-        if not client.isdigit() or names != tuple(map(str, range(len(names)))):
+        if not client.isdecimal() or names != tuple(map(str, range(len(names)))):
             some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             raise CoterieError(f'there is no client "{client}"; their names are {some}')
         client = int(client)

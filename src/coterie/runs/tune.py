@@ -18,6 +18,8 @@ from typing import Any, Literal
 import pandas as pd
 
 from coterie.config import Engine, RunSettings, method_class, owner, settings
+from coterie.data.settings import PartitionSettings
+from coterie.data.sources import load
 from coterie.disk import write_atomic
 from coterie.errors import CoterieError, unknown
 from coterie.method import Method
@@ -30,6 +32,7 @@ Sampler = Literal["grid", "random", "optuna"]
 SAMPLERS: tuple[Sampler, ...] = ("grid", "random", "optuna")
 GENERATION = 4  # trials that Optuna proposes at a time; a fixed number, so that nothing depends on workers
 MOST = 100_000  # combinations
+SHARED = ("rounds", "method", "seed", "data", "eval_every", "checkpoint_every", "final_trained", "watch", "stop_after")
 
 
 @dataclass(frozen=True)
@@ -218,13 +221,18 @@ def make_trials(
     for k, values in space.items():
         if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
             raise CoterieError(f"{k} = {values!r} is invalid: a setting that is searched has a list of values")
-        if k.rpartition(".")[2] in ("rounds", "method", "seed", "data"):
+        if k.rpartition(".")[2] in SHARED:
             raise CoterieError(f"{k} cannot be searched: trials share it")
+        if twice := [v for i, v in enumerate(values) if v in values[:i]]:
+            raise CoterieError(f"{k} has the value {twice[0]!r} twice")
+    if any(k.rpartition(".")[2] == "stop_after" and v is not None for k, v in fixed.items()):
+        raise CoterieError("stop_after cannot be set: tune itself says which trials end early")
     many = sum(math.prod(len(v) for k, v in space.items() if _has(k, name, cls)) for name, cls in classes.items())
     if many > MOST:
         raise CoterieError(f"there are {many} combinations, more than {MOST}; give fewer values")
     first = Plan.of(budget.fits(many, rounds), rounds, budget.eta).rounds[0]  # all later steps are multiples of it
-    every = {"eval_every": first, "checkpoint_every": first, "final_trained": False, "watch": False}
+    less = {"final_trained": False, "watch": False}  # unless they are asked for
+    every = {"eval_every": first, "checkpoint_every": first, "rounds": rounds}
     trials: list[Trial] = []
     for name, method in zip(names, methods, strict=True):
         mine = {k.removeprefix(f"{name}."): v for k, v in space.items() if _has(k, name, classes[name])}
@@ -232,7 +240,7 @@ def make_trials(
         theirs = replace(objects, method=None if isinstance(method, str) else method)
         for values in product(*mine.values()):
             chosen = dict(zip(mine, values, strict=True))
-            made = settings(**{**every, **other, **chosen, "rounds": rounds, "method": method})
+            made = settings(**{**less, **other, **chosen, **every, "method": method})
             number = len(trials)
             trials.append(Trial(number, name, chosen, Cell(made, folder / f"{number:04d}-{name}", theirs)))
     return trials
@@ -295,8 +303,10 @@ def search(
     n = budget.fits(len(trials), rounds)
     if sampler == "grid" and n < len(trials):
         sampler = "random"  # not all of the grid can be afforded
+    if (folder / "settings.json").exists():
+        raise CoterieError(f"{folder} is the folder of a run; choose another one for the search")
     until = None if budget.minutes is None else time.monotonic() + 60 * budget.minutes
-    _check_validation(trials[0], engine)
+    _check(trials, engine)
 
     def over() -> bool:
         return stopped() or (until is not None and time.monotonic() > until)
@@ -385,10 +395,20 @@ def _proposed(
     return picked
 
 
-def _check_validation(trial: Trial, engine: Engine) -> None:
-    session = prepare(trial.cell.settings, engine, trial.cell.objects)
-    if not session.federation.sizes("val").any():
-        raise CoterieError("tune chooses on validation data, and no client has any (set val_share)")
+def _check(trials: Sequence[Trial], engine: Engine) -> None:
+    """Puts together a run for every method, name and way to divide the data, so that none fails later on."""
+    first: dict[tuple[str, str, str], Trial] = {}
+    for t in reversed(trials):
+        first[t.method, "", ""] = t
+        for k, v in t.chosen.items():
+            if k in PartitionSettings.model_fields or not isinstance(v, int | float):
+                first[t.method, k, str(v)] = t
+    s = trials[0].cell.settings  # all have its data
+    dataset = trials[0].cell.objects.dataset or load(s.data, engine.data_dir, s.subset)
+    for t in {t.number: t for t in first.values()}.values():
+        session = prepare(t.cell.settings, engine, t.cell.objects, None if "subset" in t.chosen else dataset)
+        if not session.federation.sizes("val").any():
+            raise CoterieError("tune chooses on validation data, and no client has any (set val_share)")
 
 
 def _value(cell: Cell, round: int) -> float:

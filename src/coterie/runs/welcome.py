@@ -127,6 +127,8 @@ def _split(session: Session, about: About, x: Any, y: Any, x_test: Any, y_test: 
 
 
 def _labels(session: Session, about: About, y: np.ndarray, name: str = "the data") -> Tensor:
+    if y.ndim == 0:
+        raise CoterieError(f"labels of {name} must be one for each sample, and this is a single value")
     if not len(y):
         dataset = session.federation.dataset
         return dataset.y[:0]
