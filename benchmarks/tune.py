@@ -33,7 +33,7 @@ TASKS: dict[str, tuple[str, dict[str, list[float]], dict[str, Any]]] = {
     "digits": ("fedprox", {"lr": [0.01, 0.05, 0.2], "mu": [0.001, 0.1, 1.0]},
                {"clients": 12, "partition": "dirichlet(0.3)", "join": 0.5, "epochs": 1, "val_share": 0.2}),
     "hapt": ("ditto", {"lr": [0.01, 0.05, 0.2], "lam": [0.01, 0.1, 1.0]},
-             {"model": net, "partition": "natural", "pool": "train", "test_from": "official", "join": 0.4, "epochs": 1,
+             {"model": net, "partition": "natural", "pool": "train", "test_from": "official", "join": 1.0, "epochs": 1,
               "val_share": 0.2}),
 }  # fmt: skip
 

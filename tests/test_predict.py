@@ -1,6 +1,7 @@
 """Personal models on raw items: the same preprocessing from a run, its file, and a file for other programs."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +172,19 @@ def test_onnx_contains_the_preprocessing(method: str, model: str, tmp_path: Path
     deploy(predictor(run, 0), tmp_path / "m.pt", "torchscript")
     (found,) = onnx.reference.ReferenceEvaluator(str(tmp_path / "m.onnx")).run(None, {"x": x[:7, None]})
     assert np.allclose(found, run.predict(0, x[:7]).outputs, atol=1e-5)
+    runtime = pytest.importorskip("onnxruntime")  # what most people run such a file with
+    (found,) = runtime.InferenceSession(str(tmp_path / "m.onnx")).run(None, {"x": x[:7, None]})
+    assert np.allclose(found, run.predict(0, x[:7]).outputs, atol=1e-5)
+
+
+def test_without_its_packages_onnx_gets_one_sentence(run, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    for name in ("onnx", "onnxscript"):
+        with monkeypatch.context() as m:
+            m.setitem(sys.modules, name, None)
+            with pytest.raises(
+                CoterieError, match=r"needs two more packages: pip install 'coterie\[onnx\]'"
+            ):
+                deploy(predictor(run, 0), tmp_path / "m.onnx", "onnx")
 
 
 def test_what_cannot_be_exported_gets_one_sentence(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

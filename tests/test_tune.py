@@ -15,7 +15,7 @@ from coterie.cli import app
 from coterie.errors import CoterieError
 from coterie.runs.tune import Budget, Plan
 
-FEW = {"clients": 4, "epochs": 10, "join": 1.0, "partition": "iid", "workers": 1, "val_share": 0.3}
+FEW = {"clients": 4, "epochs": 5, "join": 1.0, "partition": "iid", "workers": 1, "val_share": 0.3}
 SPACE = {"lr": [0.0001, 0.2], "mu": [0.01, 1.0]}
 
 
@@ -69,7 +69,7 @@ def test_some_of_the_combinations_are_drawn_by_the_seed(tmp_path: Path) -> None:
     assert tried != {0}
 
 
-def test_mistakes_get_one_sentence(tmp_path: Path) -> None:
+def test_mistakes_get_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = testing.small_data(200)
 
     def tried(sentence: str, methods: object = "fedprox", space: object = SPACE, **more: object) -> None:
@@ -91,6 +91,8 @@ def test_mistakes_get_one_sentence(tmp_path: Path) -> None:
     tried("lr has the value 0.1 twice", space={"lr": [0.1, 0.1]})
     tried("eval_every cannot be searched", space={"eval_every": [1, 2]})
     tried("stop_after cannot be set", stop_after=2)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    tried(r"needs a package: pip install 'coterie\[tune\]'", sampler="optuna")
     assert not (tmp_path / "t").exists()
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "settings.json").touch()

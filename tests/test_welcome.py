@@ -19,8 +19,8 @@ NEW = testing.small_data(600)
 X, Y = NEW.x[500:].numpy(), NEW.y[500:].numpy()
 
 
-def played(method: str, out: Path) -> Run:
-    return coterie.run(method, DATA, "mlp-bn", out=out, **FEW)
+def played(method: str, out: Path, rounds: int = 3) -> Run:
+    return coterie.run(method, DATA, "mlp-bn", out=out, **{**FEW, "rounds": rounds})
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -88,7 +88,7 @@ def test_what_cannot_be_welcomed_gets_one_sentence(run: Run, tmp_path: Path) -> 
 
 
 def test_a_method_that_needs_validation_data_says_so(tmp_path: Path) -> None:
-    run = played("fedfomo", tmp_path / "r")
+    run = played("fedfomo", tmp_path / "r", rounds=1)
     with pytest.raises(CoterieError, match="FedFomo chooses by validation data, and 1 samples are too few"):
         run.welcome(X[:1], Y[:1], X, Y)
 
@@ -103,3 +103,5 @@ def test_the_command_writes_the_model_and_a_table(tmp_path: Path, capsys: pytest
     out = capsys.readouterr().out
     assert "local training alone" in out and "FedPer has no global model" in out
     assert coterie.load_model("mine.safetensors").about.client == "eve"
+    app.app(["export", "r", "--client", "1", "--format", "torchscript", "--out", "m.pt"], standalone_mode=False)
+    assert "its input x is float32 [n, 1, 8, 8] (floats" in capsys.readouterr().out

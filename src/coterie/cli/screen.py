@@ -99,16 +99,21 @@ def download_bar(quiet: bool) -> Iterator[Any]:
         yield tell
 
 
+def say(text: str) -> None:
+    """Print text as it is: brackets are no markup, and long lines are for the terminal to wrap."""
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
 def frame_table(frame: "pd.DataFrame", title: str = "") -> Table:
     """A table whose numbers are never cut: long names are folded, and the last columns left out if they do not fit."""
-    table = Table(title=title or None, title_justify="left")
+    table = Table(title=escape(title) or None, title_justify="left")
     rows = [[str(label), *map(str, row)] for label, row in zip(frame.index, frame.values, strict=True)]
     heads = [str(frame.index.name or ""), *map(str, frame.columns)]
     widths = [max(map(len, column)) + 3 for column in zip(heads, *rows, strict=True)]
     room, shown = console.width - 1 - min(widths[0], NAME_WIDTH), 1
     while shown < len(heads) and widths[shown] <= room:
         room, shown = room - widths[shown], shown + 1
-    table.add_column(heads[0], overflow="fold")
+    table.add_column(escape(heads[0]), overflow="fold")
     for name in heads[1:shown]:
         table.add_column(escape(name), justify="right", no_wrap=True)
     for row in rows:

@@ -7,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from coterie.cli import options as o
-from coterie.cli.screen import Stop, bar, console, frame_table
+from coterie.cli.screen import Stop, bar, console, frame_table, say
 
 tune_app = typer.Typer()
 
@@ -115,4 +115,4 @@ def _show(found: Any, frame: Any) -> None:
         found.command(),
     ]
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False)
+        say(line)

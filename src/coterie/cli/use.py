@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from coterie.cli import options as o
-from coterie.cli.screen import console, frame_table
+from coterie.cli.screen import console, frame_table, say
 
 if TYPE_CHECKING:
     from coterie.personal import Predictions, Predictor
@@ -50,24 +50,23 @@ def export(
     if format not in (*ENDINGS, "safetensors"):
         raise unknown("format", format, [*ENDINGS, "safetensors"])
     run = _run(folder, data_dir)
-    plain = re.sub(r"[^\w.-]", "_", client)
+    name = re.sub(r"[^\w.-]", "_", client)
     if format == "safetensors":
-        target = out or folder / f"client-{plain}.safetensors"
+        target = out or folder / f"client-{name}.safetensors"
         how = write(run, client, target)
-        console.print(f"wrote {target}; load it with\n", soft_wrap=True, highlight=False)
-        console.print(how, soft_wrap=True, highlight=False)
+        say(f"wrote {target}; load it with\n")
+        say(how)
         return
     model = predictor(run, client)
     kind = next(k for k in ENDINGS if k == format)
-    target = out or folder / f"client-{plain}{ENDINGS[kind]}"
+    target = out or folder / f"client-{name}{ENDINGS[kind]}"
     deploy(model, target, kind)
     items = model.about.items
     what = {"uint8": "bytes 0 to 255", "float32": "floats as in the training data", "int64": "token ids"}[items.type]
-    console.print(
+    plain = ", before any softmax" if model.task.classes else ""
+    say(
         f"wrote {target}; its input x is {items.type} [n, {', '.join(map(str, items.shape))}] ({what}), its output is "
-        f"[n, {model.about.outputs}], before any softmax; the preprocessing is inside",
-        soft_wrap=True,
-        highlight=False,
+        f"[n, {model.about.outputs}]{plain}; the preprocessing is inside"
     )
 
 
@@ -152,9 +151,8 @@ def welcome(
         shown_frame = frame.apply(lambda c: c.map(metrics[str(c.name)].text)).rename(columns=lambda c: metrics[c].label)
         console.print(frame_table(shown_frame, f"{run.title}: {name} on its own test part ({parts})"))
     for sentence in found.said:
-        console.print(sentence, soft_wrap=True, highlight=False)
-    console.print(f"the model is in {target}; use it with: coterie predict {target} --data FILE", soft_wrap=True,
-                  highlight=False)  # fmt: skip
+        say(sentence)
+    say(f"the model is in {target}; use it with: coterie predict {target} --data FILE")
 
 
 _MODELS = {
@@ -216,6 +214,6 @@ def _show(model: "Predictor", found: "Predictions", out: Path | None) -> None:
     console.print(frame_table(frame, title))
     metrics = {m.name: m for m in model.task.metrics}
     for name, value in found.scores.items():
-        console.print(f"{metrics[name].label}: {metrics[name].text(value)}", highlight=False)
+        say(f"{metrics[name].label}: {metrics[name].text(value)}")
     where = f"predictions are in {out}" if out is not None else "--out FILE writes them, item by item"
-    console.print(where, soft_wrap=True, highlight=False)
+    say(where)
