@@ -181,9 +181,7 @@ def test_without_its_packages_onnx_gets_one_sentence(run, tmp_path: Path, monkey
     for name in ("onnx", "onnxscript"):
         with monkeypatch.context() as m:
             m.setitem(sys.modules, name, None)
-            with pytest.raises(
-                CoterieError, match=r"needs two more packages: pip install 'coterie\[onnx\]'"
-            ):
+            with pytest.raises(CoterieError, match=r"needs two more packages: pip install 'coterie\[onnx\]'"):
                 deploy(predictor(run, 0), tmp_path / "m.onnx", "onnx")
 
 
