@@ -15,7 +15,7 @@ from coterie.errors import CoterieError
 from coterie.method import Batch, Download, Moment, Upload
 from coterie.methods.fedpc import FedPC, FedPCJ1, FedPCMean, FedPCNoMixing, FedPCNoProto, FedPCRandom
 from coterie.methods.fedpc import prototypes as M
-from coterie.methods.fedpc.contrast import contrast_loss, rehearsal_loss
+from coterie.methods.fedpc.contrast import contrast_loss, rehearsal, rehearsal_loss
 from coterie.methods.fedper import FedPer
 from coterie.models.registry import build as build_model
 from coterie.parts.prototypes import Prototypes, class_means
@@ -300,9 +300,9 @@ def test_rehearsal_is_the_cross_entropy_of_the_classifier_on_the_prototypes_that
     w.requires_grad_()
     two = Prototypes(value, torch.arange(K) < 2)
     want = F.cross_entropy(value[:2] @ w.T + b, torch.tensor([0, 1]))
-    assert rehearsal_loss(w, b, two).item() == pytest.approx(want.item(), rel=1e-5)
-    assert rehearsal_loss(w, b, Prototypes(value, torch.zeros(K) > 0)).item() == 0.0
-    (grad,) = torch.autograd.grad(rehearsal_loss(w, None, two), w)
+    assert rehearsal_loss(w, b, rehearsal(two)).item() == pytest.approx(want.item(), rel=1e-5)
+    assert rehearsal_loss(w, b, rehearsal(Prototypes(value, torch.zeros(K) > 0))).item() == 0.0
+    (grad,) = torch.autograd.grad(rehearsal_loss(w, None, rehearsal(two)), w)
     assert (grad[2] > 0).all()  # a class without prototype is only pushed down, by positive features
 
 
@@ -314,7 +314,7 @@ def test_mended_a_classifier_keeps_a_class_that_its_client_lacks() -> None:
         w = torch.zeros(K, D, requires_grad=True)
         z = torch.eye(K, D)[:1] + 0.3
         loss = hp.alpha * F.cross_entropy(z @ w.T, torch.zeros(1, dtype=torch.int64))
-        loss = loss + (20 * hp.rehearsal) * rehearsal_loss(w, None, protos)
+        loss = loss + (20 * hp.rehearsal) * rehearsal_loss(w, None, rehearsal(protos))
         (grad,) = torch.autograd.grad(loss, w)
         assert bool(-(grad @ protos.value[1])[1] > 0) == rises
 

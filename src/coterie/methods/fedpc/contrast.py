@@ -1,5 +1,7 @@
 """What prototypes teach without a collapse: a pull that is also a push from others, and classes that a client lacks."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,41 +20,51 @@ def contrast_loss(z: Tensor, y: Tensor, prototypes: Prototypes, tau: float, weig
     return towards(z, y, directions(prototypes, tau), weight)
 
 
-def directions(prototypes: Prototypes, tau: float) -> Prototypes:
-    """Of length 1 / tau: what stays the same for all steps of a round."""
-    return Prototypes(_unit(prototypes.value) / tau, prototypes.mask)
+class Directions(NamedTuple):
+    """What stays the same for all steps of a round."""
+
+    value: Tensor  # [classes, d], of length 1 / tau
+    far: Tensor  # [classes], added to the logits: 0, and FAR for classes without a prototype
+    there: Tensor  # [classes], 1 for classes with a prototype, else 0
 
 
-def towards(z: Tensor, y: Tensor, to: Prototypes, weight: Tensor | None) -> Tensor:
+def directions(prototypes: Prototypes, tau: float) -> Directions:
+    value, mask = prototypes
+    there = mask.to(value.dtype)
+    return Directions(_unit(value) / tau, torch.zeros_like(there).masked_fill(~mask, FAR), there)
+
+
+def towards(z: Tensor, y: Tensor, to: Directions, weight: Tensor | None) -> Tensor:
     """The contrast for prototypes that are directions already."""
-    value, mask = to
-    logits = torch.addmm(_far(mask, z), _unit(z), value.T)
+    logits = torch.addmm(to.far, _unit(z), to.value.T)
     if weight is None:
-        return named(logits, y, mask)
-    own = one_hot(y, len(value), None, z.dtype)
-    counts = own @ mask.to(z.dtype)
+        return F.cross_entropy(logits, y, weight=to.there, reduction="sum") / to.there[y].sum().clamp(min=1)
+    own = one_hot(y, len(to.value), None, z.dtype)
+    counts = own @ to.there
     each = -(logits.log_softmax(-1) * own).sum(-1)
     return (each * counts * weight).sum() / (counts * weight).sum().clamp(min=1)
 
 
-def named(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """Mean cross-entropy over the samples whose class is in the mask [classes]; 0 without any."""
-    there = mask.to(logits.dtype)
-    return F.cross_entropy(logits, y, weight=there, reduction="sum") / there[y].sum().clamp(min=1)
+class Rehearsal(NamedTuple):
+    """Prototypes as samples of their classes."""
+
+    value: Tensor  # [classes, d]
+    y: Tensor  # [classes]
+    weight: Tensor  # [classes]: equal for classes with a prototype, else 0; they sum to 1, or to 0 without any
 
 
-def rehearsal_loss(w: Tensor, b: Tensor | None, prototypes: Prototypes) -> Tensor:
-    """Cross-entropy of a classifier [classes, d] on the prototypes as if each were a sample of its class; mean.
+def rehearsal(prototypes: Prototypes) -> Rehearsal:
+    value, mask = prototypes
+    there = mask.to(value.dtype)
+    return Rehearsal(value, torch.arange(len(value), device=value.device), there / there.sum().clamp(min=1))
+
+
+def rehearsal_loss(w: Tensor, b: Tensor | None, samples: Rehearsal) -> Tensor:
+    """Mean cross-entropy of a classifier [classes, d] on the prototypes as if each were a sample of its class.
 
     All classes count alike, so a client's private classifier keeps those that it has few or no samples of.
     """
-    value, mask = prototypes
-    return named(F.linear(value, w, b), torch.arange(len(value), device=value.device), mask)
-
-
-def _far(mask: Tensor, like: Tensor) -> Tensor:
-    """What is added to the logits: 0, and FAR for classes without a prototype."""
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, FAR)
+    return F.cross_entropy(F.linear(samples.value, w, b), samples.y, weight=samples.weight, reduction="sum")
 
 
 def _unit(x: Tensor) -> Tensor:

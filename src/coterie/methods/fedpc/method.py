@@ -33,7 +33,7 @@ from coterie.method import (
 )
 from coterie.methods.fedpc import prototypes as P
 from coterie.methods.fedpc.clustering import prototype_groups, random_groups
-from coterie.methods.fedpc.contrast import directions, rehearsal_loss, towards
+from coterie.methods.fedpc.contrast import directions, rehearsal, rehearsal_loss, towards
 from coterie.methods.fedpc.mixing import group_means, group_weights, masked_mix
 from coterie.methods.fedpc.settings import FedPCSettings
 from coterie.parts.best import best, kept
@@ -134,7 +134,11 @@ class FedPC(EdgeMethod):
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         params = {**_model(download), **state["own"]}
         received = P.unpack(download, data.classes, self.ctx.net.width)
-        return params, {"received": received, "directions": directions(received, self.hp.tau)}
+        return params, {
+            "received": received,
+            "directions": directions(received, self.hp.tau),
+            "rehearsal": rehearsal(received),
+        }
 
     def phases(self, round: int) -> list[Phase]:
         if round > 0:
@@ -152,7 +156,7 @@ class FedPC(EdgeMethod):
         if hp.rehearsal:
             weight, bias = self.ctx.net.head_names
             b = None if bias is None else params[bias]
-            loss = loss + hp.rehearsal * rehearsal_loss(params[weight], b, extras["received"])
+            loss = loss + hp.rehearsal * rehearsal_loss(params[weight], b, extras["rehearsal"])
         return loss
 
     def _pull(self, z: Tensor, batch: Batch, extras: Extras) -> Tensor:
