@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import coterie
 from coterie import testing
@@ -91,6 +92,17 @@ def test_a_method_that_needs_validation_data_says_so(tmp_path: Path) -> None:
     run = played("fedfomo", tmp_path / "r", rounds=1)
     with pytest.raises(CoterieError, match="FedFomo chooses by validation data, and 1 samples are too few"):
         run.welcome(X[:1], Y[:1], X, Y)
+
+
+def test_batch_norm_is_measured_on_items_without_labels(tmp_path: Path) -> None:
+    model = played("fedbn", tmp_path / "r", rounds=1).welcome(X).model
+    (norm, *_) = (m for m in model.network.modules() if isinstance(m, torch.nn.BatchNorm1d))
+    seen: list[torch.Tensor] = []
+    norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model.predict(X)
+    assert norm.running_mean is not None and norm.running_var is not None
+    assert torch.allclose(norm.running_mean, seen[0].mean(0), atol=1e-5)
+    assert torch.allclose(norm.running_var, seen[0].var(0, correction=0), atol=1e-5)
 
 
 def test_the_command_writes_the_model_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str],

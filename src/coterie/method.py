@@ -217,6 +217,8 @@ class Method:
     weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
     # what the models of all clients have in common: everything, the head and its features, or only the classes
     agree: ClassVar[Literal["model", "head", "output"]] = "model"
+    # a newcomer's model is made with the items of its training part and without their labels, so it may have none
+    unlabelled: ClassVar[bool] = False
 
     ctx: Context  # bound by the runtime before any hook is called
     hp: Any  # the settings; a method annotates it with its own class

@@ -22,6 +22,7 @@ class FedBN(Method):
     hp: FedBNSettings
     card = Card("FedBN", "Li et al., ICLR 2021, arXiv 2102.07623", 2021, "S", personal="batch norm")
     needs = ("bn",)
+    unlabelled = True
 
     def private(self, name: str) -> bool:
         return name in self.ctx.group("bn")

@@ -121,10 +121,12 @@ class Tuning:
     def frame(self) -> pd.DataFrame:
         """One row per trial, best first: settings, rounds trained, value on validation data at each step."""
         rows = []
+        searched = dict.fromkeys(k for t in self.trials for k in t.chosen)  # not every method has all of them
         for t in self.trials:
             mine = self.values.get(t.number, {})
             rows.append({
-                "trial": t.number, "method": t.method, **t.chosen, "rounds": max(mine, default=0),
+                "trial": t.number, "method": t.method, **{k: t.chosen.get(k) for k in searched},
+                "rounds": max(mine, default=0),
                 **{f"round {r}": mine.get(r, math.nan) for r in self.plan.rounds},
             })  # fmt: skip
         frame = pd.DataFrame(rows).set_index("trial")

@@ -100,7 +100,8 @@ def _split(session: Session, about: About, x: Any, y: Any, x_test: Any, y_test: 
     if y is None and (x_test is None or y_test is None):
         raw = items.raw(x)  # says what is wrong with the items
         none = Split(items.ready(raw[:0]), _labels(session, about, np.zeros(0, np.int64)))
-        return _client(session, none, none), None
+        seen = Split(items.ready(raw), none.y) if session.method.unlabelled else none
+        return _client(session, seen, none), None
     if y is None:
         raise CoterieError("the test part has labels and the other samples have none; give y too")
     if (x_test is None) != (y_test is None):
