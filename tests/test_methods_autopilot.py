@@ -11,7 +11,7 @@ from coterie import tree as T
 from coterie.errors import CoterieError
 from coterie.method import Batch, ClientData, Split
 from coterie.methods.autopilot import CANDIDATES, PRIOR, UNTRAINED, Autopilot
-from coterie.parts.choosing import TEMPERATURES, choose, is_behind, shrunk, temperature
+from coterie.parts.choosing import TEMPERATURES, choose, is_behind, shrunk, temperatures
 from coterie.runs.models import export
 from played import play, same, session, state, watch
 
@@ -59,8 +59,8 @@ def test_whatever_the_scores_nobody_is_behind_the_own_model_beyond_the_margin() 
 def test_a_temperature_undoes_overconfidence_and_needs_evidence() -> None:
     y = torch.tensor([0, 0, 0, 1] * 10)
     logits = torch.tensor([[20.0, 0.0]]).expand(40, 2)  # sure of class 0, which is right three times in four
-    assert temperature(logits, y) == TEMPERATURES[-1]
-    assert temperature(logits[:0], y[:0]) == 1.0
+    assert temperatures([logits, logits / 20], y) == [TEMPERATURES[-1], 1.0]
+    assert temperatures([logits[:0]], y[:0]) == [1.0]
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ def test_the_shared_model_is_that_of_fedavg() -> None:
     assert same(play("autopilot").server["w"], play("fedavg").server["w"])
 
 
-def test_with_all_steps_the_own_model_is_that_of_local_only() -> None:
-    ours, theirs = play("autopilot", own={"own_share": 1.0, "patience": 100}), play("local")
+def test_trained_in_every_round_the_own_model_is_that_of_local_only() -> None:
+    ours, theirs = play("autopilot", own={"own_every": 1, "patience": 100}), play("local")
     for i in range(5):
         if (mine := state(ours, i)) is not None:
             kept = _flat(state(theirs, i))
@@ -88,12 +88,13 @@ def test_an_upload_is_fedavgs_and_a_few_numbers() -> None:
 
 
 def test_facts_say_who_chose_what_and_a_candidate_that_is_left_out_is_chosen_by_nobody() -> None:
-    loop, _ = watch(session("autopilot"))
+    loop, _ = watch(session("autopilot", own={"first": 1}))
     facts = loop.method.facts(loop.server)
     assert set(facts["chosen"].values()) <= set(CANDIDATES) and len(facts["chosen"]) == len(loop.server["choice"])
+    assert {loop.method._scores_now(t) for t in (1, 2, 4, 8)} == {True} and not loop.method._scores_now(3)
     assert facts["chosen"].keys() == facts["validated"].keys() == facts["ahead_of_own"].keys()
     picked = set(facts["chosen"].values()) - {"global"}
-    fewer, _ = watch(session("autopilot", own={"without": ",".join(sorted(picked))}))
+    fewer, _ = watch(session("autopilot", own={"first": 1, "without": ",".join(sorted(picked))}))
     assert not picked & set(fewer.method.facts(fewer.server)["chosen"].values())
 
 
@@ -108,12 +109,12 @@ def test_a_mean_of_members_is_predicted_as_it_was_scored() -> None:
     w = method.ctx.w0
     tuned = {k: v + 0.1 for k, v in w.items()}
     base = {**method.init_client(data), "tuned": tuned}
+    store = method.stored(w, data, method.names)
+    members = method.members(base, w, method.names, store)
+    outputs = method.outputs(members, store, data.val.x)
+    warm = {m: {"head": 2.0, "tuned": 0.5}.get(m, 1.0) for m in outputs}
     for name in method.names:
-        kept = {**base, "choice": method.names.index(name), "temperatures": {"head": 2.0, "tuned": 0.5}}
-        params, extras = method.personal(kept, {**w, PRIOR: torch.zeros(len(method.names))}, data)
-        store = method.stored(w, data, method.names)
-        outputs = method.outputs(method.members(base, w, method.names, store), store, data.val.x)
-        warm = {m: kept["temperatures"].get(m, 1.0) for m in outputs}
+        params, extras = method.made(name, members, store, warm, w)
         want, found = method.candidate(name, outputs, warm), method.predict(params, data.val.x, extras)
         scale = warm.get(name, 1.0)
         assert torch.allclose(found / scale, want, atol=1e-5), name
@@ -131,7 +132,7 @@ def test_a_private_head_lowers_the_loss_and_leaves_the_body() -> None:
 
 
 def test_without_validation_data_the_federations_best_is_taken() -> None:
-    method, data = bound(), toy.clients().data(1)
+    method, data = bound(first=1), toy.clients().data(1)
     empty = ClientData(1, data.train, Split(data.val.x[:0], data.val.y[:0]), data.classes)
     prior = torch.full((len(method.names),), -1.0)
     prior[method.names.index("halfway")] = -0.1
@@ -159,7 +160,9 @@ def test_the_own_model_is_no_longer_trained_after_its_patience() -> None:
     kept = {**method.init_client(data), "waits": 2}
     told = {**method.ctx.w0, PRIOR: torch.zeros(len(method.names))}
     assert not any(k.startswith("p:") for k in method.begin(kept, told, data, 1)[0])
-    assert any(k.startswith("p:") for k in method.begin({**kept, "waits": 1}, told, data, 1)[0])
+    for turns, there in ((0, True), (1, False), (6, True)):
+        tree, _ = method.begin({**kept, "waits": 1, "turns": turns}, told, data, 1)
+        assert any(k.startswith("p:") for k in tree) == there
 
 
 def test_mistakes_get_a_sentence() -> None:

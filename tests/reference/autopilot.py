@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reference import About, Case, Result, World, average, ce, copied, evaluated, features, head, load, tensors
+from reference import About, Case, Result, World, average, copied, evaluated, features, head, load, tensors
 
 ABOUT = About("its own description", ("there is no paper: the reference follows the text of the method",))
 SINGLES = ("global", "tuned", "halfway", "head", "long-head", "own")
@@ -27,14 +27,14 @@ class Client:
         self.turns = self.waits = 0
         self.lowest = math.inf
         self.warm: dict[str, float] = {}
-        self.scores, self.choice = torch.zeros(len(NAMES)), ""
+        self.scores, self.choice, self.scored = torch.zeros(len(NAMES)), NAMES[0], False
 
 
 def reference(
     world: World,
-    own_share: float = 0.25,
-    patience: int = 3,
-    every: int = 3,
+    own_every: int = 6,
+    patience: int = 2,
+    first: int = 3,
     strength: float = 20,
     margin: float = 1.0,
     k: int = 10,
@@ -44,24 +44,25 @@ def reference(
     server, clients = world.module(), {i: Client(world) for i in world.clients}
     for t in range(1, world.rounds + 1):
         ids, local = world.sampled(t), []
-        prior = expected([c.scores for c in clients.values() if c.turns])  # everybody has five validation samples
+        prior = expected([c.scores for c in clients.values() if c.scored])  # everybody has five validation samples
         for i in ids:
             c, w = clients[i], copied(server)
             world.fit(w, t, i)
-            if c.waits < patience:
-                alone(world, c.own, t, i, own_share)
+            if c.waits < patience and c.turns % own_every == 0:
+                world.fit(c.own, t, i)
             c.tuned = copied(w)
-            if c.turns % every == 0:
-                decide(world, c, i, server, names, prior, strength, margin, k)
             c.turns += 1
+            if c.turns in [first * 2**j for j in range(9)]:
+                decide(world, c, i, server, names, prior, strength, margin, k)
+                c.scored = True
             local.append(w)
         load(server, average(local, [world.sizes[i] for i in ids]))
-    prior = expected([c.scores for c in clients.values() if c.turns])
+    prior = expected([c.scores for c in clients.values() if c.scored])
+    waits, told = {i: c.waits for i, c in clients.items()}, {i: c.choice for i, c in clients.items() if c.turns}
     logits = {}
-    for i, c in clients.items():
-        if not c.turns:
-            few = [n for n in names if n in ("global", "head", "long-head", "neighbours", "head+neighbours")]
-            decide(world, c, i, server, few, prior, strength, margin, k)
+    for i, c in clients.items():  # before use, with the newest global model
+        few = [n for n in names if n in ("global", "head", "long-head", "neighbours", "head+neighbours")]
+        decide(world, c, i, server, names if c.turns else few, prior, strength, margin, k)
         x, of = world.test_part(i)[0], MEANS.get(c.choice, ())
         found = outputs(world, c, i, server, x, k)
         logits[i] = mean([found[m] for m in of], [c.warm[m] for m in of], "near" in of) if of else found[c.choice]
@@ -69,25 +70,13 @@ def reference(
     return Result(
         whole=server,
         logits=logits,
-        states={i: {"alone": own[i], "waits": c.waits, "turns": c.turns} for i, c in clients.items()},
-        server={"choice": {i: names.index(c.choice) for i, c in clients.items() if c.turns}},
+        states={i: {"alone": own[i], "waits": waits[i], "turns": c.turns} for i, c in clients.items()},
+        server={"choice": {i: names.index(n) for i, n in told.items()}},
     )
 
 
 def expected(rows: list[Tensor]) -> Tensor:
     return torch.stack(rows).mean(0) if rows else torch.zeros(len(NAMES))
-
-
-def alone(world: World, model: nn.Module, t: int, client: int, share: float) -> None:
-    """The first steps of a round's training."""
-    smallest = 2 if world.model == "cnn" else 1
-    n, size = world.sizes[client], world.batch
-    per_epoch = sum(min(size, n - a) >= smallest for a in range(0, n, size))
-    opt = world.optimiser(model.parameters(), t)
-    for x, y in world.batches(t, client, steps=math.ceil(world.epochs * share * per_epoch)):
-        opt.zero_grad()
-        ce(model, x, y).backward()
-        opt.step()
 
 
 def outputs(world: World, c: Client, client: int, w: nn.Module, x: Tensor, k: int) -> dict[str, Tensor]:
@@ -97,7 +86,7 @@ def outputs(world: World, c: Client, client: int, w: nn.Module, x: Tensor, k: in
     train, labels = world.train_part(client)
     keys, rows = features(w, train), []
     models = {"global": w, "tuned": c.tuned, "halfway": between, "own": c.own}
-    models |= {"head": with_head(w, keys, labels, 10), "long-head": with_head(w, keys, labels, 40)}
+    models |= {"head": with_head(w, keys, labels, 10), "long-head": with_head(w, keys, labels, 30)}
     found = {name: evaluated(m, x) for name, m in models.items()}
     for z in features(w, x):
         squares = (keys - z).square().sum(1)
@@ -166,11 +155,11 @@ def decide(
 
 
 CASES = [
-    Case("autopilot", reference, {"own_share": 0.6, "every": 1, "strength": 5}, {"epochs": 2, "rounds": 4}),
+    Case("autopilot", reference, {"own_every": 2, "first": 1, "strength": 5}, {"epochs": 2, "rounds": 4}),
     Case(
         "autopilot",
         reference,
-        {"own_share": 1.0, "patience": 1, "margin": 0.0, "k": 3, "without": "tuned,halfway"},
+        {"own_every": 1, "first": 1, "patience": 1, "margin": 0.0, "k": 3, "without": "tuned,halfway"},
         {"rounds": 4, "momentum": 0.5},
         models=("mlp",),
         tag="fewer candidates",

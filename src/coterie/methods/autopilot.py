@@ -1,14 +1,13 @@
 """Autopilot: the federation trains one model, and each client chooses what it uses. Coterie's own, 2026.
 
-Rounds are FedAvg's. Beside it a client trains a model of its own, from the same start and on its data alone, with
-`own_share` of a round's steps, until its validation loss stops falling. In every `every`-th round that it takes part in
-it scores these candidates on its validation part:
+Rounds are FedAvg's. In every `own_every`-th of its rounds a client also trains a model of its own, from the same start
+and on its data alone, until its validation loss stops falling. These candidates it scores on its validation part:
 
 - global: the model received
 - tuned: that model after the client's local training, all layers
 - halfway: the mean of the weights of global and tuned
 - head, long-head: a private head on the global body, fitted to the client's training samples from the global head on,
-  with 10 or 40 steps of gradient descent on features that are computed once
+  with 10 or 30 steps of gradient descent on features that are computed once
 - own: its own model
 - neighbours: global, averaged with the labels of the nearest training samples by its features (as kNN-Per)
 - head+neighbours, head+tuned, tuned+own, tuned+global: the mean of both predictions
@@ -18,9 +17,9 @@ Members of a mean are calibrated by a temperature first. A score is the log-like
 summed over the validation part, plus `strength` times its mean per sample in the federation, which the server learns
 from the scores of all clients: with little validation data the federation decides, with much the client. If the best
 candidate is behind `own` on the validation part by more than `margin` standard errors, the client takes `own`. A client
-without a validation part takes the federation's best. In use, `tuned` and `own` are as the client's last training left
-them; the newest global model takes the place of the one that was scored, and heads are fitted to it anew.
-A client that has never trained chooses among what needs no local training: global, heads and neighbours.
+without a validation part takes the federation's best. A client scores and sends its scores after the `first`-th round
+that it takes part in, and after twice as many each time; before use it chooses anew in the same way, with the newest
+global model. A client that has never trained chooses among what needs no local training: global, heads and neighbours.
 
 A round sends FedAvg's model, the scores, the choice and the number of validation samples. Candidates that need a head
 or classes are left out where the model or the task has none. "Head first, then all" (LP-FT) is not a candidate: it
@@ -53,7 +52,7 @@ from coterie.method import (
     Tree,
     Upload,
 )
-from coterie.parts.choosing import choose, mixed, temperature
+from coterie.parts.choosing import choose, mixed, temperatures
 from coterie.parts.neighbours import votes
 from coterie.schema import Entry, Link, Schema
 
@@ -71,7 +70,7 @@ CANDIDATES: dict[str, dict[str, float]] = {  # of which members, in which shares
     "tuned+global": {"tuned": 0.5, "global": 0.5},
     "ensemble": {"global": 0.25, "head": 0.25, "tuned": 0.25, "near": 0.25},
 }
-HEADS = {"head": 10, "long-head": 40}  # steps of fitting
+HEADS = {"head": 10, "long-head": 30}  # steps of fitting
 UNTRAINED = ("global", "head", "long-head", "neighbours", "head+neighbours")  # what needs no local training
 UNINFORMED = ("head", "tuned", "global")  # taken, the first there is, while nobody has scored anything
 SHARED, OWN = "g:", "p:"  # in the tree of a local training
@@ -84,13 +83,13 @@ LEAST = 1e-12  # probability of a class that no member expects
 
 
 class AutopilotSettings(Settings):
-    own_share: float = Field(
-        0.25, ge=0, le=1, description="steps of a client's own model, as a share of a round's; 0: no own model"
+    own_every: int = Field(
+        6, ge=0, description="a client trains its own model in every so many of its rounds; 0: it has none"
     )
     patience: int = Field(
-        3, ge=1, description="choices without a lower validation loss before the own model is no longer trained"
+        2, ge=1, description="scorings without a lower validation loss before the own model is no longer trained"
     )
-    every: int = Field(3, ge=1, description="a client chooses in every so many of the rounds that it takes part in")
+    first: int = Field(3, ge=1, description="the round, of those it takes part in, after which a client scores first")
     strength: float = Field(20, ge=0, description="weight of the federation's scores, in validation samples")
     margin: float = Field(
         1.0, ge=0, description="standard errors by which a choice may be behind the own model on validation data"
@@ -109,7 +108,7 @@ class Autopilot(Method):
         "F,M",
         personal="what each client chooses: global, fine-tuned, private head, own, neighbours or a mean of these",
         certainty="P",
-        compute="FedAvg's local training, own_share of it for the own model, and scoring on the validation part",
+        compute="one more local training in every own_every-th round, and scoring on the validation part",
     )
     needs = ("some_val",)
 
@@ -127,7 +126,7 @@ class Autopilot(Method):
     @cached_property
     def names(self) -> list[str]:
         """The candidates of this run."""
-        lacks = {"own"} if self.hp.own_share == 0 else set()
+        lacks = {"own"} if self.hp.own_every == 0 else set()
         if self.ctx.net.layout.head is None:
             lacks |= {*HEADS, "near"}
         if not self.ctx.classes:
@@ -170,31 +169,32 @@ class Autopilot(Method):
 
     def facts(self, server: State) -> dict[str, Any]:
         """Who chose what, by how much it is ahead of the own model, and what the federation expects of each."""
-        if not server["choice"]:
+        names, scored = self.names, [i for i, s in server["scores"].items() if bool((s != 0).any())]
+        if not scored:
             return {}
-        names = self.names
         found: dict[str, Any] = {
-            "chosen": {str(i): names[c] for i, c in server["choice"].items()},
-            "validated": {str(i): n for i, n in server["validated"].items()},
+            "chosen": {str(i): names[server["choice"][i]] for i in scored},
+            "validated": {str(i): server["validated"][i] for i in scored},
             "expected": {k: round(float(v), 4) for k, v in zip(names, self.prior(server), strict=True)},
         }
         if "own" in names:
             own = names.index("own")
-            ahead = {i: float(server["scores"][i][c] - server["scores"][i][own]) for i, c in server["choice"].items()}
+            ahead = {i: float(server["scores"][i][server["choice"][i]] - server["scores"][i][own]) for i in scored}
             found["ahead_of_own"] = {str(i): round(v, 4) for i, v in ahead.items()}
         return found
 
     # ---- client: a round -------------------------------------------------------------------------------------------
     def init_client(self, data: ClientData) -> State:
-        own = {"alone": T.clone(self.ctx.w0)} if self.hp.own_share else {}
-        return {**super().init_client(data), **own, "turns": 0, "waits": 0}
+        own = {"alone": T.clone(self.ctx.w0)} if self.hp.own_every else {}
+        untold = {"choice": 0, "scores": torch.zeros(len(self.names)), "validated": 0}
+        return {**super().init_client(data), **own, "turns": 0, "waits": 0, **untold}
 
     def _global(self, state: State, download: Tree) -> Tree:
         return {**T.drop(download, _is_told), **state.get("own", {})}
 
     def _is_trained(self, state: State) -> bool:
-        """Does the own model still learn?"""
-        return "alone" in state and bool(state["waits"] < self.hp.patience)
+        """Does the own model learn in this round?"""
+        return "alone" in state and state["turns"] % self.hp.own_every == 0 and bool(state["waits"] < self.hp.patience)
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         w = self._global(state, download)
@@ -203,10 +203,8 @@ class Autopilot(Method):
 
     def phases(self, round: int) -> list[Phase]:
         shared = Phase(self.loss, lambda k: k.startswith(SHARED))
-        if not self.hp.own_share:
-            return [shared]
-        # a tree without an own model has nothing to train here, and takes no step
-        return [shared, Phase(self.own_loss, lambda k: k.startswith(OWN), epochs=self.ctx.epochs * self.hp.own_share)]
+        # a tree without an own model has nothing to train in the second, and takes no step
+        return [shared, Phase(self.own_loss, lambda k: k.startswith(OWN))] if self.hp.own_every else [shared]
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         return self.ctx.loss(T.strip(SHARED, params), batch)
@@ -218,14 +216,19 @@ class Autopilot(Method):
         w, own = T.strip(SHARED, params), T.strip(OWN, params)
         state, upload = super().end(state, w, extras, data, round)
         new = {**state, "tuned": w, "turns": state["turns"] + 1, **({"alone": own} if own else {})}
-        if state["turns"] % self.hp.every == 0:
-            new |= self._chosen(new, extras["received"], extras["prior"], data, self.names)
+        if self._scores_now(new["turns"]):
+            new |= self._chosen(new, extras["received"], extras["prior"], data, self.names)[0]
         told = {
             SCORES: new["scores"],
             CHOICE: torch.tensor([new["choice"]], dtype=torch.int32),
-            VALIDATED: torch.tensor([len(data.val)], dtype=torch.int32),
+            VALIDATED: torch.tensor([new["validated"]], dtype=torch.int32),
         }
         return new, Upload({**upload.tree, **told})
+
+    def _scores_now(self, turns: int) -> bool:
+        """In its `first`-th round, its 2 * first-th, its 4 * first-th, ...: models change ever less."""
+        times, rest = divmod(turns, self.hp.first)
+        return rest == 0 and times & (times - 1) == 0
 
     # ---- client: the choice ----------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -305,7 +308,11 @@ class Autopilot(Method):
         return mixed(found, shares).clamp(min=LEAST).log()
 
     def _temperatures(self, outputs: Mapping[str, Tensor], y: Tensor) -> dict[str, float]:
-        return {m: temperature(v, y) if self.ctx.classes and m != "near" else 1.0 for m, v in outputs.items()}
+        if not self.ctx.classes:
+            return dict.fromkeys(outputs, 1.0)
+        models = [m for m in outputs if m != "near"]
+        found = temperatures([outputs[m] for m in models], y)
+        return {**dict(zip(models, found, strict=True)), **({"near": 1.0} if "near" in outputs else {})}
 
     def candidate(self, name: str, outputs: Mapping[str, Tensor], temperatures: Mapping[str, float]) -> Tensor:
         """Outputs [batch, outputs] of a candidate from those of its members."""
@@ -319,17 +326,24 @@ class Autopilot(Method):
     def _alone(self, outputs: Tensor, temperature: float) -> Tensor:
         return outputs / temperature if self.ctx.classes else outputs
 
-    def _chosen(self, state: State, w: Tree, prior: Tensor, data: ClientData, names: Sequence[str]) -> State:
-        """The choice among these candidates, with what it is made by."""
+    def _chosen(
+        self, state: State, w: Tree, prior: Tensor, data: ClientData, names: Sequence[str]
+    ) -> tuple[State, dict[str, Tree], Extras]:
+        """The choice among these candidates with what it is made by, the members that were asked, and the samples that
+        were stored for them."""
         task, y = self.ctx.task, data.val.y
         if not len(y):
             at = [self.names.index(n) for n in names]
             first = next(self.names.index(n) for n in (*UNINFORMED, *names) if n in names)
             best = at[int(prior[at].argmax())] if bool((prior != 0).any()) else first
-            return {"choice": best, "scores": torch.zeros(len(self.names)), "temperatures": {}}
+            names = [self.names[best]]
+            store = self.stored(w, data, names)
+            new: State = {"choice": best, "scores": torch.zeros(len(self.names)), "validated": 0, "temperatures": {}}
+            return new, self.members(state, w, names, store), store
         store = self.stored(w, data, names)
+        members = self.members(state, w, names, store)
         near = store if any("near" in CANDIDATES[n] for n in names) else {}
-        outputs = self.outputs(self.members(state, w, names, store), near, data.val.x)
+        outputs = self.outputs(members, near, data.val.x)
         names = [n for n in names if CANDIDATES[n].keys() <= outputs.keys()]
         warm = self._temperatures(outputs, y)
         found = [self.candidate(n, outputs, warm) for n in names]
@@ -341,12 +355,12 @@ class Autopilot(Method):
         each = (sums / len(y)).clamp(-BOUND, 0)
         scores = torch.full((len(self.names),), float(each.min()))  # of what this client cannot make
         scores[at] = each
-        new: State = {"choice": at[best], "scores": scores, "temperatures": warm}
-        if own is None:
-            return new
-        lowest, here = state.get("lowest"), -float(sums[own]) / len(y)
-        better = lowest is None or here < lowest
-        return {**new, "lowest": here if better else lowest, "waits": 0 if better else state["waits"] + 1}
+        new = {"choice": at[best], "scores": scores, "validated": len(y), "temperatures": warm}
+        if own is not None:
+            lowest, here = state.get("lowest"), -float(sums[own]) / len(y)
+            better = lowest is None or here < lowest
+            new |= {"lowest": here if better else lowest, "waits": 0 if better else state["waits"] + 1}
+        return new, members, store
 
     def _errors(self, outputs: Tensor, y: Tensor) -> Tensor:
         """[samples]: 0 or 1 for classes, else the loss."""
@@ -354,24 +368,36 @@ class Autopilot(Method):
 
     # ---- client: use -----------------------------------------------------------------------------------------------
     def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        if "choice" not in state:
+        """Chosen anew with the newest global model, because that changes from round to round."""
+        if "tuned" not in state:
             return self.newcomer(state, download, data)
-        return self._used(state, self._global(state, download), data)
+        return self._used(state, download, data, self.names)
 
-    def _used(self, state: State, w: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        """The chosen candidate with w as the global model: one network, or its members side by side."""
-        name = self.names[state["choice"]]
-        of, store = CANDIDATES[name], self.stored(w, data, [name])
-        models = self.members(state, w, [name], store)
+    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        """It chooses as everybody does, among what needs no local training."""
+        return self._used(state, download, data, [n for n in self.names if n in UNTRAINED])
+
+    def _used(self, state: State, download: Tree, data: ClientData, names: Sequence[str]) -> tuple[Tree, Extras]:
+        """The candidate of the client's choice: one network, or its members side by side."""
+        w = self._global(state, download)
+        new, members, store = self._chosen(state, w, download[PRIOR], data, names)
+        return self.made(self.names[new["choice"]], members, store, new["temperatures"], w)
+
+    def made(
+        self, name: str, members: Mapping[str, Tree], store: Extras, temperatures: Mapping[str, float], w: Tree
+    ) -> tuple[Tree, Extras]:
+        """This candidate as a tree and extras, as `predict` takes them."""
+        of = CANDIDATES[name]
         near = store if "near" in of else {}
-        if not of.keys() <= {*models, *(("near",) if near else ())}:
+        parts = {m: members[m] for m in members if m in of}
+        if not of.keys() <= {*parts, *(("near",) if near else ())}:
             return w, {}  # without training samples there is no head and nobody near
         if len(of) == 1:
-            return models[name], {}
-        marked = {k: v for m, tree in models.items() for k, v in T.prefix(f"{m}:", tree).items()}
-        members = [*models, *(("near",) if near else ())]
-        warm = [state["temperatures"].get(m, 1.0) for m in members]
-        return marked, {"shares": torch.tensor([of[m] for m in members]), "temperatures": torch.tensor(warm), **near}
+            return parts[name], {}
+        marked = {k: v for m, tree in parts.items() for k, v in T.prefix(f"{m}:", tree).items()}
+        order = [*parts, *(("near",) if near else ())]
+        warm = torch.tensor([temperatures.get(m, 1.0) for m in order])
+        return marked, {"shares": torch.tensor([of[m] for m in order]), "temperatures": warm, **near}
 
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         if "shares" not in extras:
@@ -381,10 +407,8 @@ class Autopilot(Method):
         outputs = [found[m] for m in [*models, *(("near",) if "near" in found else ())]]
         return self.combined(outputs, extras["shares"], extras["temperatures"], "near" in found)
 
-    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        """It chooses as everybody does, among what needs no local training."""
-        w, names = self._global(state, download), [n for n in self.names if n in UNTRAINED]
-        return self._used({**state, **self._chosen(state, w, download[PRIOR], data, names)}, w, data)
+    def watched(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        return self._global(state, download), {}  # a choice in every round would cost more than it shows
 
     def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
         return state["tuned"], {}

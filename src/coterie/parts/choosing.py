@@ -1,9 +1,8 @@
 """A choice among candidates by validation data, shrunk towards what is known from other clients."""
 
-import math
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 TEMPERATURES = [0.5 * 2 ** (i / 2) for i in range(7)]  # 0.5 to 4
@@ -33,12 +32,15 @@ def choose(
     return best, False
 
 
-def temperature(logits: Tensor, y: Tensor) -> float:
-    """The one of TEMPERATURES that is most likely, 1 being likely beforehand."""
-    costs = [
-        float(F.cross_entropy(logits / t, y, reduction="sum")) + CERTAINTY * math.log(t) ** 2 for t in TEMPERATURES
-    ]
-    return TEMPERATURES[min(range(len(costs)), key=costs.__getitem__)] if len(y) else 1.0
+def temperatures(logits: Sequence[Tensor], y: Tensor) -> list[float]:
+    """For each of these logits [samples, classes] the one of TEMPERATURES that is most likely, 1 being likely
+    beforehand."""
+    if not len(y):
+        return [1.0] * len(logits)
+    t = torch.tensor(TEMPERATURES)
+    found = (torch.stack(list(logits))[None] / t[:, None, None, None]).log_softmax(-1)  # [T, models, samples, classes]
+    costs = -found[..., torch.arange(len(y)), y].sum(-1) + CERTAINTY * t.log().square()[:, None]
+    return [TEMPERATURES[i] for i in costs.argmin(0).tolist()]
 
 
 def mixed(outputs: list[Tensor], shares: Tensor) -> Tensor:

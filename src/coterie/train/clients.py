@@ -124,7 +124,7 @@ class Clients:
             opened = [self._open(j) for j in jobs]
             own: list[Model] = [({}, {})] * len(jobs)
             if watch or requests[0].log_update:
-                own = [method.personal(o.state, o.download, o.data) for o in opened]
+                own = [method.watched(o.state, o.download, o.data) for o in opened]
             members = []
             for o, r in zip(opened, requests, strict=True):
                 params, extras = method.begin(o.state, o.download, o.data, round)
