@@ -13,11 +13,8 @@ import pytest
 pytest.importorskip("flwr", reason="a federation needs the extra flower")
 
 from coterie import checkpoint, codec
-from coterie.runtimes.flower import processes
 from coterie.runtimes.flower import status as st
 from coterie.runtimes.flower.local import Local
-from coterie.runtimes.flower.processes import Child
-from coterie.runtimes.flower.transport import flower_env
 from replay import same_as_replay
 
 pytestmark = pytest.mark.long
@@ -37,18 +34,9 @@ class Faulty(Local):
     broken = ""
     again: tuple[str, ...] = ()
 
-    def launch(self, name: str) -> Child:
-        if name in self.children:
-            self.children[name].kill()
-            self.children[name].argv = self._argv(name)
-            return self.children[name].start()
-        env = processes.bound({**flower_env(self.folder / "flwr"), "OMP_NUM_THREADS": "1"})
-        self.children[name] = Child(name, self._argv(name), self.folder / "logs" / f"{name}.log", env).start()
-        return self.children[name]
-
-    def _argv(self, name: str) -> list[str]:
+    def command(self, name: str) -> list[str]:
         here, (kind, _, number) = Path(__file__).parent, name.partition("-")
-        plain = [sys.executable, "-m", "coterie", *self.arguments(name)]
+        plain = super().command(name)
         if name == "cloud" and self.again:
             plain = [sys.executable, "-m", "coterie", "serve", "--resume", str(self.out), *self.again]
         if name == "cloud" and self.broken:

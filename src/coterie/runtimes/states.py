@@ -73,6 +73,12 @@ class ClientStates:
             self._held[client] = state
             self._unwritten[client] = round
 
+    def drop(self, client: ClientId) -> None:
+        """The client has no state any more."""
+        self._held.pop(client, None)
+        self._unwritten.pop(client, None)
+        self._version[client] = -1
+
     def save(self) -> Index:
         """Everything put so far is on disk afterwards; the index says what counts."""
         for client, round in self._unwritten.items():

@@ -38,6 +38,7 @@ class Parties:
     late: tuple[int, ...] = ()  # devices that are not started at first
     transport: str = TRANSPORTS[0]
     stay: bool = False  # do devices and edges wait for another run when one has ended?
+    keys: dict[str, Path] = field(default_factory=dict)  # of nodes whose key was changed
     children: dict[str, Child] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,13 +90,18 @@ class Parties:
 
     def launch(self, name: str) -> Child:
         """Start one of the processes, or start it again after it ended."""
+        argv = self.command(name)
         if name in self.children:
             self.children[name].kill()
+            self.children[name].argv = argv
             return self.children[name].start()
         env = processes.bound({**flower_env(self.folder / "flwr"), "OMP_NUM_THREADS": "1"})
-        argv = [sys.executable, "-m", "coterie", *self.arguments(name)]
         self.children[name] = Child(name, argv, self.folder / "logs" / f"{name}.log", env).start()
         return self.children[name]
+
+    def command(self, name: str) -> list[str]:
+        """The program of one of the processes and its arguments."""
+        return [sys.executable, "-m", "coterie", *self.arguments(name)]
 
     def arguments(self, name: str) -> list[str]:
         """Of the command line of one of the processes."""
@@ -104,7 +110,7 @@ class Parties:
 
     def _edge(self, name: str) -> list[str]:
         cloud = self.certs("cloud")
-        up = ["--up", f"127.0.0.1:{self.ports['cloud']}", "--ca", str(cloud.ca), "--key", str(cloud.key(name))]
+        up = ["--up", f"127.0.0.1:{self.ports['cloud']}", "--ca", str(cloud.ca), "--key", str(self._key("cloud", name))]
         down = ["--listen", f"127.0.0.1:{self.ports[name]}", "--certs", str(self.certs(name).root)]
         return [
             "edge",
@@ -122,8 +128,11 @@ class Parties:
         server = self.above(i)
         files = self.certs(server)
         up = ["--cloud", f"127.0.0.1:{self.ports[server]}", "--ca", str(files.ca)]
-        who = ["--key", str(files.key(f"device-{i}")), "--client", str(i), "--state", str(self.state(i))]
+        who = ["--key", str(self._key(server, f"device-{i}")), "--client", str(i), "--state", str(self.state(i))]
         return ["join", *up, *who, "--data", self.data, *self._data_dir(), *self._allow(), *self._stay()]
+
+    def _key(self, server: str, name: str) -> Path:
+        return self.keys.get(name) or self.certs(server).key(name)
 
     def _stay(self) -> list[str]:
         return ["--stay"] if self.stay else []
