@@ -120,6 +120,18 @@ def test_an_answer_that_is_not_one_is_refused_with_the_senders_name(tmp_path: Pa
             assert e["reasons"][str(BAD)].startswith(f"device-{BAD}: ") and reason in e["reasons"][str(BAD)]
 
 
+@pytest.mark.parametrize("edges", [0, 2])
+def test_counts_of_more_samples_than_the_sender_has_are_refused(tmp_path: Path, edges: int) -> None:
+    """Else one upload would outweigh all others wherever prototypes are averaged by counts."""
+    own = {"partition": "rotate(2)", "join": 1.0, "rounds": 1, "watch": False, "final_trained": False}
+    with federation(tmp_path, "fedpc", edges, **own) as f:
+        change = lying(lambda tree: {k: torch.full_like(v, 999) if k == "x:counts" else v for k, v in tree.items()})
+        f.device_link(BAD).spoil[f"device-{BAD}"] = change
+        last = went_on(f, tmp_path)[-1]
+        assert last["failed"] == [BAD]
+        assert re.search(r"counts \d+ samples in x:counts, its sender has \d+", last["reasons"][str(BAD)])
+
+
 # ---- a hostile edge ----------------------------------------------------------------------------------------------
 EDGE = "edge-0"  # of devices 0 and 1
 

@@ -89,7 +89,7 @@ def receive(schemas: Mapping[ClientId, Schema], answers: Sequence[TrainAnswer]) 
     for a in answers:
         schema = schemas[a.client]
         try:
-            schema.check(a.upload, "the upload")
+            schema.check(a.upload, "the upload", a.samples)
         except NonFiniteError:
             got.nonfinite.append(a.client)
         except CoterieError as e:

@@ -133,7 +133,8 @@ def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers:
         if not answer.senders:
             continue
         try:
-            method.schema("edge_up", Moment(server, e, plan.round)).check(answer.upload, f"the upload of edge {e}")
+            schema = method.schema("edge_up", Moment(server, e, plan.round))
+            schema.check(answer.upload, f"the upload of edge {e}", answer.samples)
         except CoterieError as error:
             refused |= dict.fromkeys(answer.senders, str(error))
             continue

@@ -45,6 +45,7 @@ class Entry:
     nan: bool = False  # NaN marks what is absent
     optional: bool = False
     summable: bool = False  # a weighted sum over clients means something
+    counted: bool = False  # numbers of samples, together at most as many as the sender has
 
     def size(self, lengths: Mapping[str, int]) -> int:
         """Bytes on the wire, with these values for its words; booleans are one bit each."""
@@ -85,8 +86,10 @@ class Schema:
             total[part] = total.get(part, 0) + weight(v.numel(), v.dtype)
         return total
 
-    def check(self, tree: Mapping[str, Tensor], what: str) -> None:
-        """Raises CoterieError with one sentence unless the payload is exactly what is declared."""
+    def check(self, tree: Mapping[str, Tensor], what: str, samples: int | None = None) -> None:
+        """Raises CoterieError with one sentence unless the payload is exactly what is declared.
+
+        `samples`: how many its sender has, where that is known."""
         if not tree and self.may_be_empty:
             return
         for name, e in self.entries.items():
@@ -104,6 +107,8 @@ class Schema:
             self._check_shape(name, entry, v, found, what)
         for name, v in tree.items():  # last, so that a payload with NaN or infinity is otherwise what is declared
             _check_values(name, self.entries[name], v, what)
+            if samples is not None and self.entries[name].counted and (n := int(v.sum(dtype=torch.int64))) > samples:
+                raise CoterieError(f"{what} counts {n} samples in {name}, its sender has {samples}")
 
     def _check_shape(self, name: str, entry: Entry, v: Tensor, found: dict[str, int], what: str) -> None:
         if v.ndim == len(entry.shape):
@@ -169,7 +174,7 @@ def class_ids(length: int | str, classes: int, part: str = "model", distinct: bo
 
 def counts(length: int | str, part: str = "model") -> Entry:
     """Numbers of samples, as 32-bit integers."""
-    return Entry((length,), torch.int32, "label information", part, 0, 2**31 - 1)
+    return Entry((length,), torch.int32, "label information", part, 0, 2**31 - 1, counted=True)
 
 
 def _word(dtype: torch.dtype) -> str:
