@@ -175,7 +175,10 @@ def test_who_is_suspended_is_not_asked_until_released(tmp_path: Path, edges: int
 
         f.runtime.roles = roles
         assert f.loop.run()
-        assert [e["failed"] for e in events(tmp_path / "run")] == [[], [1], []]
+        found = events(tmp_path / "run")
+        assert [e["failed"] for e in found] == [[], [1], []]
+        assert "suspended by the operator" in found[1]["reasons"]["1"]
+        assert not any(seen.refusals for seen in f.runtime.presence.nodes.values())
 
 
 def test_an_edge_suspends_its_own_devices(tmp_path: Path) -> None:
@@ -247,6 +250,41 @@ def test_who_never_says_hello_is_asked_once_and_nobody_waits(
         assert f.runtime._greeting.waiting() == {"mute"} and len(f.runtime._greeting._open) == 1
 
 
+def test_an_edge_that_was_silent_is_asked_at_once_when_it_comes_back(tmp_path: Path) -> None:
+    """A killed edge lets the time for its hello pass; its successor must not pay for that."""
+    with federation(tmp_path, "fedrep", 2, **QUICK) as f:
+        f.loop.start()
+        f.link.mute = {"edge-0"}
+        f.runtime.look()
+        f.link.mute = set()
+        f.runtime.look()
+        assert f.runtime.here == {2, 3}, "it is left alone for a while"
+        edge = f.link.handlers.pop("edge-0")
+        f.runtime.look()
+        f.link.handlers["edge-0"] = edge
+        f.runtime.look()
+        assert f.runtime.here == {0, 1, 2, 3}
+
+
+def test_who_never_said_hello_is_not_told_the_end(tmp_path: Path) -> None:
+    with federation(tmp_path, "fedrep", 2, **QUICK) as f:
+        told: list[str] = []
+
+        def listening(send: Callable[..., Any]) -> Callable[..., Any]:
+            def sent(payloads: Any, kind: str, *more: Any) -> Any:
+                told.extend(payloads if kind == "over" else ())
+                return send(payloads, kind, *more)
+
+            return sent
+
+        for link in (f.link, *f.links.values()):
+            link.handlers["mute"], link.mute = f.link.handlers["edge-0"], {"mute"}
+            link.send = listening(link.send)  # type: ignore[method-assign]
+        f.runtime.begun = True  # not the moment before the first round, in which new nodes are expected
+        assert f.loop.run()
+        assert sorted(told) == ["device-0", "device-1", "device-2", "device-3", "edge-0", "edge-1"]
+
+
 def test_a_node_that_lets_deadlines_pass_is_not_waited_for_until_it_says_hello_again(tmp_path: Path) -> None:
     with federation(tmp_path, "fedrep", **{**QUICK, "rounds": 6}) as f:
         asked = []
@@ -315,10 +353,8 @@ def test_nodes_live_while_the_run_goes_on(tmp_path: Path) -> None:
         nodes.rotate(root, "device-1", new.with_suffix(".pub"))
         f.wait(PATIENCE, round=f.events()[-1]["round"] + 2)
         assert failed() == []  # the old key still holds
-        child = f.children["device-1"]
-        child.stop()
-        at = child.argv.index("--key") + 1
-        child.argv = [*child.argv[:at], str(new), *child.argv[at + 1 :]]
+        f.children["device-1"].stop()
+        f.keys["device-1"] = new
         f.launch("device-1")
         until(lambda: not f.certs("cloud").next_public("device-1").exists(), "the new key was not seen")
         until(lambda: failed() == [], "device-1 does not come back with its new key")

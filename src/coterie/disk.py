@@ -10,9 +10,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from coterie.errors import CoterieError
 
 Blob = bytes | bytearray | memoryview
@@ -126,7 +123,7 @@ def stated(line: bytes) -> int:
 
 def finite(value: Any) -> Any:
     """Plain JSON: arrays as lists, and null for what is no number (other languages cannot read NaN)."""
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+    if hasattr(value, "tolist"):  # of torch or numpy, whose import takes seconds
         value = value.tolist()
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}

@@ -12,10 +12,11 @@ from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.contents import of_job, of_reply
 from coterie.runtimes.flower.device import NO_PLAN
 from coterie.runtimes.flower.messages import Attached, Hello, Job, Kind, PlanText, RunOver, WireBytes, split
+from coterie.runtimes.flower.nodes import SUSPENDED
 from coterie.runtimes.flower.roster import ATTACHED_BYTES, HELLO_BYTES
 from coterie.runtimes.flower.transport import Buffer, Replies
 
-OVER = 10.0  # seconds to hear that a run has ended
+OVER = 10.0  # seconds to hear that a run has ended; an edge, which passes it on, gives its devices half of that
 HELLO = 120.0  # seconds to load data and build a model; nobody else waits for it
 EDGE_HELLO = 10.0  # seconds for an edge's, which only has to look
 MUTE = 120.0  # seconds after which a silent edge is asked again
@@ -62,8 +63,10 @@ class Asking:
         return self.link.begin(dict.fromkeys(sorted(nodes), self._hello), "hello", 0, HELLO, None, largest)
 
     def edges(self, nodes: Iterable[str]) -> Answers:
-        """The hellos of edges, which wait for nobody themselves. One that is silent is left alone for a while."""
-        now = time.monotonic()
+        """The hellos of edges, which wait for nobody themselves. One that is silent is left alone for a while, unless
+        it was gone meanwhile."""
+        nodes, now = set(nodes), time.monotonic()
+        self._again = {n: until for n, until in self._again.items() if n in nodes}
         asked = {n: self._hello for n in sorted(nodes) if now >= self._again.get(n, now)}
         if not asked:
             return {}, {}
@@ -88,10 +91,10 @@ class Asking:
         if self.audit is not None:
             self.audit.write(*lines)
 
-    def over(self, nodes: Iterable[str], run: str, rounds: int) -> dict[str, str]:
+    def over(self, nodes: Iterable[str], run: str, rounds: int, seconds: float = OVER) -> dict[str, str]:
         """Tell them that the run has ended; who could not be told, and why."""
         asked = dict.fromkeys(sorted(nodes), codec.pack(RunOver(run, rounds)))
-        return _read(self.link.send(asked, "over", rounds, OVER, None, HELLO_BYTES))[1] if asked else {}
+        return _read(self.link.send(asked, "over", rounds, seconds, None, HELLO_BYTES))[1] if asked else {}
 
     def jobs(self, jobs: Mapping[str, Job], kind: Kind, round: int, deadline: float, largest: int) -> Answers:
         """One exchange with all of them; a node that lost the plan is told again and asked again."""
@@ -154,6 +157,10 @@ class Greeting:
                 self._again[name] = now + pause
         return replies, errors
 
+    def gone(self, connected: Collection[str]) -> None:
+        """Who is not connected any more is asked at once when it is back."""
+        self._again = {n: until for n, until in self._again.items() if n in connected}
+
     def waiting(self, recent: float = float("inf")) -> set[str]:
         """Who has not answered yet, of those asked in the last `recent` seconds."""
         now = time.monotonic()
@@ -178,8 +185,8 @@ def _said(hello: Value) -> dict[str, object]:
 
 
 def passing(reason: str) -> bool:
-    """Will it be otherwise soon?"""
-    return "did not answer" in reason or "is not connected" in reason
+    """Is nothing wrong with the node but that it is not there, or not asked?"""
+    return any(words in reason for words in ("did not answer", "is not connected", SUSPENDED))
 
 
 def lost(run: str, round: int, message: str, name: str, why: str) -> Line:

@@ -203,8 +203,9 @@ class FlowerRuntime(Runtime):
 
     def over(self) -> None:
         """Tell devices and edges that the run has ended; one that is away now sees the next run."""
+        in_it = {name.partition("/")[0] for name in self.roster.numbers}  # who never said hello has nothing to end
         try:
-            untold = self._asking.over(self.link.nodes(), self.plan.run, self._round)
+            untold = self._asking.over(in_it & set(self.link.nodes()), self.plan.run, self._round)
         except CoterieError as e:
             log.warning("devices were not told that the run has ended: %s", e)
             return
@@ -224,8 +225,7 @@ class FlowerRuntime(Runtime):
         self.errors = [*self.errors, text][-20:]
 
     def _name(self, client: ClientId) -> str:
-        entry = self.roster.entries.get(client)
-        return f"client {client}" if entry is None else entry.name
+        return self.roster.name(client) or f"client {client}"
 
     def _named(self, client: ClientId, reason: str) -> str:
         """The reason with the node's name before it."""
@@ -262,9 +262,10 @@ class FlowerRuntime(Runtime):
             self._roles = self.roles()
         except CoterieError as e:
             self._trouble(str(e))  # what was known before counts
-        for name, client in self.roster.numbers.items():  # nobody waits for who was removed or suspended
+        for name, client in self.roster.numbers.items():  # nobody waits for who was removed, suspended or quarantined
             via, _, device = name.partition("/")
-            if (via in before and via not in self._roles) or self._suspended(via, device):
+            removed = via in before and via not in self._roles
+            if removed or self._suspended(via, device) or self.quarantine.holds(name):
                 self._last_seen.pop(client, None)
         self._obey()
         nodes = {n for n in connected if not self._suspended(n) and not self.quarantine.holds(n)}
@@ -272,6 +273,8 @@ class FlowerRuntime(Runtime):
         gone = {n for n in self._refused if n.partition("/")[0] not in nodes}
         self._refused = {n: r for n, r in self._refused.items() if n not in gone and now - r[1] < RETRY}
         known = {entry.name for entry in self.roster.entries.values()} - self._again - self._mute
+        if self.begun:  # before the first round, which waits for hellos, nobody gets more of them by connecting anew
+            self._greeting.gone(connected)
         self._hello(sorted(nodes - edges - known - self._refused.keys()))
         self._ask_edges(edges - self._refused.keys())
         behind = {name for edge, devices in self.edges.items() for name in devices if not self._suspended(edge, name)}
@@ -362,7 +365,7 @@ class FlowerRuntime(Runtime):
         """Edges know who is behind them; they pass the plan on and answer with the hellos of their devices."""
         self.edges = {e: devices for e, devices in self.edges.items() if e in set(edges) - self._mute}
         full = len(self.here) >= self.roster.places and all(self.edges.values()) and len(self.edges) == len(edges)
-        if not edges or (full and time.monotonic() - self._edges_asked < MOMENT):
+        if full and time.monotonic() - self._edges_asked < MOMENT:
             return  # an edge itself says in a round who is gone; a newcomer is seen a moment later
         self._edges_asked = time.monotonic()
         replies, errors = self._asking.edges(edges)
@@ -473,10 +476,13 @@ class FlowerRuntime(Runtime):
         )
 
     def _absent(self, client: ClientId) -> str:
-        entry = self.roster.entries.get(client)
-        if entry is not None and self.quarantine.holds(entry.name):
-            return f"{entry.name}: it is in quarantine"
-        return f"client {client} is not connected" if entry is None else f"{entry.name} is not connected"
+        name = self._name(client)
+        via, _, device = name.partition("/")
+        if self.quarantine.holds(name):
+            return f"{name}: it is in quarantine"
+        if self._suspended(via, device):
+            return f"{name}: {SUSPENDED}"
+        return f"{name} is not connected"
 
     # ---- the way there and back --------------------------------------------------------------------------------------
     def _ask(self, kind: Kind, requests: Sequence[Request], tasks: Sequence[tuple[str, MergeRequest]] = ()) -> _Found:

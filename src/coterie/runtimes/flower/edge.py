@@ -18,7 +18,7 @@ from coterie.messages import TrainAnswer, check
 from coterie.method import ClientId, Method
 from coterie.runtimes.flower.allow import Allow
 from coterie.runtimes.flower.arrivals import SamplesError, check_answer, check_request, check_task, room
-from coterie.runtimes.flower.asking import Asking, Greeting, Link, lost, passing
+from coterie.runtimes.flower.asking import OVER, Asking, Greeting, Link, lost, passing
 from coterie.runtimes.flower.audit import NAME as AUDIT
 from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.certs import Certs
@@ -98,6 +98,7 @@ class EdgeHandler:
         nodes = connected - suspended
         for gone in now.refused.keys() - nodes:
             del now.refused[gone]
+        now.greeting.gone(connected)
         replies, errors = now.greeting.ask(nodes - now.hellos.keys() - now.refused.keys())
         refused = {n: r.removeprefix(f"{n}: ") for n, r in errors.items() if not passing(r)}
         for name, reply in replies.items():
@@ -137,7 +138,8 @@ class EdgeHandler:
         now = self._current
         if now is None or now.plan.run != told.run:
             raise CoterieError(NO_PLAN)
-        now.asking.over(self.link.nodes(), told.run, told.rounds)
+        said_hello = set(self.link.nodes()) & now.hellos.keys()
+        now.asking.over(said_hello, told.run, told.rounds, OVER / 2)
         log.info("run %s has ended after %s rounds", told.run[:8], told.rounds)
         if not self.stay:
             self.ended()

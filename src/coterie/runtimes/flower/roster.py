@@ -146,6 +146,10 @@ class Roster:
     def _write(self) -> None:
         write_atomic(self.path, json.dumps(self.numbers, indent=1).encode())
 
+    def name(self, client: ClientId) -> str | None:
+        """Whose seat it is, also of somebody who has not said hello since this program started."""
+        return next((name for name, n in self.numbers.items() if n == client), None)
+
     @property
     def newcomers(self) -> list[int]:
         return sorted(n for n in self.entries if n >= self.places)
