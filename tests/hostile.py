@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from coterie import codec
 from coterie.messages import TrainAnswer
-from coterie.runtimes.flower import plan, protocol
+from coterie.runtimes.flower import plan, processes, protocol
 from coterie.runtimes.flower.device import DeviceHandler, join
 from coterie.runtimes.flower.messages import Attached, DeviceJob, Hello
 from coterie.runtimes.flower.transport import grpc_node, grpc_wire, wire
@@ -46,6 +47,31 @@ class Huge(DeviceHandler):
         return replace(answer, upload={k: torch.full_like(v, 3e38) for k, v in answer.upload.items()})
 
 
+class Labels(DeviceHandler):
+    """Claims, in FedPC, more samples of a label than there are, then more labels, then more than a message can hold."""
+
+    def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
+        answer = super().answer(kind, round, job)
+        if not isinstance(answer, TrainAnswer) or round == 0:
+            return answer
+        own = answer.upload
+        if round == 1:
+            return replace(answer, upload={**own, "x:counts": torch.full_like(own["x:counts"], 2**31 - 1)})
+        many = {k: v for k, v in own.items() if k.startswith("x:")}
+        times = 2 if round == 2 else 2**14
+        return replace(answer, upload={**own, **{k: torch.cat([v] * times) for k, v in many.items()}})
+
+
+class Slow(DeviceHandler):
+    """Honest; takes four seconds for a round while there is a file `hold` beside the folder of all states."""
+
+    def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
+        until = time.monotonic() + 4.0
+        while kind == "train" and time.monotonic() < until and (self.state.parent.parent / "hold").exists():
+            time.sleep(0.05)
+        return super().answer(kind, round, job)
+
+
 class Marked(DeviceHandler):
     """Its uploads begin with the number on which broken_cloud.py fails."""
 
@@ -66,12 +92,16 @@ class Hijacker(DeviceHandler):
         return codec.pack(Attached({"device-0": Hello(0, 10**9)}, {"device-2": "no"}))
 
 
+HANDLERS = {"huge": Huge, "marked": Marked, "labels": Labels, "slow": Slow}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=["wrong", "hijack", "protocol", "package", "huge", "marked"])
+    parser.add_argument("mode", choices=["wrong", "hijack", "protocol", "package", *HANDLERS])
     for name in ("--cloud", "--ca", "--key", "--data", "--state", "--client"):
         parser.add_argument(name, required=True)
     a, _ = parser.parse_known_args()
+    processes.die_with_parent()
     logging.basicConfig(level=logging.INFO)
     if a.mode in ("protocol", "package"):
         protocol.version = plan.version = lambda name: "9.9.9"  # type: ignore[attr-defined]
@@ -95,7 +125,7 @@ def main() -> None:
         return made
 
     grpc_node.Reply.offer = property(offer)  # type: ignore[assignment]
-    handler = {"hijack": Hijacker, "wrong": Hostile, "huge": Huge, "marked": Marked}.get(a.mode, DeviceHandler)
+    handler = {"hijack": Hijacker, "wrong": Hostile, **HANDLERS}.get(a.mode, DeviceHandler)
     join(a.cloud, Path(a.ca), Path(a.key), handler(a.data, Path(a.state), int(a.client)))
 
 

@@ -1,0 +1,426 @@
+"""A day in the life of a federation: what goes wrong in practice, with real processes, and the bits compared.
+
+    python benchmarks/day.py --method fedrep --out DIR [--rounds 40] [--behind 12] [--direct 4]
+                             [--transport grpc] [--seed 0]
+
+On 127.0.0.1, with TLS and keys: `coterie serve`, two `coterie edge` with half of the `--behind` devices each, and
+`--direct` devices at the cloud, all `coterie join`. While the rounds go on, devices are killed and stopped, nodes
+suspended and released, a key is rotated, an edge is killed and another one moves, and the cloud is killed (with
+`--transport flower` its SuperLink too). Of the devices, two lie from the fourth round on, and one of them comes to its
+senses later; one is slow while something is being done, so that the rounds are not over before. Two more nodes connect
+and never answer.
+
+At the end the same rounds are computed in one process, without those who failed in them, and everything is compared to
+the bit: the states of server and edges, scores of every round, private states and personal models of all devices. The
+exit code is 0 only if nothing differs, no state was lost, and all that should have happened did.
+"""
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from coterie.errors import CoterieError
+from coterie.messages import TrainAnswer
+from coterie.runtimes.flower import processes
+from coterie.runtimes.flower.allow import Allow
+from coterie.runtimes.flower.certs import Certs
+from coterie.runtimes.flower.device import DeviceHandler, join
+from coterie.runtimes.flower.local import Local
+from coterie.runtimes.flower.messages import Answer, DeviceJob
+from coterie.runtimes.flower.replay import differences
+from coterie.runtimes.flower.transport import TRANSPORTS, Node
+
+FIRST_LIE = 4  # round
+PATIENCE = 300.0  # seconds for any single thing to happen
+DEADLINE = 25.0  # seconds of a round
+HOLD = 18.0  # seconds that the slow device takes for a round while it is told to be slow
+CONNECTED = "connected to"  # what a node says,
+LOST = "starting from the initial state"  # and a device that has lost its state
+SETTINGS: dict[str, dict[str, object]] = {
+    "fedrep": {"partition": "dirichlet(0.5)"},
+    "sc-fpfl": {"partition": "rotate(2)", "public": 50},
+}
+Say = Callable[[str], None]
+
+
+# ---- parties that are not `coterie join` -----------------------------------------------------------------------------
+class Liar(DeviceHandler):
+    """Trains honestly and sends something else, in turn: too large, with an entry too much, of too many samples."""
+
+    lies = 0
+
+    def answer(self, kind: str, round: int, job: DeviceJob) -> Answer:
+        made = super().answer(kind, round, job)
+        if not isinstance(made, TrainAnswer) or round < FIRST_LIE:
+            return made
+        self.lies += 1
+        if self.lies % 3 == 1:
+            return replace(made, upload={k: v + 1e4 if v.is_floating_point() else v for k, v in made.upload.items()})
+        if self.lies % 3 == 2:
+            return replace(made, upload={**made.upload, "more": torch.zeros(3)})
+        return replace(made, samples=made.samples * 1000)
+
+
+class Slow(DeviceHandler):
+    """Honest, and slow as long as there is a file that says so."""
+
+    hold = Path()
+
+    def answer(self, kind: str, round: int, job: DeviceJob) -> Answer:
+        until = time.monotonic() + HOLD
+        time.sleep(0.3)
+        while kind == "train" and self.hold.exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        return super().answer(kind, round, job)
+
+
+def party(kind: str, rest: Sequence[str]) -> None:
+    """Be a liar, a slow device, or a node that takes messages and never answers."""
+    parser = argparse.ArgumentParser()
+    for name in ("--cloud", "--ca", "--key"):
+        parser.add_argument(name, required=True)
+    for name in ("--data", "--state", "--client", "--allow", "--hold"):
+        parser.add_argument(name)
+    a, _ = parser.parse_known_args(rest)
+    processes.die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    if kind == "mute":
+
+        def never(kind: str, round: int, shared: memoryview | None, own: memoryview) -> bytes:
+            logging.info("asked for %s, and silent", kind)
+            threading.Event().wait()
+            return b""
+
+        Node(a.cloud, Path(a.ca), Path(a.key), never).run()
+        return
+    cls = {"liar": Liar, "slow": Slow}[kind]
+    handler = cls(a.data, Path(a.state), int(a.client), None, Allow.read(Path(a.allow)))
+    if isinstance(handler, Slow):
+        handler.hold = Path(a.hold)
+    join(a.cloud, Path(a.ca), Path(a.key), handler)
+
+
+# ---- the federation --------------------------------------------------------------------------------------------------
+class Day(Local):
+    """Devices 0, 1, ... are behind edge-0, then behind edge-1, the last ones at the cloud."""
+
+    def __init__(self, folder: Path, method: str, behind: int, direct: int, rounds: int, transport: str, seed: int,
+                 say: Say):  # fmt: skip
+        if behind < 4 or behind % 2 or direct < 4:
+            raise CoterieError("--behind must be an even number from 4 on, and --direct at least 4")
+        self.behind, self.say, self.hold = behind, say, folder / "hold"
+        self.moved: dict[str, Path] = {}  # edges that are elsewhere now
+        self.honest = set[int]()  # liars that have come to their senses
+        self.resumed = False
+        devices, half = behind + direct, behind // 2
+        given: dict[str, object] = {
+            "data": "digits", "model": "mlp", "join": 1.0, "epochs": 1, "rounds": rounds, "seed": seed,
+            "eval_every": 10, "final_trained": False, **SETTINGS[method],
+        }  # fmt: skip
+        super().__init__(
+            folder, method, devices, 2, given, deadline=DEADLINE, min_clients=devices // 2 - 1, transport=transport
+        )
+        north, south, self.own = range(half), range(half, behind), range(behind, devices)
+        self.killed = (north[0], self.own[1])
+        self.stopped = (south[0], self.own[0])
+        self.suspended = (south[1], self.own[1])
+        self.rotated = self.own[0]
+        self.slow = self.own[2]
+        self.liars = (north[-1], self.own[3])  # the first is one to the end
+
+    def above(self, device: int) -> str:
+        return "cloud" if device >= self.behind else f"edge-{device // (self.behind // 2)}"
+
+    def full(self, device: int) -> str:
+        """A device's name at the cloud."""
+        above = self.above(device)
+        return f"device-{device}" if above == "cloud" else f"{above}/device-{device}"
+
+    def certs(self, server: str) -> Certs:
+        return Certs(self.moved[server] / "certs") if server in self.moved else super().certs(server)
+
+    def command(self, name: str) -> list[str]:
+        kind, _, number = name.partition("-")
+        plain = super().command(name)
+        if kind == "mute":
+            server = "cloud" if not number else f"edge-{number}"
+            files, where = self.certs(server), f"127.0.0.1:{self.ports[server]}"
+            return [*self._self("mute"), "--cloud", where, "--ca", str(files.ca), "--key", str(files.key("mute"))]
+        if kind == "device" and int(number) in set(self.liars) - self.honest:
+            return [*self._self("liar"), *plain[4:]]
+        if kind == "device" and int(number) == self.slow:
+            return [*self._self("slow"), *plain[4:], "--hold", str(self.hold)]
+        if kind == "cloud" and self.resumed:
+            return [*plain[:3], "serve", "--resume", str(self.out)]
+        return plain
+
+    def arguments(self, name: str) -> list[str]:
+        if name.startswith("mute"):
+            return []
+        made = super().arguments(name)
+        if name in self.moved:  # with files and a folder of its new host
+            there = self.moved[name]
+            for option, path in (("--ca", "cloud-ca.crt"), ("--key", f"{name}.key"), ("--state", "state")):
+                made[made.index(option) + 1] = str(there / path)
+        return made
+
+    @staticmethod
+    def _self(kind: str) -> list[str]:
+        return [sys.executable, str(Path(__file__).resolve()), "--as", kind]
+
+    def start(self) -> None:
+        self.certify()
+        for server in ("cloud", "edge-0"):
+            self._register(server, "mute")
+        super().start()
+        for name in ("mute", "mute-0"):
+            self.launch(name)
+
+    # ---- what a script needs -----------------------------------------------------------------------------------------
+    @property
+    def round(self) -> int:
+        found = self.events()
+        return int(found[-1]["round"]) if found else -1
+
+    def rounds_until(self, what: str, true: Callable[[], bool]) -> None:
+        """Let rounds pass quickly; otherwise, while something is being done, the slow device is slow."""
+        self.hold.unlink(missing_ok=True)
+        self.until(what, true)
+        self.hold.touch()
+
+    def until(self, what: str, true: Callable[[], bool]) -> None:
+        """Wait while the run goes on."""
+        end = time.monotonic() + PATIENCE
+        while not true():
+            cloud = self.children["cloud"]
+            if not cloud.alive:
+                raise CoterieError(f"the cloud ended before {what}:\n{cloud.tail()}")
+            if time.monotonic() > end:
+                raise CoterieError(f"{what} did not come within {PATIENCE:g} s; see {self.folder / 'logs'}")
+            time.sleep(0.05)
+
+    def back(self, *clients: int) -> None:
+        """Until a round that began after now has them all."""
+        since = self.round + 1
+        self.rounds_until(
+            f"the return of {self.names(clients)}",
+            lambda: self.round > since and not set(clients) & set(self.events()[-1]["failed"]),
+        )
+        self.say(f"{self.names(clients)}: back")
+
+    def missed(self, *clients: int) -> None:
+        since = self.round
+        self.rounds_until(
+            f"a round without {self.names(clients)}",
+            lambda: self.round > since and set(clients) <= set(self.events()[-1]["failed"]),
+        )
+        self.say(f"{self.names(clients)}: missed")
+
+    def names(self, clients: Sequence[int]) -> str:
+        return ", ".join(map(self.full, clients))
+
+    def run_command(self, *words: str) -> None:
+        self.say("$ coterie " + " ".join(words).replace(f"{self.folder}/", ""))
+        done = subprocess.run([sys.executable, "-m", "coterie", *words], capture_output=True, text=True)
+        if done.returncode:
+            raise CoterieError(f"coterie {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()}")
+
+    def signal_all(self, number: signal.Signals, clients: Sequence[int]) -> None:
+        self.say(f"{number.name} to {self.names(clients)}")
+        for i in clients:
+            self.children[f"device-{i}"].signal(number)
+
+    def start_all(self, *names: str) -> None:
+        """Start processes and wait until they are connected."""
+        self.say(f"start {', '.join(names)}")
+        logs = {self.children[name].log: self.children[name].log.read_text().count(CONNECTED) for name in names}
+        for name in names:
+            self.launch(name)
+        self.until("connections", lambda: all(log.read_text().count(CONNECTED) > n for log, n in logs.items()))
+
+    # ---- the day -----------------------------------------------------------------------------------------------------
+    def live(self) -> None:
+        certs, edge = str(self.certs("cloud").root), "edge-1"
+        self.rounds_until("the first round", lambda: self.round >= 1)
+        self.say(f"{self.devices} devices, two liars and a slow one among them, and two mute nodes")
+        # killed and stopped
+        self.signal_all(signal.SIGKILL, self.killed)
+        self.missed(*self.killed)
+        self.start_all(*(f"device-{i}" for i in self.killed))
+        self.signal_all(signal.SIGSTOP, self.stopped)
+        self.missed(*self.stopped)
+        self.signal_all(signal.SIGCONT, self.stopped)
+        self.back(*self.killed, *self.stopped)
+        # liars: three refusals each, then nobody asks them
+        self.rounds_until("quarantine of both liars", lambda: len(self.status().get("quarantine", {})) == 2)
+        self.say(f"in quarantine: {', '.join(self.status()['quarantine'])}")
+        # suspended and released, the second behind an edge
+        for i in self.suspended:
+            self.run_command("nodes", "suspend", certs, self.full(i))
+        self.missed(*self.suspended)
+        for i in self.suspended:
+            self.run_command("nodes", "release", certs, self.full(i))
+        # a new key
+        name = f"device-{self.rotated}"
+        key = self.folder / "devices" / f"{name}.new.key"
+        self.run_command("certs", "new-key", str(key))
+        self.run_command("nodes", "rotate", certs, name, "--public", str(key.with_suffix(".pub")))
+        self.say(f"stop {name}")
+        self.children[name].stop()
+        self.keys[name] = key
+        self.start_all(name)
+        self.back(self.rotated, *self.suspended)
+        if self.certs("cloud").next_public(name).exists():
+            raise CoterieError(f"the old key of {name} was not given up")
+        # the cloud dies in a round
+        time.sleep(0.2)
+        self.say("SIGKILL to the cloud")
+        self.children["cloud"].kill()
+        before, self.resumed = self.round, True
+        self.say(f"$ coterie serve --resume {self.out.name}")
+        self.launch("cloud")
+        self.rounds_until("the next round", lambda: self.round > before)
+        if self.transport == "flower":
+            pid = self.pids()["cloud-superlink"]
+            self.say("SIGKILL to the SuperLink")
+            os.kill(pid, signal.SIGKILL)
+            self.until("another SuperLink", lambda: self.pids().get("cloud-superlink", pid) != pid)
+        # an edge moves to another host with its devices' address; the other one dies
+        theirs = [i for i in range(self.devices) if self.above(i) == edge]
+        self.move(edge)
+        self.missed(*theirs)
+        self.start_all(edge, *(f"device-{i}" for i in theirs))
+        self.back(*theirs)
+        north = [i for i in range(self.devices) if self.above(i) == "edge-0"]
+        self.say("SIGKILL to edge-0")
+        self.children["edge-0"].kill()
+        self.missed(*north)
+        self.start_all("edge-0")
+        # a liar comes to its senses
+        honest = self.liars[1]
+        self.say(f"stop device-{honest}")
+        self.children[f"device-{honest}"].stop()
+        self.honest.add(honest)
+        self.start_all(f"device-{honest}")
+        self.run_command("release", str(self.out), self.full(honest))
+        self.back(honest, *(i for i in north if i != self.liars[0]))
+        self.hold.unlink()
+        self.wait(PATIENCE + 10 * self.settings.rounds)
+        self.say("the run has ended")
+
+    def move(self, edge: str) -> None:
+        """As docs/operations.md has it: certificates, key and ca.crt go to the new host, devices get its address."""
+        self.say(f"{edge} moves: stop it, copy certificates and key to another folder, take another port")
+        self.children[edge].stop()
+        there = self.folder / f"{edge}-moved"
+        shutil.copytree(self.certs(edge).root, there / "certs")
+        shutil.rmtree(self.certs(edge).root.parent)
+        shutil.copy(self.certs("cloud").key(edge), there / f"{edge}.key")
+        shutil.copy(self.certs("cloud").ca, there / "cloud-ca.crt")
+        self.moved[edge], self.ports[edge] = there, processes.free_port()
+
+    # ---- afterwards --------------------------------------------------------------------------------------------------
+    def ends(self) -> list[str]:
+        """What is not as it should be when all processes have had time to end."""
+        found = []
+        to_the_end = self.liars[0]
+        for i in range(self.devices):
+            child = self.children[f"device-{i}"]
+            if (code := child.wait(60)) != 0:
+                found.append(f"device-{i} did not learn that the run has ended (exit code {code})")
+            if LOST in child.log.read_text():
+                found.append(f"device-{i} lost its state")
+            if i != to_the_end and not self.model(i).is_file():
+                found.append(f"device-{i} has no personal model")
+        if self.status()["quarantine"].keys() != {self.full(to_the_end)}:
+            found.append(f"in quarantine are {sorted(self.status()['quarantine'])}")
+        last = set(self.events()[-1]["failed"])
+        if last != {to_the_end}:
+            found.append(f"clients {sorted(last)} were missing from the last round")
+        return found
+
+    def absences(self) -> list[str]:
+        """Who was missing from which rounds, and why."""
+        found = []
+        for i in range(self.devices):
+            spans: list[tuple[str, list[int]]] = []
+            for e in self.events():
+                if i in e["failed"]:
+                    why = e["reasons"][str(i)].removeprefix(f"{self.full(i)}: ").removeprefix(f"{self.full(i)} ")
+                    if spans and spans[-1][0] == why and spans[-1][1][-1] == e["round"] - 1:
+                        spans[-1][1].append(e["round"])
+                    else:
+                        spans.append((why, [e["round"]]))
+            for why, rounds in spans:
+                several = f"rounds {rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"round {rounds[0]}"
+                found.append(f"{self.full(i)}, {several}: {why[:160]}")
+        return found
+
+
+def live(folder: Path, method: str, behind: int, direct: int, rounds: int, transport: str, seed: int
+         ) -> list[str]:  # fmt: skip
+    """The whole day; what was not as it should be."""
+    began = time.monotonic()
+    folder.mkdir(parents=True)
+    with (folder / "day.log").open("w") as log:
+
+        def say(text: str) -> None:
+            line = f"{time.monotonic() - began:6.1f} s  round {max(0, day.round):2d}  {text}"
+            for f in (sys.stdout, log):
+                print(line, file=f, flush=True)
+
+        day = Day(folder, method, behind, direct, rounds, transport, seed, say)
+        try:
+            with day:
+                day.live()
+                found = day.ends()
+        except CoterieError as e:
+            return [str(e)]
+        for text in day.absences():
+            say(text)
+        states = {i: day.state(i) for i in range(day.devices)}
+        found += differences(day.out, folder / "replay", states)
+        times = [json.loads(x)["seconds"] for x in (day.out / "timing.jsonl").read_text().splitlines()]
+        say(f"{len(times)} rounds, of {statistics.median(times):.1f} s (median) to {max(times):.1f} s")
+        for text in found or ["equal to the replay, to the bit; no state was lost"]:
+            say(text)
+    return found
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--as"]:
+        party(sys.argv[2], sys.argv[3:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=sorted(SETTINGS), default="fedrep")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--behind", type=int, default=12, help="devices behind the two edges")
+    parser.add_argument("--direct", type=int, default=4, help="devices at the cloud")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0])
+    parser.add_argument("--seed", type=int, default=0)
+    a = parser.parse_args()
+    if a.out.exists():
+        sys.exit(f"{a.out} exists already")
+    try:
+        found = live(a.out, a.method, a.behind, a.direct, a.rounds, a.transport, a.seed)
+    except CoterieError as e:
+        found = [str(e)]
+    sys.exit("\n".join(found) or 0)
+
+
+if __name__ == "__main__":
+    main()
