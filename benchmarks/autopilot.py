@@ -10,7 +10,8 @@ cheap ones before dear ones.
 
 For each federation a table: mean accuracy over clients of each method as it is meant to be used (FedAvg + fine-tuning
 after fine-tuning), how many clients are below Local-Only on their test parts, bytes and processor time beside FedAvg's,
-and for autopilot the headroom: what the best candidate of each client, chosen on its test part, would add.
+and for autopilot the headroom: what the best candidate of each client, chosen on its test part, would add. At the end
+all federations in one table. `time` is of whole runs, evaluation included; methods.py has the time of a round.
 """
 
 import argparse
@@ -156,6 +157,35 @@ def table(out: Path, federation: Federation, methods: Sequence[str], seeds: Sequ
     return [*lines, ""]
 
 
+def summary(out: Path, federations: Sequence[Federation], methods: Sequence[str], seeds: Sequence[int]) -> list[str]:
+    """All federations in one table: means over clients and seeds, and how many clients are below Local-Only in all."""
+    columns = []
+    for f in federations:
+        ready = [s for s in seeds[: f.seeds] if all(done(place(out, f, s, m)) for m in methods)]
+        if ready:
+            columns.append((f.name, {m: [outcome(place(out, f, s, m), m) for s in ready] for m in methods}))
+    if len(columns) < 2 or not {"local", "fedavg"} <= set(methods):
+        return []
+    mean = {m: [100 * float(np.mean([o.accuracy.mean() for o in runs[m]])) for _, runs in columns] for m in methods}
+    best = [max(mean[m][i] for m in methods if m != PILOT) for i in range(len(columns))]
+    names = [f"{name} ({len(runs['local'])})" for name, runs in columns]
+    lines = [
+        f"| method | {' | '.join(names)} | worst gap to the best fixed | below Local-Only |",
+        f"|---|{'---:|' * (len(names) + 2)}",
+    ]
+    clients = sum(len(o.accuracy) for _, runs in columns for o in runs["local"])
+    for m in sorted(methods, key=lambda m: -min(a - b for a, b in zip(mean[m], best, strict=True))):
+        below = sum(
+            int((o.accuracy < a.accuracy).sum())
+            for _, runs in columns
+            for o, a in zip(runs[m], runs["local"], strict=True)
+        )
+        gap = min(a - b for a, b in zip(mean[m], best, strict=True))
+        cells = " | ".join(f"{v:.1f}" for v in mean[m])
+        lines.append(f"| {find(m).card.title} | {cells} | {gap:+.1f} | {below} of {clients} |")
+    return [*lines, ""]
+
+
 def headroom(folder: Path) -> float:
     """What the best candidate of each client, chosen on its test part, adds to the mean accuracy."""
     saved = Saved(Run(folder))
@@ -222,6 +252,7 @@ def main() -> None:
                         print(f"{f.name}, seed {seed}, {method}: {e}", flush=True)
     for f in federations:
         print("\n".join(table(args.out, f, methods, seeds[: f.seeds])))
+    print("\n".join(summary(args.out, federations, methods, seeds)))
 
 
 if __name__ == "__main__":
