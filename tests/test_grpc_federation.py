@@ -1,5 +1,6 @@
 """Federations over gRPC in real processes: newcomers, seats, suspended edges, certificates, upgrades, absurd counts."""
 
+import re
 import subprocess
 import sys
 import time
@@ -215,9 +216,10 @@ def test_hosts_are_upgraded_one_after_the_other_and_another_protocol_is_refused(
             f"the cloud speaks protocol {PROTOCOL} (Coterie 9.9.9), this host protocol {PROTOCOL + 1} (Coterie 9.9.9); "
             "both must have the same protocol"
         )
-        f.until(lambda: f"device-2 is not in the run: {sentence}" in f.log("cloud"), "the cloud says nothing")
+        f.until(lambda: f"device-2: {sentence}" in f.log("cloud"), "the cloud says nothing")
         assert sentence in f.log("device-2") and "Traceback" not in f.log("device-2")
         f.until_failed(2)
+        assert f.reason(2) == f"device-2: {sentence}"
         del f.upgraded["device-2"]
         f.launch("device-2")
         f.until_failed()
@@ -232,10 +234,13 @@ def test_fedpc_takes_no_absurd_numbers_of_labels(tmp_path: Path, edges: int) -> 
     f.modes["device-1"] = "labels"
     with f:
         f.finish()
-        reasons = [e["reasons"]["1"] for e in f.events() if e["failed"]]
-        assert all(e["failed"] == [1] for e in f.events() if e["round"] >= 1)
-        assert "label" in reasons[0], reasons
-        assert any("larger than the" in r for r in reasons), reasons
-        assert reasons[-1].endswith("it is in quarantine"), reasons
+        reasons = [e["reasons"]["1"] for e in f.events() if 1 in e["failed"]]
+        found = [r for r in reasons if "is not connected" not in r]  # it may come late
+        assert re.search(r"counts \d{10,} samples in x:counts, its sender has \d+$", found[0]), found
+        assert "the upload has x:prototypes of shape" in found[1]
+        assert len(found) > 2 and all(
+            re.search(r"payload of \d+ bytes is larger than the \d+ allowed", r) for r in found[2:]
+        )
+        assert not any(set(e["failed"]) - {1} for e in f.events()[-5:])
         same_as_replay(f, tmp_path / "replay")
         assert all(v.abs().max() < 1e6 for v in load_file(f.model(0)).values())
