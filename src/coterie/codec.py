@@ -25,6 +25,7 @@ C = TypeVar("C", bound=type)
 
 MAGIC = b"COTERIE1"
 ALIGN = 64  # as PyTorch's own allocator, so that every runtime computes on equally aligned tensors
+DIMENSIONS = 32  # of a tensor: NumPy and PyTorch compute with so many
 _DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (
@@ -138,6 +139,8 @@ def _tensors(places: Any, buffer: Any, length: int, start: int, copy: bool) -> l
         dtype = _DTYPES[name]
         if not all(type(n) is int and n >= 0 for n in (*shape, at)):
             raise ValueError("shapes and places must be whole numbers")
+        if len(shape) > DIMENSIONS:
+            raise ValueError(f"a tensor has {len(shape)} dimensions, more than {DIMENSIONS}")
         count = math.prod(shape)
         if at < end or at % ALIGN:
             raise ValueError("a tensor lies where none can be")

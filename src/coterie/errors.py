@@ -8,6 +8,16 @@ class CoterieError(Exception):
     """An error the user can fix; the command line prints the sentence and exits with code 2."""
 
 
+def sentence(text: str, most: int = 300) -> str:
+    """Words of another host in one line, without anything that a terminal would obey."""
+    return printable(" ".join(text[:most].split()))
+
+
+def printable(text: str) -> str:
+    """Without line breaks and control characters."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> CoterieError:
     """'unknown method "fedrp"; did you mean "fedrep"?', or all choices when none is close."""
     names = sorted(set(known))

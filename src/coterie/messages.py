@@ -185,7 +185,7 @@ def _fits(v: Any, hint: Any) -> bool:
     if origin is Literal:
         return v in inner
     if hint is float:
-        return type(v) in (int, float)
+        return type(v) is float or (type(v) is int and abs(v) < 2**53)
     if hint is int:
         return type(v) is int and -1 <= v < 2**53
     if hint in (bool, str, type(None)):

@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from coterie.cli import options as o
 from coterie.cli.screen import console
+from coterie.errors import printable
 
 audit_app = typer.Typer()
 
@@ -65,5 +66,5 @@ def _what(line: dict[str, Any]) -> str:
 
 
 def _plain(text: str) -> Text:
-    """Words of other hosts, without anything that a terminal would obey."""
-    return Text("".join(c if c.isprintable() else "?" for c in text))
+    """Words of other hosts; what looks like markup is text too."""
+    return Text(printable(text))

@@ -11,6 +11,7 @@ from typer import Argument, Option
 from coterie.cli import options as o
 from coterie.cli.nodes import nodes_add, nodes_app, nodes_remove
 from coterie.cli.screen import Stop, console
+from coterie.errors import printable
 
 federation_app = typer.Typer()
 certs_app = typer.Typer(no_args_is_help=True, help="Keys and certificates of a federation.")
@@ -33,8 +34,20 @@ Stay = Annotated[bool, Option("--stay", help="wait for the next run when one has
 MethodName = Annotated[str | None, Argument(help="a method; `coterie list methods` names them")]
 
 
+class OneLine(logging.Formatter):
+    """A message is a line, whatever another host has put into it; only a traceback of ours has more."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return "\n".join(map(printable, super().formatException(ei).split("\n")))
+
+
 def _log() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 

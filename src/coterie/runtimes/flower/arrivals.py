@@ -28,18 +28,12 @@ from coterie.tasks import Task
 
 NAMES = ("personal", "global", "adapted", "trained", "received", "edge")
 VIEWS = {f"{view}/{part}" for view in NAMES for part in ("test", "val")}
-SENTENCE = 300  # characters of a reason that another host gives
 HEADER = 2**16  # bytes of a message beside its tensors,
 PER_ENTRY = 512  # and for each of them
 
 
 class SamplesError(CoterieError):
     """An answer of another number of samples than the device announced."""
-
-
-def sentence(text: str) -> str:
-    """A reason given by another host, in one line."""
-    return " ".join(text[:SENTENCE].split())
 
 
 # ---- at the cloud and at an edge -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Protocol
 from coterie import codec
 from coterie.codec import Value
 from coterie.errors import CoterieError
+from coterie.messages import check
 from coterie.method import Method
 from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.contents import of_job, of_reply
@@ -75,9 +76,15 @@ class Asking:
         return found, errors
 
     def heard(self, replies: Replies) -> Answers:
-        """Hellos that have come, noted if they are news."""
-        found, errors = _read(replies)
-        for name, said in found.items():
+        """Hellos that have come, noted if they are news; anything else that came is an error."""
+        came, errors = _read(replies)
+        found: dict[str, Value] = {}
+        for name, said in came.items():
+            try:
+                found[name] = check(said, Attached if isinstance(said, Attached) else Hello)
+            except CoterieError as e:
+                errors[name] = f"{name}: {e}"
+                continue
             if self._heard.get(name) != said:
                 self._note(Line(self.run, 0, "hello", "in", name, about=_said(said)))
                 self._heard[name] = said

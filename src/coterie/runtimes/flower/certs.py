@@ -19,10 +19,9 @@ from typing import Any
 
 from coterie.disk import write_atomic
 from coterie.errors import CoterieError
-from coterie.runtimes.flower.registry import NodeRole, Role
+from coterie.runtimes.flower.registry import NAME, NodeRole, Role
 
 SOON = 30  # days before the end of a certificate from which on it is said
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 

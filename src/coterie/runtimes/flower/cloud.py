@@ -12,12 +12,12 @@ import torch
 
 from coterie import tree as T
 from coterie.bounds import Judged, judge
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, sentence
 from coterie.messages import MergeAnswer, MergeRequest, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest, check
 from coterie.method import ClientId, EdgeId, Method
 from coterie.round import RoundAnswers, RoundPlan, RoundResult
 from coterie.runtimes.base import Interrupted, Replies, Runtime
-from coterie.runtimes.flower.arrivals import SamplesError, check_answer, check_merged, check_wire, room, sentence
+from coterie.runtimes.flower.arrivals import SamplesError, check_answer, check_merged, check_wire, room
 from coterie.runtimes.flower.asking import Asking, Greeting, Link, lost, passing
 from coterie.runtimes.flower.audit import NAME as AUDIT
 from coterie.runtimes.flower.audit import AuditLog, Line
@@ -591,8 +591,8 @@ class FlowerRuntime(Runtime):
                     raise CoterieError("it was not merged")
                 got = cast(dict[ClientId, TrainAnswer], trained)
                 checked = check_merged(self.method, done[task.edge.id], task, got)
-                refused = {i: sentence(why) for i, why in checked.refused.items()}
-                found.merged[task.edge.id] = replace(checked, refused=refused)
+                reasons = {i: sentence(why) for i, why in checked.refused.items()}
+                found.merged[task.edge.id] = replace(checked, refused=reasons)
             except CoterieError as e:
                 refused |= dict.fromkeys(trained, f"{node}: edge {task.edge.id}: {e}")
         missing |= {i: "it gave no answer" for i in requests if i not in {*answers, *missing, *refused}}

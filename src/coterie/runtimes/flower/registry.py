@@ -19,6 +19,7 @@ from typing import Literal, get_args
 from coterie.errors import CoterieError
 
 Role = Literal["device", "edge"]
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # of a node
 PATTERN = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,62}")  # a node's name, or one with * and ?
 
 
@@ -75,7 +76,8 @@ class NodeRole:
         return self.role == "edge"
 
     def speaks_for(self, device: str) -> bool:
-        return self.is_edge and any(fnmatch.fnmatchcase(device, name) for name in self.devices)
+        known = self.is_edge and NAME.fullmatch(device) is not None
+        return known and any(fnmatch.fnmatchcase(device, name) for name in self.devices)
 
 
 def scoped(edge: str, device: str) -> str:

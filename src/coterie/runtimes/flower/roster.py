@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from coterie.codec import Value
 from coterie.disk import write_atomic
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, sentence
 from coterie.messages import check
 from coterie.method import ClientId
-from coterie.runtimes.flower.arrivals import sentence
 from coterie.runtimes.flower.messages import Attached, Hello
 from coterie.runtimes.flower.registry import NodeRole, scoped
 from coterie.tasks import MOST
 
 NEWCOMERS = 10_000  # no run has more of these
+NAMED = 20  # devices that an edge may not speak for are named one by one up to this number
 HELLO_BYTES = 2**16  # a device's hello, with room to spare
 ATTACHED_BYTES = 2**22  # an edge's, with those of its devices
 
@@ -44,11 +44,11 @@ def read_attached(edge: str, role: NodeRole, value: Value) -> Behind:
     if isinstance(value, Hello):
         raise CoterieError(f'"{edge}" is registered as an edge and answers like a device')
     answer = check(value, Attached)
-    found = Behind({}, {})
+    found, strangers = Behind({}, {}), list[str]()
     for device in sorted(answer.devices.keys() | answer.refused.keys()):
-        name = scoped(edge, device[:63])
+        name = scoped(edge, device)
         if not role.speaks_for(device):
-            found.refused[name] = f'edge "{edge}" may not speak for device "{device[:63]}"'
+            strangers.append(sentence(device, 63))
         elif device in answer.refused:
             found.refused[name] = sentence(answer.refused[device])
         else:
@@ -56,6 +56,10 @@ def read_attached(edge: str, role: NodeRole, value: Value) -> Behind:
                 found.hellos[name] = _possible(answer.devices[device])
             except CoterieError as e:
                 found.refused[name] = str(e)
+    for device in strangers[:NAMED]:
+        found.refused[scoped(edge, device)] = f'edge "{edge}" may not speak for device "{device}"'
+    if more := strangers[NAMED:]:
+        found.refused[scoped(edge, "*")] = f'edge "{edge}" may not speak for {len(more)} more devices'
     return found
 
 

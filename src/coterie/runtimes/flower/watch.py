@@ -27,7 +27,7 @@ def watch(local: Local, console: Console, quiet: bool, stopped: Callable[[], boo
                 live.update(view(local, status))
             elif not quiet and (status.get("state"), status.get("round")) != said:
                 said = status.get("state"), status.get("round")
-                console.print(line(status), soft_wrap=True, highlight=False)
+                console.print(line(status), soft_wrap=True, highlight=False, markup=False)
             if code == 0:
                 return True
             if code is not None:

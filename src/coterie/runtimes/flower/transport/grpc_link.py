@@ -34,7 +34,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, sentence
 from coterie.runtimes.flower.certs import Certs
 from coterie.runtimes.flower.transport import grpc_wire as w
 from coterie.runtimes.flower.transport.base import (
@@ -414,7 +414,7 @@ class GrpcLink:
         reason = ""
         try:
             if "error" in fields:
-                reason = w.text(fields, "error")[:2000] or "no reason given"
+                reason = sentence(w.text(fields, "error"), 2000) or "no reason given"
             elif (w.text(fields, "kind"), w.number(fields, "round")) != (q.kind, q.round):
                 reason = f"it is a reply of round {fields['round']}, asked was round {q.round}"
             elif (size := w.number(fields, "size")) > q.largest:

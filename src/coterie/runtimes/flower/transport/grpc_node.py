@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, sentence
 from coterie.runtimes.flower.certs import load_key
 from coterie.runtimes.flower.transport import grpc_wire as w
 from coterie.runtimes.flower.transport.base import (
@@ -195,8 +195,8 @@ class GrpcNode:
                 raise UnreachableError(f"{self.address} does not answer") from e
             except grpc.aio.AioRpcError as e:
                 if e.code() in REFUSED:
-                    raise RefusedError(f"the server refused this node: {e.details()}") from e
-                raise UnreachableError(f"the connection to {self.address} is lost: {e.details()}") from e
+                    raise RefusedError(f"the server refused this node: {sentence(str(e.details()))}") from e
+                raise UnreachableError(f"the connection to {self.address} is lost: {sentence(str(e.details()))}") from e
 
     async def _prove(self, call: Any, certificate: bytes) -> None:
         asked = await self._read(call)
@@ -218,7 +218,7 @@ class GrpcNode:
         welcome = await self._read(call)
         if welcome[:1] != b"W":
             raise CoterieError("the server does not speak Coterie's protocol")
-        log.info("connected to %s as %s", self.address, w.text(w.fields_of(welcome), "name"))
+        log.info("connected to %s as %s", self.address, sentence(w.text(w.fields_of(welcome), "name")))
 
     async def _read(self, call: Any) -> bytes:
         found = await w.hear(call)
@@ -302,5 +302,5 @@ class GrpcNode:
     def _unwanted(self, fields: dict[str, Any]) -> None:
         if self._last is not None and self._last.to.ticket == fields.get("ticket"):
             if self._last.error is None:
-                log.warning("reply not taken: %s", str(fields.get("reason"))[:300])
+                log.warning("reply not taken: %s", sentence(str(fields.get("reason"))))
             self._last = None

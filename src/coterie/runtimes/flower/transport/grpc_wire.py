@@ -35,7 +35,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, sentence
 from coterie.runtimes.flower.transport.base import Buffer, UnreachableError, UntrustedError
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it would print are the failures that we put into sentences
@@ -82,13 +82,13 @@ def fields_of(content: bytes) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError("no fields")
         return found
-    except ValueError as e:
-        raise CoterieError(f"damaged message: {e}") from e
+    except (ValueError, RecursionError) as e:
+        raise CoterieError(f"damaged message: {sentence(str(e))}") from e
 
 
 def text(fields: dict[str, Any], name: str) -> str:
     found = fields.get(name)
-    if not isinstance(found, str):
+    if not isinstance(found, str) or any("\ud800" <= c <= "\udfff" for c in found):  # halves of characters
         raise CoterieError(f"the message has no {name}; is the other side of the same Coterie version?")
     return found
 

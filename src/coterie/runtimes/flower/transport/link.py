@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, sentence
 from coterie.runtimes.flower.certs import Certs
 from coterie.runtimes.flower.transport import wire
 from coterie.runtimes.flower.transport.base import (
@@ -237,7 +237,7 @@ class FlowerLink:
                 if message.has_error():
                     if message.error.code in UNANSWERED:
                         continue  # asked again if it comes back; `_ask` gives it up if it does not
-                    raise CoterieError(message.error.reason or "no reason given")
+                    raise CoterieError(sentence(message.error.reason, 2000) or "no reason given")
                 head, parts = wire.opened(message.content)
                 head.refuse_unless(now.heads[client])
             except (UnreachableError, RefusedError):

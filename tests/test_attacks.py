@@ -1,0 +1,153 @@
+"""What a stranger, a device, an edge or a cloud sends cannot end a run, forge a log or speak for others."""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="a federation needs the extra flower")
+
+import torch
+
+from coterie import codec
+from coterie.cli.federation import OneLine
+from coterie.errors import CoterieError, sentence
+from coterie.messages import Score, TrainAnswer, check
+from coterie.runtimes.flower.asking import Asking
+from coterie.runtimes.flower.audit import AuditLog
+from coterie.runtimes.flower.messages import Attached, Hello
+from coterie.runtimes.flower.registry import NodeRole
+from coterie.runtimes.flower.roster import NAMED, read_attached
+from coterie.runtimes.flower.transport import Replies
+from coterie.runtimes.flower.transport import grpc_wire as w
+from coterie.testing import events
+from wireless import federation
+
+FORGED = "no\n2026-01-01 00:00:00,000 INFO alice is client 7\x1b[2J\x1b]0;title\x07"
+HUGE = 10**400  # an integer that no float can hold
+BAD = 1
+
+
+# ---- frames of the gRPC transport ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("content", [b"P" + b"[" * 9000, b"P" + b'{"a":' * 2000, b"P" + b"9" * 9000, b"P\xff", b"P1"])
+def test_a_frame_that_cannot_be_read_is_a_sentence(content: bytes) -> None:
+    with pytest.raises(CoterieError, match="damaged message"):
+        w.fields_of(content)
+
+
+def test_half_a_character_is_no_text() -> None:
+    """It could not be encoded again."""
+    with pytest.raises(CoterieError, match="has no key"):
+        w.text(w.fields_of(rb'P{"key": "\ud800"}'), "key")
+
+
+# ---- what is shown to people -----------------------------------------------------------------------------------------
+def test_words_of_other_hosts_are_one_printable_line() -> None:
+    assert sentence(FORGED) == "no 2026-01-01 00:00:00,000 INFO alice is client 7?[2J?]0;title?"
+    assert len(sentence("x" * 1000)) == 300
+
+
+def test_a_log_message_is_one_line() -> None:
+    record = logging.LogRecord("coterie", logging.INFO, "", 0, "%s", (FORGED,), None)
+    shown = OneLine("%(levelname)s %(message)s").format(record)
+    assert shown.startswith("INFO no?2026") and shown.isprintable()
+
+
+def test_a_traceback_has_lines_and_no_control_characters() -> None:
+    try:
+        raise ValueError(FORGED)
+    except ValueError as e:
+        shown = OneLine().formatException((type(e), e, e.__traceback__))
+    assert len(shown.split("\n")) > 2 and all(line.isprintable() for line in shown.split("\n"))
+
+
+# ---- hellos ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "said",
+    [
+        Attached(1, 1),  # type: ignore[arg-type]
+        Attached({"bob": Hello(torch.zeros(3), 1)}, {}),  # type: ignore[arg-type]
+        Hello(torch.zeros(3), 1),  # type: ignore[arg-type]
+        Hello({"a": torch.zeros(3)}, HUGE),  # type: ignore[arg-type]
+        Score({"x": torch.zeros(3)}, 0.0),
+        [torch.zeros(3)],
+        None,
+    ],
+)
+def test_a_hello_that_is_none_is_its_senders_error(tmp_path: Path, said: Any) -> None:
+    """Twice, because the second is compared with the first; nothing of it is noted."""
+    log = AuditLog(tmp_path / "audit.jsonl")
+    asks = Asking(None, "", "", None, log)  # type: ignore[arg-type]
+    for _ in range(2):
+        replies = {"mallory": codec.pack(said), "alice": codec.pack(Hello(0, 5))}
+        found, errors = asks.heard(Replies(replies, {}, {}))
+        assert found == {"alice": Hello(0, 5)}
+        assert errors["mallory"].startswith("mallory: ")
+    log.close()
+    assert [json.loads(line)["peer"] for line in (tmp_path / "audit.jsonl").read_text().splitlines()] == ["alice"]
+
+
+def test_an_edge_with_a_wildcard_speaks_for_names_of_nodes_only() -> None:
+    names = ("alice", "a/bob", "\x1b[2J", "x\ny", "", "..", "a" * 64)
+    found = read_attached("north", NodeRole.of("edge", ["*"]), Attached(dict.fromkeys(names, Hello(None, 5)), {}))
+    assert list(found.hellos) == ["north/alice"]
+    assert len(found.refused) == len(names) - 1
+    assert all((name + reason).isprintable() for name, reason in found.refused.items())
+
+
+def test_an_edge_cannot_flood_the_log_with_names() -> None:
+    devices = {f"d{i}": Hello(None, 5) for i in range(300)}
+    found = read_attached("north", NodeRole.of("edge", ["alice"]), Attached(devices, {}))
+    assert len(found.refused) == NAMED + 1
+    assert found.refused["north/*"] == f'edge "north" may not speak for {300 - NAMED} more devices'
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("answer", [{"loss": HUGE}, {"loss": -HUGE}, {"note": {"a": HUGE}}, {"after": Score({}, HUGE)}])
+def test_numbers_that_are_no_floats_are_refused(answer: dict[str, Any]) -> None:
+    honest = TrainAnswer(0, {}, {}, 1, 1, 0)
+    assert check(honest, TrainAnswer) is honest
+    with pytest.raises(CoterieError, match="has an impossible value"):
+        check(codec.unpack(codec.pack(replace(honest, **answer))), TrainAnswer)
+
+
+def test_a_tensor_of_too_many_dimensions_is_refused() -> None:
+    assert codec.unpack(codec.pack(torch.zeros((1,) * codec.DIMENSIONS))).ndim == codec.DIMENSIONS
+    with pytest.raises(CoterieError, match="65 dimensions, more than 32"):
+        codec.unpack(codec.pack(torch.zeros((1,) * 65)))
+
+
+LIES: dict[str, Callable[[TrainAnswer], TrainAnswer]] = {
+    "loss": lambda a: replace(a, loss=HUGE),
+    "dimensions": lambda a: replace(a, upload={k: v.reshape(v.shape + (1,) * 62) for k, v in a.upload.items()}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", LIES)
+def test_a_run_ends_with_the_result_of_a_run_without_the_liar(tmp_path: Path, what: str) -> None:
+    found = []
+    for lie in (LIES[what], None):
+        folder = tmp_path / ("lie" if lie else "absent")
+        with federation(folder, "fedavg", join=1.0, rounds=3) as f:
+            if lie is None:
+                del f.link.handlers[f"device-{BAD}"]
+            else:
+                f.link.spoil[f"device-{BAD}"] = lambda a, lie=lie: lie(a) if isinstance(a, TrainAnswer) else a  # type: ignore[misc]
+            assert f.loop.run()
+            assert all(e["failed"] == [BAD] for e in events(folder / "run"))
+            found.append(codec.clone(f.loop.server))
+    assert codec.equal(*found)
+
+
+@pytest.mark.long
+def test_a_liar_behind_an_edge_that_merges_is_put_in_quarantine(tmp_path: Path) -> None:
+    own = {"partition": "rotate(2)", "join": 1.0, "rounds": 5, "watch": False, "final_trained": False}
+    with federation(tmp_path, "fedpc", 2, **own) as f:
+        f.device_link(BAD).spoil[f"device-{BAD}"] = lambda a: replace(a, loss=HUGE) if isinstance(a, TrainAnswer) else a
+        assert f.loop.run()
+        assert list(f.runtime.quarantine.out) == [f"edge-0/device-{BAD}"]
