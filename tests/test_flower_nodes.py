@@ -308,7 +308,7 @@ def test_a_node_that_lets_deadlines_pass_is_not_waited_for_until_it_says_hello_a
 
 
 # ---- real processes ----------------------------------------------------------------------------------------------
-def until(true: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
+def until(true: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, what
