@@ -91,7 +91,8 @@ def table(path: Path) -> pd.DataFrame:
     wide["global"] = rows[rows["amount"] == "all"].groupby("title")["global"].agg(_mean)
     fedavg = rows[rows["method"] == "fedavg"]  # it is the same for every method
     wide.loc[ALONE] = fedavg.groupby("amount")["local"].agg(_mean)
-    return (100 * wide[["0", "1", "5", "20", "all", "global"]]).round(1).sort_values("all", ascending=False)
+    shown = (100 * wide[["0", "1", "5", "20", "all", "global"]]).round(1)
+    return shown.sort_values("all", ascending=False, kind="stable")
 
 
 def _mean(values: pd.Series) -> float:
