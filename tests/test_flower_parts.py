@@ -216,6 +216,23 @@ def test_a_plan_that_does_not_fit_is_refused(member: DeviceHandler, cloud: Any, 
         member.hello(json.dumps(plan))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"places": 10**12}, {"shape": [10**9, 10**9]}, {"shape": [-1]}, {"shape": [2**14, 2**14]}, {"shape": [1] * 9},
+        {"targets": 10**12}, {"vocab": 10**12}, {"mean": [float("nan")]}, {"std": [0.0]}, {"std": [float("inf")]},
+        {"mean": [0.0] * 100_000},
+    ],
+)  # fmt: skip
+def test_a_plan_without_measure_is_refused_before_it_is_used(cloud: Any, change: Any) -> None:
+    plan = Plan.of(cloud, RUN).model_dump(mode="json") | change
+    with pytest.raises(CoterieError, match="the cloud's plan cannot be read") as e:
+        Plan.read(json.dumps(plan))
+    assert "\n" not in str(e.value) and len(str(e.value)) < 400
+    with pytest.raises(CoterieError, match="more than"):
+        Plan.read(json.dumps(plan) + " " * 2**24)
+
+
 def test_another_package_with_the_same_protocol_takes_part(member: DeviceHandler, cloud: Any) -> None:
     plan = Plan.of(cloud, RUN).model_dump(mode="json") | {"coterie": "9.9"}
     assert member.hello(json.dumps(plan)).samples == 27

@@ -3,21 +3,23 @@
 import ast
 import hashlib
 import json
+import math
 import re
 import sys
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from coterie import methods, parts, tasks
 from coterie.config import Engine, RunSettings
 from coterie.data.sources import load
 from coterie.data.targets import with_task
 from coterie.errors import CoterieError
+from coterie.errors import sentence as one_line
 from coterie.method import Method
 from coterie.methods import build, find, sentence
 from coterie.runtimes.flower.allow import Allow
@@ -27,6 +29,11 @@ from coterie.session import Session, bind, prepare
 from coterie.tree import Tree
 
 RUN = re.compile("[0-9a-f]{32}")
+LONGEST = 2**24  # characters of a plan
+MANY = 2**20  # classes, targets, numbers in one dimension of an item
+Length = Annotated[int, Field(ge=1, le=MANY)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(allow_inf_nan=False, gt=0)]
 
 
 class Plan(BaseModel):
@@ -39,17 +46,31 @@ class Plan(BaseModel):
     run: str = Field(pattern=f"^{RUN.pattern}$")
     source: str  # digest of the method's code
     settings: dict[str, Any]  # RunSettings
-    places: int = Field(ge=1)
+    places: int = Field(ge=1, le=10**7)
     partition: dict[str, Any] | None  # of named data that every party deals out itself; None: devices bring their own
-    shape: tuple[int, ...]
+    shape: tuple[Length, ...] = Field(max_length=8)
     task: str  # a name of tasks.py
-    targets: int = Field(ge=1)  # numbers per item; of a class one
-    classes: tuple[str, ...]
+    targets: int = Field(ge=1, le=MANY)  # numbers per item; of a class one
+    classes: tuple[str, ...] = Field(max_length=MANY)
     kind: Literal["float32", "uint8", "int64"]
-    vocab: int | None
-    mean: tuple[float, ...] | None
-    std: tuple[float, ...] | None
+    vocab: int | None = Field(ge=1, le=2**24)
+    mean: tuple[Finite, ...] | None = Field(max_length=MANY)
+    std: tuple[Positive, ...] | None = Field(max_length=MANY)
     w0: str  # digest of the first model
+
+    @field_validator("shape")
+    @classmethod
+    def _fits(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if math.prod(shape) > 2**27:
+            raise ValueError("an item has too many numbers")
+        return shape
+
+    def check_moments(self) -> None:
+        """There are as many means and deviations as channels, so that items can be normalised."""
+        channels = self.shape[0] if self.shape else 1
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if values is not None and len(values) not in (1, channels):
+                raise ValueError(f"{name} has {len(values)} numbers for {channels} channels")
 
     @staticmethod
     def of(session: Session, run: str) -> "Plan":
@@ -65,13 +86,17 @@ class Plan(BaseModel):
 
     @staticmethod
     def read(text: str) -> "Plan":
+        if len(text) > LONGEST:
+            raise CoterieError(f"the cloud's plan cannot be read: it has more than {LONGEST} characters")
         try:
             found = json.loads(text)
             check_protocol(found)
-            return Plan(**found)
+            plan = Plan(**found)
+            plan.check_moments()
+            return plan
         except (ValidationError, ValueError, TypeError, RecursionError) as e:
             reason = sentence("plan", e) if isinstance(e, ValidationError) else str(e)
-            raise CoterieError(f"the cloud's plan cannot be read: {reason}") from e
+            raise CoterieError(f"the cloud's plan cannot be read: {one_line(reason)}") from e
 
     @property
     def summary(self) -> dict[str, Any]:
