@@ -392,7 +392,7 @@ def test_a_cloud_is_restored_from_a_back_up_that_is_older_than_its_devices(tmp_p
 def test_cd2_pfed_federates_in_real_processes_beside_a_mute_node(tmp_path: Path) -> None:
     """A registered node connects, takes its hello and never answers: rounds go on, and nobody is refused."""
     given = {"data": "digits", "rounds": 8, "model": "mlp", "join": 1.0, "epochs": 1, "eval_every": 8, "watch": False}
-    with Local(tmp_path / "f", "cd2-pfed", 3, given=given, min_clients=3, deadline=60) as f:
+    with Local(tmp_path / "f", "cd2-pfed", 3, given=given, min_clients=3, deadline=60, late=(2,)) as f:
         certs.add_node(f.certs("cloud").root, "mute")
         address, files = f"127.0.0.1:{f.ports['cloud']}", f.certs("cloud")
         over, asked = threading.Event(), threading.Event()
@@ -404,10 +404,12 @@ def test_cd2_pfed_federates_in_real_processes_beside_a_mute_node(tmp_path: Path)
 
         node = Node(address, files.ca, files.key("mute"), never)
         threading.Thread(target=node.run, daemon=True).start()
+        assert asked.wait(PATIENCE)
+        f.launch("device-2")  # only now, so that the run is not over before
         f.wait(PATIENCE)
         over.set()
         node.stopping.set()
-        assert asked.is_set() and [e["failed"] for e in f.events()] == [[]] * len(f.events())
+        assert [e["failed"] for e in f.events()] == [[]] * len(f.events())
         times = [json.loads(line) for line in (f.out / "timing.jsonl").read_text().splitlines()]
         assert max(sum(v for v in t.values() if isinstance(v, float)) for t in times) < 100  # not 120 s each
         same_as_replay(f, tmp_path / "replay")
