@@ -17,11 +17,15 @@ from coterie import codec
 from coterie.cli.federation import OneLine
 from coterie.errors import CoterieError, sentence
 from coterie.messages import Score, TrainAnswer, check
+from coterie.runtimes.flower import nodes
+from coterie.runtimes.flower import status as st
 from coterie.runtimes.flower.asking import Asking
 from coterie.runtimes.flower.audit import AuditLog
 from coterie.runtimes.flower.messages import Attached, Hello
+from coterie.runtimes.flower.quarantine import Quarantine
 from coterie.runtimes.flower.registry import NodeRole
-from coterie.runtimes.flower.roster import NAMED, read_attached
+from coterie.runtimes.flower.roster import NAMED, Roster, read_attached
+from coterie.runtimes.flower.serve import reopen
 from coterie.runtimes.flower.transport import Replies
 from coterie.runtimes.flower.transport import grpc_wire as w
 from coterie.testing import events
@@ -63,6 +67,46 @@ def test_a_traceback_has_lines_and_no_control_characters() -> None:
     except ValueError as e:
         shown = OneLine().formatException((type(e), e, e.__traceback__))
     assert len(shown.split("\n")) > 2 and all(line.isprintable() for line in shown.split("\n"))
+
+
+# ---- files that somebody has changed ---------------------------------------------------------------------------------
+STATUS = {"state": "ended", "time": 1.0, "round": 1, "rounds": 2, "clients": {}, "nodes": {}}
+
+
+def test_a_changed_status_cannot_forge_lines(tmp_path: Path) -> None:
+    forged = {**STATUS, "reason": FORGED, "text": FORGED, "quarantine": {"a": FORGED}}
+    (tmp_path / "status.json").write_text(json.dumps(forged))
+    shown = st.lines(st.read_status(tmp_path))
+    assert len(shown) == 3 and all(line.isprintable() for line in shown)
+
+
+@pytest.mark.parametrize("change", [{"clients": [1]}, {"clients": {"0": 1}}, {"quarantine": [1]}, {"round": ...}])
+def test_a_damaged_status_is_a_sentence(tmp_path: Path, change: dict[str, Any]) -> None:
+    found = {k: v for k, v in {**STATUS, **change}.items() if v is not ...}
+    (tmp_path / "status.json").write_text(json.dumps(found))
+    with pytest.raises(CoterieError, match=r"status\.json is damaged"):
+        st.lines(st.read_status(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", '{"nodes": [1]}', '{"nodes": {"a": 1}}'])
+def test_a_status_that_is_none_is_a_sentence_and_tells_no_list_of_nodes_anything(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(CoterieError, match="cannot be read"):
+        st.read_status(tmp_path)
+    assert nodes._status(tmp_path) == {}
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"a": [', '{"a": "x"}', '{"senders": {"a": {"b": 1}}}', '{"usual": "x"}'])
+def test_damaged_files_of_a_run_are_named(tmp_path: Path, text: str) -> None:
+    for name in ("roster.json", "quarantine.json", "cloud.json", "settings.json"):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(CoterieError, match=r"cloud\.json or settings\.json is missing or damaged"):
+        reopen(tmp_path)
+    with pytest.raises(CoterieError, match=r"roster\.json is damaged"):
+        Roster(tmp_path / "roster.json", 2)
+    if "senders" in text or "usual" in text:
+        with pytest.raises(CoterieError, match=r"quarantine\.json is damaged"):
+            Quarantine(tmp_path)
 
 
 # ---- hellos ----------------------------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def _status(run: Path | None) -> dict[str, dict[str, float | None]]:
     if run is None:
         return {}
     try:
-        found: dict[str, dict[str, float | None]] = json.loads((run / "status.json").read_text())["nodes"]
-        return found
-    except (OSError, ValueError, KeyError, TypeError):
+        found = json.loads((run / "status.json").read_text())["nodes"]
+        return {str(k): v for k, v in found.items() if isinstance(v.get("last_seen"), int | float | None)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}

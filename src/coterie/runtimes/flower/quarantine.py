@@ -37,8 +37,11 @@ class Quarantine:
 
     def __post_init__(self) -> None:
         found = read(self.folder)
-        self.offenders = {str(k): Offender(**v) for k, v in found.get("senders", {}).items()}
-        self.memory.rounds = {int(r): dict(sizes) for r, sizes in found.get("usual", {}).items()}
+        try:
+            self.offenders = {str(k): Offender(**v) for k, v in found.get("senders", {}).items()}
+            self.memory.rounds = {int(r): dict(sizes) for r, sizes in found.get("usual", {}).items()}
+        except (TypeError, ValueError, AttributeError) as e:
+            raise CoterieError(f"{self.folder / FILE} is damaged ({e}); restore it from a back-up") from None
 
     @property
     def out(self) -> dict[str, str]:

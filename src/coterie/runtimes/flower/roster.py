@@ -105,10 +105,8 @@ class Roster:
     emptied: dict[ClientId, int] = field(default_factory=dict)  # seats that were freed, and the last round before that
 
     def __post_init__(self) -> None:
-        if self.path.is_file():
-            self.numbers = {str(k): int(n) for k, n in json.loads(self.path.read_text()).items()}
-        if self._emptied.is_file():
-            self.emptied = {int(k): int(n) for k, n in json.loads(self._emptied.read_text()).items()}
+        self.numbers = _numbers(self.path)
+        self.emptied = {int(k): n for k, n in _numbers(self._emptied).items()}
 
     @property
     def _emptied(self) -> Path:
@@ -157,3 +155,11 @@ class Roster:
     @property
     def newcomers(self) -> list[int]:
         return sorted(n for n in self.entries if n >= self.places)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """A file of whole numbers by name; none is an empty one."""
+    try:
+        return {str(k): int(n) for k, n in json.loads(path.read_text()).items()} if path.is_file() else {}
+    except (ValueError, TypeError, AttributeError, RecursionError) as e:
+        raise CoterieError(f"{path} is damaged ({e}); restore it from a back-up") from None

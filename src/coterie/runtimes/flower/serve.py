@@ -263,6 +263,6 @@ def reopen(out: Path) -> tuple[RunSettings, CloudSettings]:
     try:
         about = json.loads((out / "cloud.json").read_text())
         settings = json.loads((out / "settings.json").read_text())["settings"]
-    except (OSError, ValueError, KeyError):
+        return RunSettings(**settings), CloudSettings(**{**about, "shape": tuple(about["shape"])})
+    except (OSError, ValueError, KeyError, TypeError):
         raise CoterieError(f"{out} holds no federation (cloud.json or settings.json is missing or damaged)") from None
-    return RunSettings(**settings), CloudSettings(**{**about, "shape": tuple(about["shape"])})

@@ -4,11 +4,10 @@ import json
 import os
 import platform
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, printable
 
 SILENT = 15.0  # seconds without a heartbeat after which the cloud is taken for gone
 LIVE = ("waiting", "running", "paused")  # states of a cloud that is there; the others: ended, stopped, failed
@@ -22,7 +21,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         return {**found, "state": str(found["state"]), "heartbeat": float(found.get("heartbeat", found["time"]))}
     except FileNotFoundError:
         raise CoterieError(f"{folder} has no status.json: it holds no federation, or its cloud never started") from None
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise CoterieError(f"{path} cannot be read ({e})") from None
 
 
@@ -61,6 +60,13 @@ def state_of(status: dict[str, Any]) -> str:
 
 def lines(status: dict[str, Any]) -> list[str]:
     """What a person wants to know, one thing a line."""
+    try:
+        return [printable(line) for line in _lines(status)]
+    except (KeyError, TypeError, AttributeError) as e:
+        raise CoterieError(f"status.json is damaged ({type(e).__name__}: {e})") from None
+
+
+def _lines(status: dict[str, Any]) -> list[str]:
     reason = str(status.get("reason") or "")
     words = [f"{state_of(status)}: {status.get('method', '')}, round {status['round']} of {status['rounds']}"]
     if status.get("text"):
@@ -72,9 +78,7 @@ def lines(status: dict[str, Any]) -> list[str]:
     live = status["state"] in LIVE and not silence(status)
     if live:
         found.append(f"{len(here)} of {status.get('places', 0)} clients connected")
-    with suppress(AttributeError):
-        found += [f"in quarantine: {name} ({why})" for name, why in status.get("quarantine", {}).items()]
-    return found
+    return [*found, *(f"in quarantine: {name} ({why})" for name, why in status.get("quarantine", {}).items())]
 
 
 def _span(seconds: float) -> str:
