@@ -49,6 +49,17 @@ def test_half_a_character_is_no_text() -> None:
         w.text(w.fields_of(rb'P{"key": "\ud800"}'), "key")
 
 
+def test_only_what_means_nothing_is_left_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    for told in (
+        {"exception": OSError(9, "Bad file descriptor")},
+        {"message": "Task was destroyed but it is pending!"},
+    ):
+        w.no_farewell(w.loop(), {"message": "Exception in callback", **told})
+    assert not caplog.records
+    w.no_farewell(w.loop(), {"message": "Exception in callback", "exception": OSError(5, "Input/output error")})
+    assert "Input/output error" in caplog.text
+
+
 # ---- what is shown to people -----------------------------------------------------------------------------------------
 def test_words_of_other_hosts_are_one_printable_line() -> None:
     assert sentence(FORGED) == "no 2026-01-01 00:00:00,000 INFO alice is client 7?[2J?]0;title?"

@@ -24,6 +24,7 @@ it has the ticket of the question that waits, however many connections that took
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -217,12 +218,22 @@ _loop: asyncio.AbstractEventLoop | None = None
 _guard = threading.Lock()
 
 
+def no_farewell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Errors of callbacks are logged, but for two that mean nothing: when its last server or client ends, gRPC closes
+    the queue that the loop still listens to, and what was waited for is left."""
+    e = context.get("exception")
+    closed = isinstance(e, OSError) and e.errno == errno.EBADF
+    if not closed and not str(context.get("message")).startswith("Task was destroyed"):
+        loop.default_exception_handler(context)
+
+
 def loop() -> asyncio.AbstractEventLoop:
     """It runs in a thread of its own. gRPC wants one for all its servers and clients in a process."""
     global _loop
     with _guard:
         if _loop is None:
             _loop = asyncio.new_event_loop()
+            _loop.set_exception_handler(no_farewell)
             threading.Thread(target=_loop.run_forever, name="grpc", daemon=True).start()
         return _loop
 
