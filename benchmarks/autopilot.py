@@ -4,7 +4,7 @@
 
 NAME is a federation: fmnist-0.01, fmnist-0.1, fmnist-0.5, fmnist-5, cifar10-0.1, cifar10-5, hapt or agnews. Each has 20
 clients of at least 40 samples (HAPT: its thirty people), half of them take part in each of 20 rounds of two local
-epochs (HAPT: 30 of five, with the net of five.py); evaluation is every ten rounds. One process, one core. Runs are
+epochs (HAPT: 30 of five, with its net of nets.py); evaluation is every ten rounds. One process, one core. Runs are
 kept in DIR and go on where they stopped; `--show` prints what is there. The first seed of every federation comes first,
 cheap ones before dear ones.
 
@@ -82,7 +82,7 @@ FEDERATIONS = (
         3,
         20,
         {
-            "data": "hapt", "partition": "natural", "pool": "train", "test_from": "official", "model": "five:net",
+            "data": "hapt", "partition": "natural", "pool": "train", "test_from": "official", "model": "nets:for_hapt",
             "rounds": 30, "epochs": 5,
         },
     ),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from nets import for_hapt
 
 import coterie
 from coterie.errors import CoterieError
@@ -33,15 +33,6 @@ from coterie.runs.run import Run
 Settings = dict[str, Any]
 FIVE: dict[str, Settings] = {name: {} for name in ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")}
 USUAL: dict[str, Settings] = {"local": {}, "fedavg-ft": {}, "fedper": {}, "local-best": {}, "fedavg-best": {}}
-
-
-def net(classes: int) -> nn.Module:
-    """For HAPT's windows of 128 steps and six channels."""
-    return nn.Sequential(
-        nn.Conv1d(6, 12, 8, stride=4), nn.BatchNorm1d(12), nn.ReLU(),
-        nn.Conv1d(12, 16, 6, stride=3), nn.BatchNorm1d(16), nn.ReLU(),
-        nn.Flatten(), nn.Linear(144, 32), nn.ReLU(), nn.Linear(32, classes),
-    )  # fmt: skip
 
 
 def keeping_best(name: str) -> type[Method]:
@@ -122,7 +113,7 @@ SC: Settings = {
 EXPERIMENTS: dict[str, Experiment] = {
     "hapt": Experiment(
         "hapt", {"partition": "natural", "pool": "train", "test_from": "official", "rounds": 30}, {**FIVE, **USUAL},
-        model=net,
+        model=for_hapt,
     ),
     "agnews": Experiment("agnews_small", {"partition": "dirichlet(0.3)", "rounds": 30}, {**FIVE, **USUAL}),
     "fedpc-fmnist": Experiment(

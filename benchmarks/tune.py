@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from nets import for_hapt
 
 import coterie
 from coterie.config import Engine, engine
@@ -19,22 +19,12 @@ from coterie.runs.run import Run
 from coterie.runs.sweep import sweep
 from coterie.runs.tune import Tuning
 
-
-def net(classes: int) -> nn.Module:
-    """For HAPT's windows of 128 steps and six channels."""
-    return nn.Sequential(
-        nn.Conv1d(6, 12, 8, stride=4), nn.BatchNorm1d(12), nn.ReLU(),
-        nn.Conv1d(12, 16, 6, stride=3), nn.BatchNorm1d(16), nn.ReLU(),
-        nn.Flatten(), nn.Linear(144, 32), nn.ReLU(), nn.Linear(32, classes),
-    )  # fmt: skip
-
-
 TASKS: dict[str, tuple[str, dict[str, list[float]], dict[str, Any]]] = {
     "digits": ("fedprox", {"lr": [0.01, 0.05, 0.2], "mu": [0.001, 0.1, 1.0]},
                {"clients": 12, "partition": "dirichlet(0.3)", "join": 0.5, "epochs": 1, "val_share": 0.2}),
     "hapt": ("ditto", {"lr": [0.01, 0.05, 0.2], "lam": [0.01, 0.1, 1.0]},
-             {"model": net, "partition": "natural", "pool": "train", "test_from": "official", "join": 1.0, "epochs": 1,
-              "val_share": 0.2}),
+             {"model": for_hapt, "partition": "natural", "pool": "train", "test_from": "official", "join": 1.0,
+              "epochs": 1, "val_share": 0.2}),
 }  # fmt: skip
 
 

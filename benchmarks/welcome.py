@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from torch import nn
+from nets import for_hapt
 
 import coterie
 import coterie.runs.welcome
@@ -32,14 +32,6 @@ TRAIN_ALONE = coterie.runs.welcome._alone
 NAMED = ("SC-FPFL", "Ditto", "FedAvg", "FedBABU", "FedRep", "CD2-pFed", "FedGH")  # in the figure
 
 
-def net(classes: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv1d(6, 12, 8, stride=4), nn.BatchNorm1d(12), nn.ReLU(),
-        nn.Conv1d(12, 16, 6, stride=3), nn.BatchNorm1d(16), nn.ReLU(),
-        nn.Flatten(), nn.Linear(144, 32), nn.ReLU(), nn.Linear(32, classes),
-    )  # fmt: skip
-
-
 def some(y: np.ndarray, amount: int | None, person: int, seed: int) -> np.ndarray:
     """Positions of so many samples of each class, the same ones for every method."""
     if amount is None:
@@ -52,12 +44,12 @@ def measure(name: str, out: Path, data_dir: Path | None, rounds: int, seed: int)
     folder = out / "runs" / f"{name}-{seed}"
     torch.manual_seed(seed)
     if (folder / "settings.json").exists():
-        run = coterie.resume(folder, model=net, workers=1, data_dir=data_dir)
+        run = coterie.resume(folder, model=for_hapt, workers=1, data_dir=data_dir)
     else:
         run = coterie.run(
-            name, "hapt", net, partition="natural", pool="train", test_from="official", newcomers=PEOPLE, workers=1,
-            rounds=rounds, epochs=1, join=0.4, lr=0.05, momentum=0.5, eval_every=rounds, watch=False, out=folder,
-            data_dir=data_dir, final_trained=False, seed=seed,
+            name, "hapt", for_hapt, partition="natural", pool="train", test_from="official", newcomers=PEOPLE,
+            workers=1, rounds=rounds, epochs=1, join=0.4, lr=0.05, momentum=0.5, eval_every=rounds, watch=False,
+            out=folder, data_dir=data_dir, final_trained=False, seed=seed,
         )  # fmt: skip
     data, fed = load("hapt", data_dir), run.session().federation
     # training alone is the same for every method: once is enough
