@@ -16,12 +16,12 @@ import torch
 from coterie import codec
 from coterie.cli.federation import OneLine
 from coterie.errors import CoterieError, sentence
-from coterie.messages import Score, TrainAnswer, check
+from coterie.messages import Score, TrainAnswer, TrainRequest, check
 from coterie.runtimes.flower import nodes
 from coterie.runtimes.flower import status as st
 from coterie.runtimes.flower.asking import Asking
 from coterie.runtimes.flower.audit import AuditLog
-from coterie.runtimes.flower.messages import Attached, Hello
+from coterie.runtimes.flower.messages import Attached, EdgeJob, Hello
 from coterie.runtimes.flower.quarantine import Quarantine
 from coterie.runtimes.flower.registry import NodeRole
 from coterie.runtimes.flower.roster import NAMED, Roster, read_attached
@@ -120,6 +120,12 @@ def test_damaged_files_of_a_run_are_named(tmp_path: Path, text: str) -> None:
             Quarantine(tmp_path)
 
 
+def test_a_damaged_list_of_freed_seats_is_named(tmp_path: Path) -> None:
+    (tmp_path / "freed.json").write_text('{"alice": 3}')
+    with pytest.raises(CoterieError, match=r"freed\.json is damaged"):
+        Roster(tmp_path / "roster.json", 2)
+
+
 # ---- hellos ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "said",
@@ -141,7 +147,7 @@ def test_a_hello_that_is_none_is_its_senders_error(tmp_path: Path, said: Any) ->
         replies = {"mallory": codec.pack(said), "alice": codec.pack(Hello(0, 5))}
         found, errors = asks.heard(Replies(replies, {}, {}))
         assert found == {"alice": Hello(0, 5)}
-        assert errors["mallory"].startswith("mallory: ")
+        assert errors["mallory"].why.startswith("mallory: ")
     log.close()
     assert [json.loads(line)["peer"] for line in (tmp_path / "audit.jsonl").read_text().splitlines()] == ["alice"]
 
@@ -174,6 +180,55 @@ def test_a_tensor_of_too_many_dimensions_is_refused() -> None:
     assert codec.unpack(codec.pack(torch.zeros((1,) * codec.DIMENSIONS))).ndim == codec.DIMENSIONS
     with pytest.raises(CoterieError, match="65 dimensions, more than 32"):
         codec.unpack(codec.pack(torch.zeros((1,) * 65)))
+
+
+def test_a_header_from_another_host_has_a_bound() -> None:
+    """A header is read into objects that take many times its bytes."""
+    whole = codec.pack(list(range(2_000_000)))
+    assert len(codec.unpack(whole)) == 2_000_000
+    with pytest.raises(CoterieError, match=r"its header has \d+ bytes, more than 8388608"):
+        codec.unpack_foreign(whole)
+
+
+def test_an_upload_that_is_too_large_counts_against_its_sender(tmp_path: Path) -> None:
+    def swollen(answer: Any) -> Any:
+        if isinstance(answer, TrainAnswer):
+            return replace(answer, upload={**answer.upload, "more": torch.zeros(2**22)})
+        return answer
+
+    with federation(tmp_path, "fedavg", join=1.0, rounds=5, eval_every=5) as f:
+        f.link.spoil[f"device-{BAD}"] = swollen
+        assert f.loop.run()
+        assert "is larger than the" in f.runtime.quarantine.out[f"device-{BAD}"]
+    assert [e["failed"] for e in events(tmp_path / "run")] == [[BAD]] * 5
+
+
+def test_a_device_cannot_pass_for_absent_by_saying_so(tmp_path: Path) -> None:
+    """What it says is told as its refusal, and it is not taken for a silent node either."""
+    with federation(tmp_path, "fedavg", join=1.0, rounds=4, eval_every=4) as f:
+        name = f"device-{BAD}"
+        honest = f.link.handlers[name]
+
+        def pretending(kind: str, round: int, shared: Any, own: Any) -> memoryview:
+            if kind == "train":
+                raise CoterieError(f"{name} did not answer within 600 s")
+            return honest(kind, round, shared, own)
+
+        f.link.handlers[name] = pretending
+        assert f.loop.run()
+        assert f.runtime._mute == set()
+    lines = [json.loads(x) for x in (tmp_path / "run" / "audit.jsonl").read_text().splitlines()]
+    mine = [x for x in lines if x["peer"] == name and x["message"] == "train" and x["way"] == "in"]
+    assert len(mine) == 4 and all("refused" in x and "missing" not in x for x in mine)
+
+
+def test_a_job_that_names_not_all_devices_is_refused_by_an_edge(tmp_path: Path) -> None:
+    with federation(tmp_path, "fedavg", 2, join=1.0, rounds=1) as f:
+        assert f.loop.run()
+        edge = f.link.handlers["edge-0"].__self__  # type: ignore[attr-defined]
+        job = EdgeJob(edge._current.plan.run, 5.0, {}, {}, (TrainRequest(0, 1),), ())
+        with pytest.raises(CoterieError, match="does not name all devices"):
+            edge.answer("train", 1, job)
 
 
 LIES: dict[str, Callable[[TrainAnswer], TrainAnswer]] = {

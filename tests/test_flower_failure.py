@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,14 @@ from coterie.methods.fedavg import FedAvg
 from coterie.runtimes.base import Interrupted
 from coterie.runtimes.flower import cloud, quarantine
 from coterie.runtimes.flower import status as st
+from coterie.runtimes.flower.asking import Asking
 from coterie.runtimes.flower.cloud import QuorumError
+from coterie.runtimes.flower.messages import Attached, Hello
 from coterie.runtimes.flower.quarantine import Quarantine
 from coterie.runtimes.flower.serve import CloudSettings, StatusFile, open_session
-from coterie.runtimes.flower.transport import UnreachableError
+from coterie.runtimes.flower.transport import Cause, Replies, UnreachableError
 from coterie.testing import events
-from wireless import Federation, federation, simulated
+from wireless import Federation, HandLink, federation, simulated
 
 QUIET: dict[str, Any] = {"join": 1.0, "watch": False, "final_trained": False, "eval_every": 9}
 BAD = 1
@@ -367,3 +369,43 @@ def test_devices_and_edges_are_told_that_the_run_has_ended(
     assert any("round 2 of 3: trained, accuracy" in line for line in lines)
     assert any("after round 3 of 3: personal model, accuracy" in line for line in lines)
     assert sum("has ended after 3 rounds; the personal model is" in line for line in lines) == 4
+
+
+# ---- edges that are slow to answer -----------------------------------------------------------------------------------
+@dataclass
+class SlowLink(HandLink):
+    """Nodes in `mute` let `send` pass and answer an open question as soon as they are not mute any more."""
+
+    sent: list[list[str]] = field(default_factory=list)
+
+    def send(self, payloads: Any, *more: Any, **named: Any) -> Replies:
+        self.sent.append(sorted(payloads))
+        return super().send(payloads, *more, **named)
+
+    def begin(self, payloads: Any, kind: str, round: int, deadline: float, *more: Any) -> Any:
+        link = self
+
+        class Open:
+            def __init__(self) -> None:
+                self.waiting = set(payloads)
+
+            def poll(self) -> Replies:
+                now = {n: payloads[n] for n in self.waiting - link.mute}
+                self.waiting -= now.keys()
+                return HandLink.send(link, now, kind, round, deadline, *more)
+
+        return Open()
+
+
+def test_an_edge_that_was_silent_is_heard_as_soon_as_it_answers() -> None:
+    """Also if it was never seen to be gone, as one that was killed and came back at once."""
+    said = codec.pack(Attached({"alice": Hello(0, 5)}, {}))
+    link = SlowLink({"north": lambda *_: said, "south": lambda *_: said}, mute={"north"})
+    asking = Asking(link, "", "", None)  # type: ignore[arg-type]
+    found, errors = asking.edges({"north", "south"})
+    assert list(found) == ["south"] and errors["north"].cause is Cause.LATE
+    assert list(asking.edges({"north", "south"})[0]) == ["south"]
+    assert link.sent == [["north", "south"], ["south"]]  # nobody waits for it a second time
+    link.mute.clear()
+    assert list(asking.edges({"north", "south"})[0]) == ["north", "south"]
+    assert list(asking.edges({"north", "south"})[0]) == ["north", "south"] and link.sent[-1] == ["north", "south"]

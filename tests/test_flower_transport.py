@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from wireless import reasons
+
 pytest.importorskip("flwr", reason="a federation needs the extra flower")
 
 from coterie.errors import CoterieError
@@ -430,8 +432,8 @@ def test_nodes_answer_with_what_they_got(federation: Federation) -> None:
             assert (found[name]["name"], found[name]["round"], found[name]["got"]) == (name, 3, ["all", own])
         assert said(link.send({"alice": b""}, "train", 5, 30))["alice"]["got"] == [None, ""]
         replies = link.send({**BOTH, "carol": b""}, "fail", 4, 30)
-        assert replies.answers == {} and replies.errors["alice"] == "alice: ValueError: no data today"
-        assert replies.errors["carol"] == "carol is not connected"
+        assert replies.answers == {} and reasons(replies)["alice"] == "alice: ValueError: no data today"
+        assert reasons(replies)["carol"] == "carol is not connected"
 
 
 def test_large_payloads_go_both_ways_and_are_counted(federation: Federation) -> None:
@@ -450,7 +452,7 @@ def test_a_reply_that_is_too_large_is_refused_and_the_others_count(federation: F
     with federation.link("alice", "bob") as link:
         replies = link.send({"alice": bytes(2_000_000), "bob": b""}, "echo", 1, 30, largest=100_000)
         assert list(replies.answers) == ["bob"]
-        assert "larger than the 100000 allowed" in replies.errors["alice"]
+        assert "larger than the 100000 allowed" in reasons(replies)["alice"]
 
 
 def test_a_stranger_is_refused(federation: Federation, tmp_path: Path) -> None:
@@ -547,7 +549,7 @@ def test_a_dead_node_is_missed_at_the_deadline(federation: Federation) -> None:
         federation.devices["bob"].kill()
         began = time.monotonic()
         replies = link.send(BOTH, "train", 1, 6)
-        assert list(replies.answers) == ["alice"] and replies.errors == {"bob": "bob did not answer within 6 s"}
+        assert list(replies.answers) == ["alice"] and reasons(replies) == {"bob": "bob did not answer within 6 s"}
         assert time.monotonic() - began < 12
     times = federation.devices["bob"].tail().count("connected to")
     federation.join("bob", pause=3.0)

@@ -85,7 +85,7 @@ def test_a_hostile_cloud_gets_nothing_that_a_device_does_not_allow(tmp_path: Pat
         def send(kind: str, round: int, what: Any) -> str:
             common = None if kind == "hello" else codec.pack(Common())
             found = link.send({"alice": codec.pack(what)}, kind, round, 120, common, 2**20)
-            return found.errors.get("alice", "")
+            return failed.why if (failed := found.errors.get("alice")) else ""
 
         device.start()
         wait(["alice"])

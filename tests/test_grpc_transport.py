@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from wireless import reasons
+
 pytest.importorskip("grpc", reason="a federation needs the extra flower")
 
 import numpy as np
@@ -122,9 +124,9 @@ def test_reasons_come_back_and_who_is_not_there_is_not_waited_for(served: Served
     served.join("alice")
     found = served.link.send({"alice": b"", "carol": b""}, "fail", 4, 20)
     assert found.answers == {}
-    assert found.errors == {"alice": "alice: no data today", "carol": "carol is not connected"}
+    assert reasons(found) == {"alice": "alice: no data today", "carol": "carol is not connected"}
     found = served.link.send({"alice": bytes(5000)}, "echo", 5, 20, largest=4999)
-    assert found.errors == {"alice": "alice: the payload of 5000 bytes is larger than the 4999 allowed"}
+    assert reasons(found) == {"alice": "alice: the payload of 5000 bytes is larger than the 4999 allowed"}
     served.nodes["alice"][0].largest = 10  # the node's own limit is read when it starts
     assert served.link.send({"alice": b"ok"}, "echo", 6, 20).answers == {"alice": b"ok"}
 
@@ -137,7 +139,7 @@ def test_a_download_over_the_limit_of_the_node_is_refused_there(served: Served) 
     served.nodes["small"] = node, thread
     served.until(lambda: "small" in served.link.nodes())
     found = served.link.send({"small": bytes(3 * w.CHUNK)}, "train", 1, 20)
-    assert found.errors == {"small": f"small: the payload of {3 * w.CHUNK} bytes is larger than the 1000 allowed"}
+    assert reasons(found) == {"small": f"small: the payload of {3 * w.CHUNK} bytes is larger than the 1000 allowed"}
     assert served.link.send({"small": b"1"}, "train", 1, 20).answers == {"small": b""}
 
 
@@ -185,7 +187,7 @@ def test_a_node_that_died_at_work_and_comes_back_is_asked_again(served: Served) 
 def test_a_late_answer_is_not_taken_for_that_of_the_next_question(served: Served) -> None:
     served.join("alice")
     found = served.link.send({"alice": b"old"}, "slow", 1, 0.5)
-    assert found.errors == {"alice": "alice did not answer within 0.5 s"}
+    assert reasons(found) == {"alice": "alice did not answer within 0.5 s"}
     threading.Timer(0.2, served.pause.set).start()
     assert served.link.send({"alice": b"new"}, "train", 2, 20).answers == {"alice": b"new"}
 
@@ -199,7 +201,7 @@ def test_who_said_goodbye_or_vanished_is_given_up_after_a_while(
     threading.Timer(0.5, node.stopping.set).start()
     began = time.monotonic()
     found = served.link.send({"alice": b""}, "slow", 1, 60)
-    assert found.errors == {"alice": "alice is not connected any more"} and time.monotonic() - began < 20
+    assert reasons(found) == {"alice": "alice is not connected any more"} and time.monotonic() - began < 20
     served.pause.set()
 
 
@@ -302,7 +304,7 @@ def test_an_exchange_that_waits_for_a_mute_node_delays_no_other(served: Served) 
     assert list(asked.poll().answers) == ["mute"] and asked.waiting == set()
     late = served.link.begin({"nobody": b""}, "train", 0, 0.05)
     served.until(lambda: time.monotonic() > late.until)
-    assert late.poll().errors == {"nobody": "nobody did not answer within 0.05 s"} and late.waiting == set()
+    assert reasons(late.poll()) == {"nobody": "nobody did not answer within 0.05 s"} and late.waiting == set()
 
 
 def test_a_certificate_nobody_would_trust_and_a_port_in_use_are_sentences(served: Served, tmp_path: Path) -> None:
@@ -414,7 +416,7 @@ def test_an_answer_longer_than_it_says_costs_its_sender_the_round(served: Served
     future = w.start(lies())
     served.until(lambda: served.link.nodes() == ["eve"])
     found = served.link.send({"eve": b"1"}, "train", 1, 20, largest=1000)
-    assert "longer than it says" in found.errors["eve"] or "larger than the 1000 allowed" in found.errors["eve"]
+    assert "longer than it says" in reasons(found)["eve"] or "larger than the 1000 allowed" in reasons(found)["eve"]
     future.result(20)
 
 

@@ -22,7 +22,7 @@ from coterie.runtimes.flower.edge import EdgeHandler
 from coterie.runtimes.flower.plan import Plan
 from coterie.runtimes.flower.registry import NodeRole
 from coterie.runtimes.flower.serve import CloudSettings, open_session
-from coterie.runtimes.flower.transport import LinkBytes, Replies
+from coterie.runtimes.flower.transport import Cause, Failure, LinkBytes, Replies
 from coterie.runtimes.inline import Inline
 from coterie.session import Session, client_states, make_loop
 
@@ -37,6 +37,11 @@ ALLOW = Allow(methods=tuple(known()), models=(NET, *ZOO))  # also methods of oth
 
 Handle = Callable[[str, int, memoryview | None, memoryview], memoryview]
 Spoil = Callable[[Any], Any]  # an answer, to another one
+
+
+def reasons(replies: Replies) -> dict[str, str]:
+    """Why nodes gave no answer, in words."""
+    return {name: failed.why for name, failed in replies.errors.items()}
 
 
 @dataclass
@@ -78,10 +83,10 @@ class HandLink:
         found = Replies({}, {}, {})
         for name, own in sorted(payloads.items()):
             if name in self.mute:
-                found.errors[name] = f"{name} did not answer within {deadline:g} s"
+                found.errors[name] = Failure(Cause.LATE, f"{name} did not answer within {deadline:g} s")
                 continue
             if name not in self.handlers:
-                found.errors[name] = f"{name} is not connected"
+                found.errors[name] = Failure(Cause.ABSENT, f"{name} is not connected")
                 continue
             common = None if shared is None else memoryview(bytearray(shared))
             try:
@@ -90,10 +95,11 @@ class HandLink:
                     answer = codec.pack(self.spoil[name](codec.unpack(answer)))
             except Exception as e:
                 reason = str(e) if isinstance(e, CoterieError) else f"{type(e).__name__}: {e}"
-                found.errors[name] = f"{name}: {reason}"
+                found.errors[name] = Failure(Cause.DECLINED, f"{name}: {reason}")
                 continue
             if len(answer) > largest:
-                found.errors[name] = f"{name}: the payload of {len(answer)} bytes is larger than the {largest} allowed"
+                why = f"{name}: the payload of {len(answer)} bytes is larger than the {largest} allowed"
+                found.errors[name] = Failure(Cause.WRONG, why)
                 continue
             found.answers[name] = memoryview(bytearray(answer))
             down = len(own) + (0 if shared is None else len(shared))

@@ -25,6 +25,7 @@ C = TypeVar("C", bound=type)
 
 MAGIC = b"COTERIE1"
 ALIGN = 64  # as PyTorch's own allocator, so that every runtime computes on equally aligned tensors
+FOREIGN = 2**23  # bytes of a header that comes from another host
 DIMENSIONS = 32  # of a tensor: NumPy and PyTorch compute with so many
 _DTYPES = {
     str(d).removeprefix("torch."): d
@@ -114,8 +115,10 @@ def pack(value: Value) -> memoryview:
     return memoryview(raw)
 
 
-def unpack(buffer: Any, copy: bool = False) -> Value:
-    """The value of these bytes. Its tensors look into the buffer unless `copy` gives them memory of their own."""
+def unpack(buffer: Any, copy: bool = False, header: int | None = None) -> Value:
+    """The value of these bytes. Its tensors look into the buffer unless `copy` gives them memory of their own.
+
+    `header` bounds the bytes of the header, which takes many times as much memory once it is read."""
     try:
         view = memoryview(buffer)
         if bytes(view[:8]) != MAGIC:
@@ -123,6 +126,8 @@ def unpack(buffer: Any, copy: bool = False) -> Value:
         start = 16 + int.from_bytes(view[8:16], "little")
         if start > len(view):
             raise ValueError("it is cut short")
+        if header is not None and start - 16 > header:
+            raise ValueError(f"its header has {start - 16} bytes, more than {header}")
         skeleton, places = json.loads(bytes(view[16:start]))
         return _join(skeleton, _tensors(places, buffer, len(view), start, copy))
     except CoterieError:
@@ -183,6 +188,11 @@ def _join(s: Any, tensors: list[Tensor]) -> Value:
 
 def _nbytes(dtype: torch.dtype, count: int) -> int:
     return (count + 7) // 8 if dtype == torch.bool else count * dtype.itemsize
+
+
+def unpack_foreign(buffer: Any) -> Value:
+    """The value of bytes that come from another host."""
+    return unpack(buffer, header=FOREIGN)
 
 
 # ---- in memory -------------------------------------------------------------------------------------------------------

@@ -13,16 +13,14 @@ from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.contents import of_job, of_reply
 from coterie.runtimes.flower.device import NO_PLAN
 from coterie.runtimes.flower.messages import Attached, Hello, Job, Kind, PlanText, RunOver, WireBytes, split
-from coterie.runtimes.flower.nodes import SUSPENDED
 from coterie.runtimes.flower.roster import ATTACHED_BYTES, HELLO_BYTES
-from coterie.runtimes.flower.transport import Buffer, Replies
+from coterie.runtimes.flower.transport import Buffer, Cause, Failure, Replies
 
 OVER = 10.0  # seconds to hear that a run has ended; an edge, which passes it on, gives its devices half of that
 HELLO = 120.0  # seconds to load data and build a model; nobody else waits for it
 EDGE_HELLO = 10.0  # seconds for an edge's, which only has to look
-MUTE = 120.0  # seconds after which a silent edge is asked again
 MUTE_MOST = 1800.0  # seconds after which a node that never answers is asked again, at most
-Answers = tuple[dict[str, Value], dict[str, str]]  # what was answered, and why others did not, by name of the node
+Answers = tuple[dict[str, Value], dict[str, Failure]]  # what was answered, and why others did not, by name of the node
 
 
 class Exchange(Protocol):
@@ -57,22 +55,26 @@ class Asking:
         self.link, self.plan, self.run, self.method, self.audit = link, plan, run, method, audit
         self.traffic: list[tuple[str, WireBytes]] = []  # of the jobs since somebody took them, by node
         self._heard: dict[str, Value] = {}  # the newest hello of every node; the same again is no news
-        self._again: dict[str, float] = {}  # when a silent edge is asked again
+        self._silent: set[str] = set()  # edges that did not answer in time,
+        self._late = Greeting(self, ATTACHED_BYTES)  # and may take as long as they like
 
     def greet(self, nodes: Iterable[str], largest: int = HELLO_BYTES) -> Exchange:
         """Tell nodes the plan, without waiting for their hellos."""
         return self.link.begin(dict.fromkeys(sorted(nodes), self._hello), "hello", 0, HELLO, None, largest)
 
     def edges(self, nodes: Iterable[str]) -> Answers:
-        """The hellos of edges, which wait for nobody themselves. One that is silent is left alone for a while, unless
-        it was gone meanwhile."""
-        nodes, now = set(nodes), time.monotonic()
-        self._again = {n: until for n, until in self._again.items() if n in nodes}
-        asked = {n: self._hello for n in sorted(nodes) if now >= self._again.get(n, now)}
-        if not asked:
-            return {}, {}
-        found, errors = self.heard(self.link.send(asked, "hello", 0, EDGE_HELLO, None, ATTACHED_BYTES))
-        self._again |= {n: now + MUTE for n, reason in errors.items() if "did not answer" in reason}
+        """The hellos of edges, which wait for nobody themselves. One that did not answer is asked again without waiting
+        for it, until it does or was gone meanwhile."""
+        nodes = set(nodes)
+        self._silent &= nodes
+        self._late.gone(nodes)
+        found, errors = self._late.ask(self._silent)
+        self._silent -= found.keys()
+        asked = dict.fromkeys(sorted(nodes - self._silent - found.keys()), self._hello)
+        if asked:
+            now, failed = self.heard(self.link.send(asked, "hello", 0, EDGE_HELLO, None, ATTACHED_BYTES))
+            self._silent |= {n for n, why in failed.items() if why.cause is Cause.LATE}
+            found, errors = {**found, **now}, {**errors, **failed}
         return found, errors
 
     def heard(self, replies: Replies) -> Answers:
@@ -83,7 +85,7 @@ class Asking:
             try:
                 found[name] = check(said, Attached if isinstance(said, Attached) else Hello)
             except CoterieError as e:
-                errors[name] = f"{name}: {e}"
+                errors[name] = Failure(Cause.WRONG, f"{name}: {e}")
                 continue
             if self._heard.get(name) != said:
                 self._note(Line(self.run, 0, "hello", "in", name, about=_said(said)))
@@ -98,7 +100,7 @@ class Asking:
         if self.audit is not None:
             self.audit.write(*lines)
 
-    def over(self, nodes: Iterable[str], run: str, rounds: int, seconds: float = OVER) -> dict[str, str]:
+    def over(self, nodes: Iterable[str], run: str, rounds: int, seconds: float = OVER) -> dict[str, Failure]:
         """Tell them that the run has ended; who could not be told, and why."""
         asked = dict.fromkeys(sorted(nodes), codec.pack(RunOver(run, rounds)))
         return _read(self.link.send(asked, "over", rounds, seconds, None, HELLO_BYTES))[1] if asked else {}
@@ -122,7 +124,7 @@ class Asking:
             return replies, errors
 
         replies, errors = ask(jobs, deadline)
-        forgot = [n for n, e in errors.items() if NO_PLAN in e]
+        forgot = [n for n, e in errors.items() if NO_PLAN in e.why]
         if forgot:
             left = max(1.0, until - time.monotonic())
             told = self.link.send(dict.fromkeys(forgot, self._hello), "hello", 0, left, None, ATTACHED_BYTES)
@@ -150,16 +152,16 @@ class Greeting:
         if new:
             self._open.append((now, self.asking.greet(new, self.largest)))
         replies: dict[str, Value] = {}
-        errors: dict[str, str] = {}
+        errors: dict[str, Failure] = {}
         for _, exchange in self._open:
-            found, failed = self.asking.heard(exchange.poll())
+            found, lacking = self.asking.heard(exchange.poll())
             replies |= found
-            errors |= failed
+            errors |= lacking
         self._open = [(since, x) for since, x in self._open if x.waiting]
         for name in replies:
             self._pause.pop(name, None)
-        for name, reason in errors.items():
-            if "did not answer" in reason:
+        for name, failed in errors.items():
+            if failed.cause is Cause.LATE:
                 pause = self._pause[name] = min(MUTE_MOST, 2 * self._pause.get(name, HELLO / 2))
                 self._again[name] = now + pause
         return replies, errors
@@ -178,9 +180,9 @@ def _read(replies: Replies) -> Answers:
     found, errors = {}, dict(replies.errors)
     for name, answer in replies.answers.items():
         try:
-            found[name] = codec.unpack(answer)
+            found[name] = codec.unpack_foreign(answer)
         except CoterieError as e:
-            errors[name] = f"{name}: {e}"
+            errors[name] = Failure(Cause.WRONG, f"{name}: {e}")
     return found, errors
 
 
@@ -191,13 +193,8 @@ def _said(hello: Value) -> dict[str, object]:
     return {"devices": sorted(map(str, hello.devices))} if isinstance(hello, Attached) else {}
 
 
-def passing(reason: str) -> bool:
-    """Is nothing wrong with the node but that it is not there, or not asked?"""
-    return any(words in reason for words in ("did not answer", "is not connected", SUSPENDED))
-
-
-def lost(run: str, round: int, message: str, name: str, why: str) -> Line:
+def lost(run: str, round: int, message: str, name: str, why: str, passing: bool) -> Line:
     """Of an answer that did not come or was refused, for the audit log."""
-    if passing(why):
+    if passing:
         return Line(run, round, message, "in", name, missing=why)
     return Line(run, round, message, "in", name, refused=why)

@@ -18,7 +18,7 @@ from coterie.method import ClientId, EdgeId, Method
 from coterie.round import RoundAnswers, RoundPlan, RoundResult
 from coterie.runtimes.base import Interrupted, Replies, Runtime
 from coterie.runtimes.flower.arrivals import SamplesError, check_answer, check_merged, check_wire, room
-from coterie.runtimes.flower.asking import Asking, Greeting, Link, lost, passing
+from coterie.runtimes.flower.asking import Asking, Greeting, Link, lost
 from coterie.runtimes.flower.audit import NAME as AUDIT
 from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.messages import Answer, DeviceJob, EdgeAnswer, EdgeJob, Hello, Job, Kind, Request
@@ -29,7 +29,7 @@ from coterie.runtimes.flower.quarantine import Quarantine
 from coterie.runtimes.flower.registry import NodeRole, scoped
 from coterie.runtimes.flower.roster import Roster, read_attached, read_hello
 from coterie.runtimes.flower.tier import Tier
-from coterie.runtimes.flower.transport import UnreachableError
+from coterie.runtimes.flower.transport import Cause, Failure, UnreachableError
 from coterie.runtimes.flower.wirebook import WireBook
 from coterie.runtimes.states import Index
 
@@ -63,6 +63,7 @@ class _Found:
 
     answers: dict[ClientId, Answer] = field(default_factory=dict)
     missing: dict[ClientId, str] = field(default_factory=dict)
+    passing: set[ClientId] = field(default_factory=set)  # of the missing: not there, not in time, or not asked
     merged: dict[EdgeId, MergeAnswer] = field(default_factory=dict)
     refused: dict[ClientId, str] = field(default_factory=dict)  # answers that are not what they must be
 
@@ -95,6 +96,7 @@ class FlowerRuntime(Runtime):
         self._paused_at: float | None = None
         self._attempts = 0  # of the present round that did not count
         self._asked: set[ClientId] = set()  # connected clients that the present round asked
+        self._passing: set[ClientId] = set()  # clients that the present round misses through no fault of theirs
         self._judged: Judged | None = None  # of the present round's uploads
         self.presence = Presence()  # for a person; decisions rest on `here`
         link.looked = self._waiting
@@ -180,7 +182,7 @@ class FlowerRuntime(Runtime):
         for client, reason in left_out.items():
             self._trouble(f"round {round}: {self._named(client, reason)}")
             self._note_lost(round, "train", client, reason)
-            if not passing(reason) and not self.quarantine.holds(self._name(client)):
+            if client not in self._passing and not self.quarantine.holds(self._name(client)):
                 self.presence.refused(self._name(client), round, reason)
 
     def save(self) -> Index:
@@ -209,8 +211,8 @@ class FlowerRuntime(Runtime):
         except CoterieError as e:
             log.warning("devices were not told that the run has ended: %s", e)
             return
-        for name, reason in sorted(untold.items()):
-            log.info("%s was not told that the run has ended: %s", name, reason)
+        for name, failed in sorted(untold.items()):
+            log.info("%s was not told that the run has ended: %s", name, failed.why)
 
     def close(self) -> None:
         self.seen(self)
@@ -218,7 +220,8 @@ class FlowerRuntime(Runtime):
     def _note_lost(self, round: int, message: str, client: ClientId, reason: str) -> None:
         """In the audit log: whose answer did not come, or was refused."""
         name = self._name(client)
-        self.audit.write(lost(self.plan.run, round, message, name, sentence(reason.removeprefix(f"{name}: "))))
+        why = sentence(reason.removeprefix(f"{name}: "))
+        self.audit.write(lost(self.plan.run, round, message, name, why, client in self._passing))
 
     def _trouble(self, text: str) -> None:
         log.warning("%s", text)
@@ -348,10 +351,10 @@ class FlowerRuntime(Runtime):
         except CoterieError as e:
             self._refuse(name, str(e))
 
-    def _refuse_all(self, reasons: Mapping[str, str]) -> None:
-        for name, reason in reasons.items():
-            if not passing(reason):
-                self._refuse(name, reason)
+    def _refuse_all(self, errors: Mapping[str, Failure]) -> None:
+        for name, failed in errors.items():
+            if not failed.passing:
+                self._refuse(name, failed.why)
 
     def _refuse(self, name: str, reason: str) -> None:
         self._refused[name] = reason, time.monotonic()
@@ -467,6 +470,7 @@ class FlowerRuntime(Runtime):
         trained = {i: a for i, a in trained.items() if i not in judged.refused}
         merged = {**found.merged, **tier.merge(trained)}
         missing = {**{i: self._absent(i) for i in absent}, **found.missing, **tier.missing}
+        self._passing |= absent
         trained = {i: a for i, a in trained.items() if i not in missing}
         return RoundAnswers(
             trained,
@@ -495,6 +499,7 @@ class FlowerRuntime(Runtime):
         for r in requests:
             if r.client not in self.here:
                 found.missing[r.client] = self._absent(r.client)
+                found.passing.add(r.client)
                 continue
             entry = self.roster.entries[r.client]
             asked.setdefault(entry.via, []).append(r)
@@ -525,12 +530,19 @@ class FlowerRuntime(Runtime):
             link = "edge-cloud" if isinstance(job, EdgeJob) else "device-cloud"
             for traffic in (t for n, t in self._asking.traffic if n == node):
                 self.wire.count(link, traffic)
-            if "did not answer" in errors.get(node, ""):
+            failed = errors.get(node)
+            if failed is not None and failed.cause is Cause.LATE:
                 self._silent[node] = self._silent.get(node, 0) + 1
             else:
                 self._silent.pop(node, None)
-            if node in errors:
-                found.missing |= {r.client: errors[node] for r in asked[node]}
+            if failed is not None:
+                reasons = {r.client: failed.why for r in asked[node]}
+                if failed.cause is Cause.WRONG:
+                    found.refused |= reasons
+                else:
+                    found.missing |= reasons
+                if failed.passing:
+                    found.passing |= reasons.keys()
                 continue
             try:
                 if isinstance(job, EdgeJob):
@@ -541,6 +553,7 @@ class FlowerRuntime(Runtime):
             except CoterieError as e:
                 found.refused |= {r.client: f"{node}: {e}" for r in asked[node]}
         self._asking.traffic.clear()
+        self._passing = found.passing
         self.presence.doing, self.presence.waiting_for = "", []
         return found
 
@@ -599,3 +612,4 @@ class FlowerRuntime(Runtime):
         found.answers |= {i: a for i, a in answers.items() if i not in missing and i not in refused}
         found.refused |= {i: self._named(i, why) for i, why in refused.items()}
         found.missing |= {i: self._named(i, why) for i, why in missing.items()}
+        found.passing |= missing.keys()

@@ -5,7 +5,6 @@ An answer never holds state: what leaves is the method's upload, its numbers, an
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,7 +28,6 @@ from coterie.runtimes.flower.states import KEEP, States, lock
 from coterie.schema import NonFiniteError, weight
 from coterie.session import Session
 
-LINGER = 2.0  # seconds in which the last answer of a node goes
 NO_PLAN = "this node has no plan of this run"  # the cloud then says hello again
 ROOM = 2**20  # bytes of a message beside its payload
 log = logging.getLogger("coterie.device")
@@ -63,12 +61,12 @@ class DeviceHandler:
         self._audit.close()
 
     def handle(self, kind: str, round: int, shared: memoryview | None, own: memoryview) -> memoryview:
-        asked = codec.unpack(own)
+        asked = codec.unpack_foreign(own)
         if kind == "hello":
             return codec.pack(self.hello(check(asked, PlanText).text))
         if kind == "over":
             return codec.pack(self.over(check(asked, RunOver)))
-        common = Common() if shared is None else check(codec.unpack(shared), Common)
+        common = Common() if shared is None else check(codec.unpack_foreign(shared), Common)
         return codec.pack(self.answer(kind, round, joined(common, check(asked, DeviceJob))))
 
     @contextmanager
@@ -222,19 +220,8 @@ def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler) -> None:
     handler.peer = cloud
     largest = min(LARGEST, handler.allow.bytes_down + ROOM)  # what could not be allowed is not fetched
     node = Node(cloud, ca, key, handler.handle, int(largest))
-    handler.ended = leaving(node.stopping)
+    handler.ended = node.leave
     node.stop_on_signals().run()
-
-
-def leaving(stopping: threading.Event) -> Callable[[], None]:
-    """Stops a node a moment later, when its last answer has gone."""
-
-    def leave() -> None:
-        timer = threading.Timer(LINGER, stopping.set)
-        timer.daemon = True
-        timer.start()
-
-    return leave
 
 
 def _held(state: State | Remote) -> State:

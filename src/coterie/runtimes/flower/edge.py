@@ -18,12 +18,12 @@ from coterie.messages import TrainAnswer, check
 from coterie.method import ClientId, Method
 from coterie.runtimes.flower.allow import Allow
 from coterie.runtimes.flower.arrivals import SamplesError, check_answer, check_request, check_task, room
-from coterie.runtimes.flower.asking import OVER, Asking, Greeting, Link, lost, passing
+from coterie.runtimes.flower.asking import OVER, Asking, Greeting, Link, lost
 from coterie.runtimes.flower.audit import NAME as AUDIT
 from coterie.runtimes.flower.audit import AuditLog, Line
 from coterie.runtimes.flower.certs import Certs
 from coterie.runtimes.flower.contents import of_job, of_reply
-from coterie.runtimes.flower.device import NO_PLAN, leaving
+from coterie.runtimes.flower.device import NO_PLAN
 from coterie.runtimes.flower.messages import (
     Answer,
     Attached,
@@ -44,7 +44,7 @@ from coterie.runtimes.flower.plan import Plan
 from coterie.runtimes.flower.registry import NodeRole
 from coterie.runtimes.flower.roster import read_hello
 from coterie.runtimes.flower.tier import Tier
-from coterie.runtimes.flower.transport import TRANSPORTS, Node, listening
+from coterie.runtimes.flower.transport import TRANSPORTS, Cause, Node, listening
 
 PATIENCE = 0.85  # of the cloud's deadline that devices have; the rest is for the way up
 log = logging.getLogger("coterie.edge")
@@ -78,12 +78,12 @@ class EdgeHandler:
     _current: Current | None = None
 
     def handle(self, kind: str, round: int, shared: memoryview | None, own: memoryview) -> memoryview:
-        asked = codec.unpack(own)
+        asked = codec.unpack_foreign(own)
         if kind == "hello":
             return codec.pack(self.hello(check(asked, PlanText).text))
         if kind == "over":
             return codec.pack(self.over(check(asked, RunOver)))
-        common = Common() if shared is None else check(codec.unpack(shared), Common)
+        common = Common() if shared is None else check(codec.unpack_foreign(shared), Common)
         job = joined(common, check(asked, EdgeJob))
         if kind not in get_args(Kind):
             raise CoterieError(f'an edge cannot answer "{kind}"')
@@ -100,7 +100,7 @@ class EdgeHandler:
             del now.refused[gone]
         now.greeting.gone(connected)
         replies, errors = now.greeting.ask(nodes - now.hellos.keys() - now.refused.keys())
-        refused = {n: r.removeprefix(f"{n}: ") for n, r in errors.items() if not passing(r)}
+        refused = {n: e.why.removeprefix(f"{n}: ") for n, e in errors.items() if not e.passing}
         for name, reply in replies.items():
             try:
                 now.hellos[name] = read_hello(reply)
@@ -150,6 +150,9 @@ class EdgeHandler:
         if now is None or now.plan.run != job.run:
             raise CoterieError(NO_PLAN)
         self._note(Line(job.run, round, kind, "in", self.peer, of_job(now.method, job)))
+        asked = [r.client for r in job.requests] + [r.client for task in job.merges for r in task.requests]
+        if not set(asked) <= job.names.keys() & job.base.keys():
+            raise CoterieError("the job does not name all devices that it asks")
         requests: list[Request] = []
         missing: dict[ClientId, str] = {}
         for r in job.requests:
@@ -180,7 +183,10 @@ class EdgeHandler:
         traffic, now.asking.traffic = now.asking.traffic, []
         made = EdgeAnswer(kept, missing, tuple(merged.values()), _total(traffic), refused)
         self._note(
-            *(lost(job.run, round, kind, job.names[i], why) for i, why in sorted({**missing, **refused}.items()))
+            *(
+                lost(job.run, round, kind, job.names[i], why, passing=i not in refused)
+                for i, why in sorted({**missing, **refused}.items())
+            )
         )
         self._note(Line(job.run, round, kind, "out", self.peer, of_reply(now.method, made)))
         return made
@@ -208,8 +214,9 @@ class EdgeHandler:
             if name in suspended:
                 missing[r.client] = SUSPENDED
                 continue
-            if name in errors:
-                missing[r.client] = errors[name].removeprefix(f"{name}: ")
+            if (failed := errors.get(name)) is not None:
+                wrong = failed.cause is Cause.WRONG
+                (refused if wrong else missing)[r.client] = failed.why.removeprefix(f"{name}: ")
                 continue
             try:
                 known = now.hellos[name].samples if name in now.hellos else 0
@@ -242,5 +249,5 @@ def bridge(
     with listening(Certs(certs), state, host, port, transport) as link:
         handler = EdgeHandler(link, allow, AuditLog(state / AUDIT), up, stay, roles=Certs(certs).roles)
         node = Node(up, ca, key, handler.handle)
-        handler.ended = leaving(node.stopping)
+        handler.ended = node.leave
         node.stop_on_signals().run()

@@ -106,11 +106,17 @@ class Roster:
 
     def __post_init__(self) -> None:
         self.numbers = _numbers(self.path)
-        self.emptied = {int(k): n for k, n in _numbers(self._emptied).items()}
+        self.emptied = {self._seat(k): n for k, n in _numbers(self._emptied).items()}
 
     @property
     def _emptied(self) -> Path:
         return self.path.with_name("freed.json")
+
+    def _seat(self, text: str) -> ClientId:
+        try:
+            return int(text)
+        except ValueError as e:
+            raise _damaged(self._emptied, e) from None
 
     def admit(self, name: str, hello: Hello) -> RosterEntry:
         """The place of a device; raises when it asks for one that is another's."""
@@ -162,4 +168,8 @@ def _numbers(path: Path) -> dict[str, int]:
     try:
         return {str(k): int(n) for k, n in json.loads(path.read_text()).items()} if path.is_file() else {}
     except (ValueError, TypeError, AttributeError, RecursionError) as e:
-        raise CoterieError(f"{path} is damaged ({e}); restore it from a back-up") from None
+        raise _damaged(path, e) from None
+
+
+def _damaged(path: Path, why: Exception) -> CoterieError:
+    return CoterieError(f"{path} is damaged ({why}); restore it from a back-up")

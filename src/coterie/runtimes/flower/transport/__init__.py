@@ -13,6 +13,8 @@ from coterie.runtimes.flower.transport.base import (
     LARGEST,
     Answering,
     Buffer,
+    Cause,
+    Failure,
     LinkBytes,
     RefusedError,
     Replies,
@@ -24,6 +26,6 @@ from coterie.runtimes.flower.transport.base import (
 from coterie.runtimes.flower.transport.choose import TRANSPORTS, Node, listening
 
 __all__ = [
-    "LARGEST", "TRANSPORTS", "Answering", "Buffer", "LinkBytes", "Node", "RefusedError", "Replies", "UnreachableError",
-    "address", "flower_env", "listening", "use_flower",
+    "LARGEST", "TRANSPORTS", "Answering", "Buffer", "Cause", "Failure", "LinkBytes", "Node", "RefusedError", "Replies",
+    "UnreachableError", "address", "flower_env", "listening", "use_flower",
 ]  # fmt: skip

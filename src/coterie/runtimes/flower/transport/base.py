@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
 
@@ -50,7 +51,15 @@ class Bell(threading.Event):
 
     def __init__(self) -> None:
         super().__init__()
+        self.expected = False  # will it be set in a moment?
         self._calls: list[Callable[[], object]] = []
+
+    def set_after(self, seconds: float) -> None:
+        """Set it a moment later, on another thread."""
+        self.expected = True
+        timer = threading.Timer(seconds, self.set)
+        timer.daemon = True
+        timer.start()
 
     def listen(self, call: Callable[[], object]) -> None:
         self._calls.append(call)
@@ -73,11 +82,31 @@ class LinkBytes:
     total_up: int
 
 
+class Cause(Enum):
+    """Why a node gave no answer that counts."""
+
+    ABSENT = "absent"  # it is not connected
+    LATE = "late"  # it is, and the time is over
+    DECLINED = "declined"  # it answered with a sentence instead
+    WRONG = "wrong"  # what it sent is no answer to the question
+
+
+@dataclass(frozen=True)
+class Failure:
+    cause: Cause
+    why: str  # for a person, with the node's name
+
+    @property
+    def passing(self) -> bool:
+        """Is nothing wrong with the node but that it is not there, or not in time?"""
+        return self.cause in (Cause.ABSENT, Cause.LATE)
+
+
 class Replies(NamedTuple):
     """The result of a request, by node: answers, reasons for missing answers, and traffic."""
 
     answers: dict[str, memoryview]
-    errors: dict[str, str]
+    errors: dict[str, Failure]
     traffic: dict[str, LinkBytes]
 
 

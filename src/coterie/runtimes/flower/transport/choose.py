@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from coterie.runtimes.flower.transport.link import FlowerLink
 
 TRANSPORTS = ("grpc", "flower")  # the first is the default
+LINGER = 2.0  # seconds in which the last answer of a node goes
 
 
 @contextmanager
@@ -60,6 +61,10 @@ class Node:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.stopping.set())
         return self
+
+    def leave(self) -> None:
+        """End `run` a moment later, when the last answer has gone."""
+        self.stopping.set_after(LINGER)
 
     def run(self) -> None:
         """Blocks until `stopping` is set; raises CoterieError if the server refuses the key."""

@@ -40,6 +40,8 @@ from coterie.runtimes.flower.transport import grpc_wire as w
 from coterie.runtimes.flower.transport.base import (
     LARGEST,
     Buffer,
+    Cause,
+    Failure,
     LinkBytes,
     Replies,
     UnreachableError,
@@ -97,7 +99,7 @@ class _Round:
     waiting: dict[str, _Question]
     seen: dict[str, float] = field(default_factory=dict)  # when somebody who was asked was last connected
     answers: dict[str, memoryview] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, Failure] = field(default_factory=dict)
     traffic: dict[str, LinkBytes] = field(default_factory=dict)
     over: threading.Event = field(default_factory=threading.Event)  # nobody is asked any more
 
@@ -107,9 +109,9 @@ class _Round:
         self.traffic[q.node] = LinkBytes(q.payload, len(content), q.down, q.up)
         self._look()
 
-    def failed(self, node: str, reason: str) -> None:
+    def failed(self, node: str, cause: Cause, reason: str) -> None:
         self.waiting.pop(node, None)
-        self.errors[node] = reason
+        self.errors[node] = Failure(cause, reason)
         log.warning("%s", reason)
         self._look()
 
@@ -278,7 +280,7 @@ class GrpcLink:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was heard of it for {w.SILENCE:g} s")
         except CoterieError as e:
             if (now := self._asking(held.name)) is not None:
-                now.failed(held.name, f"{held.name}: {e}")
+                now.failed(held.name, Cause.WRONG, f"{held.name}: {e}")
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(e))
         except asyncio.CancelledError:
             if not held.ended:
@@ -411,9 +413,10 @@ class GrpcLink:
 
     def _refused(self, q: _Question, fields: dict[str, Any]) -> str:
         """Why an offered answer is not fetched: it is no answer, or not to this question, or too large."""
-        reason = ""
+        reason, cause = "", Cause.WRONG
         try:
             if "error" in fields:
+                cause = Cause.DECLINED
                 reason = sentence(w.text(fields, "error"), 2000) or "no reason given"
             elif (w.text(fields, "kind"), w.number(fields, "round")) != (q.kind, q.round):
                 reason = f"it is a reply of round {fields['round']}, asked was round {q.round}"
@@ -422,7 +425,7 @@ class GrpcLink:
         except CoterieError as e:
             reason = str(e)
         if reason and (now := self._waits(q)) is not None:
-            now.failed(q.node, f"{q.node}: {reason}")
+            now.failed(q.node, cause, f"{q.node}: {reason}")
         return reason
 
     # ---- a round -----------------------------------------------------------------------------------------------------
@@ -471,7 +474,7 @@ class GrpcLink:
             if node in connected:
                 now.seen[node] = moment
             elif moment - now.seen.setdefault(node, moment) > RETURN:
-                now.failed(node, f"{node} is not connected any more")
+                now.failed(node, Cause.ABSENT, f"{node} is not connected any more")
         if moment >= until or not now.waiting:
             await self._end(now, deadline)
         found = Replies(by_name(now.answers), by_name(now.errors), by_name(now.traffic))
@@ -503,14 +506,14 @@ class GrpcLink:
                 seen = now.seen.get(node, float("-inf"))
                 gone = self._left.get(node, float("-inf")) >= seen
                 if moment - seen > (LEAVE if gone else RETURN):
-                    now.failed(node, f"{node} is not connected" + " any more" * (node in now.seen))
+                    now.failed(node, Cause.ABSENT, f"{node} is not connected" + " any more" * (node in now.seen))
         return connected, list(now.waiting)
 
     async def _end(self, now: _Round, deadline: float) -> None:
         if now in self._rounds:
             self._rounds.remove(now)
         for node in list(now.waiting):
-            now.failed(node, f"{node} did not answer within {deadline:g} s")
+            now.failed(node, Cause.LATE, f"{node} did not answer within {deadline:g} s")
             held = self._held.get(node)
             if held is not None and held.sending is not None and not held.sending.done():
                 held.end("it did not take its message in time")

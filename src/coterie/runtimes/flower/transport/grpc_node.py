@@ -159,7 +159,8 @@ class GrpcNode:
             except CoterieError as e:
                 if not once and not isinstance(e, UnreachableError):
                     raise
-                log.log(logging.DEBUG if str(e) == said else logging.WARNING, "%s; trying again", e)
+                if str(e) != said and not self.stopping.expected:
+                    log.warning("%s; trying again", e)
                 said = str(e)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):

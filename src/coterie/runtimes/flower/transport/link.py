@@ -35,6 +35,8 @@ from coterie.runtimes.flower.transport import wire
 from coterie.runtimes.flower.transport.base import (
     LARGEST,
     Buffer,
+    Cause,
+    Failure,
     LinkBytes,
     RefusedError,
     Replies,
@@ -74,12 +76,12 @@ class _Round:
     asked: dict[str, _Asked] = field(default_factory=dict)  # by Flower's message id
     seen: dict[str, float] = field(default_factory=dict)  # when a client that was asked was last connected
     answers: dict[str, memoryview] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, Failure] = field(default_factory=dict)
     traffic: dict[str, LinkBytes] = field(default_factory=dict)
 
-    def failed(self, client: str, reason: str) -> None:
+    def failed(self, client: str, cause: Cause, reason: str) -> None:
         self.heads.pop(client, None)
-        self.errors[client] = reason
+        self.errors[client] = Failure(cause, reason)
         log.warning("%s", reason)
 
 
@@ -107,7 +109,7 @@ class FlowerExchange:
             self.link._step(now, looked)
         if self.left <= 0:
             for client in list(now.heads):
-                now.failed(client, f"{client} did not answer within {now.deadline:g} s")
+                now.failed(client, Cause.LATE, f"{client} did not answer within {now.deadline:g} s")
         found = Replies(by_name(now.answers), by_name(now.errors), by_name(now.traffic))
         now.answers, now.errors, now.traffic = {}, {}, {}
         return found
@@ -208,7 +210,7 @@ class FlowerLink:
         for client in list(now.heads):
             if client not in online:
                 if not self._grace and time.monotonic() - now.seen.get(client, float("-inf")) > RETURN:
-                    now.failed(client, f"{client} is not connected" + " any more" * (client in now.seen))
+                    now.failed(client, Cause.ABSENT, f"{client} is not connected" + " any more" * (client in now.seen))
                 continue
             now.seen[client] = time.monotonic()
             if client in waiting:
@@ -231,19 +233,20 @@ class FlowerLink:
             about = now.asked.pop(proto.metadata.reply_to_message_id, None)
             if about is None or about.client not in now.heads:
                 continue
-            client, before = about.client, run.traffic
+            client, before, cause = about.client, run.traffic, Cause.WRONG
             try:
                 message = wire.pull(tree, run.objects.get, now.largest)
                 if message.has_error():
                     if message.error.code in UNANSWERED:
                         continue  # asked again if it comes back; `_ask` gives it up if it does not
+                    cause = Cause.DECLINED
                     raise CoterieError(sentence(message.error.reason, 2000) or "no reason given")
                 head, parts = wire.opened(message.content)
                 head.refuse_unless(now.heads[client])
             except (UnreachableError, RefusedError):
                 raise
             except CoterieError as e:
-                now.failed(client, f"{client}: {e}")
+                now.failed(client, cause, f"{client}: {e}")
             else:
                 del now.heads[client]
                 now.answers[client] = parts["own"]

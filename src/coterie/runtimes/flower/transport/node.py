@@ -21,6 +21,7 @@ from coterie.runtimes.flower.transport import wire
 from coterie.runtimes.flower.transport.base import (
     LARGEST,
     Answering,
+    Bell,
     RefusedError,
     UnreachableError,
     UntrustedError,
@@ -42,7 +43,7 @@ class FlowerNode:
     handle: Answering
     largest: int = LARGEST  # bytes of one download
     patience: float = 30.0  # seconds a refused key is tried: not yet registered, or its last process died just now
-    stopping: threading.Event = field(default_factory=threading.Event)
+    stopping: Bell = field(default_factory=Bell)
     connected: threading.Event = field(default_factory=threading.Event)
     quick: float = 0.1  # seconds between questions right after an answer,
     slow: float = 2.0  # and at most
@@ -82,7 +83,8 @@ class FlowerNode:
                     untrusted = str(e)
                     self._reconnect()
                 except UnreachableError as e:
-                    log.warning("%s; trying again", e)
+                    if not self.stopping.expected:
+                        log.warning("%s; trying again", e)
                 self.connected.clear()
                 self.stopping.wait(pause)
                 pause = min(3.0, 1.5 * pause)
