@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from coterie import tree as T
 from coterie.method import (
@@ -114,15 +115,26 @@ class FedALA(Method):
             drawn = torch.arange(first, first + size)
         else:
             drawn = torch.randperm(n, generator=rng)[:size]
-        losses: list[float] = []
+        parts, losses = torch.split(drawn, self.ctx.batch), list[float]()
+        head_only = self.ctx.net.layout.head is not None and A.keys() <= set(self.ctx.net.layout.groups["head"])
+        gap = {k: new[k] - old[k] for k in names}
+        entering: dict[int, Tensor] = {}  # what enters the head, by part: the same for all A
         for _ in range(epochs if names and n else 0):
-            for part in torch.split(drawn, self.ctx.batch):
+            for i, part in enumerate(parts):
                 theta = merged(old, new, A)
                 leaves = [theta[k].requires_grad_() for k in names]
-                loss = self.ctx.loss(theta, Batch(data.train.x[part], data.train.y[part]))
+                x, y = data.train.x, data.train.y[part]
+                if head_only:
+                    if i not in entering:
+                        with torch.no_grad():
+                            entering[i] = self.ctx.features(new, x[part])
+                    loss = self.ctx.loss_of(self.ctx.logits(theta, entering[i]), Batch(entering[i], y))
+                else:
+                    loss = self.ctx.loss(theta, Batch(x[part], y))
                 gradients = torch.autograd.grad(loss, leaves)
-                step = {k: g * (new[k] - old[k]) for k, g in zip(names, gradients, strict=True)}
-                A = {**A, **{k: (A[k] - self.hp.eta * s).clamp(0, 1) for k, s in step.items()}}
+                A = dict(A)
+                for k, g in zip(names, gradients, strict=True):
+                    A[k] = (A[k] - self.hp.eta * (g * gap[k])).clamp_(0, 1)
             losses.append(float(loss.detach()))
             last = torch.tensor(losses[-self.hp.window :])
             if len(losses) > self.hp.window and float(last.std(correction=0)) < self.hp.threshold:
