@@ -147,7 +147,7 @@ def test_a_killed_cloud_goes_on_where_it_was_to_the_same_events(tmp_path: Path) 
 
 @pytest.mark.long
 def test_a_device_that_comes_later_takes_its_place_and_a_newcomer_gets_a_model(tmp_path: Path) -> None:
-    given = {**SMALL, "rounds": 8, "eval_every": 1, "newcomers": 1}  # Flower: slow enough for a process to start
+    given = {**SMALL, "rounds": 20, "eval_every": 1, "newcomers": 1}  # time enough for a process to start
     with Local(
         tmp_path, "fedrep", 4, 0, given, deadline=120, min_clients=2, late=(2, 3), transport="flower"
     ) as local:  # device-3 is the newcomer
