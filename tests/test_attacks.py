@@ -17,11 +17,12 @@ from coterie import codec
 from coterie.cli.federation import OneLine
 from coterie.errors import CoterieError, sentence
 from coterie.messages import Score, TrainAnswer, TrainRequest, check
+from coterie.methods import find
 from coterie.runtimes.flower import nodes
 from coterie.runtimes.flower import status as st
 from coterie.runtimes.flower.asking import Asking
 from coterie.runtimes.flower.audit import AuditLog
-from coterie.runtimes.flower.messages import Attached, EdgeJob, Hello
+from coterie.runtimes.flower.messages import Attached, EdgeAnswer, EdgeJob, Hello
 from coterie.runtimes.flower.quarantine import Quarantine
 from coterie.runtimes.flower.registry import NodeRole
 from coterie.runtimes.flower.roster import NAMED, Roster, read_attached
@@ -190,6 +191,32 @@ def test_a_header_from_another_host_has_a_bound() -> None:
         codec.unpack_foreign(whole)
 
 
+def test_a_structure_from_another_host_has_a_bound() -> None:
+    """Whatever walks through it later would end with an error that nobody expects."""
+
+    def nested(levels: int) -> memoryview:
+        value: Any = 0
+        for _ in range(levels):
+            value = [value]
+        return codec.pack(value)
+
+    assert codec.unpack(nested(200)) and codec.unpack_foreign(nested(codec.LEVELS))
+    with pytest.raises(CoterieError, match="it is nested too deep"):
+        codec.unpack_foreign(nested(codec.LEVELS + 2))
+
+
+def test_a_device_cannot_have_the_edge_before_it_blamed(tmp_path: Path) -> None:
+    """Words of its own in a refusal, which begin with the edge's name."""
+    with federation(tmp_path, "fedavg", 2, join=1.0, rounds=4, eval_every=4) as f:
+        note = {"edge-0: it": 1e10}
+        f.device_link(BAD).spoil[f"device-{BAD}"] = lambda a: replace(a, note=note) if isinstance(a, TrainAnswer) else a
+        assert f.loop.run()
+        assert list(f.runtime.quarantine.out) == [f"edge-0/device-{BAD}"]
+    assert [e["failed"] for e in events(tmp_path / "run")] == [[BAD]] * 4
+    why = events(tmp_path / "run")[0]["reasons"][str(BAD)]
+    assert why == f"edge-0/device-{BAD}: in the note, 'edge-0: it' is 1e+10"
+
+
 def test_an_upload_that_is_too_large_counts_against_its_sender(tmp_path: Path) -> None:
     def swollen(answer: Any) -> Any:
         if isinstance(answer, TrainAnswer):
@@ -252,6 +279,49 @@ def test_a_run_ends_with_the_result_of_a_run_without_the_liar(tmp_path: Path, wh
             assert all(e["failed"] == [BAD] for e in events(folder / "run"))
             found.append(codec.clone(f.loop.server))
     assert codec.equal(*found)
+
+
+@pytest.mark.long
+def test_nobody_is_blamed_for_what_an_edge_has_merged(tmp_path: Path) -> None:
+    def spoil(answer: Any) -> Any:
+        if not isinstance(answer, EdgeAnswer):
+            return answer
+        return replace(
+            answer,
+            merged=tuple(replace(m, upload={k: v * 10**9 for k, v in m.upload.items()}) for m in answer.merged),
+        )
+
+    own = {"partition": "rotate(2)", "join": 1.0, "rounds": 5, "watch": False, "final_trained": False}
+    with federation(tmp_path, "fedpc", 2, **own) as f:
+        f.link.spoil["edge-0"] = spoil
+        assert f.loop.run()
+        assert f.runtime.quarantine.offenders == {}
+    assert [e["failed"] for e in events(tmp_path / "run")] == [[]] + [[BAD]] * 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_state_of_an_edge_that_cannot_be_used_does_not_end_the_run_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
+) -> None:
+    """It is found when it comes, not when clients are evaluated rounds later."""
+    monkeypatch.setattr(find("fedcpmd"), "clusters", lambda self, server: {0: [0, 1], 1: [2, 3]})
+    lied = []
+    with federation(tmp_path, "fedcpmd", 2, join=1.0, rounds=6, eval_every=6, shared_by="cluster") as f:
+
+        def spoil(answer: Any) -> Any:
+            if lied or not isinstance(answer, EdgeAnswer) or not answer.merged:
+                return answer
+            lied.append(answer)
+            if not stays:
+                del f.link.handlers["edge-0"]
+            return replace(answer, merged=tuple(replace(m, state=dict.fromkeys(m.state, 5)) for m in answer.merged))
+
+        f.link.spoil["edge-0"] = spoil
+        assert f.loop.run()
+    found = [e["failed"] for e in events(tmp_path / "run")]
+    first = found.index([0, 1])
+    assert lied and found[first + 1 :] == [[] if stays else [0, 1]] * (len(found) - first - 1)
 
 
 @pytest.mark.long

@@ -108,7 +108,7 @@ def test_no_method_lets_a_spoiled_upload_through(tmp_path: Path, name: str) -> N
         (lambda a: replace(a, upload=[1]), "the field upload of a TrainAnswer"),
         (lambda a: {"client": 1}, "expected a TrainAnswer, got a dict"),
         (lambda a: None, "expected a TrainAnswer"),
-        (lambda a: replace(a, note={"x": 1e300}), "x in the note is 1e"),
+        (lambda a: replace(a, note={"x": 1e300}), "in the note, 'x' is 1e"),
         (lambda a: replace(a, upload={"x": torch.zeros(10**7)}), "is larger than"),
     ],
 )

@@ -284,7 +284,7 @@ def answer(member: DeviceHandler, cloud: Any) -> TrainAnswer:
         ("client", 0, "is that of client 0, asked was 1"), ("samples", 0, "its hello was of"), 
         ("steps", -1, "-1 steps"),
         ("samples", 31, "its hello was of"), ("samples", True, "impossible value"), ("steps", 1.5, "impossible value"),
-        ("note", {"a": "b"}, "impossible value"), ("note", {"a": 1e300}, "a in the note is 1e"), 
+        ("note", {"a": "b"}, "impossible value"), ("note", {"a": 1e300}, "in the note, .a. is 1e"), 
         ("loss", 1e300, "loss"),
         ("note", {str(i): 1.0 for i in range(2000)}, "too long"), ("after", {"hits": 1}, "impossible value"),
         ("upload", [], "impossible value"), ("upload", {"a": 1}, "impossible value"), ("update", torch.ones(1), "more"),

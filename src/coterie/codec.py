@@ -26,6 +26,7 @@ C = TypeVar("C", bound=type)
 MAGIC = b"COTERIE1"
 ALIGN = 64  # as PyTorch's own allocator, so that every runtime computes on equally aligned tensors
 FOREIGN = 2**23  # bytes of a header that comes from another host
+LEVELS = 64  # of its structure
 DIMENSIONS = 32  # of a tensor: NumPy and PyTorch compute with so many
 _DTYPES = {
     str(d).removeprefix("torch."): d
@@ -115,10 +116,11 @@ def pack(value: Value) -> memoryview:
     return memoryview(raw)
 
 
-def unpack(buffer: Any, copy: bool = False, header: int | None = None) -> Value:
+def unpack(buffer: Any, copy: bool = False, header: int | None = None, levels: int | None = None) -> Value:
     """The value of these bytes. Its tensors look into the buffer unless `copy` gives them memory of their own.
 
-    `header` bounds the bytes of the header, which takes many times as much memory once it is read."""
+    `header` bounds the bytes of the header, which takes many times as much memory once it is read; `levels` how deep
+    lists and dictionaries are nested, on which whatever is done with the value later depends."""
     try:
         view = memoryview(buffer)
         if bytes(view[:8]) != MAGIC:
@@ -129,6 +131,8 @@ def unpack(buffer: Any, copy: bool = False, header: int | None = None) -> Value:
         if header is not None and start - 16 > header:
             raise ValueError(f"its header has {start - 16} bytes, more than {header}")
         skeleton, places = json.loads(bytes(view[16:start]))
+        if levels is not None:
+            _check_levels(skeleton, levels)
         return _join(skeleton, _tensors(places, buffer, len(view), start, copy))
     except CoterieError:
         raise
@@ -164,6 +168,16 @@ def _tensors(places: Any, buffer: Any, length: int, start: int, copy: bool) -> l
     return found
 
 
+def _check_levels(s: Any, levels: int) -> None:
+    """A dictionary or a dataclass takes two levels of JSON, or three."""
+    inner = s.values() if isinstance(s, dict) else s if isinstance(s, list) else ()
+    for x in inner:
+        if isinstance(x, dict | list):
+            if not levels:
+                raise ValueError("it is nested too deep")
+            _check_levels(x, levels - 1)
+
+
 def _join(s: Any, tensors: list[Tensor]) -> Value:
     """Inverse of _split (tuples come back as lists)."""
     if isinstance(s, list):
@@ -192,7 +206,7 @@ def _nbytes(dtype: torch.dtype, count: int) -> int:
 
 def unpack_foreign(buffer: Any) -> Value:
     """The value of bytes that come from another host."""
-    return unpack(buffer, header=FOREIGN)
+    return unpack(buffer, header=FOREIGN, levels=LEVELS)
 
 
 # ---- in memory -------------------------------------------------------------------------------------------------------

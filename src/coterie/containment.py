@@ -93,7 +93,7 @@ def close_contained(
         return found.result
     error = found.error
     log.error("%s failed in round %s and works without some clients", title, plan.round, exc_info=error)
-    doubtful: set[ClientId] = set()
+    doubtful = set(found.result.doubtful)
     reasons: dict[ClientId, str] = {}
     for group in found.left_out:
         why = f"{title} failed on the upload: {type(error).__name__}: {error}"

@@ -11,6 +11,7 @@ import torch
 from coterie import checkpoint, ledger
 from coterie.checkpoint import Checkpoint
 from coterie.containment import close_contained
+from coterie.edges import EdgeMethod
 from coterie.errors import CoterieError
 from coterie.evaluation import ON_REQUEST, Evaluation, View, Watch, notes
 from coterie.exchange import preview
@@ -200,7 +201,26 @@ class Loop:
         if self._evaluates(t):
             clients = method.ctx.clients
             for a in range(0, len(clients), CLIENTS_PER_REQUEST):
-                preview(method, result.server, result.edges, clients[a : a + CLIENTS_PER_REQUEST], t + 1)
+                self._usable(result.server, result.edges, clients[a : a + CLIENTS_PER_REQUEST])
+            return
+        layout = method.edges(result.server) if isinstance(method, EdgeMethod) else None
+        for e, members in (layout or {}).items():  # also of those that are not asked before the next evaluation
+            if e not in result.edges or result.edges[e] is self.edges.get(e):
+                continue
+            try:
+                self._usable(result.server, result.edges, members)
+            except Exception:
+                try:
+                    self._usable(result.server, {**result.edges, e: self.edges.get(e, {})}, members)
+                except Exception:
+                    continue  # with the state before, too: who merged is not the cause
+                raise
+
+    def _usable(self, server: State, edges: Mapping[EdgeId, State], clients: Sequence[ClientId]) -> None:
+        """Raises an error if these clients could not be handed anything before the next round."""
+        schema = self.method.schema("down")
+        for shared, own in preview(self.method, server, edges, clients, self.done + 2).values():
+            schema.parts({**shared, **own})
 
     def _evaluates(self, t: int) -> bool:
         return t > 0 and (t == self.schedule.rounds or t % self.schedule.eval_every == 0)

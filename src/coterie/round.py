@@ -118,6 +118,7 @@ def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers:
         ledger.add(page, DEVICE_CLOUD, "up", summed(direct.bytes.values()))
 
     refused, nonfinite = {**answers.refused, **direct.refused}, list(direct.nonfinite)
+    doubtful: set[ClientId] = set()
     merged: list[Upload] = []
     new_edges = dict(edges)
     accepted = [u.sender for u in direct.uploads]
@@ -137,6 +138,7 @@ def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers:
             schema.check(answer.upload, f"the upload of edge {e}", answer.samples)
         except CoterieError as error:
             refused |= dict.fromkeys(answer.senders, str(error))
+            doubtful |= set(answer.senders) if len(answer.senders) > 1 else set()
             continue
         ledger.add(page, EDGE_CLOUD, "up", method.schema("edge_up").parts(answer.upload))
         new_edges[e] = answer.state
@@ -156,6 +158,7 @@ def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers:
         refused=refused,
         reasons=dict(sorted(reasons.items())),
         bytes=page,
+        doubtful=frozenset(doubtful),
     )
 
 

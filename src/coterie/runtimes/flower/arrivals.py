@@ -78,7 +78,7 @@ def check_note(note: Mapping[str, float]) -> None:
     if len(note) > 1000 or any(len(k) > 200 for k in note):
         raise CoterieError("the note is too long")
     for k, v in note.items():
-        check_number(v, f"{k} in the note")
+        check_number(v, f"in the note, {k!r}")
 
 
 def check_merged(

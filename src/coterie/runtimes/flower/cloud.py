@@ -65,7 +65,8 @@ class _Found:
     missing: dict[ClientId, str] = field(default_factory=dict)
     passing: set[ClientId] = field(default_factory=set)  # of the missing: not there, not in time, or not asked
     merged: dict[EdgeId, MergeAnswer] = field(default_factory=dict)
-    refused: dict[ClientId, str] = field(default_factory=dict)  # answers that are not what they must be
+    refused: dict[ClientId, str] = field(default_factory=dict)  # answers that are not what they must be,
+    by_edge: set[ClientId] = field(default_factory=set)  # and those of them that their edge answers for
 
 
 class FlowerRuntime(Runtime):
@@ -97,6 +98,8 @@ class FlowerRuntime(Runtime):
         self._attempts = 0  # of the present round that did not count
         self._asked: set[ClientId] = set()  # connected clients that the present round asked
         self._passing: set[ClientId] = set()  # clients that the present round misses through no fault of theirs
+        self._by_edge: set[ClientId] = set()  # clients whose edge's own answer was refused in the present round
+        self._merged_there: set[ClientId] = set()  # clients whose uploads an edge has merged: it may be to blame
         self._judged: Judged | None = None  # of the present round's uploads
         self.presence = Presence()  # for a person; decisions rest on `here`
         link.looked = self._waiting
@@ -122,8 +125,8 @@ class FlowerRuntime(Runtime):
         Uploads with NaN count as answers: asked again, their senders would answer the same."""
         t = plan.round
         for client, reason in sorted(result.refused.items()):
-            name = self._blamed(client, reason)
-            if client in result.doubtful or name is None:
+            name = self._blamed(client)
+            if client in result.doubtful or client in self._merged_there or name is None:
                 continue
             if self.quarantine.refuse(name, t, reason):
                 times = self.quarantine.offenders[name].refusals
@@ -145,12 +148,12 @@ class FlowerRuntime(Runtime):
             time.sleep(min(0.3, max(0.0, until - time.monotonic())))
         return False
 
-    def _blamed(self, client: ClientId, reason: str) -> str | None:
-        """The sender of a refused answer: the device, or the edge whose whole answer was refused."""
+    def _blamed(self, client: ClientId) -> str | None:
+        """The sender of a refused answer: the device, or the edge whose own answer was refused."""
         entry = self.roster.entries.get(client)
         if entry is None:
             return None
-        return entry.edge if entry.edge is not None and reason.startswith(f"{entry.edge}: ") else entry.name
+        return entry.edge if entry.edge is not None and client in self._by_edge else entry.name
 
     def _pause(self, why: str) -> None:
         """Told once, however long it lasts; ends the run when the operator's patience is over."""
@@ -539,6 +542,7 @@ class FlowerRuntime(Runtime):
                 reasons = {r.client: failed.why for r in asked[node]}
                 if failed.cause is Cause.WRONG:
                     found.refused |= reasons
+                    found.by_edge |= reasons.keys()
                 else:
                     found.missing |= reasons
                 if failed.passing:
@@ -552,8 +556,10 @@ class FlowerRuntime(Runtime):
                     found.answers[r.client] = self._checked(replies[node], r)
             except CoterieError as e:
                 found.refused |= {r.client: f"{node}: {e}" for r in asked[node]}
+                found.by_edge |= {r.client for r in asked[node]}
         self._asking.traffic.clear()
-        self._passing = found.passing
+        self._passing, self._by_edge = found.passing, found.by_edge
+        self._merged_there = {i for answer in found.merged.values() for i in answer.senders}
         self.presence.doing, self.presence.waiting_for = "", []
         return found
 
@@ -596,6 +602,7 @@ class FlowerRuntime(Runtime):
                 answers[a.client] = self._checked(a, requests[a.client])
             except CoterieError as e:
                 refused[a.client] = str(e)
+        lost: dict[ClientId, str] = {}  # clients of clusters that the edge has not merged as it should
         done = {m.edge: m for m in answer.merged}
         for task in job.merges:
             trained = {r.client: answers[r.client] for r in task.requests if r.client in answers}
@@ -607,9 +614,10 @@ class FlowerRuntime(Runtime):
                 reasons = {i: sentence(why) for i, why in checked.refused.items()}
                 found.merged[task.edge.id] = replace(checked, refused=reasons)
             except CoterieError as e:
-                refused |= dict.fromkeys(trained, f"{node}: edge {task.edge.id}: {e}")
+                lost |= dict.fromkeys(trained, f"{node}: edge {task.edge.id}: {e}")
         missing |= {i: "it gave no answer" for i in requests if i not in {*answers, *missing, *refused}}
-        found.answers |= {i: a for i, a in answers.items() if i not in missing and i not in refused}
-        found.refused |= {i: self._named(i, why) for i, why in refused.items()}
-        found.missing |= {i: self._named(i, why) for i, why in missing.items()}
+        found.answers |= {i: a for i, a in answers.items() if i not in {*missing, *refused, *lost}}
+        found.refused |= {i: f"{self._name(i)}: {why}" for i, why in refused.items()} | lost
+        found.missing |= {i: f"{self._name(i)}: {why}" for i, why in missing.items()}
+        found.by_edge |= lost.keys()
         found.passing |= missing.keys()
