@@ -20,12 +20,12 @@ from coterie.messages import Score, TrainAnswer, TrainRequest, check
 from coterie.methods import find
 from coterie.runtimes.flower import nodes
 from coterie.runtimes.flower import status as st
-from coterie.runtimes.flower.asking import Asking
+from coterie.runtimes.flower.asking import SHOWN, TOLD, Asking
 from coterie.runtimes.flower.audit import AuditLog
 from coterie.runtimes.flower.messages import Attached, EdgeAnswer, EdgeJob, Hello
 from coterie.runtimes.flower.quarantine import Quarantine
 from coterie.runtimes.flower.registry import NodeRole
-from coterie.runtimes.flower.roster import NAMED, Roster, read_attached
+from coterie.runtimes.flower.roster import BEHIND, NAMED, Roster, read_attached
 from coterie.runtimes.flower.serve import reopen
 from coterie.runtimes.flower.transport import Replies
 from coterie.runtimes.flower.transport import grpc_wire as w
@@ -166,6 +166,48 @@ def test_an_edge_cannot_flood_the_log_with_names() -> None:
     found = read_attached("north", NodeRole.of("edge", ["alice"]), Attached(devices, {}))
     assert len(found.refused) == NAMED + 1
     assert found.refused["north/*"] == f'edge "north" may not speak for {300 - NAMED} more devices'
+
+
+def test_an_edge_has_no_more_devices_than_connections() -> None:
+    devices = {f"d{i}": Hello(None, 5) for i in range(BEHIND + 1)}
+    with pytest.raises(CoterieError, match="speaks for 4097 devices, more than 4096"):
+        read_attached("north", NodeRole.of("edge", ["*"]), Attached(devices, {}))
+
+
+def test_an_edge_cannot_fill_the_audit_log_with_hellos(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path / "audit.jsonl")
+    asks = Asking(None, "", "", None, log)  # type: ignore[arg-type]
+    for n in range(TOLD + 5):
+        said = Attached({f"d{n}-{i}" + "x" * 100: Hello(None, 5) for i in range(SHOWN + 2)}, {})
+        asks.heard(Replies({"north": codec.pack(said)}, {}, {}))
+    asks.heard(Replies({"alice": codec.pack(Hello(0, 5))}, {}, {}))
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert [line["peer"] for line in lines] == ["north"] * TOLD + ["alice"]
+    assert all(len(x["about"]["devices"]) == SHOWN and x["about"]["more"] == 2 for x in lines[:-1])
+    assert max(len(d) for x in lines[:-1] for d in x["about"]["devices"]) == 63
+
+
+def test_an_edge_with_a_wildcard_leaves_nothing_of_names_it_does_not_say_any_more(tmp_path: Path) -> None:
+    with federation(tmp_path, "fedavg", 2, join=1.0, rounds=1) as f:
+        honest, n = f.link.handlers["edge-0"], 0
+        known = f.runtime.roles()
+        f.runtime.roles = lambda: {**known, "edge-0": NodeRole.of("edge", ["*"])}
+
+        def inventing(kind: str, round: int, shared: Any, own: Any) -> memoryview:
+            nonlocal n
+            made = codec.unpack(honest(kind, round, shared, own))
+            if kind != "hello":
+                return codec.pack(made)
+            n += 1
+            return codec.pack(replace(made, refused={f"w{n}-{i}": f"no {n}" for i in range(50)}))
+
+        f.link.handlers["edge-0"] = inventing
+        for _ in range(5):
+            f.runtime._edges_asked = 0.0
+            f.runtime.look()
+        assert n == 5 and len(f.runtime._refused) == len(f.runtime._told) == len(f.runtime.out) == 50
+        assert len(f.runtime.here) == 4
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Asking the nodes of one SuperLink about one run: hello first, then jobs. The same in the cloud and in an edge."""
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from coterie import codec
 from coterie.codec import Value
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, sentence
 from coterie.messages import check
 from coterie.method import Method
 from coterie.runtimes.flower.audit import AuditLog, Line
@@ -19,7 +20,10 @@ from coterie.runtimes.flower.transport import Buffer, Cause, Failure, Replies
 OVER = 10.0  # seconds to hear that a run has ended; an edge, which passes it on, gives its devices half of that
 HELLO = 120.0  # seconds to load data and build a model; nobody else waits for it
 EDGE_HELLO = 10.0  # seconds for an edge's, which only has to look
+TOLD, TOLD_IN = 100, 600.0  # lines about hellos of one node in so many seconds: no node fills a disk with them
+SHOWN = 100  # names of devices in the line about the hello of an edge
 MUTE_MOST = 1800.0  # seconds after which a node that never answers is asked again, at most
+log = logging.getLogger("coterie.cloud")
 Answers = tuple[dict[str, Value], dict[str, Failure]]  # what was answered, and why others did not, by name of the node
 
 
@@ -54,6 +58,7 @@ class Asking:
     def __init__(self, link: Link, plan: str, run: str, method: Method, audit: AuditLog | None = None):
         self.link, self.plan, self.run, self.method, self.audit = link, plan, run, method, audit
         self.traffic: list[tuple[str, WireBytes]] = []  # of the jobs since somebody took them, by node
+        self.spare = Spare()
         self._heard: dict[str, Value] = {}  # the newest hello of every node; the same again is no news
         self._silent: set[str] = set()  # edges that did not answer in time,
         self._late = Greeting(self, ATTACHED_BYTES)  # and may take as long as they like
@@ -88,7 +93,8 @@ class Asking:
                 errors[name] = Failure(Cause.WRONG, f"{name}: {e}")
                 continue
             if self._heard.get(name) != said:
-                self._note(Line(self.run, 0, "hello", "in", name, about=_said(said)))
+                if self.spare.allows(name):
+                    self._note(Line(self.run, 0, "hello", "in", name, about=_said(said)))
                 self._heard[name] = said
         return found, errors
 
@@ -134,6 +140,24 @@ class Asking:
             replies |= more
             errors = {n: e for n, e in {**errors, **lost, **failed}.items() if n not in replies}
         return replies, errors
+
+
+class Spare:
+    """How many more lines a node may cause in the logs by what it says when it is asked who it is."""
+
+    def __init__(self, most: int = TOLD, seconds: float = TOLD_IN):
+        self.most, self.seconds = most, seconds
+        self._since: dict[str, tuple[float, int]] = {}  # by node of this server
+
+    def allows(self, name: str) -> bool:
+        node, now = name.partition("/")[0], time.monotonic()
+        since, told = self._since.get(node, (now, 0))
+        if now - since >= self.seconds:
+            since, told = now, 0
+        self._since[node] = since, told + 1
+        if told == self.most:
+            log.warning("%s: its hellos are not noted any more for %.0f s", node, self.seconds - (now - since))
+        return told < self.most
 
 
 class Greeting:
@@ -190,7 +214,11 @@ def _said(hello: Value) -> dict[str, object]:
     """What a hello says, for the audit log."""
     if isinstance(hello, Hello):
         return {"client": hello.client, "samples": hello.samples}
-    return {"devices": sorted(map(str, hello.devices))} if isinstance(hello, Attached) else {}
+    if not isinstance(hello, Attached):
+        return {}
+    names = sorted(hello.devices)
+    more = {"more": len(names) - SHOWN} if len(names) > SHOWN else {}
+    return {"devices": [sentence(n, 63) for n in names[:SHOWN]], **more}
 
 
 def lost(run: str, round: int, message: str, name: str, why: str, passing: bool) -> Line:

@@ -346,10 +346,10 @@ class FlowerRuntime(Runtime):
                 self._refuse(name, str(e))
         self._refuse_all(errors)
 
-    def _admit(self, name: str, hello: Hello) -> None:
+    def _admit(self, name: str, hello: Hello, write: bool = True) -> None:
         self._again.discard(name)
         try:
-            log.info("%s is client %s", name, self.roster.admit(name, hello).client)
+            log.info("%s is client %s", name, self.roster.admit(name, hello, write).client)
             self._told.pop(name, None)
         except CoterieError as e:
             self._refuse(name, str(e))
@@ -361,7 +361,7 @@ class FlowerRuntime(Runtime):
 
     def _refuse(self, name: str, reason: str) -> None:
         self._refused[name] = reason, time.monotonic()
-        if self._told.get(name) != reason:
+        if self._told.get(name) != reason and self._asking.spare.allows(name):
             why = reason.removeprefix(f"{name}: ")
             self._trouble(f"{name} is not in the run: {why}")
             self.audit.write(Line(self.plan.run, 0, "hello", "in", name, refused=sentence(why)))
@@ -384,9 +384,16 @@ class FlowerRuntime(Runtime):
                 self.edges.pop(edge, None)
                 continue
             known = {entry.name for entry in self.roster.entries.values()} - self._again
+            named = {edge, *found.hellos, *found.refused}
+            for kept in (self._refused, self._told):  # nothing is kept of names that it does not say any more
+                for name in [n for n in kept if n.partition("/")[0] == edge and n not in named]:
+                    del kept[name]
+            seats = len(self.roster.numbers)
             for name, hello in found.hellos.items():
                 if name not in known and name not in self._refused:
-                    self._admit(name, hello)
+                    self._admit(name, hello, write=False)
+            if len(self.roster.numbers) > seats:
+                self.roster.write()
             for name, reason in found.refused.items():
                 self._refuse(name, reason)
             if edge in edges:

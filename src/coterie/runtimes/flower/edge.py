@@ -107,7 +107,13 @@ class EdgeHandler:
             except CoterieError as e:
                 refused[name] = str(e)
         now.refused.update(refused)
-        self._note(*(Line(now.plan.run, 0, "hello", "in", n, refused=r) for n, r in refused.items()))
+        self._note(
+            *(
+                Line(now.plan.run, 0, "hello", "in", n, refused=r)
+                for n, r in refused.items()
+                if now.asking.spare.allows(n)
+            )
+        )
         out = {**now.refused, **dict.fromkeys(sorted(suspended & connected), SUSPENDED)}
         return Attached({n: now.hellos[n] for n in sorted(nodes & now.hellos.keys())}, out)
 

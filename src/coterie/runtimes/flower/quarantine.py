@@ -50,7 +50,7 @@ class Quarantine:
 
     def holds(self, name: str) -> bool:
         """Is this sender, or the edge it is behind, in quarantine?"""
-        return name in self.out or name.partition("/")[0] in self.out
+        return any((o := self.offenders.get(n)) and o.quarantined for n in (name, name.partition("/")[0]))
 
     def refuse(self, name: str, round: int, reason: str) -> bool:
         """Count a refusal; True if the sender goes into quarantine with it."""

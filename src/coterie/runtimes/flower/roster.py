@@ -15,6 +15,7 @@ from coterie.runtimes.flower.registry import NodeRole, scoped
 from coterie.tasks import MOST
 
 NEWCOMERS = 10_000  # no run has more of these
+BEHIND = 4096  # devices of an edge, whose server has no more connections
 NAMED = 20  # devices that an edge may not speak for are named one by one up to this number
 HELLO_BYTES = 2**16  # a device's hello, with room to spare
 ATTACHED_BYTES = 2**22  # an edge's, with those of its devices
@@ -45,7 +46,10 @@ def read_attached(edge: str, role: NodeRole, value: Value) -> Behind:
         raise CoterieError(f'"{edge}" is registered as an edge and answers like a device')
     answer = check(value, Attached)
     found, strangers = Behind({}, {}), list[str]()
-    for device in sorted(answer.devices.keys() | answer.refused.keys()):
+    names = answer.devices.keys() | answer.refused.keys()
+    if len(names) > BEHIND:
+        raise CoterieError(f"it speaks for {len(names)} devices, more than {BEHIND}")
+    for device in sorted(names):
         name = scoped(edge, device)
         if not role.speaks_for(device):
             strangers.append(sentence(device, 63))
@@ -118,8 +122,8 @@ class Roster:
         except ValueError as e:
             raise _damaged(self._emptied, e) from None
 
-    def admit(self, name: str, hello: Hello) -> RosterEntry:
-        """The place of a device; raises when it asks for one that is another's."""
+    def admit(self, name: str, hello: Hello, write: bool = True) -> RosterEntry:
+        """The place of a device; raises when it asks for one that is another's. Without `write`, call `write` later."""
         holder = {n: k for k, n in self.numbers.items()}
         number, wanted = self.numbers.get(name), hello.client
         if number is None:
@@ -130,7 +134,8 @@ class Roster:
             if number >= self.places + NEWCOMERS:
                 raise CoterieError(f"client {number} is beyond the {self.places} places and {NEWCOMERS} newcomers")
             self.numbers[name] = number
-            self._write()
+            if write:
+                self.write()
         elif wanted is not None and wanted != number:
             raise CoterieError(f"it is client {number} of this run and now says it is client {wanted}")
         found = self.entries[number] = RosterEntry(name, number, hello.samples)
@@ -148,10 +153,10 @@ class Roster:
         write_atomic(self._emptied, json.dumps(self.emptied, indent=1).encode())  # first: no one gets another's state
         if to is not None:
             self.numbers[to] = number
-        self._write()
+        self.write()
         return number
 
-    def _write(self) -> None:
+    def write(self) -> None:
         write_atomic(self.path, json.dumps(self.numbers, indent=1).encode())
 
     def name(self, client: ClientId) -> str | None:

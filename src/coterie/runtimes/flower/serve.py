@@ -243,13 +243,14 @@ class StatusFile:
         clients = {entry.name: c for c, entry in runtime.roster.entries.items()}
         clients = {**runtime.roster.numbers, **clients}
         out = {}
-        for name in sorted({*roles, *presence.nodes, *clients, *runtime.out}):
+        left_out = runtime.out
+        for name in sorted({*roles, *presence.nodes, *clients, *left_out}):
             seen = presence.nodes.get(name, Seen())
             out[name] = {
                 "role": "edge" if name in roles and roles[name].is_edge else "device",
                 "client": clients.get(name), "connected": name in presence.connected,
                 "last_seen": round(seen.last, 1) or None, "round": seen.round, "uploads": seen.uploads,
-                "refusals": seen.refusals, "refused": seen.refused, "out": runtime.out.get(name, ""),
+                "refusals": seen.refusals, "refused": seen.refused, "out": left_out.get(name, ""),
             }  # fmt: skip
         return out
 

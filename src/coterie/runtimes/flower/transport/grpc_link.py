@@ -98,6 +98,7 @@ class _Round:
 
     waiting: dict[str, _Question]
     seen: dict[str, float] = field(default_factory=dict)  # when somebody who was asked was last connected
+    again: set[str] = field(default_factory=set)  # who came back and was asked again, which is told once
     answers: dict[str, memoryview] = field(default_factory=dict)
     errors: dict[str, Failure] = field(default_factory=dict)
     traffic: dict[str, LinkBytes] = field(default_factory=dict)
@@ -345,8 +346,9 @@ class GrpcLink:
         held, now = self._held.get(name), self._asking(name)
         if held is None or held.ended or now is None:
             return
-        if name in now.seen and held.ticket != now.waiting[name].ticket:
+        if name in now.seen and name not in now.again and held.ticket != now.waiting[name].ticket:
             log.info("%s came back, asking again", name)
+            now.again.add(name)
         now.seen[name] = time.monotonic()
         held.sending = asyncio.create_task(self._sent(held, now.waiting[name]))
 
