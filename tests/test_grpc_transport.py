@@ -627,3 +627,26 @@ def test_a_crowd_of_strangers_costs_little_memory_and_keeps_no_node_out(served: 
         one.close()
     for process in (child, late):
         process.stop()
+
+
+@pytest.mark.long
+def test_a_node_that_reconnects_in_a_loop_while_it_is_asked_is_noted_once(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its streams break while the question is being sent, in whatever way; the log does not grow with them."""
+    served.join("alice")
+    certs.add_node(served.certs.root, "mallory")
+    served.link.nodes()
+    caplog.set_level("INFO")
+    exchange = served.link.begin({"mallory": bytes(2**22)}, "echo", 1, 60)
+
+    async def come_and_go() -> None:
+        for _ in range(150):
+            async with Raw(served.address, served.certs) as raw:
+                assert await raw.after(raw.proof(await raw.challenge(), "mallory")) == "W"
+
+    w.run(come_and_go())
+    assert served.link.send({"alice": b"0"}, "echo", 1, 60).errors == {}
+    exchange.poll()
+    assert [r.message for r in caplog.records if "came back" in r.message] == ["mallory came back, asking again"]
+    assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")], caplog.text

@@ -256,6 +256,13 @@ class GrpcLink:
         return {name for name, held in self._held.items() if not held.ended}
 
     async def _stream(self, requests: Any, context: Any) -> None:
+        """One connection. gRPC logs what is raised here with its traceback, except for a stream that was cancelled."""
+        try:
+            await self._serve(context)
+        except grpc.aio.InternalError:
+            raise asyncio.CancelledError from None  # the other side had gone while something was written
+
+    async def _serve(self, context: Any) -> None:
         """One connection, of whoever it is."""
         try:
             held = await self._introduced(context)

@@ -58,7 +58,8 @@ HANDSHAKE = 10.0  # seconds to connect and to say who one is
 HEARTBEAT = 5.0  # seconds after which either side says that it lives, unless it is sending anyway
 SILENCE = 20.0  # seconds without a frame after which the other side is taken for gone
 PREFIX = 5  # bytes that gRPC puts before a message
-LOST = (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError)  # what a write on a dead stream may raise
+# what a write on a dead stream may raise
+LOST = (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.InternalError)
 T = TypeVar("T")
 
 OPTIONS: list[tuple[str, int]] = [
