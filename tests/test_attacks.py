@@ -373,3 +373,40 @@ def test_a_liar_behind_an_edge_that_merges_is_put_in_quarantine(tmp_path: Path) 
         f.device_link(BAD).spoil[f"device-{BAD}"] = lambda a: replace(a, loss=HUGE) if isinstance(a, TrainAnswer) else a
         assert f.loop.run()
         assert list(f.runtime.quarantine.out) == [f"edge-0/device-{BAD}"]
+
+
+def test_a_merged_upload_that_is_too_large_costs_its_edge_the_round_and_no_other(tmp_path: Path) -> None:
+    """With two edges, from the first round on; afterwards the server's state is that of a run without the liar."""
+    own = {
+        "join": 1.0,
+        "rounds": 4,
+        "eval_every": 4,
+        "watch": False,
+        "final_trained": False,
+        "settings": {"n_edges": 2},
+    }
+    roles = {
+        "edge-0": NodeRole.of("edge", ["device-0", "device-2"]),
+        "edge-1": NodeRole.of("edge", ["device-1", "device-3"]),
+    }
+
+    def huge(answer: Any) -> Any:
+        if not isinstance(answer, EdgeAnswer):
+            return answer
+        spoiled = ({k: v + 1e6 if v.is_floating_point() else v for k, v in m.upload.items()} for m in answer.merged)
+        return replace(answer, merged=tuple(replace(m, upload=u) for m, u in zip(answer.merged, spoiled, strict=True)))
+
+    with federation(tmp_path, "ecs-fl", 2, **own) as f:
+        north, south = f.links["edge-0"], f.links["edge-1"]
+        north.handlers["device-2"] = south.handlers.pop("device-2")
+        south.handlers["device-1"] = north.handlers.pop("device-1")
+        f.runtime.roles = lambda: roles
+        f.link.spoil["edge-0"] = huge
+        assert f.loop.run()
+        assert f.runtime.quarantine.out == {}
+        largest = max(float(v.abs().max()) for v in codec.tensors_of(f.loop.server) if v.is_floating_point())
+        assert largest < 100
+    found = events(tmp_path / "run")
+    assert [e["failed"] for e in found if e["round"]] == [[0, 2]] * 4
+    assert all("edge-0: edge 0: the upload is" in why for e in found for why in e["reasons"].values())
+    assert "as what was sent" in found[-4]["reasons"]["0"] and "as usual" in found[-1]["reasons"]["0"]

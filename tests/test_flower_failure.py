@@ -270,10 +270,12 @@ def test_an_upload_far_larger_than_the_others_is_refused_and_no_other() -> None:
 
 def test_with_two_clients_only_earlier_rounds_tell_what_is_usual() -> None:
     memory = Memory()
-    assert not judge(*round_of({0: 0.1, 1: 1e8}), factor=50.0, memory=memory).refused
+    assert not judge(*round_of({0: 0.1, 1: 10.0}), factor=50.0, memory=memory).refused
+    first = judge(*round_of({0: 0.1, 1: 1e8}), factor=50.0, memory=memory)
+    assert first.refused.keys() == {1} and "as what was sent" in first.refused[1]
     for t in (1, 2, 3):
         memory.add(t, judge(*round_of({0: 0.1, 1: 0.2}), 50.0, memory).usual([0, 1]))
-    assert judge(*round_of({0: 0.1, 1: 1e8}), factor=50.0, memory=memory).refused.keys() == {1}
+    assert judge(*round_of({0: 0.1, 1: 10.0}), factor=50.0, memory=memory).refused.keys() == {1}
     memory.add(2, {"w": 1.0})
     assert sorted(memory.rounds) == [1, 2], "a run that went back forgets later rounds"
 

@@ -1,9 +1,10 @@
-"""Uploads that are implausibly large beside those of other clients, or that claim implausibly many samples.
+"""Uploads that are implausibly large beside those of other senders, or that claim implausibly many samples.
 
-The size of an upload is the Euclidean norm of its difference to what its sender was sent (of entries that were not
-sent: of the entry itself). It is held against what an upload with these entries usually has: the median of each entry
-over the uploads of the round, or, where fewer than three clients change an entry, over earlier rounds. Uploads without
-any change (of stragglers, for example) say nothing about what is usual.
+A sender is a client, or an edge with what it has merged. The size of an upload is the Euclidean norm of its difference
+to what its sender was sent (of entries that were not sent: of the entry itself). It is held against what an upload with
+these entries usually has: the median of each entry over the uploads of the round, or, where fewer than three senders
+change an entry, over earlier rounds. Uploads without any change (of stragglers, for example) say nothing about what is
+usual. Where nothing says what is usual, a change is held against the norm of what was sent.
 """
 
 import math
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field
 import torch
 
 from coterie.messages import TrainAnswer, TrainRequest
-from coterie.method import ClientId
 from coterie.tree import Tree
 
 ENOUGH = 3  # values from which a median tells who is the odd one
@@ -41,36 +41,43 @@ class Memory:
 
 @dataclass(frozen=True)
 class Judged:
-    refused: dict[ClientId, str]  # why
-    sizes: Mapping[ClientId, Sizes]
+    refused: dict[int, str]  # why, by sender
+    sizes: Mapping[int, Sizes]
 
-    def usual(self, accepted: Iterable[ClientId]) -> Sizes:
-        """Of the uploads of these clients."""
+    def usual(self, accepted: Iterable[int]) -> Sizes:
+        """Of the uploads of these senders."""
         return _usual([self.sizes[i] for i in accepted if i in self.sizes], 1)
 
 
 def judge(
-    requests: Iterable[TrainRequest], answers: Mapping[ClientId, TrainAnswer], factor: float, memory: Memory
+    requests: Iterable[TrainRequest], answers: Mapping[int, TrainAnswer], factor: float, memory: Memory
 ) -> Judged:
-    """Refuse uploads larger than `factor` times what is usual (0: none), and implausible numbers of samples.
+    """The uploads of clients, and their numbers of samples."""
+    sent = {r.client: r.download for r in requests if r.client in answers}
+    judged = judge_uploads(sent, {i: answers[i].upload for i in sent}, factor, memory)
+    return Judged({**judged.refused, **_samples({i: answers[i].samples for i in sent})}, judged.sizes)
+
+
+def judge_uploads(sent: Mapping[int, Tree], uploads: Mapping[int, Tree], factor: float, memory: Memory) -> Judged:
+    """Refuse uploads larger than `factor` times what is usual (0: none).
 
     Uploads with NaN or infinity are left to the schema, which knows where NaN is allowed."""
-    asked = {r.client: r for r in requests if r.client in answers}
-    found = {i: sizes(answers[i].upload, asked[i].download) for i in sorted(asked)}
-    floors = {i: sizes(asked[i].download, {}) for i in sorted(asked)}
+    found = {i: sizes(upload, sent[i]) for i, upload in sorted(uploads.items())}
+    floors = {i: sizes(sent[i], {}) for i in found}
     entries = {k for each in found.values() for k in each}
     before = {k: v for k in entries if (v := memory.usual(k)) is not None}
     usual = {**before, **_usual(list(found.values()), ENOUGH)}
-    refused = _samples({i: answers[i].samples for i in asked})
+    refused: dict[int, str] = {}
     for i, each in found.items() if factor > 0 else ():
-        known = [k for k in each if k in usual]
-        size = math.hypot(*(each[k] for k in known))
-        least = SMALL * math.hypot(*(floors[i].get(k, 0.0) for k in each))
-        typical = max(math.hypot(*(usual[k] for k in known)), least)
-        if known and typical > 0 and size > factor * typical:
-            refused.setdefault(
-                i, f"the upload is {size / typical:.3g} times as large as usual, the bound is {factor:g} times"
-            )
+        known, model = [k for k in each if k in usual], [k for k in each if k in floors[i]]
+        start = math.hypot(*(floors[i][k] for k in model))
+        if known:
+            size, what = math.hypot(*(each[k] for k in known)), "as usual"
+            typical = max(math.hypot(*(usual[k] for k in known)), SMALL * start)
+        else:
+            size, what, typical = math.hypot(*(each[k] for k in model)), "as what was sent", start
+        if typical > 0 and size > factor * typical:
+            refused[i] = f"the upload is {size / typical:.3g} times as large {what}, the bound is {factor:g} times"
     return Judged(refused, found)
 
 
@@ -105,7 +112,7 @@ def median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def _samples(counts: Mapping[ClientId, int]) -> dict[ClientId, str]:
+def _samples(counts: Mapping[int, int]) -> dict[int, str]:
     if len(counts) < ENOUGH:
         return {}
     most = SAMPLES * max(1.0, median([float(n) for n in counts.values()]))
@@ -116,4 +123,4 @@ def _samples(counts: Mapping[ClientId, int]) -> dict[ClientId, str]:
     }
 
 
-__all__ = ["Judged", "Memory", "judge"]
+__all__ = ["Judged", "Memory", "judge", "judge_uploads"]

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from coterie import tree as T
-from coterie.bounds import Judged, judge
+from coterie.bounds import Judged, judge, judge_uploads
 from coterie.errors import CoterieError, sentence
 from coterie.messages import MergeAnswer, MergeRequest, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest, check
 from coterie.method import ClientId, EdgeId, Method
@@ -100,7 +100,9 @@ class FlowerRuntime(Runtime):
         self._passing: set[ClientId] = set()  # clients that the present round misses through no fault of theirs
         self._by_edge: set[ClientId] = set()  # clients whose edge's own answer was refused in the present round
         self._merged_there: set[ClientId] = set()  # clients whose uploads an edge has merged: it may be to blame
-        self._judged: Judged | None = None  # of the present round's uploads
+        self._judged = Judged({}, {})  # of the present round's uploads,
+        self._judged_merged = Judged({}, {})  # and of what edges have merged,
+        self._merged_from: dict[EdgeId, tuple[ClientId, ...]] = {}  # from whom
         self.presence = Presence()  # for a person; decisions rest on `here`
         link.looked = self._waiting
         self._asking = Asking(link, plan.model_dump_json(), plan.run, method, self.audit)
@@ -135,8 +137,8 @@ class FlowerRuntime(Runtime):
         if got >= need:
             self._attempts = 0
             self._go_on()
-            if self._judged is not None and (usual := self._judged.usual(result.accepted)):
-                self.quarantine.remember(t, usual)
+            edges = [e for e, senders in self._merged_from.items() if set(senders) <= set(result.accepted)]
+            self.quarantine.remember(t, self._judged.usual(result.accepted), self._judged_merged.usual(edges))
             return True
         self._attempts += 1
         for client, reason in result.left_out.items():
@@ -478,16 +480,31 @@ class FlowerRuntime(Runtime):
         self._judged = judged
         found.refused |= judged.refused
         trained = {i: a for i, a in trained.items() if i not in judged.refused}
-        merged = {**found.merged, **tier.merge(trained)}
+        merged = self._plausible(plan, found, {**found.merged, **tier.merge(trained)})
         missing = {**{i: self._absent(i) for i in absent}, **found.missing, **tier.missing}
         self._passing |= absent
-        trained = {i: a for i, a in trained.items() if i not in missing}
+        trained = {i: a for i, a in trained.items() if i not in missing and i not in found.refused}
         return RoundAnswers(
             trained,
             merged,
             {i: self._named(i, why) for i, why in missing.items()},
             {i: self._named(i, why) for i, why in found.refused.items()},
         )
+
+    def _plausible(
+        self, plan: RoundPlan, found: _Found, merged: Mapping[EdgeId, MergeAnswer]
+    ) -> dict[EdgeId, MergeAnswer]:
+        """Without what an edge has merged that is too large. Its clients lose the round, and nobody is counted."""
+        sent = {task.edge.id: task.edge.received[0] for task in plan.edges}
+        uploads = {e: answer.upload for e, answer in merged.items()}
+        judged = judge_uploads(sent, uploads, self.patience.norm_bound, self.quarantine.merged)
+        lies = {e: why for e, why in judged.refused.items() if e in found.merged}  # the rest was merged here
+        for e, why in lies.items():
+            for client in merged[e].senders:
+                found.refused[client] = f"{self.roster.entries[client].via}: edge {e}: {why}"
+        self._judged_merged = judged
+        self._merged_from = {e: answer.senders for e, answer in merged.items() if e not in lies}
+        return {e: answer for e, answer in merged.items() if e not in lies}
 
     def _absent(self, client: ClientId) -> str:
         name = self._name(client)

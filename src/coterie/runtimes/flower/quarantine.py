@@ -34,14 +34,20 @@ class Quarantine:
     after: int = 3  # refusals; 0: never
     offenders: dict[str, Offender] = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)
+    merged: Memory = field(default_factory=Memory)  # the same of what edges have merged
 
     def __post_init__(self) -> None:
         found = read(self.folder)
         try:
             self.offenders = {str(k): Offender(**v) for k, v in found.get("senders", {}).items()}
-            self.memory.rounds = {int(r): dict(sizes) for r, sizes in found.get("usual", {}).items()}
+            for memory, name in self._memories:
+                memory.rounds = {int(r): dict(sizes) for r, sizes in found.get(name, {}).items()}
         except (TypeError, ValueError, AttributeError) as e:
             raise CoterieError(f"{self.folder / FILE} is damaged ({e}); restore it from a back-up") from None
+
+    @property
+    def _memories(self) -> tuple[tuple[Memory, str], ...]:
+        return (self.memory, "usual"), (self.merged, "usual_merged")
 
     @property
     def out(self) -> dict[str, str]:
@@ -61,13 +67,18 @@ class Quarantine:
         self._write()
         return new
 
-    def remember(self, round: int, usual: Sizes) -> None:
-        self.memory.add(round, usual)
-        self._write()
+    def remember(self, round: int, usual: Sizes, merged: Sizes) -> None:
+        """Sizes of what clients sent, and of what edges merged."""
+        for (memory, _), sizes in zip(self._memories, (usual, merged), strict=True):
+            if sizes:
+                memory.add(round, sizes)
+        if usual or merged:
+            self._write()
 
     def go_back(self, round: int) -> None:
         """A run that is rolled back forgets the sizes of later rounds; who is in quarantine stays there."""
-        self.memory.rounds = {r: sizes for r, sizes in self.memory.rounds.items() if r <= round}
+        for memory, _ in self._memories:
+            memory.rounds = {r: sizes for r, sizes in memory.rounds.items() if r <= round}
 
     def released(self) -> list[str]:
         """Do what `coterie release` asked for since the last look; the names of those who are free again."""
@@ -85,7 +96,7 @@ class Quarantine:
     def _write(self) -> None:
         about = {
             "senders": {k: asdict(o) for k, o in sorted(self.offenders.items())},
-            "usual": {str(r): sizes for r, sizes in self.memory.rounds.items()},
+            **{name: {str(r): sizes for r, sizes in memory.rounds.items()} for memory, name in self._memories},
         }
         write_atomic(self.folder / FILE, json.dumps(about, indent=1).encode(), durable=False, mode=0o600)
 
