@@ -227,13 +227,17 @@ def test_a_device_runs_no_code_that_its_operator_did_not_allow(tmp_path: Path, m
             made = super().arguments(name)
             return made[: made.index("--allow")] if name == "device-1" else made
 
-    with Mixed(tmp_path / "federation", "fedavg", 2, 0, given, deadline=60, min_clients=1) as f:
+    refusal = 'the code "strange_models:SmallNet" as its model, which this host does not allow'
+    with Mixed(tmp_path / "federation", "fedavg", 2, 0, given, deadline=60, min_clients=1, late=(0,)) as f:
+        device, until = f.children["device-1"], time.monotonic() + 120
+        while refusal not in device.log.read_text():
+            assert time.monotonic() < until, device.tail()
+            time.sleep(0.1)
+        f.launch("device-0")
         f.wait(120)
         pids = {name: child.pid for name, child in f.children.items()}
-        log = f.children["device-1"].log.read_text()
     ran = {int(pid) for pid in (tmp_path / "who").read_text().split()}
     assert {pids["cloud"], pids["device-0"]} <= ran and pids["device-1"] not in ran
-    assert 'the code "strange_models:SmallNet" as its model, which this host does not allow' in log
     assert all(e["failed"] == [1] for e in f.events())
 
 
