@@ -97,9 +97,7 @@ class FlowerRuntime(Runtime):
         self._paused_at: float | None = None
         self._attempts = 0  # of the present round that did not count
         self._asked: set[ClientId] = set()  # connected clients that the present round asked
-        self._passing: set[ClientId] = set()  # clients that the present round misses through no fault of theirs
-        self._by_edge: set[ClientId] = set()  # clients whose edge's own answer was refused in the present round
-        self._merged_there: set[ClientId] = set()  # clients whose uploads an edge has merged: it may be to blame
+        self._found = _Found()  # what came of asking the last time
         self._judged = Judged({}, {})  # of the present round's uploads,
         self._judged_merged = Judged({}, {})  # and of what edges have merged,
         self._merged_from: dict[EdgeId, tuple[ClientId, ...]] = {}  # from whom
@@ -126,9 +124,10 @@ class FlowerRuntime(Runtime):
 
         Uploads with NaN count as answers: asked again, their senders would answer the same."""
         t = plan.round
+        behind = {i for answer in self._found.merged.values() for i in answer.senders}  # their edge may be to blame
         for client, reason in sorted(result.refused.items()):
             name = self._blamed(client)
-            if client in result.doubtful or client in self._merged_there or name is None:
+            if client in result.doubtful or client in behind or name is None:
                 continue
             if self.quarantine.refuse(name, t, reason):
                 times = self.quarantine.offenders[name].refusals
@@ -155,7 +154,7 @@ class FlowerRuntime(Runtime):
         entry = self.roster.entries.get(client)
         if entry is None:
             return None
-        return entry.edge if entry.edge is not None and client in self._by_edge else entry.name
+        return entry.edge if entry.edge is not None and client in self._found.by_edge else entry.name
 
     def _pause(self, why: str) -> None:
         """Told once, however long it lasts; ends the run when the operator's patience is over."""
@@ -187,7 +186,7 @@ class FlowerRuntime(Runtime):
         for client, reason in left_out.items():
             self._trouble(f"round {round}: {self._named(client, reason)}")
             self._note_lost(round, "train", client, reason)
-            if client not in self._passing and not self.quarantine.holds(self._name(client)):
+            if client not in self._found.passing and not self.quarantine.holds(self._name(client)):
                 self.presence.refused(self._name(client), round, reason)
 
     def save(self) -> Index:
@@ -226,7 +225,7 @@ class FlowerRuntime(Runtime):
         """In the audit log: whose answer did not come, or was refused."""
         name = self._name(client)
         why = sentence(reason.removeprefix(f"{name}: "))
-        self.audit.write(lost(self.plan.run, round, message, name, why, client in self._passing))
+        self.audit.write(lost(self.plan.run, round, message, name, why, client in self._found.passing))
 
     def _trouble(self, text: str) -> None:
         log.warning("%s", text)
@@ -482,7 +481,7 @@ class FlowerRuntime(Runtime):
         trained = {i: a for i, a in trained.items() if i not in judged.refused}
         merged = self._plausible(plan, found, {**found.merged, **tier.merge(trained)})
         missing = {**{i: self._absent(i) for i in absent}, **found.missing, **tier.missing}
-        self._passing |= absent
+        found.passing |= absent
         trained = {i: a for i, a in trained.items() if i not in missing and i not in found.refused}
         return RoundAnswers(
             trained,
@@ -582,8 +581,7 @@ class FlowerRuntime(Runtime):
                 found.refused |= {r.client: f"{node}: {e}" for r in asked[node]}
                 found.by_edge |= {r.client for r in asked[node]}
         self._asking.traffic.clear()
-        self._passing, self._by_edge = found.passing, found.by_edge
-        self._merged_there = {i for answer in found.merged.values() for i in answer.senders}
+        self._found = found
         self.presence.doing, self.presence.waiting_for = "", []
         return found
 
