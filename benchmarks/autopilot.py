@@ -27,13 +27,13 @@ import torch
 
 from coterie.config import Engine, settings
 from coterie.data.sources import load
+from coterie.engine.edge_steps import preview
+from coterie.engine.session import execute, prepare, rebuild
 from coterie.errors import CoterieError
-from coterie.exchange import preview
+from coterie.export.run_models import Saved
 from coterie.methods import find
 from coterie.methods.autopilot import Autopilot
-from coterie.runs.models import Saved
-from coterie.runs.run import Run
-from coterie.session import execute, prepare, rebuild
+from coterie.results.run import Run
 
 FIXED = (
     "local", "fedavg", "fedavg-ft", "fedper", "fedrep", "ditto", "apfl", "pfedsim", "fedala", "fedcpmd", "fedpc",

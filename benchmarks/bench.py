@@ -170,7 +170,7 @@ def lay_down(w: Workload, data_dir: Path | None, file: Path) -> Any:
 
 def compete(name: str, args: argparse.Namespace, seconds: float) -> tuple[list[Contender], float]:
     """Rounds in turn until the time is up, starts and ends included; also floating-point operations of a round."""
-    from coterie.rng import torch_rng
+    from coterie.core.rng import torch_rng
 
     w, entry = WORKLOADS[name], time.monotonic()
     with tempfile.TemporaryDirectory() as tmp:

@@ -32,16 +32,16 @@ from pathlib import Path
 
 import torch
 
+from coterie.engine.messages import TrainAnswer
 from coterie.errors import CoterieError
-from coterie.messages import TrainAnswer
-from coterie.runtimes.flower import processes
-from coterie.runtimes.flower.allow import Allow
-from coterie.runtimes.flower.certs import Certs
-from coterie.runtimes.flower.device import DeviceHandler, join
-from coterie.runtimes.flower.local import Local
-from coterie.runtimes.flower.messages import Answer, DeviceJob
-from coterie.runtimes.flower.replay import differences
-from coterie.runtimes.flower.transport import TRANSPORTS, Node
+from coterie.federation.device import DeviceHandler, join
+from coterie.federation.identity.authority import Certs
+from coterie.federation.localhost import processes
+from coterie.federation.localhost.trial import Local
+from coterie.federation.policy.allow import Allow
+from coterie.federation.protocol.messages import Answer, DeviceJob
+from coterie.federation.replay import differences
+from coterie.federation.transport import TRANSPORTS, Node
 
 FIRST_LIE = 4  # round
 PATIENCE = 300.0  # seconds for any single thing to happen

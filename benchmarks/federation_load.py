@@ -30,14 +30,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie import codec
+from coterie.engine import codec
+from coterie.engine.messages import Score, ScoreAnswer, TrainAnswer, TrainRequest, check
 from coterie.errors import CoterieError
-from coterie.messages import Score, ScoreAnswer, TrainAnswer, TrainRequest, check
-from coterie.runtimes.flower import processes
-from coterie.runtimes.flower.messages import Common, DeviceJob, Hello, joined
-from coterie.runtimes.flower.parties import Parties
-from coterie.runtimes.flower.processes import Child
-from coterie.runtimes.flower.transport import Node, flower_env
+from coterie.federation.localhost import processes
+from coterie.federation.localhost.nodes import Parties
+from coterie.federation.localhost.processes import Child
+from coterie.federation.protocol.messages import Common, DeviceJob, Hello, joined
+from coterie.federation.transport import Node, flower_env
 
 SAMPLES, CLASSES, SHAPE = 100, 10, "1,32,32"
 RESERVE = 2 * 2**30  # bytes of memory that are left to others

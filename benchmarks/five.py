@@ -22,13 +22,13 @@ import torch
 from nets import for_hapt
 
 import coterie
+from coterie.core.method import ClientData, Extras, Method, State, Tree, Upload, replace
 from coterie.errors import CoterieError
-from coterie.method import ClientData, Extras, Method, State, Tree, Upload, replace
 from coterie.methods import find
-from coterie.parts.best import best, kept
-from coterie.runs.arena import Arena, Pair, Row
-from coterie.runs.paper_metrics import official
-from coterie.runs.run import Run
+from coterie.parts.keep_best import best, kept
+from coterie.results.controls import Arena, Pair, Row
+from coterie.results.paper_metrics import official
+from coterie.results.run import Run
 
 Settings = dict[str, Any]
 FIVE: dict[str, Settings] = {name: {} for name in ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")}

@@ -20,10 +20,10 @@ import torch
 
 from coterie.config import Engine, settings
 from coterie.data.sources import load
+from coterie.engine.loop import Loop
+from coterie.engine.session import prepare
 from coterie.errors import CoterieError
-from coterie.loop import Loop
 from coterie.methods import find, known
-from coterie.session import prepare
 from coterie.testing import close_loop, open_loop
 
 

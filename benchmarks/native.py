@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coterie import native
+from coterie.train import native
 
 Shape = tuple[int, int, int]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from coterie.config import Engine, settings
 from coterie.data.sources import load
+from coterie.engine.session import execute, prepare, rebuild
 from coterie.errors import CoterieError
 from coterie.methods import find
-from coterie.runs.run import Run
-from coterie.session import execute, prepare, rebuild
+from coterie.results.run import Run
 
 PRINTED = {  # practical label skew, FMNIST: mean of three trials
     "fedavg": 85.85, "fedprox": 85.63, "per-fedavg": 95.10, "pfedme": 97.25, "ditto": 97.47, "apfl": 97.25,

@@ -24,7 +24,7 @@ def measure(clients: int, samples: int, join: int, method: str, rounds: int) -> 
     from coterie.config import Engine, settings
     from coterie.data.dataset import Dataset
     from coterie.data.sources import load
-    from coterie.session import Objects, execute, prepare
+    from coterie.engine.session import Objects, execute, prepare
 
     base = load("digits")
     pick = torch.randint(len(base), (clients * samples,), generator=torch.Generator().manual_seed(0))

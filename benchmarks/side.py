@@ -36,7 +36,7 @@ def floor_side(w: Workload, file: Path, processes: int) -> None:
 def session_of(w: Workload, data_dir: Path | None, engine: dict[str, Any], watch: bool = False) -> Any:
     """The workload in Coterie; evaluations of all clients and checkpoints are left to whoever drives the loop."""
     from coterie.config import Engine, settings
-    from coterie.session import Objects, prepare
+    from coterie.engine.session import Objects, prepare
 
     base = {"method": "fedavg", "model": w.name, "rounds": 10**6, "join": w.join / w.clients, "epochs": w.epochs}
     base |= {"batch": w.batch, "lr": w.lr, "clients": w.clients, "eval_every": 10**6, "watch": watch, "val_share": 0}
@@ -72,8 +72,8 @@ def dataset_of(w: Workload, data_dir: Path | None) -> Any:
 
 
 def coterie_side(w: Workload, data_dir: Path | None, engine: dict[str, Any], shipped: bool) -> None:
-    from coterie.folder import Folder
-    from coterie.session import make_loop, open_runtime
+    from coterie.engine.session import make_loop, open_runtime
+    from coterie.storage.run_folder import Folder
 
     session = session_of(w, data_dir, engine, watch=shipped)
     everybody: list[float] = []  # seconds of an evaluation of all clients; by default every tenth round has one

@@ -19,11 +19,11 @@ import torch
 from floor import WORKLOADS, Floor, Pair, Workload, pairs
 
 from coterie.config import Engine, settings
+from coterie.core.rng import torch_rng
 from coterie.data.dataset import Dataset
 from coterie.data.sources import load
-from coterie.loop import Loop
-from coterie.rng import torch_rng
-from coterie.session import Objects, prepare
+from coterie.engine.loop import Loop
+from coterie.engine.session import Objects, prepare
 from coterie.testing import close_loop, open_loop
 
 

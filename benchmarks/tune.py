@@ -15,9 +15,9 @@ from nets import for_hapt
 
 import coterie
 from coterie.config import Engine, engine
-from coterie.runs.run import Run
-from coterie.runs.sweep import sweep
-from coterie.runs.tune import Tuning
+from coterie.results.grid import sweep
+from coterie.results.run import Run
+from coterie.results.search import Tuning
 
 TASKS: dict[str, tuple[str, dict[str, list[float]], dict[str, Any]]] = {
     "digits": ("fedprox", {"lr": [0.01, 0.05, 0.2], "mu": [0.001, 0.1, 1.0]},

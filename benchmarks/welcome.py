@@ -19,16 +19,16 @@ import torch
 from nets import for_hapt
 
 import coterie
-import coterie.runs.welcome
+import coterie.export.newcomers
+from coterie.core.rng import numpy_rng
 from coterie.data import load
 from coterie.errors import CoterieError
 from coterie.methods import find, known
-from coterie.rng import numpy_rng
 
 PEOPLE = 5
 AMOUNTS = (0, 1, 5, 20, None)  # samples per class; None: all
 ALONE = "training alone"
-TRAIN_ALONE = coterie.runs.welcome._alone
+TRAIN_ALONE = coterie.export.newcomers._alone
 NAMED = ("SC-FPFL", "Ditto", "FedAvg", "FedBABU", "FedRep", "CD2-pFed", "FedGH")  # in the figure
 
 
@@ -53,7 +53,7 @@ def measure(name: str, out: Path, data_dir: Path | None, rounds: int, seed: int)
         )  # fmt: skip
     data, fed = load("hapt", data_dir), run.session().federation
     # training alone is the same for every method: once is enough
-    coterie.runs.welcome._alone = TRAIN_ALONE if name == "fedavg" else lambda *_: {"accuracy": math.nan}
+    coterie.export.newcomers._alone = TRAIN_ALONE if name == "fedavg" else lambda *_: {"accuracy": math.nan}
     rows = []
     for person in fed.clients[-PEOPLE:]:
         own = torch.cat([fed.indices(person, "train"), fed.indices(person, "val")]).sort().values

@@ -14,17 +14,17 @@ from pydantic import BaseModel
 from coterie.cli.traffic import declared
 from coterie.cli.words import FAMILIES, bounds_words, parents, type_words
 from coterie.config import Engine, RunSettings, settings
+from coterie.core.edges import EdgeMethod
+from coterie.core.method import Context, Method
+from coterie.core.schema import LARGEST, LINKS, Entry, Link, Schema
+from coterie.core.tree import Tree
 from coterie.data.arrays import from_arrays
-from coterie.data.names import KNOWN
+from coterie.data.catalogue import KNOWN
 from coterie.data.settings import PartitionSettings
-from coterie.edges import EdgeMethod
+from coterie.engine.session import Objects, prepare
 from coterie.errors import CoterieError
-from coterie.method import Context, Method
 from coterie.methods import find, known
 from coterie.models.registry import known as known_models
-from coterie.schema import LARGEST, LINKS, Entry, Link, Schema
-from coterie.session import Objects, prepare
-from coterie.tree import Tree
 
 HERE = Path(__file__).parent
 SETTINGS_TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import coterie
-from coterie import origins
+from coterie.engine import provenance as origins
 from coterie.errors import CoterieError
+from coterie.export.run_models import Saved, mean_model, personal_trees
 from coterie.methods import find
-from coterie.runs.models import Saved, mean_model, personal_trees
-from own_things import OwnMethod, OwnNet, no_data, own_data
+from support.own_objects import OwnMethod, OwnNet, no_data, own_data
 
 FEW = {"clients": 4, "rounds": 2, "epochs": 1, "join": 1.0, "partition": "iid", "workers": 1, "eval_every": 2}
 
@@ -26,9 +26,9 @@ def made(tmp_path_factory):
 
 def test_own_objects_are_found_by_their_names(made):
     assert made.description["objects"] == {
-        "method": "own_things:OwnMethod",
-        "data": "own_things:own_data",
-        "model": "own_things:OwnNet",
+        "method": "support.own_objects:OwnMethod",
+        "data": "support.own_objects:own_data",
+        "model": "support.own_objects:OwnNet",
     }
     again = coterie.open_run(made.path)
     same = zip(again.personal(1).state_dict().items(), made.personal(1).state_dict().items(), strict=True)
@@ -50,7 +50,7 @@ def changed(cls):
 
 
 def test_changed_code_is_refused(made):
-    with pytest.raises(CoterieError, match="the code of the model own_things:OwnNet has changed"):
+    with pytest.raises(CoterieError, match="the code of the model support.own_objects:OwnNet has changed"):
         coterie.open_run(made.path, model=changed(OwnNet)).personal(0)
 
 
@@ -96,8 +96,8 @@ def test_a_data_function_that_makes_no_data_gets_a_sentence(data, says):
 def test_digests_tell_code_apart_and_leave_pytorch_out():
     assert origins.code_digest(OwnNet) == origins.code_digest(OwnNet) != origins.code_digest(OwnMethod)
     assert origins.code_digest(nn.Linear(2, 3)) == origins.code_digest(nn.ReLU())
-    assert origins.recalled("own_things:OwnNet") is OwnNet
-    assert origins.recalled("own_things:Nothing") is None is origins.recalled("__main__:X")
+    assert origins.recalled("support.own_objects:OwnNet") is OwnNet
+    assert origins.recalled("support.own_objects:Nothing") is None is origins.recalled("__main__:X")
 
 
 # ---- more rounds -----------------------------------------------------------------------------------------------------

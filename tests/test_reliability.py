@@ -19,18 +19,19 @@ import pytest
 import torch
 
 import coterie
-from coterie import codec, native
 from coterie.cli import main
 from coterie.config import Engine, RunSettings, settings
 from coterie.data.settings import PartitionSettings
 from coterie.data.sources import load
+from coterie.engine import codec
+from coterie.engine.session import execute, prepare, rebuild
 from coterie.errors import CoterieError
-from coterie.folder import EVENTS, TIMING, checkpoints, read_checkpoint
+from coterie.export.run_models import export
 from coterie.methods import find, known
-from coterie.report import page
-from coterie.runs.models import export
-from coterie.runs.run import Run
-from coterie.session import execute, prepare, rebuild
+from coterie.results.report import page
+from coterie.results.run import Run
+from coterie.storage.run_folder import EVENTS, TIMING, checkpoints, read_checkpoint
+from coterie.train import native
 
 TINY = {"subset": 240, "clients": 4, "epochs": 1, "rounds": 6, "eval_every": 2, "checkpoint_every": 2, "min_size": 5}
 

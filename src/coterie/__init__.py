@@ -2,7 +2,7 @@
 
 import coterie
 result = coterie.run("fedrep", "digits", clients=20, partition="dirichlet(0.1)", rounds=30)
-result.summary()["personal"]["last"]; result.personal(7)
+result.summary()["export.personal_model"]["last"]; result.personal(7)
 """
 
 from importlib import import_module
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coterie.api import compare, open_run, resume, run, tune
+    from coterie.core.method import Card, Download, Method, Phase, Settings, Upload
     from coterie.data.arrays import from_arrays, from_torch
+    from coterie.engine.loop import Progress
     from coterie.errors import CoterieError
-    from coterie.loop import Progress
-    from coterie.method import Card, Download, Method, Phase, Settings, Upload
-    from coterie.models.assigned import PerClient
-    from coterie.personal import load_model
+    from coterie.export.personal_model import load_model
+    from coterie.models.per_client import PerClient
 
 _HOME = {
     "compare": "api", "open_run": "api", "resume": "api", "run": "api", "tune": "api",
     "from_arrays": "data.arrays", "from_torch": "data.arrays",
-    "CoterieError": "errors", "Progress": "loop", "load_model": "personal",
-    "Card": "method", "Download": "method", "Method": "method", "Phase": "method", "Settings": "method",
-    "Upload": "method",
-    "PerClient": "models.assigned",
+    "CoterieError": "errors", "Progress": "engine.loop", "load_model": "export.personal_model",
+    "Card": "core.method", "Download": "core.method", "Method": "core.method", "Phase": "core.method", "Settings": "core.method",
+    "Upload": "core.method",
+    "PerClient": "models.per_client",
 }  # fmt: skip
 
 

@@ -11,22 +11,22 @@ from torch import nn
 
 from coterie.config import PUBLIC, RunSettings, method_class, owner, settings, table
 from coterie.config import engine as engine_of
+from coterie.core.method import Method
 from coterie.data.dataset import Dataset
+from coterie.engine.provenance import origin
+from coterie.engine.session import Factory, Objects, Session, execute, prepare, rebuild
 from coterie.errors import CoterieError, unknown
-from coterie.folders import fresh_folder
-from coterie.method import Method
 from coterie.methods import canonical, controls, known
-from coterie.models.assigned import PerClient
+from coterie.models.per_client import PerClient
 from coterie.models.registry import WITH_NORM
-from coterie.origins import origin
-from coterie.runs.arena import CONTROLS, GENERAL
-from coterie.runs.callbacks import OnRound, listening
-from coterie.runs.comparison import Comparison
-from coterie.runs.found import APART
-from coterie.runs.run import Run
-from coterie.runs.sweep import Cell, sweep
-from coterie.runs.tune import Budget, Sampler, Tuning, make_trials, search
-from coterie.session import Factory, Objects, Session, execute, prepare, rebuild
+from coterie.results.callbacks import OnRound, listening
+from coterie.results.comparison import Comparison
+from coterie.results.controls import CONTROLS, GENERAL
+from coterie.results.discovery import APART
+from coterie.results.grid import Cell, sweep
+from coterie.results.run import Run
+from coterie.results.search import Budget, Sampler, Tuning, make_trials, search
+from coterie.storage.new_folder import fresh_folder
 
 DataFunction = Callable[[], Dataset]
 State = Literal["memory", "disk"]

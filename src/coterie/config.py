@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from coterie.core.method import Method
+from coterie.core.tasks import known
 from coterie.data.natural import NATURAL
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError, unknown
-from coterie.method import Method
 from coterie.methods import build, find, sentence
-from coterie.tasks import known
 
 PUBLIC = 200  # unlabelled items that are set aside for a method that needs some, if nobody says how many
 LARGEST = 1e6  # of rates and epochs; larger values are typing errors
@@ -111,7 +111,6 @@ class Engine(BaseModel):
         "local",
         description="execution backend: processes on this machine, a Ray cluster, or Flower devices on this machine",
     )
-    transport: Literal["grpc", "flower"] = Field("grpc", description="carrier of the messages, if runtime = flower")
     address: str | None = Field(None, description="address of the Ray cluster; empty: one is started on this machine")
     engine: Literal["loop", "stack", "auto"] = Field(
         "loop", description="train clients one by one, many at once, or whichever is faster (equal up to rounding)"

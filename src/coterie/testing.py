@@ -22,24 +22,24 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from coterie import codec
 from coterie.config import Engine, RunSettings, settings, shared_names
+from coterie.core.edges import ANNOUNCE, EdgeMethod
+from coterie.core.method import ClientId, Method, Moment
+from coterie.core.schema import Entry, Schema
 from coterie.data.arrays import from_arrays
 from coterie.data.dataset import Dataset
-from coterie.edges import ANNOUNCE, EdgeMethod
+from coterie.engine import codec
+from coterie.engine.edge_steps import merge, preview, receive, relay
+from coterie.engine.loop import Loop
+from coterie.engine.messages import TrainAnswer, TrainRequest
+from coterie.engine.round import RoundAnswers, RoundPlan, close
+from coterie.engine.session import Objects, Session, client_states, make_loop, prepare
 from coterie.errors import CoterieError
-from coterie.exchange import merge, preview, receive, relay
-from coterie.folder import Folder, read_log
-from coterie.loop import Loop
-from coterie.messages import TrainAnswer, TrainRequest
-from coterie.method import ClientId, Method, Moment
 from coterie.methods import build, find
-from coterie.round import RoundAnswers, RoundPlan, close
 from coterie.runtimes.base import Replies
 from coterie.runtimes.inline import Inline
 from coterie.runtimes.workers import Workers
-from coterie.schema import Entry, Schema
-from coterie.session import Objects, Session, client_states, make_loop, prepare
+from coterie.storage.run_folder import Folder, read_log
 
 
 class SmallNet(nn.Module):

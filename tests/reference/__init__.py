@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coterie.method import ClientData, Split
-from coterie.rng import key, torch_rng
+from coterie.core.method import ClientData, Split
+from coterie.core.rng import key, torch_rng
 
 TOLERANCE = 1e-5
 CODE, PAPER, BOTH = "authors' code", "paper's equations", "both"

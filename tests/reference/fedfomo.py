@@ -4,7 +4,7 @@ import torch
 from sklearn.cluster import SpectralClustering
 from torch import Tensor, nn
 
-from coterie.rng import key
+from coterie.core.rng import key
 from reference import CODE, PAPER, About, Case, Result, World, average, ce, copied, load, tensors, vector
 
 ABOUT = About(

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from coterie.rng import torch_rng
+from coterie.core.rng import torch_rng
 from reference import CODE, About, Case, Result, World, evaluated
 
 ABOUT = About(CODE, ("no training on labels of the public set before the first round; all its items in every round",))

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from sklearn.decomposition import PCA
 from torch import Tensor, nn
 
-from coterie.rng import key
+from coterie.core.rng import key
 from reference import (
     PAPER,
     About,

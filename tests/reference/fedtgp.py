@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coterie.rng import torch_rng
+from coterie.core.rng import torch_rng
 from reference import CODE, About, Case, Result, World, body, copied, head
 
 ABOUT = About(CODE, ("100 passes on the server, as in the paper (1000 in the code)",))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from sklearn.decomposition import PCA
 from torch import nn
 
-from coterie.rng import key, torch_rng
+from coterie.core.rng import key, torch_rng
 from reference import CODE, About, Case, Result, World, average, body, copied, head, load, tensors
 
 ABOUT = About(CODE, ("round tau is of everybody and is averaged (there, a further training of everybody that is not)",))

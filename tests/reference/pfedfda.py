@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coterie.rng import torch_rng
+from coterie.core.rng import torch_rng
 from reference import CODE, About, Case, Result, World, average, body, copied, head, load, tensors
 
 ABOUT = About(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from coterie.rng import torch_rng
+from coterie.core.rng import torch_rng
 from reference import CODE, About, Case, Result, World, average, copied, load, tensors
 
 ABOUT = About(

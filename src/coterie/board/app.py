@@ -22,9 +22,9 @@ from coterie.board.control import Control
 from coterie.board.federation import Federation
 from coterie.board.guard import LOOPBACK, Guard
 from coterie.board.runs import CURVES, Watch
-from coterie.disk import finite
 from coterie.errors import CoterieError
 from coterie.methods import known
+from coterie.storage.atomic import finite
 
 EVERY = 1.0  # seconds between looks at the folders
 LARGEST = 65_536  # bytes of a request
@@ -77,7 +77,7 @@ class Board:
 
 
 def make(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -> ASGIApp:
-    loader = ChoiceLoader([PackageLoader("coterie.board"), PackageLoader("coterie.report")])
+    loader = ChoiceLoader([PackageLoader("coterie.board"), PackageLoader("coterie.results.report")])
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
     async def page(request: Request) -> Response:

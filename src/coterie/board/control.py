@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coterie import folder
 from coterie.board.federation import tail
 from coterie.board.runs import Watched
 from coterie.config import RunSettings, settings
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError, unknown
-from coterie.folders import fresh_folder
+from coterie.storage import run_folder as folder
+from coterie.storage.new_folder import fresh_folder
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 PLAIN = ("data", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "lr", "seed")

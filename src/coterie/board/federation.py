@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coterie.runtimes.flower.status import LIVE, dead, silence
+from coterie.federation.cloud.status import LIVE, dead, silence
 
 TAIL = 32_768  # bytes of a log that are shown
 

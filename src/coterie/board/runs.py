@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coterie import folder
+from coterie.core.tasks import Classification, Metric, make
 from coterie.errors import CoterieError
-from coterie.runs.run import Run
-from coterie.tasks import Classification, Metric, make
+from coterie.results.run import Run
+from coterie.storage import run_folder as folder
 
 DEPTH = 6  # folders below the board's root that are searched
 POINTS = 300  # of a curve
@@ -194,8 +194,8 @@ class Watched:
         return {**about, "settings": self.settings, "wrong": wrong[-200:], **self._clients()}
 
     def _clients(self) -> dict[str, Any]:
-        from coterie.report import content
-        from coterie.runs.comparison import Comparison
+        from coterie.results.comparison import Comparison
+        from coterie.results.report import content
 
         try:
             mine = Run(self.path)

@@ -93,19 +93,18 @@ def run(
 ) -> None:
     """Run one method, or continue an interrupted run."""
     from coterie.config import settings
-    from coterie.disk import finite
+    from coterie.engine.session import execute, prepare, rebuild
     from coterie.errors import CoterieError
-    from coterie.folders import fresh_folder
-    from coterie.runs.callbacks import listening
-    from coterie.session import execute, prepare, rebuild
+    from coterie.results.callbacks import listening
+    from coterie.storage.atomic import finite
+    from coterie.storage.new_folder import fresh_folder
 
     given = o.gather(config, set_, method=method, data=data, task=task, model=model, partition=partition,
                      clients=clients, join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr,
                      seed=seed, stop_after=stop_after,
                      warm_start=None if warm_start is None else str(warm_start))  # fmt: skip
-    how = engine_from(
-        workers, state, data_dir, runtime=runtime, transport=transport, address=address, engine=engine, keep=keep
-    )
+    o.check_transport(transport)
+    how = engine_from(workers, state, data_dir, runtime=runtime, address=address, engine=engine, keep=keep)
     silent = quiet or as_json
     if resume is not None:
         if others := sorted(set(given) - {"rounds"}):
@@ -134,7 +133,7 @@ def run(
             stopped=stop,
             from_round=from_round,
         )
-    from coterie.runs.run import Run  # brings pandas, which a run itself does not need
+    from coterie.results.run import Run  # brings pandas, which a run itself does not need
 
     found = Run(folder, session)
     if as_json:
@@ -178,11 +177,11 @@ def compare(
     """Run several methods on the same clients and print one table. `all` stands for every method."""
     from coterie.api import asked, comparison_cells, shared_choices
     from coterie.cli.arena import show
-    from coterie.folders import fresh_folder
     from coterie.methods import known
-    from coterie.runs.comparison import Comparison
-    from coterie.runs.run import Run
-    from coterie.runs.sweep import sweep
+    from coterie.results.comparison import Comparison
+    from coterie.results.grid import sweep
+    from coterie.results.run import Run
+    from coterie.storage.new_folder import fresh_folder
 
     given = o.gather(config, set_, data=data, task=task, model=model, partition=partition, clients=clients, join=join,
                      rounds=rounds, epochs=epochs, batch=batch, lr=lr)  # fmt: skip
@@ -248,10 +247,10 @@ def runs(
     """List the runs in a folder."""
     import pandas as pd
 
-    from coterie.disk import finite
     from coterie.errors import CoterieError
-    from coterie.runs.found import run_folders
-    from coterie.runs.run import Run
+    from coterie.results.discovery import run_folders
+    from coterie.results.run import Run
+    from coterie.storage.atomic import finite
 
     paths = run_folders(folder)
     if not paths:
@@ -303,7 +302,7 @@ def _worse(r: dict[str, Any]) -> float:
 
 
 def _metric(r: dict[str, Any]) -> Any:
-    from coterie.tasks import TASKS
+    from coterie.core.tasks import TASKS
 
     return next(m for t in TASKS.values() for m in t.metrics if m.name == r["metric"])
 
@@ -349,7 +348,7 @@ def _show_table(comparison: Any, title: str) -> None:
 
 
 def _show_run(run: Any) -> None:
-    from coterie.runs.comparison import Comparison
+    from coterie.results.comparison import Comparison
 
     if run.events:
         _show_table(Comparison([run]), f"after round {run.last_round}; {run.metric.heading}, mean over clients")
@@ -369,7 +368,7 @@ def report(
     as_json: o.Json = False,
 ) -> None:
     """Write one HTML page about one or several runs; it opens offline."""
-    from coterie.report.page import write
+    from coterie.results.report.page import write
 
     damaged: list[str] = []
     words = ["coterie", "report", *map(str, folders), "-o", str(out), *(["--title", title] if title else [])]

@@ -14,7 +14,7 @@ from coterie.cli.screen import console
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from coterie.runs.arena import Arena
+    from coterie.results.controls import Arena
 
 arena_app = typer.Typer()
 
@@ -31,8 +31,8 @@ def arena(
 ) -> None:
     """Paired differences to controls, with 95 % intervals over seeds and clients."""
     from coterie.errors import CoterieError
-    from coterie.runs.arena import arenas
-    from coterie.runs.found import find_runs
+    from coterie.results.controls import arenas
+    from coterie.results.discovery import find_runs
 
     damaged: list[str] = []
     runs = [r for r in find_runs(folders, damaged.append) if r.events]

@@ -24,7 +24,7 @@ def audit_log(
     as_json: o.Json = False,
 ) -> None:
     """Show what came to a device, edge or cloud, what left it, for whom, and what was refused."""
-    from coterie.runtimes.flower.audit import located, read
+    from coterie.federation.policy.audit import located, read
 
     file = located(path)
     found = read(file)

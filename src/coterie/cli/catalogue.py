@@ -15,7 +15,7 @@ from coterie.cli.screen import console
 from coterie.cli.words import CERTAINTY, FAMILIES, NEEDS, bounds_words, families, parents, type_words
 
 if TYPE_CHECKING:  # the command line starts without torch
-    from coterie.method import Method, Settings
+    from coterie.core.method import Method, Settings
     from coterie.parts.readings import ReadingSettings
 
 catalogue = typer.Typer()
@@ -213,7 +213,7 @@ def show(
     import inspect
 
     if allow:
-        from coterie.runtimes.flower.allow_example import example
+        from coterie.federation.policy.allow_example import example
 
         typer.echo(example(method), nl=False)
         return
@@ -326,9 +326,9 @@ def data_show(
     """Show a partition: a table, and a picture of labels by client."""
     from coterie.config import settings
     from coterie.data.federation import federate
-    from coterie.data.show import draw, rows, table
+    from coterie.data.overview import draw, rows, table
     from coterie.data.sources import load
-    from coterie.data.targets import with_task
+    from coterie.data.target_types import with_task
 
     given = o.gather(config, set_, data=data, task=task, partition=partition, clients=clients, seed=seed)
     s = settings(**{"method": "fedavg", **given})

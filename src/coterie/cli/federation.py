@@ -60,7 +60,7 @@ def certs_init(
     days: Annotated[int, Option(min=1, help="days of validity of the certificates")] = 825,
 ) -> None:
     """Create a certificate authority, a server certificate and a control key."""
-    from coterie.runtimes.flower import certs
+    from coterie.federation.identity import authority as certs
 
     made = certs.init(root, host or [], days)
     console.print(f"made {made.root}; give devices {made.ca}, and each its own key", soft_wrap=True, highlight=False)
@@ -83,7 +83,7 @@ def certs_renew(
 
     Without --ca devices need nothing. With --ca they need the new ca.crt before the overlap is over.
     """
-    from coterie.runtimes.flower import certs
+    from coterie.federation.identity import authority as certs
 
     if not ca:
         certs.renew(root, host or [], days)
@@ -95,7 +95,7 @@ def certs_renew(
 @certs_app.command("switch")
 def certs_switch(root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")]) -> None:
     """End the overlap of `renew --ca`: from now on devices need the new ca.crt."""
-    from coterie.runtimes.flower import certs
+    from coterie.federation.identity import authority as certs
 
     certs.switch_now(root)
 
@@ -105,7 +105,7 @@ def certs_show(root: Annotated[Path, Argument(metavar="DIR", help="the directory
     """Show until when the certificates hold."""
     from datetime import UTC, datetime
 
-    from coterie.runtimes.flower.certs import Certs
+    from coterie.federation.identity.authority import Certs
 
     found = Certs(root)
     found.check()
@@ -121,7 +121,7 @@ def certs_key(
     path: Annotated[Path, Argument(metavar="FILE", help="the private key to make, for example node.key")],
 ) -> None:
     """Create a node's key on the device; register its .pub file at the cloud with `coterie nodes add --public`."""
-    from coterie.runtimes.flower import certs
+    from coterie.federation.identity import authority as certs
 
     console.print(f"made {certs.new_key(path)}; register {path.with_suffix('.pub')} at the cloud", soft_wrap=True)
 
@@ -172,12 +172,12 @@ def serve(
     """Run the cloud: wait for devices, run the rounds, write a checkpoint after each."""
     from coterie.config import settings
     from coterie.errors import CoterieError
-    from coterie.folders import fresh_folder
-    from coterie.runtimes.flower import serve as s
-    from coterie.runtimes.flower.cloud import QuorumError
-    from coterie.runtimes.flower.processes import die_with_parent, owner_only
-    from coterie.runtimes.flower.transport import use_flower
+    from coterie.federation.cloud import program as s
+    from coterie.federation.cloud.runtime import QuorumError
+    from coterie.federation.localhost.processes import die_with_parent, owner_only
+    from coterie.storage.new_folder import fresh_folder
 
+    o.check_transport(transport)
     die_with_parent()
     _log()
     given = o.gather(config, set_, method=method, data=data, task=task, model=model, partition=partition,
@@ -185,7 +185,6 @@ def serve(
                      seed=seed)  # fmt: skip
     rules: dict[str, Any] = {
         "min_clients": min_clients, "norm_bound": norm_bound, "quarantine_after": quarantine_after, "keep": keep,
-        "transport": transport,
     }  # fmt: skip
     rules = {k: v for k, v in rules.items() if v is not None}
     if patience is not None:
@@ -218,7 +217,6 @@ def serve(
                 raise CoterieError(f"{folder} holds a federation with other settings; choose another folder")
             cloud = replace(cloud, run=kept.run)
     owner_only(folder)
-    use_flower(folder / "flwr")
     session = s.open_session(chosen, cloud)
     stop = Stop()
     try:
@@ -259,7 +257,7 @@ def release(
     name: Annotated[str, Argument(help="a sender in quarantine; `coterie status RUN` names them")],
 ) -> None:
     """Free a sender from quarantine; a running cloud asks it again from the next round on."""
-    from coterie.runtimes.flower import quarantine
+    from coterie.federation.policy import quarantine
 
     quarantine.release(folder, name)
     console.print(f"{name} is free again", soft_wrap=True, highlight=False)
@@ -273,7 +271,7 @@ def status(
     """Say whether a federation runs, waits, is paused, failed, ended or died, and who is connected."""
     import json
 
-    from coterie.runtimes.flower import status as st
+    from coterie.federation.cloud import status as st
 
     found = st.read_status(folder)
     if as_json:
@@ -313,14 +311,12 @@ def join(
     stay: Stay = False,
 ) -> None:
     """Run a device: train on this host's data when the cloud asks, until the run has ended."""
-    from coterie.runtimes.flower import device
-    from coterie.runtimes.flower.allow import Allow
-    from coterie.runtimes.flower.processes import die_with_parent, owner_only
-    from coterie.runtimes.flower.transport import use_flower
+    from coterie.federation import device
+    from coterie.federation.localhost.processes import die_with_parent, owner_only
+    from coterie.federation.policy.allow import Allow
 
     allowed = Allow.read(allow)
     owner_only(state)
-    use_flower(state / "flwr")
     die_with_parent()
     _log()
     device.join(cloud, ca, key, device.DeviceHandler(data, state, client, data_dir, allowed, keep, stay))
@@ -340,20 +336,19 @@ def edge(
 ) -> None:
     """Run an edge: a node of the cloud and a server for its own devices."""
     from coterie.errors import CoterieError
-    from coterie.runtimes.flower.allow import Allow
-    from coterie.runtimes.flower.edge import bridge
-    from coterie.runtimes.flower.processes import die_with_parent, owner_only
-    from coterie.runtimes.flower.transport import TRANSPORTS, use_flower
+    from coterie.federation.edge import bridge
+    from coterie.federation.localhost.processes import die_with_parent, owner_only
+    from coterie.federation.policy.allow import Allow
 
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise CoterieError(f'listen "{listen}" must be :PORT or HOST:PORT')
+    o.check_transport(transport)
     allowed = Allow.read(allow)
     owner_only(state)
-    use_flower(state / "flwr")
     die_with_parent()
     _log()
-    bridge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allowed, transport or TRANSPORTS[0], stay)
+    bridge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allowed, stay)
 
 
 @federation_app.command()
@@ -379,18 +374,17 @@ def up(
     quiet: o.Quiet = False,
 ) -> None:
     """Try a whole federation on this machine, each party as a separate process."""
-    from coterie.folders import fresh_folder
-    from coterie.runtimes.flower.local import Local
-    from coterie.runtimes.flower.processes import owner_only
-    from coterie.runtimes.flower.transport import TRANSPORTS
-    from coterie.runtimes.flower.watch import watch
+    from coterie.federation.cloud.screen import watch
+    from coterie.federation.localhost.processes import owner_only
+    from coterie.federation.localhost.trial import Local
+    from coterie.storage.new_folder import fresh_folder
 
     given = o.gather(config, set_, data=data, model=model, partition=partition, join=join, rounds=rounds,
                      epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip
     folder = out or fresh_folder(f"{method}-up")
     stop = Stop()
-    carrier = transport or TRANSPORTS[0]
-    local = Local(folder, method, devices, edges, given, deadline=deadline, data_dir=data_dir, transport=carrier)
+    o.check_transport(transport)
+    local = Local(folder, method, devices, edges, given, deadline=deadline, data_dir=data_dir)
     owner_only(folder)
     with stop.listening(), local:
         ended = watch(local, console, quiet, stop)

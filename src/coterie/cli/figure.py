@@ -30,10 +30,10 @@ def figure(
 ) -> None:
     """Draw accuracy, bytes, clusters, clients, ... of runs."""
     from coterie.cli.app import engine_from
+    from coterie.engine.session import rebuild
     from coterie.errors import unknown
-    from coterie.report import figures
-    from coterie.runs.found import find_runs
-    from coterie.session import rebuild
+    from coterie.results.discovery import find_runs
+    from coterie.results.report import figures
 
     if kind not in figures.KINDS:
         raise unknown("kind of figure", kind, figures.KINDS)

@@ -25,7 +25,7 @@ def nodes_list(
     as_json: Annotated[bool, Option("--json", help="print JSON")] = False,
 ) -> None:
     """Show names, roles, key fingerprints and states."""
-    from coterie.runtimes.flower import nodes
+    from coterie.federation.identity import admin as nodes
 
     found = nodes.listing(root, run)
     if as_json:
@@ -55,7 +55,7 @@ def nodes_add(
     A node that was removed may be added again, with its old key or a new one; it gets its seat back.
     """
     from coterie.errors import CoterieError
-    from coterie.runtimes.flower import certs
+    from coterie.federation.identity import authority as certs
 
     if public is not None and len(names) != 1:
         raise CoterieError("--public is the key of one node; give one name")
@@ -68,7 +68,7 @@ def nodes_add(
 @nodes_app.command("remove")
 def nodes_remove(root: Dir, name: Annotated[str, Argument(help="the node")]) -> None:
     """Remove a node: its key is refused from the next round on. Its seat stays its own until free-seat."""
-    from coterie.runtimes.flower import certs
+    from coterie.federation.identity import authority as certs
 
     certs.remove_node(root, name)
 
@@ -76,7 +76,7 @@ def nodes_remove(root: Dir, name: Annotated[str, Argument(help="the node")]) -> 
 @nodes_app.command("suspend")
 def nodes_suspend(root: Dir, name: Name) -> None:
     """Ask a node nothing from the next round on; it stays connected and keeps key and seat."""
-    from coterie.runtimes.flower import nodes
+    from coterie.federation.identity import admin as nodes
 
     nodes.suspend(root, name)
 
@@ -84,7 +84,7 @@ def nodes_suspend(root: Dir, name: Name) -> None:
 @nodes_app.command("release")
 def nodes_release(root: Dir, name: Name) -> None:
     """End a node's suspension; it continues with the state it had."""
-    from coterie.runtimes.flower import nodes
+    from coterie.federation.identity import admin as nodes
 
     nodes.release(root, name)
 
@@ -100,7 +100,7 @@ def nodes_rotate(
 
     Either key is accepted until the node was first seen with the new one, or until the overlap is over.
     """
-    from coterie.runtimes.flower import nodes
+    from coterie.federation.identity import admin as nodes
 
     made = nodes.rotate(root, name, public, overlap * 86_400)
     console.print(f"{made}; start the node with its new key", soft_wrap=True, highlight=False)
@@ -113,7 +113,7 @@ def nodes_free(
     to: Annotated[str | None, Option(help="the node that gets the seat; otherwise the next newcomer")] = None,
 ) -> None:
     """Make the client number of a removed or suspended node free for another, who starts without private state."""
-    from coterie.runtimes.flower import nodes
+    from coterie.federation.identity import admin as nodes
 
     number = nodes.free_seat(run, name, to)
     console.print(f"client {number} is free{f' for {to}' if to else ''} before the next round", highlight=False)

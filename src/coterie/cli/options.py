@@ -32,9 +32,7 @@ Keep = Annotated[
     int | None, Option(min=2, help="checkpoints to keep: --resume DIR --from-round N goes back to one of them")
 ]
 FromRound = Annotated[int | None, Option(min=0, help="with --resume: go back to the checkpoint of this round")]
-Transport = Annotated[
-    str | None, Option(help="carrier of the messages: grpc (the default) or flower; devices find out by themselves")
-]
+Transport = Annotated[str | None, Option(help="kept for scripts of version 0.1: grpc", hidden=True)]
 Address = Annotated[str | None, Option(help="address of the Ray cluster (default: start one on this machine)")]
 Set = Annotated[list[str] | None, Option("--set", help="any setting of method, run or federation, as key=value")]
 Config = Annotated[Path | None, Option(help="TOML file with settings; options override it")]
@@ -62,3 +60,11 @@ def gather(config: Path | None, assignments: list[str] | None, **options: Any) -
 def commas(text: str | None) -> list[str]:
     """Parts between commas, except those in parentheses: `mnist,MNIST_ExDir(2,5)` are two."""
     return [t.strip() for t in re.split(r",(?![^(]*\))", text) if t.strip()] if text else []
+
+
+def check_transport(given: str | None) -> None:
+    """Raise CoterieError for the transport over Flower's SuperLink, which version 0.2 no longer has."""
+    from coterie.errors import CoterieError
+
+    if given not in (None, "grpc"):
+        raise CoterieError(f'transport "{given}" is not available: a federation uses gRPC')

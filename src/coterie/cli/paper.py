@@ -36,11 +36,11 @@ def paper(
     """Rerun a paper's table or figure; printed and measured values side by side."""
     from coterie.cli.app import engine_from
     from coterie.config import parse_assignment
-    from coterie.data.names import size
+    from coterie.data.catalogue import size
     from coterie.errors import CoterieError
     from coterie.papers import output, presets
-    from coterie.runs.run import Run
-    from coterie.runs.sweep import Status, sweep
+    from coterie.results.grid import Status, sweep
+    from coterie.results.run import Run
 
     if name == "list":
         _list(item, data_dir, workers, calibrate)
@@ -102,7 +102,7 @@ def _left(status: object) -> str:
 
 def _list(only: str | None, data_dir: Path | None, workers: int | None, calibrate: bool) -> None:
     """Every item, what it needs and about how long it takes here."""
-    from coterie.data.names import size
+    from coterie.data.catalogue import size
     from coterie.data.sources import known
     from coterie.papers import estimate, presets
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from coterie.config import Engine, settings
+from coterie.core.method import Method, Moment, State, Upload
+from coterie.core.schema import Entry, Link, Schema
+from coterie.core.tree import Tree
+from coterie.engine.session import Session, prepare
 from coterie.errors import CoterieError
-from coterie.method import Method, Moment, State, Upload
 from coterie.methods import find
 from coterie.models.registry import WITH_NORM
-from coterie.schema import Entry, Link, Schema
-from coterie.session import Session, prepare
-from coterie.tree import Tree
 
 ANSWERS = 8  # clients, more than any method's default number of groups or models
 

@@ -42,11 +42,11 @@ def tune(
 ) -> None:
     """Search settings and methods by successive halving on validation data; prints the winning command."""
     from coterie.config import engine
-    from coterie.disk import finite
+    from coterie.engine.session import Objects
     from coterie.errors import CoterieError, unknown
-    from coterie.folders import fresh_folder
-    from coterie.runs.tune import SAMPLERS, Budget, make_trials, search
-    from coterie.session import Objects
+    from coterie.results.search import SAMPLERS, Budget, make_trials, search
+    from coterie.storage.atomic import finite
+    from coterie.storage.new_folder import fresh_folder
 
     given = o.gather(config, set_, data=data, task=task, model=model, partition=partition, clients=clients, join=join,
                      epochs=epochs, batch=batch, seed=seed, rounds=rounds)  # fmt: skip

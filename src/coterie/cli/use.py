@@ -12,7 +12,7 @@ from coterie.cli import options as o
 from coterie.cli.screen import console, frame_table, say
 
 if TYPE_CHECKING:
-    from coterie.personal import Predictions, Predictor
+    from coterie.export.personal_model import Predictions, Predictor
 
 use_app = typer.Typer()
 Whose = Annotated[str | None, Option(help="whose model: a number, or the name the data give the client")]
@@ -23,8 +23,8 @@ Allow = Annotated[
 
 def _run(folder: Path, data_dir: Path | None) -> Any:
     from coterie.config import engine
-    from coterie.runs.run import Run
-    from coterie.session import rebuild
+    from coterie.engine.session import rebuild
+    from coterie.results.run import Run
 
     found = Run(folder)
     found.refuse_devices()  # before its data are looked for, which are on the devices too
@@ -43,9 +43,9 @@ def export(
 ) -> None:
     """Write a client's personal model as a file with its preprocessing, and say how to load it."""
     from coterie.errors import unknown
-    from coterie.runs.deployed import ENDINGS, deploy
-    from coterie.runs.models import export as write
-    from coterie.runs.models import predictor
+    from coterie.export.deployment import ENDINGS, deploy
+    from coterie.export.run_models import export as write
+    from coterie.export.run_models import predictor
 
     if format not in (*ENDINGS, "safetensors"):
         raise unknown("format", format, [*ENDINGS, "safetensors"])
@@ -86,8 +86,8 @@ def predict(
     Raw items are prepared as in training. With labels in the file, scores are printed too."""
     from coterie.data.files import new_items
     from coterie.errors import CoterieError
-    from coterie.personal import load_model
-    from coterie.runs.models import predictor
+    from coterie.export.personal_model import load_model
+    from coterie.export.run_models import predictor
 
     if out is not None and out.suffix not in (".npz", ".csv"):
         raise CoterieError(f"--out {out} must end in .npz or .csv")
@@ -127,10 +127,10 @@ def welcome(
     """Give somebody who was not there a personal model by the run's method, and compare it."""
     from coterie.config import engine
     from coterie.data.files import own_items
-    from coterie.disk import finite
+    from coterie.engine.session import rebuild
     from coterie.errors import CoterieError
-    from coterie.runs.run import Run
-    from coterie.session import rebuild
+    from coterie.results.run import Run
+    from coterie.storage.atomic import finite
 
     target = out or Path(f"{data.stem}.safetensors")
     if target.resolve().parent == folder.resolve():
@@ -182,7 +182,7 @@ def _write(out: Path, model: "Predictor", found: "Predictions", proba: bool) -> 
     import numpy as np
     import pandas as pd
 
-    from coterie.disk import write_atomic
+    from coterie.storage.atomic import write_atomic
 
     if out.suffix == ".csv":
         frame = pd.DataFrame(_columns(model, found, proba)).rename_axis("item")

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.data import targets
+from coterie.data import target_types as targets
+from coterie.data.annotations import group_codes, split_codes
 from coterie.data.dataset import Dataset
-from coterie.data.given import group_codes, split_codes
 from coterie.data.text import LENGTH, VOCABULARY, tokens
 from coterie.errors import CoterieError
 

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.data.turn import Interp, turned
-from coterie.rng import torch_rng
-from coterie.tasks import Task, make
+from coterie.core.rng import torch_rng
+from coterie.core.tasks import Task, make
+from coterie.data.rotation import Interp, turned
 
 Ints = NDArray[np.int64]
 Normalize = Literal["standard", "unit", "none"]

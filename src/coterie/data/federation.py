@@ -8,15 +8,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coterie.core.method import ClientData, Split
+from coterie.core.rng import torch_rng
+from coterie.core.tasks import Task
+from coterie.data.annotations import PART_WORDS, client_number
 from coterie.data.dataset import Dataset
-from coterie.data.given import PART_WORDS, client_number
 from coterie.data.partition import Ints, deal
 from coterie.data.settings import PartitionSettings
 from coterie.data.split import grouped_parts, like_training, parts_of, public_items
 from coterie.errors import CoterieError
-from coterie.method import ClientData, Split
-from coterie.rng import torch_rng
-from coterie.tasks import Task
 
 Part = Literal["train", "val", "test"]
 PARTS: tuple[Part, ...] = ("train", "val", "test")

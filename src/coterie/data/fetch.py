@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from coterie.data.names import KNOWN, data_dir, locate
+from coterie.data.catalogue import KNOWN, data_dir, locate
 from coterie.errors import CoterieError, unknown
 
 BLOCK = 1 << 20

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.data.scheme import Scheme, parse
+from coterie.core.rng import numpy_rng
+from coterie.data.partition_spec import Scheme, parse
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError
-from coterie.rng import numpy_rng
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -5,8 +5,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coterie.data.dataset import Normalize
-from coterie.data.scheme import Scheme, parse
-from coterie.data.turn import Interp
+from coterie.data.partition_spec import Scheme, parse
+from coterie.data.rotation import Interp
 from coterie.errors import CoterieError, unknown
 
 

@@ -9,8 +9,8 @@ import torch
 
 from coterie.data import files, hub
 from coterie.data.arrays import dataset, from_arrays, from_torch
+from coterie.data.catalogue import KNOWN, data_dir, locate, missing
 from coterie.data.dataset import Dataset
-from coterie.data.names import KNOWN, data_dir, locate, missing
 from coterie.data.natural import NATURAL
 from coterie.errors import CoterieError, unknown
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from coterie.core.rng import numpy_rng
 from coterie.data.partition import Ints
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError
-from coterie.rng import numpy_rng
 
 _TOO_FEW = "test_from = official has too few test samples to give every client one; lower clients"
 

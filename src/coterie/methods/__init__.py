@@ -1,4 +1,5 @@
-"""Methods, one file or folder each; found by the entry points `coterie.methods`, so other packages can add theirs."""
+"""Methods, one file or folder each. BUILT_IN lists those of Coterie; other packages add theirs by the entry point group
+`coterie.methods`."""
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -6,15 +7,102 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from coterie.core.method import Method
 from coterie.errors import CoterieError, unknown
-from coterie.method import Method
 
-GROUP = "coterie.methods"
+GROUP = "coterie.methods"  # entry points of other packages
+# name of a method: module below coterie.methods and class
+BUILT_IN = {
+    "local": "local:Local",
+    "autopilot": "autopilot:Autopilot",
+    "fedavg": "fedavg:FedAvg",
+    "fedavg-ft": "fedavgft:FedAvgFT",
+    "lp-ft": "fedavgft:LPFT",
+    "fedprox": "fedprox:FedProx",
+    "scaffold": "scaffold:Scaffold",
+    "moon": "moon:Moon",
+    "fednova": "fednova:FedNova",
+    "q-ffl": "qffl:QFFL",
+    "fedper": "fedper:FedPer",
+    "fedrep": "fedrep:FedRep",
+    "ditto": "ditto:Ditto",
+    "fedamp": "fedamp:FedAMP",
+    "cfl": "cfl:CFL",
+    "ifca": "ifca:IFCA",
+    "fesem": "fesem:FeSEM",
+    "fedgroup": "fedgroup:FedGroup",
+    "pfedme": "pfedme:PFedMe",
+    "per-fedavg": "perfedavg:PerFedAvg",
+    "per-fedavg-hf": "perfedavg:PerFedAvgHF",
+    "cgpfl": "cgpfl:CGPFL",
+    "fl-hc": "flhc:FLHC",
+    "fedproto": "fedproto:FedProto",
+    "fednh": "fednh:FedNH",
+    "fedcp": "fedcp:FedCP",
+    "fedgh": "fedgh:FedGH",
+    "fedmd": "fedmd:FedMD",
+    "fedrod": "fedrod:FedRoD",
+    "gpfl": "gpfl:GPFL",
+    "prr-fl": "prrfl:PRRFL",
+    "cd2-pfed": "cd2pfed:CD2pFed",
+    "apfl": "apfl:APFL",
+    "feddyn": "feddyn:FedDyn",
+    "fedbn": "fedbn:FedBN",
+    "fedbabu": "fedbabu:FedBABU",
+    "lg-fedavg": "lgfedavg:LGFedAvg",
+    "fedap": "fedap:FedAP",
+    "pfedsim": "pfedsim:PFedSim",
+    "fedfomo": "fedfomo:FedFomo",
+    "fedcmd": "fedcmd:FedCMD",
+    "fedala": "fedala:FedALA",
+    "feddbe": "feddbe:FedDBE",
+    "fedpac": "fedpac:FedPAC",
+    "fedas": "fedas:FedAS",
+    "fedtgp": "fedtgp:FedTGP",
+    "floco": "floco:Floco",
+    "knn-per": "knnper:KNNPer",
+    "pfedfda": "pfedfda:PFedFDA",
+    "pfedhn": "pfedhn:PFedHN",
+    "fedcac": "fedcac:FedCAC",
+    "fedgmh": "fedgmh:FedGMH",
+    "fedgmh-o": "fedgmh:FedGMHo",
+    "fedgmh-a": "fedgmh:FedGMHa",
+    "fedgmh-oa": "fedgmh:FedGMHoa",
+    "fedpc": "fedpc:FedPC",
+    "fedpc-j1": "fedpc:FedPCJ1",
+    "fedpc-no-proto": "fedpc:FedPCNoProto",
+    "fedpc-no-mixing": "fedpc:FedPCNoMixing",
+    "fedpc-mean": "fedpc:FedPCMean",
+    "fedpc-random": "fedpc:FedPCRandom",
+    "sc-fpfl": "scfpfl:SCFPFL",
+    "sc-fpfl-cluster-only": "scfpfl:SCFPFLClusterOnly",
+    "sc-fpfl-fourier-only": "scfpfl:SCFPFLFourierOnly",
+    "sc-fpfl-no-agent": "scfpfl:SCFPFLNoAgent",
+    "sc-fpfl-no-kl": "scfpfl:SCFPFLNoKL",
+    "ecs-fl": "ecsfl:ECSFL",
+    "ecs-fl-nearest": "ecsfl:ECSFLNearest",
+    "ecs-fl-invdist": "ecsfl:ECSFLInvDist",
+    "ecs-fl-invdist-all": "ecsfl:ECSFLInvDistAll",
+    "ecs-fl-random": "ecsfl:ECSFLRandom",
+    "ecs-fl-farthest": "ecsfl:ECSFLFarthest",
+    "ecs-fl-mean-all": "ecsfl:ECSFLMeanAll",
+    "fedcpmd": "fedcpmd:FedCPMD",
+    "fedcpmd-auto": "fedcpmd:FedCPMDAuto",
+    "fedcpmd-only-cluster": "fedcpmd:FedCPMDOnlyCluster",
+    "fedcpmd-only-decoupling": "fedcpmd:FedCPMDOnlyDecoupling",
+    "fedcpmd-full": "fedcpmd:FedCPMDFull",
+    "fedcpmd-oracle": "fedcpmd:FedCPMDOracle",
+    "fedcpmd-random": "fedcpmd:FedCPMDRandom",
+    "fedcpmd-classifier": "fedcpmd:FedCPMDClassifier",
+}
 
 
 @cache
 def _points() -> dict[str, EntryPoint]:
-    return {p.name: p for p in entry_points(group=GROUP)}
+    """All methods by name. A built-in name cannot be replaced by an entry point."""
+    others = {p.name: p for p in entry_points(group=GROUP)}
+    ours = {name: EntryPoint(name, f"coterie.methods.{where}", GROUP) for name, where in BUILT_IN.items()}
+    return {**others, **ours}
 
 
 def known() -> list[str]:

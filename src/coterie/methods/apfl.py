@@ -21,8 +21,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload
+from coterie.core import tree as T
+from coterie.core.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload
 from coterie.parts.gradient import grad
 
 ALPHA = "a:alpha"

@@ -35,9 +35,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.errors import CoterieError, unknown
-from coterie.method import (
+from coterie.core import tree as T
+from coterie.core.method import (
     Batch,
     Card,
     ClientData,
@@ -52,9 +51,10 @@ from coterie.method import (
     Tree,
     Upload,
 )
-from coterie.parts.choosing import choose, mixed, temperatures
+from coterie.core.schema import Entry, Link, Schema
+from coterie.errors import CoterieError, unknown
+from coterie.parts.candidate_choice import choose, mixed, temperatures
 from coterie.parts.neighbours import votes
-from coterie.schema import Entry, Link, Schema
 
 CANDIDATES: dict[str, dict[str, float]] = {  # of which members, in which shares
     "global": {"global": 1.0},

@@ -16,10 +16,22 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Card, ClientData, ClientId, Download, Extras, Method, Moment, Settings, State, Tree, Upload
-from coterie.parts.clusters import vectors
-from coterie.schema import Link, Schema, like
+from coterie.core import tree as T
+from coterie.core.method import (
+    Card,
+    ClientData,
+    ClientId,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Settings,
+    State,
+    Tree,
+    Upload,
+)
+from coterie.core.schema import Link, Schema, like
+from coterie.parts.cluster_models import vectors
 
 
 class CFLSettings(Settings):

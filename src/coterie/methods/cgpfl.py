@@ -12,12 +12,12 @@ from typing import Any
 
 from pydantic import Field
 
-from coterie import tree as T
-from coterie.method import Card, ClientData, ClientId, Download, State, Tree, Upload
+from coterie.core import tree as T
+from coterie.core.method import Card, ClientData, ClientId, Download, State, Tree, Upload
 from coterie.methods.pfedme import PFedMe, PFedMeSettings
-from coterie.parts import bank
+from coterie.parts import model_bank as bank
+from coterie.parts.cluster_models import first_groups, of_cluster, sizes, towards, vectors
 from coterie.parts.clustering import warm_kmeans
-from coterie.parts.clusters import first_groups, of_cluster, sizes, towards, vectors
 
 
 class CGPFLSettings(PFedMeSettings):

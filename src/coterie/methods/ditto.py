@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import (
+from coterie.core import tree as T
+from coterie.core.method import (
     Batch,
     Card,
     ClientData,
@@ -30,7 +30,7 @@ from coterie.method import (
     Tree,
     Upload,
 )
-from coterie.schema import Link, Schema
+from coterie.core.schema import Link, Schema
 
 
 class DittoSettings(Settings):

@@ -17,8 +17,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import (
+from coterie.core import tree as T
+from coterie.core.method import (
     Batch,
     Card,
     ClientData,
@@ -32,8 +32,8 @@ from coterie.method import (
     Tree,
     Upload,
 )
-from coterie.parts.groups import last_layers
-from coterie.schema import Entry, Link, Schema
+from coterie.core.schema import Entry, Link, Schema
+from coterie.parts.layer_groups import last_layers
 
 REST = "x:rest"  # in the download of a client that merges but does not train
 

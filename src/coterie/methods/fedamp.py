@@ -14,9 +14,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.errors import CoterieError
-from coterie.method import (
+from coterie.core import tree as T
+from coterie.core.method import (
     Batch,
     Card,
     ClientData,
@@ -29,7 +28,8 @@ from coterie.method import (
     Tree,
     Upload,
 )
-from coterie.parts import bank
+from coterie.errors import CoterieError
+from coterie.parts import model_bank as bank
 
 
 class FedAMPSettings(Settings):

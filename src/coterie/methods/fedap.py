@@ -13,13 +13,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Card, ClientData, ClientId, Download, Extras, Moment, Phase, State, Tree, Upload
+from coterie.core import tree as T
+from coterie.core.method import Card, ClientData, ClientId, Download, Extras, Moment, Phase, State, Tree, Upload
+from coterie.core.schema import Entry, Link, Schema
 from coterie.methods.fedbn import FedBN, FedBNSettings
-from coterie.parts import bank
-from coterie.parts.norms import input_moments
+from coterie.parts import model_bank as bank
+from coterie.parts.batch_norm import input_moments
 from coterie.parts.similarity import inverse_distances, with_self
-from coterie.schema import Entry, Link, Schema
 
 
 class FedAPSettings(FedBNSettings):

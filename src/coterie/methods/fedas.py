@@ -14,11 +14,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, Settings, State, Tree, Upload
+from coterie.core import tree as T
+from coterie.core.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, Settings, State, Tree, Upload
+from coterie.core.schema import Entry, Link, Schema
 from coterie.parts.gradient import grad
 from coterie.parts.prototypes import collect, one_hot
-from coterie.schema import Entry, Link, Schema
 
 FISHER = "x:fisher"
 

@@ -4,7 +4,7 @@ Everybody trains a copy of one model; the server averages the copies by sample c
 Its personal model is the global one; `trained` is FedAvg followed by local training.
 """
 
-from coterie.method import Card, Method
+from coterie.core.method import Card, Method
 
 
 class FedAvg(Method):

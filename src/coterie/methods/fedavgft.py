@@ -9,7 +9,7 @@ LP-FT was written for a pre-trained network; here the federation's model stands 
 
 from pydantic import Field
 
-from coterie.method import Card, Method, Phase, Settings
+from coterie.core.method import Card, Method, Phase, Settings
 
 
 class FedAvgFTSettings(Settings):

@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from coterie import tree as T
-from coterie.method import Card, Method, Phase, Settings, State, Tree
+from coterie.core import tree as T
+from coterie.core.method import Card, Method, Phase, Settings, State, Tree
 
 
 class FedBABUSettings(Settings):

@@ -7,8 +7,8 @@ The mean is by samples, so that without batch norm it would be FedAvg; the autho
 
 from pydantic import Field
 
-from coterie.method import Card, ClientData, Extras, Method, Settings, State, Tree, Upload
-from coterie.parts.norms import recalibrated
+from coterie.core.method import Card, ClientData, Extras, Method, Settings, State, Tree, Upload
+from coterie.parts.batch_norm import recalibrated
 
 
 class FedBNSettings(Settings):

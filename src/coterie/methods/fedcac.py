@@ -13,11 +13,23 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Card, ClientData, ClientId, Download, Extras, Method, Moment, Settings, State, Tree, Upload
-from coterie.parts import bank
+from coterie.core import tree as T
+from coterie.core.method import (
+    Card,
+    ClientData,
+    ClientId,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Settings,
+    State,
+    Tree,
+    Upload,
+)
+from coterie.core.schema import Entry, Link, Schema, like
+from coterie.parts import model_bank as bank
 from coterie.parts.masks import criticality, top_share, write_in
-from coterie.schema import Entry, Link, Schema, like
 
 
 class FedCACSettings(Settings):

@@ -17,23 +17,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import (
-    Batch,
-    Card,
-    ClientData,
-    Extras,
-    Method,
-    Moment,
-    Phase,
-    Settings,
-    State,
-    Upload,
-)
+from coterie.core import tree as T
+from coterie.core.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, Settings, State, Upload
+from coterie.core.schema import Link, Schema, like
+from coterie.core.tree import Tree
 from coterie.parts import small_layers
 from coterie.parts.distill import mmd
-from coterie.schema import Link, Schema, like
-from coterie.tree import Tree
 
 
 class FedCPSettings(Settings):

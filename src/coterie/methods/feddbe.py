@@ -13,8 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import (
+from coterie.core import tree as T
+from coterie.core.method import (
     Batch,
     Card,
     ClientData,
@@ -27,8 +27,8 @@ from coterie.method import (
     State,
     Upload,
 )
-from coterie.schema import Entry, Link, Schema
-from coterie.tree import Tree
+from coterie.core.schema import Entry, Link, Schema
+from coterie.core.tree import Tree
 
 MEAN = "x:mean"
 BIAS = "p:bias"

@@ -16,10 +16,22 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Download, Extras, Method, Moment, Phase, Settings, State, Upload
-from coterie.schema import Entry, Link, Schema, like
-from coterie.tree import Tree
+from coterie.core import tree as T
+from coterie.core.method import (
+    Batch,
+    Card,
+    ClientData,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Phase,
+    Settings,
+    State,
+    Upload,
+)
+from coterie.core.schema import Entry, Link, Schema, like
+from coterie.core.tree import Tree
 
 
 class FedDynSettings(Settings):

@@ -23,12 +23,13 @@ from pydantic import Field
 from sklearn.cluster import SpectralClustering
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, ClientId, Download, Extras, Method, Moment, State, Tree, Upload
-from coterie.parts import bank, pairs
+from coterie.core import tree as T
+from coterie.core.method import Batch, Card, ClientData, ClientId, Download, Extras, Method, Moment, State, Tree, Upload
+from coterie.core.rng import key
+from coterie.core.schema import Entry, Link, Schema
+from coterie.parts import model_bank as bank
+from coterie.parts import pairwise_state as pairs
 from coterie.parts.readings import ReadingSettings
-from coterie.rng import key
-from coterie.schema import Entry, Link, Schema
 
 MODELS, AVERAGES, AFFINITY = "models", "averages", "x:affinity"
 BOUND = 1e6  # of an affinity

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from pydantic import Field
 
-from coterie.method import Card, ClientData, Extras, Method, Moment, Settings, State, Tree, Upload
-from coterie.parts.heads import Heads, train_heads
+from coterie.core.method import Card, ClientData, Extras, Method, Moment, Settings, State, Tree, Upload
+from coterie.core.schema import Entry, Link, Schema, class_ids
+from coterie.parts.linear_heads import Heads, train_heads
 from coterie.parts.prototypes import collect
-from coterie.schema import Entry, Link, Schema, class_ids
 
 
 class FedGHSettings(Settings):

@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import (
+from coterie.core import tree as T
+from coterie.core.method import (
     Card,
     ClientData,
     ClientId,
@@ -29,10 +29,10 @@ from coterie.method import (
     Tree,
     Upload,
 )
+from coterie.core.rng import key
+from coterie.parts.cluster_models import of_cluster, sizes, vectors
 from coterie.parts.clustering import kmeans, svd_features
-from coterie.parts.clusters import of_cluster, sizes, vectors
 from coterie.parts.similarity import cosine
-from coterie.rng import key
 
 
 class FedGroupSettings(Settings):

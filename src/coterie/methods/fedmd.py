@@ -16,11 +16,23 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Download, Extras, Method, Moment, Phase, Settings, State, Upload
+from coterie.core import tree as T
+from coterie.core.method import (
+    Batch,
+    Card,
+    ClientData,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Phase,
+    Settings,
+    State,
+    Upload,
+)
+from coterie.core.schema import Entry, Link, Schema
+from coterie.core.tree import Tree
 from coterie.parts.gradient import grad
-from coterie.schema import Entry, Link, Schema
-from coterie.tree import Tree
 
 SCORES = "x:scores"
 CHUNK = 512

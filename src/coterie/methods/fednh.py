@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import (
+from coterie.core import tree as T
+from coterie.core.method import (
     Batch,
     Card,
     ClientData,
@@ -28,9 +28,9 @@ from coterie.method import (
     Upload,
     cross_entropy,
 )
+from coterie.core.schema import Entry, Link, Schema, counts, like
+from coterie.core.tree import Tree
 from coterie.parts.prototypes import collect
-from coterie.schema import Entry, Link, Schema, counts, like
-from coterie.tree import Tree
 
 COUNTS, SCALE = "x:counts", "x:scale"
 UNIT = 1 + 1e-5  # largest entry of a unit row, with room for rounding

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, State, Tree, Upload
-from coterie.schema import Entry, Link, Schema
+from coterie.core import tree as T
+from coterie.core.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, State, Tree, Upload
+from coterie.core.schema import Entry, Link, Schema
 
 STEPS = "x:steps"
 MOST = 10**6  # steps of one round that a server believes

@@ -17,8 +17,8 @@ from pydantic import Field
 from scipy.optimize import nnls
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import (
+from coterie.core import tree as T
+from coterie.core.method import (
     Batch,
     Card,
     ClientData,
@@ -32,9 +32,9 @@ from coterie.method import (
     Upload,
     cross_entropy,
 )
+from coterie.core.schema import Entry, Link, Schema, class_ids, counts
+from coterie.core.tree import Tree
 from coterie.parts.prototypes import collect
-from coterie.schema import Entry, Link, Schema, class_ids, counts
-from coterie.tree import Tree
 
 MEANS = "x:prototypes"
 SMALL = 1e-3  # weights below are left out

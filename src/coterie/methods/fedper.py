@@ -5,8 +5,8 @@ The last layers stay on the client, the others are averaged; all are trained tog
 
 from pydantic import Field
 
-from coterie.method import Card, Method, Settings
-from coterie.parts.groups import last_layers
+from coterie.core.method import Card, Method, Settings
+from coterie.parts.layer_groups import last_layers
 
 
 class FedPerSettings(Settings):

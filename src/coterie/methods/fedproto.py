@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.method import (
+from coterie.core.method import (
     Batch,
     Card,
     ClientData,
@@ -29,9 +29,9 @@ from coterie.method import (
     Upload,
     cross_entropy,
 )
+from coterie.core.schema import Entry, Link, Schema, class_ids, counts
+from coterie.core.tree import Tree
 from coterie.parts.prototypes import Prototypes, collect, nearest_logits, prototype_loss
-from coterie.schema import Entry, Link, Schema, class_ids, counts
-from coterie.tree import Tree
 
 
 class FedProtoSettings(Settings):

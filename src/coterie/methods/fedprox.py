@@ -7,8 +7,8 @@ Batch-norm statistics are not penalised. Variable local work is a setting of the
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Extras, Method, Settings, State, Tree
+from coterie.core import tree as T
+from coterie.core.method import Batch, Card, ClientData, Extras, Method, Settings, State, Tree
 
 
 class FedProxSettings(Settings):

@@ -13,7 +13,7 @@ frozen. Departs from the authors' code:
 
 from pydantic import Field
 
-from coterie.method import Card, Method, Phase, Settings
+from coterie.core.method import Card, Method, Phase, Settings
 
 
 class FedRepSettings(Settings):

@@ -11,11 +11,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Extras, Method, Moment, Settings, State, Tree, cross_entropy
+from coterie.core import tree as T
+from coterie.core.method import Batch, Card, ClientData, Extras, Method, Moment, Settings, State, Tree, cross_entropy
+from coterie.core.schema import Link, Schema, like
 from coterie.parts import small_layers
 from coterie.parts.distill import balanced_logits
-from coterie.schema import Link, Schema, like
 
 
 class FedRoDSettings(Settings):

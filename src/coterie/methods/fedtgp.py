@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Card, ClientData, Extras, State, Tree, Upload
+from coterie.core import tree as T
+from coterie.core.method import Card, ClientData, Extras, State, Tree, Upload
 from coterie.methods.fedproto import FedProto, FedProtoSettings
 from coterie.parts.prototypes import class_means
 from coterie.parts.small_layers import linear, run_linear

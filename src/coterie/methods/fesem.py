@@ -14,11 +14,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
+from coterie.core import tree as T
+from coterie.core.method import Card, ClientData, ClientId, Download, Method, Settings, State, Tree, Upload
 from coterie.errors import CoterieError
-from coterie.method import Card, ClientData, ClientId, Download, Method, Settings, State, Tree, Upload
+from coterie.parts.cluster_models import first_groups, of_cluster, sizes, vectors
 from coterie.parts.clustering import assign
-from coterie.parts.clusters import first_groups, of_cluster, sizes, vectors
 
 
 class FeSEMSettings(Settings):

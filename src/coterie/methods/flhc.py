@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from coterie import tree as T
+from coterie.core import tree as T
+from coterie.core.method import Card, ClientData, ClientId, Download, Method, Settings, State, Tree, Upload
 from coterie.errors import CoterieError
-from coterie.method import Card, ClientData, ClientId, Download, Method, Settings, State, Tree, Upload
+from coterie.parts.cluster_models import of_cluster, sizes, vectors
 from coterie.parts.clustering import Linkage, Metric, agglomerate, assign
-from coterie.parts.clusters import of_cluster, sizes, vectors
 
 
 class FLHCSettings(Settings):

@@ -18,21 +18,10 @@ from pydantic import Field
 from sklearn.decomposition import PCA
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import (
-    Batch,
-    Card,
-    ClientData,
-    Download,
-    Extras,
-    Method,
-    Moment,
-    Settings,
-    State,
-    Upload,
-)
-from coterie.schema import Entry, Link, Schema, like
-from coterie.tree import Tree
+from coterie.core import tree as T
+from coterie.core.method import Batch, Card, ClientData, Download, Extras, Method, Moment, Settings, State, Upload
+from coterie.core.schema import Entry, Link, Schema, like
+from coterie.core.tree import Tree
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 ENDPOINTS, PLACE = "x:endpoints", "x:place"

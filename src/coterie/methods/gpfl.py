@@ -12,9 +12,21 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from coterie.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, Settings, State, Tree, cross_entropy
+from coterie.core.method import (
+    Batch,
+    Card,
+    ClientData,
+    Extras,
+    Method,
+    Moment,
+    Phase,
+    Settings,
+    State,
+    Tree,
+    cross_entropy,
+)
+from coterie.core.schema import Link, Schema, like
 from coterie.parts import small_layers
-from coterie.schema import Link, Schema, like
 
 CLASSES = "x:classes"
 

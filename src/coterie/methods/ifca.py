@@ -11,10 +11,22 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from coterie import tree as T
-from coterie.method import Card, ClientData, ClientId, Download, Extras, Method, Moment, Settings, State, Tree, Upload
-from coterie.parts.starts import starts
-from coterie.schema import Entry, Link, Schema
+from coterie.core import tree as T
+from coterie.core.method import (
+    Card,
+    ClientData,
+    ClientId,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Settings,
+    State,
+    Tree,
+    Upload,
+)
+from coterie.core.schema import Entry, Link, Schema
+from coterie.parts.initial_models import starts
 
 PICKED = "x:picked"
 CHUNK = 256  # samples per forward pass when the models are compared

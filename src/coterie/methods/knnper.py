@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.method import Card, ClientData, Extras, Method, Settings, State, Tree
+from coterie.core.method import Card, ClientData, Extras, Method, Settings, State, Tree
 from coterie.parts.neighbours import votes
 
 CHUNK = 512

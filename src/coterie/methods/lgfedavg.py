@@ -9,10 +9,22 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from coterie import tree as T
-from coterie.method import Card, ClientData, ClientId, Download, Extras, Method, Moment, Settings, State, Tree, Upload
-from coterie.parts.groups import last_layers
-from coterie.schema import Link, Schema, like
+from coterie.core import tree as T
+from coterie.core.method import (
+    Card,
+    ClientData,
+    ClientId,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Settings,
+    State,
+    Tree,
+    Upload,
+)
+from coterie.core.schema import Link, Schema, like
+from coterie.parts.layer_groups import last_layers
 
 
 class LGFedAvgSettings(Settings):

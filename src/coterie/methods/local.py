@@ -6,7 +6,7 @@ rounds in which it is sampled, so that its compute equals that of the other meth
 
 from collections.abc import Sequence
 
-from coterie.method import Card, ClientId, Download, Method, State, Upload
+from coterie.core.method import Card, ClientId, Download, Method, State, Upload
 
 
 class Local(Method):

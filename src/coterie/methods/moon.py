@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Extras, Method, Settings, State, Tree, Upload
+from coterie.core import tree as T
+from coterie.core.method import Batch, Card, ClientData, Extras, Method, Settings, State, Tree, Upload
 
 
 class MoonSettings(Settings):

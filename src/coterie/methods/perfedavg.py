@@ -13,8 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, replace
+from coterie.core import tree as T
+from coterie.core.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, replace
 from coterie.parts.gradient import grad, still
 
 

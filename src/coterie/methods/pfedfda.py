@@ -15,11 +15,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
+from coterie.core import tree as T
+from coterie.core.method import Card, ClientData, Extras, Method, Moment, Phase, Settings, State, Tree, Upload
+from coterie.core.schema import Entry, Link, Schema
 from coterie.errors import CoterieError
-from coterie.method import Card, ClientData, Extras, Method, Moment, Phase, Settings, State, Tree, Upload
 from coterie.parts.prototypes import class_sums, from_sums
-from coterie.schema import Entry, Link, Schema
 
 MEANS, COVARIANCE = "x:means", "x:covariance"
 EPS = 1e-4

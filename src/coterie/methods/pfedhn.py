@@ -15,8 +15,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Card, Download, Method, Settings, State, Tree, Upload
+from coterie.core import tree as T
+from coterie.core.method import Card, Download, Method, Settings, State, Tree, Upload
 from coterie.parts.small_layers import linear, run_linear
 
 

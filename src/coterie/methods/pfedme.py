@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from pydantic import Field
 
-from coterie import tree as T
+from coterie.core import tree as T
+from coterie.core.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload
 from coterie.errors import CoterieError
-from coterie.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload
-from coterie.parts.clusters import towards
+from coterie.parts.cluster_models import towards
 from coterie.parts.gradient import grad
 
 

@@ -13,11 +13,24 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Card, ClientData, ClientId, Download, Extras, Method, Moment, Settings, State, Tree, Upload
-from coterie.parts import bank, pairs
+from coterie.core import tree as T
+from coterie.core.method import (
+    Card,
+    ClientData,
+    ClientId,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Settings,
+    State,
+    Tree,
+    Upload,
+)
+from coterie.core.schema import Link, Schema, like
+from coterie.parts import model_bank as bank
+from coterie.parts import pairwise_state as pairs
 from coterie.parts.similarity import cosine_rows, neg_log_weights, normalise_rows
-from coterie.schema import Link, Schema, like
 
 
 class PFedSimSettings(Settings):

@@ -18,8 +18,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import (
+from coterie.core import tree as T
+from coterie.core.method import (
     Batch,
     Card,
     ClientData,
@@ -32,10 +32,10 @@ from coterie.method import (
     Upload,
     cross_entropy,
 )
-from coterie.parts import bank
+from coterie.core.tree import Tree
+from coterie.parts import model_bank as bank
 from coterie.parts.distill import kl
 from coterie.parts.fourier import Treatment, fourier_aggregate, prrfl_window
-from coterie.tree import Tree
 
 Stage = Literal["recover", "exchange", "sublimate"]
 LISTENS: dict[str, tuple[bool, bool]] = {  # (personal, deputy)

@@ -14,9 +14,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Card, ClientData, Extras, Method, Moment, Settings, Split, State, Tree, Upload
-from coterie.schema import Entry, Link, Schema
+from coterie.core import tree as T
+from coterie.core.method import Card, ClientData, Extras, Method, Moment, Settings, Split, State, Tree, Upload
+from coterie.core.schema import Entry, Link, Schema
 
 LOSS = "x:loss"
 EPS = 1e-10  # a loss of zero has no power below zero (the authors' constant)

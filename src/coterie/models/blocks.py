@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coterie import native
 from coterie.errors import CoterieError
+from coterie.train import native
 
 Shape = tuple[int, ...]
 

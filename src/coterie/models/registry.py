@@ -15,9 +15,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
+from coterie.core.layers import layout
 from coterie.errors import CoterieError, unknown
 from coterie.models.blocks import Shape
-from coterie.models.layers import layout
 from coterie.models.zoo import ZOO
 
 GROUP = "coterie.models"  # entry points: name -> factory(shape, classes, **options)

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from coterie import disk
 from coterie.config import Engine, RunSettings, settings
 from coterie.data.arrays import from_arrays
-from coterie.data.names import KNOWN
+from coterie.data.catalogue import KNOWN
+from coterie.engine.session import prepare
 from coterie.methods import find
 from coterie.papers.presets import Item, Shrink, cell
-from coterie.session import prepare
-from coterie.train.optim import Optimiser
+from coterie.storage import atomic as disk
+from coterie.train.optimisers import Optimiser
 from coterie.train.trainer import train
 
 # time of a round against FedAvg's at the same setting: read off single runs on a busy machine, except those of ditto,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pandas as pd
 
-from coterie import disk
 from coterie.errors import CoterieError
 from coterie.papers import presets, public, side
 from coterie.papers.presets import Item
-from coterie.report import figures, page
-from coterie.runs.found import ITEM, find_runs
-from coterie.runs.run import Run
+from coterie.results.discovery import ITEM, find_runs
+from coterie.results.report import figures, page
+from coterie.results.run import Run
+from coterie.storage import atomic as disk
 
 VIEW = {  # the curve behind a statistic
     "participants_before_last10": "participants/before/pooled",

@@ -14,12 +14,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from coterie.config import RunSettings, settings
-from coterie.data.names import KNOWN
+from coterie.data.catalogue import KNOWN
+from coterie.engine.session import recorded, resolved
 from coterie.errors import CoterieError, unknown
-from coterie.folder import read_settings
 from coterie.methods import build, find
-from coterie.runs.sweep import Cell
-from coterie.session import recorded, resolved
+from coterie.results.grid import Cell
+from coterie.storage.run_folder import read_settings
 
 LEAST = 10  # samples of a client, however much a protocol is shrunk
 PAPERS = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")

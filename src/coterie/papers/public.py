@@ -12,7 +12,7 @@ import pandas as pd
 
 from coterie.errors import CoterieError
 from coterie.papers.presets import Item
-from coterie.runs.run import Run
+from coterie.results.run import Run
 
 NOTE = (
     "theirs is one run of which only window means are public, so its scatter is taken to be ours: "

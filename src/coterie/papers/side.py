@@ -10,8 +10,8 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 from coterie.papers.presets import Item, is_ours, printed, statistic
-from coterie.runs import paper_metrics
-from coterie.runs.run import Run
+from coterie.results import paper_metrics
+from coterie.results.run import Run
 
 
 def _client(client: int, run: Run) -> float:

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown
-from coterie.tree import Tree
 
 Layout = Literal["tile", "kernel_major", "prrfl"]
 MaskKind = Literal["symmetric", "halfopen"]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from coterie.tree import Tree
+from coterie.core.tree import Tree
 
 
 def grad(loss: Callable[[Tree], Tensor], params: Tree, names: Iterable[str]) -> Tree:

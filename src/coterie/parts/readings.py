@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import model_validator
 
-from coterie.method import Settings
+from coterie.core.method import Settings
 
 
 class ReadingSettings(Settings):

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown
-from coterie.tree import Tree
 
 SimilarityMap = Literal["clip", "shift01", "abs"]
 TINY = 1e-20  # least product of two norms; not added to it, which would make short updates look less alike

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coterie.tree import Tree
+from coterie.core.tree import Tree
 
 
 def linear(name: str, inner: int, out: int, rng: torch.Generator) -> Tree:

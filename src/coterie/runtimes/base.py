@@ -4,12 +4,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from coterie.edges import EdgeMethod
-from coterie.exchange import merge, relay
-from coterie.messages import Job, MergeAnswer, Remote, ScoreAnswer, ScoreRequest, TrainAnswer, Trained, TrainRequest
-from coterie.method import ClientId, Method, State
-from coterie.round import RoundAnswers, RoundPlan, RoundResult
-from coterie.runtimes.states import ClientStates, Index
+from coterie.core.edges import EdgeMethod
+from coterie.core.method import ClientId, Method, State
+from coterie.engine.edge_steps import merge, relay
+from coterie.engine.messages import (
+    Job,
+    MergeAnswer,
+    Remote,
+    ScoreAnswer,
+    ScoreRequest,
+    TrainAnswer,
+    Trained,
+    TrainRequest,
+)
+from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult
+from coterie.storage.client_states import ClientStates, Index
 
 A = TypeVar("A")
 Replies = tuple[dict[ClientId, A], dict[ClientId, str]]  # answers, and why others gave none

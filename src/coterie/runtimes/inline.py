@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from coterie.codec import clone
-from coterie.messages import Job, ScoreAnswer, Trained
+from coterie.engine.codec import clone
+from coterie.engine.messages import Job, ScoreAnswer, Trained
 from coterie.runtimes.base import Cost, Simulation
-from coterie.runtimes.states import ClientStates
+from coterie.storage.client_states import ClientStates
 from coterie.train.clients import Clients
 
 

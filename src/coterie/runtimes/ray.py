@@ -21,13 +21,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from coterie import native
-from coterie.codec import Value, pack, register, unpack
+from coterie.core.method import State
+from coterie.engine.codec import Value, pack, register, unpack
+from coterie.engine.messages import Job, Remote, ScoreAnswer, Trained
 from coterie.errors import CoterieError
-from coterie.messages import Job, Remote, ScoreAnswer, Trained
-from coterie.method import State
 from coterie.runtimes.base import Cost, Simulation
-from coterie.runtimes.states import ClientStates, StateLostError
+from coterie.storage.client_states import ClientStates, StateLostError
+from coterie.train import native
 from coterie.train.clients import Clients
 
 READY = 60.0  # seconds a new actor gets to start before its work goes to another

@@ -12,12 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from coterie import codec
-from coterie.codec import Value
+from coterie.engine import codec
+from coterie.engine.codec import Value
+from coterie.engine.messages import Job, ScoreAnswer, Trained
 from coterie.errors import CoterieError
-from coterie.messages import Job, ScoreAnswer, Trained
 from coterie.runtimes.base import Cost, Simulation
-from coterie.runtimes.states import ClientStates
+from coterie.storage.client_states import ClientStates
 from coterie.train.clients import Clients
 
 What = Literal["train", "score"]

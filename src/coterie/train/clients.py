@@ -7,17 +7,17 @@ from functools import cached_property
 
 import torch
 
-from coterie import tree as T
+from coterie.core import tree as T
+from coterie.core.method import Batch, ClientData, ClientId, Extras, Method, Phase, Split, State
+from coterie.core.tree import Tree
 from coterie.data.federation import Federation
+from coterie.engine.messages import Job, Remote, Score, ScoreAnswer, ScoreRequest, TrainAnswer, Trained, TrainRequest
 from coterie.errors import CoterieError
-from coterie.messages import Job, Remote, Score, ScoreAnswer, ScoreRequest, TrainAnswer, Trained, TrainRequest
-from coterie.method import Batch, ClientData, ClientId, Extras, Method, Phase, Split, State
-from coterie.train.optim import Optimiser
-from coterie.train.score import TOGETHER, Case, Scorer, score
-from coterie.train.stack import Stacker
-from coterie.train.stack_run import Member
+from coterie.train.optimisers import Optimiser
+from coterie.train.scoring import TOGETHER, Case, Scorer, score
 from coterie.train.trainer import Effort, train
-from coterie.tree import Tree
+from coterie.train.vmap.phase import Member
+from coterie.train.vmap.trainer import Stacker
 
 MEMORY = "engine:optimiser"  # beside the entries of a method's own in a client's state, with opt_state = keep
 Model = tuple[Tree, Extras]

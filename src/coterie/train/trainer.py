@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, ClientData, Context, Extras, Phase
-from coterie.rng import key, torch_rng
-from coterie.train.optim import Memory, Optimiser, blank, stepper
-from coterie.tree import Tree
+from coterie.core import tree as T
+from coterie.core.method import Batch, ClientData, Context, Extras, Phase
+from coterie.core.rng import key, torch_rng
+from coterie.core.tree import Tree
+from coterie.train.optimisers import Memory, Optimiser, blank, stepper
 
 
 @dataclass(frozen=True)

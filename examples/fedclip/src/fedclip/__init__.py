@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from coterie import Card, Method, Settings, Upload
-from coterie import tree as T
-from coterie.schema import Schema, like
+from coterie.core import tree as T
+from coterie.core.schema import Schema, like
 
 
 class FedClipSettings(Settings):

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from coterie.models.net import Net
+from coterie.core.net import Net
+from coterie.core.tree import Tree
 from coterie.parts.masks import share_count
-from coterie.tree import Tree
 
 
 def split_axis(net: Net, name: str) -> int | None:

@@ -14,12 +14,24 @@ from collections.abc import Sequence
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Download, Extras, Method, Moment, Phase, Settings, State, Upload
+from coterie.core import tree as T
+from coterie.core.method import (
+    Batch,
+    Card,
+    ClientData,
+    Download,
+    Extras,
+    Method,
+    Moment,
+    Phase,
+    Settings,
+    State,
+    Upload,
+)
+from coterie.core.schema import Entry, Link, Schema, like
+from coterie.core.tree import Tree
 from coterie.methods.cd2pfed import channels
 from coterie.parts.distill import mutual_kl
-from coterie.schema import Entry, Link, Schema, like
-from coterie.tree import Tree
 
 
 class CD2pFedSettings(Settings):

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.edges import ANNOUNCE, Edge, EdgeMethod
+from coterie.core import tree as T
+from coterie.core.edges import ANNOUNCE, Edge, EdgeMethod
+from coterie.core.method import Card, ClientData, ClientId, EdgeId, Extras, Moment, State, Tree, Upload
+from coterie.core.schema import Entry, Link, Schema
 from coterie.errors import CoterieError
-from coterie.method import Card, ClientData, ClientId, EdgeId, Extras, Moment, State, Tree, Upload
 from coterie.methods.ecsfl.selection import model_distances, projected, ranks_by_size, select, select_count
 from coterie.methods.ecsfl.settings import ECSFLSettings
-from coterie.parts.best import best, kept
+from coterie.parts.keep_best import best, kept
 from coterie.parts.similarity import inverse_distances
-from coterie.schema import Entry, Link, Schema
 
 DISTANCE = f"{ANNOUNCE}d"  # of a device's model, sent ahead of it under two_stage
 PROJECTION = f"{ANNOUNCE}p"  # of its update, instead of the distance when herding

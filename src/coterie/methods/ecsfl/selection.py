@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from coterie.core.method import Upload
 from coterie.errors import CoterieError, unknown
-from coterie.method import Upload
 
 DistanceNorm = Literal["none", "per_step", "per_param_layer"]
 Rule = Literal["nearest", "farthest", "random", "herding"]

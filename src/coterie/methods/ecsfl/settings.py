@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from coterie.methods.ecsfl.selection import DistanceNorm, Rule
-from coterie.parts.best import USE, Use
+from coterie.parts.keep_best import USE, Use
 from coterie.parts.readings import ReadingSettings
 
 

@@ -1,6 +1,6 @@
 """Ablations and controls of ECS-FL: the same method with one default changed."""
 
-from coterie.method import replace
+from coterie.core.method import replace
 from coterie.methods.ecsfl.method import ECSFL
 from coterie.methods.ecsfl.settings import ECSFLSettings
 from coterie.parts.variants import with_defaults

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coterie.method import Batch, Context, Upload
-from coterie.models.layers import Layout, Names
+from coterie.core.layers import Layout, Names
+from coterie.core.method import Batch, Context, Upload
+from coterie.core.tree import Tree
 from coterie.parts.gaussian import best_layer, fit, layer_scores, w2, winner
-from coterie.tree import Tree
 
 VOTE = "x:vote"
 

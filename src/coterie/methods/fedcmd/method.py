@@ -14,9 +14,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.errors import CoterieError
-from coterie.method import (
+from coterie.core import tree as T
+from coterie.core.method import (
     Batch,
     Card,
     ClientData,
@@ -30,11 +29,13 @@ from coterie.method import (
     Upload,
     replace,
 )
+from coterie.core.schema import Entry, Link, Schema
+from coterie.core.tree import Tree
+from coterie.errors import CoterieError
 from coterie.methods.fedcmd.election import VOTE, around, client_vote, most_voted, round_winner, voting_loss
-from coterie.parts import bank, pairs
+from coterie.parts import model_bank as bank
+from coterie.parts import pairwise_state as pairs
 from coterie.parts.similarity import cosine_rows, softmax_rows
-from coterie.schema import Entry, Link, Schema
-from coterie.tree import Tree
 
 
 class FedCMDSettings(Settings):

@@ -23,16 +23,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.edges import Edge, EdgeMethod
+from coterie.core import tree as T
+from coterie.core.edges import Edge, EdgeMethod
+from coterie.core.layers import Names
+from coterie.core.method import Card, ClientData, ClientId, Download, EdgeId, Extras, Moment, State, Tree, Upload
+from coterie.core.schema import Entry, Kind, Link, Schema, counts, like
 from coterie.errors import CoterieError
-from coterie.method import Card, ClientData, ClientId, Download, EdgeId, Extras, Moment, State, Tree, Upload
 from coterie.methods.fedcpmd import mixing, votes
 from coterie.methods.fedcpmd.settings import FedCPMDSettings
-from coterie.models.layers import Names
-from coterie.parts.best import best, kept
+from coterie.parts.keep_best import best, kept
 from coterie.parts.similarity import sketch
-from coterie.schema import Entry, Kind, Link, Schema, counts, like
 
 VOTE = "x:vote"  # of a client: the layer in the lead, for each distance
 COUNT = "x:samples"  # of a client, with its vote

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import ClientId, State, Upload
+from coterie.core import tree as T
+from coterie.core.method import ClientId, State, Upload
+from coterie.core.tree import Tree
 from coterie.methods.fedcpmd.settings import Unsampled
 from coterie.parts.similarity import SimilarityMap, cosine, cosine_rows, map_similarity, mix, normalise_rows
-from coterie.tree import Tree
 
 NEARLY_ONE = 0.9999  # a client is no more like itself than this
 Layers = dict[ClientId, Tensor]  # last known personal layer of each member, flat

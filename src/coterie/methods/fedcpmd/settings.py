@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from coterie.parts.best import USE, Use
 from coterie.parts.gaussian import Normalize, Score, Tie
+from coterie.parts.keep_best import USE, Use
 from coterie.parts.readings import ReadingSettings
 from coterie.parts.similarity import SimilarityMap
 

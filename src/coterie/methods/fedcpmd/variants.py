@@ -6,8 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.errors import CoterieError, unknown
-from coterie.method import (
+from coterie.core.method import (
     ClientData,
     ClientId,
     Context,
@@ -21,6 +20,7 @@ from coterie.method import (
     Tree,
     replace,
 )
+from coterie.errors import CoterieError, unknown
 from coterie.methods.fedcpmd import mixing, votes
 from coterie.methods.fedcpmd.method import FedCPMD
 from coterie.methods.fedcpmd.settings import FedCPMDSettings

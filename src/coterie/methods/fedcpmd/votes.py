@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coterie.core.layers import Layout
+from coterie.core.method import ClientId
+from coterie.core.net import Net
+from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown
-from coterie.method import ClientId
 from coterie.methods.fedcpmd.settings import FedCPMDSettings
-from coterie.models.layers import Layout
-from coterie.models.net import Net
 from coterie.parts.gaussian import (
     Gaussian,
     Tie,
@@ -22,7 +23,6 @@ from coterie.parts.gaussian import (
     layer_scores,
     winner,
 )
-from coterie.tree import Tree
 
 PAPER = ("js", "w2", "hellinger", "bhattacharyya")  # the four distances of the paper
 CHUNK = 512  # samples of one forward pass

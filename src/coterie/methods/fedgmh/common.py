@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coterie.parts.heads import Heads
+from coterie.parts.linear_heads import Heads
 
 
 def masked_step(

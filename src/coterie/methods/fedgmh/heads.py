@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coterie import tree as T
+from coterie.core import tree as T
+from coterie.core.method import Context
+from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown
-from coterie.method import Context
 from coterie.methods.fedgmh.common import held_labels, masked_step
 from coterie.methods.fedgmh.settings import FedGMHSettings
-from coterie.parts.heads import Heads, train_heads
+from coterie.parts.linear_heads import Heads, train_heads
 from coterie.parts.masks import criticality, share_count, top_share
 from coterie.parts.similarity import mix
-from coterie.tree import Tree
 
 
 def head_of(ctx: Context, tree: Tree) -> Tree:

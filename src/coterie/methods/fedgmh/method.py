@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.method import Batch, Card, ClientData, Download, Extras, Method, Moment, State, Tree, Upload, replace
+from coterie.core import tree as T
+from coterie.core.method import Batch, Card, ClientData, Download, Extras, Method, Moment, State, Tree, Upload, replace
+from coterie.core.schema import Entry, Link, Schema, class_ids, counts, like
 from coterie.methods.fedgmh.heads import (
     average_in,
     critical_mask,
@@ -28,11 +29,10 @@ from coterie.methods.fedgmh.heads import (
     square_mask,
 )
 from coterie.methods.fedgmh.settings import FedGMHSettings
-from coterie.parts.best import best, kept
+from coterie.parts.initial_models import start
+from coterie.parts.keep_best import best, kept
 from coterie.parts.masks import write_in
 from coterie.parts.prototypes import collect
-from coterie.parts.starts import start
-from coterie.schema import Entry, Link, Schema, class_ids, counts, like
 
 HEAD = "h:"  # marks the heads, stacked over labels [labels, ...]
 MEANS, LABELS, COUNTS = "x:means", "x:labels", "x:counts"  # mean features [labels, d] of the labels a client holds

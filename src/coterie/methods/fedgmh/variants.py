@@ -3,7 +3,7 @@
 The average has no mask to wait for, so it acts from a client's first participation on.
 """
 
-from coterie.method import replace
+from coterie.core.method import replace
 from coterie.methods.fedgmh.method import FedGMH
 from coterie.methods.fedgmh.settings import FedGMHSettings
 from coterie.parts.variants import with_defaults

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.core.rng import key
 from coterie.errors import CoterieError, unknown
 from coterie.parts.clustering import canonical, coordinates, kmeans
 from coterie.parts.prototypes import Prototypes
-from coterie.rng import key
 
 Missing = Literal["zero", "mean", "masked"]
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.edges import Edge, EdgeMethod
-from coterie.errors import CoterieError
-from coterie.method import (
+from coterie.core import tree as T
+from coterie.core.edges import Edge, EdgeMethod
+from coterie.core.method import (
     Batch,
     Card,
     ClientData,
@@ -31,16 +30,17 @@ from coterie.method import (
     Upload,
     cross_entropy,
 )
+from coterie.core.rng import key
+from coterie.core.schema import Entry, Link, Schema, like
+from coterie.errors import CoterieError
 from coterie.methods.fedpc import prototypes as P
 from coterie.methods.fedpc.clustering import prototype_groups, random_groups
 from coterie.methods.fedpc.contrast import directions, rehearsal, rehearsal_loss, towards
 from coterie.methods.fedpc.mixing import group_means, group_weights, masked_mix
 from coterie.methods.fedpc.settings import FedPCSettings
-from coterie.parts.best import best, kept
+from coterie.parts.keep_best import best, kept
 from coterie.parts.prototypes import Prototypes, prototype_loss
 from coterie.parts.similarity import mix
-from coterie.rng import key
-from coterie.schema import Entry, Link, Schema, like
 
 
 class FedPC(EdgeMethod):

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coterie.core.method import ClientData, Context, replace
+from coterie.core.schema import Entry, class_ids, counts
+from coterie.core.tree import Tree
 from coterie.errors import CoterieError
-from coterie.method import ClientData, Context, replace
 from coterie.parts.prototypes import Prototypes, collect, from_sums
-from coterie.schema import Entry, class_ids, counts
-from coterie.tree import Tree
 
 Feature = Literal["post_relu", "pre_relu"]
 ROWS, IDS, COUNTS = "x:prototypes", "x:ids", "x:counts"  # of the classes present: [labels, d], [labels], [labels]

@@ -8,7 +8,7 @@ from pydantic import Field
 from coterie.methods.fedpc.clustering import Missing
 from coterie.methods.fedpc.mixing import GroupMap
 from coterie.methods.fedpc.prototypes import Feature
-from coterie.parts.best import USE, Use
+from coterie.parts.keep_best import USE, Use
 from coterie.parts.prototypes import ProtoLoss
 from coterie.parts.readings import ReadingSettings
 

@@ -1,6 +1,6 @@
 """Ablations and controls of FedPC: the method with other defaults."""
 
-from coterie.method import replace
+from coterie.core.method import replace
 from coterie.methods.fedpc.method import FedPC
 from coterie.methods.fedpc.settings import FedPCSettings
 from coterie.parts.variants import with_defaults

@@ -19,10 +19,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from coterie import tree as T
-from coterie.edges import EdgeMethod
-from coterie.errors import CoterieError
-from coterie.method import (
+from coterie.core import tree as T
+from coterie.core.edges import EdgeMethod
+from coterie.core.method import (
     Batch,
     Card,
     ClientData,
@@ -40,14 +39,15 @@ from coterie.method import (
     Upload,
     cross_entropy,
 )
+from coterie.core.rng import key
+from coterie.core.schema import LARGEST, Entry, Link, Schema
+from coterie.errors import CoterieError
 from coterie.methods.scfpfl import movement
 from coterie.methods.scfpfl.settings import SCFPFLSettings
 from coterie.methods.scfpfl.spectral import prediction_clusters
-from coterie.parts.clusters import largest, of_cluster
+from coterie.parts.cluster_models import largest, of_cluster
 from coterie.parts.distill import kl
 from coterie.parts.fourier import Treatment, fourier_aggregate, prrfl_window
-from coterie.rng import key
-from coterie.schema import LARGEST, Entry, Link, Schema
 
 ASK, PREDICTIONS = "x:ask", "x:predictions"
 OWN = "own:"  # marks the client's own model in training; the agent has the plain names

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from coterie.method import ClientId, State, Upload
-from coterie.parts import bank
-from coterie.tree import Names, Tree, keep
+from coterie.core.method import ClientId, State, Upload
+from coterie.core.tree import Names, Tree, keep
+from coterie.parts import model_bank as bank
 
 
 def start(w: Tree, ids: Sequence[ClientId], names: Names) -> State:

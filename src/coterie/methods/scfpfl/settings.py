@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from coterie.method import Settings
+from coterie.core.method import Settings
 from coterie.parts.fourier import Layout, MaskKind, Treatment
 from coterie.parts.readings import ReadingSettings
 

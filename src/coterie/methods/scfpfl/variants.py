@@ -7,8 +7,8 @@ taken over), or only the agent's distillation.
 from collections.abc import Sequence
 from typing import ClassVar
 
-from coterie import tree as T
-from coterie.method import ClientData, ClientId, EdgeId, Extras, Phase, Settings, Tree, Upload, replace
+from coterie.core import tree as T
+from coterie.core.method import ClientData, ClientId, EdgeId, Extras, Phase, Settings, Tree, Upload, replace
 from coterie.methods.scfpfl.method import SCFPFL, is_agent
 from coterie.methods.scfpfl.settings import (
     AgentSettings,

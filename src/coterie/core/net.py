@@ -1,0 +1,184 @@
+"""Calls a module with the tensors of a tree; the module itself holds no state."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from coterie.core.layers import Layout, Names, is_batch_norm, layout
+from coterie.core.tree import Tree
+from coterie.errors import CoterieError
+
+
+class Net:
+    """Calls `module` with the tensors of a tree. In training mode a batch-norm layer uses batch statistics, and moves
+    its running ones in the tree itself, exactly when its own weight is being trained: frozen parts do not move.
+    Parameters that came with requires_grad=False are constants of the module: no tree has them."""
+
+    def __init__(self, module: nn.Module, example: Tensor):
+        self.module = module
+        self.layout: Layout = layout(module, example)
+        self.training = False
+        module.eval()
+        canonical: dict[int, str] = {}  # a tied tensor has one entry in the tree, under its first name
+        fixed: set[str] = set()
+        self._slots: list[tuple[dict[str, Tensor | None], str, str]] = []
+        self._norms: list[tuple[nn.Module, str | None]] = []  # and the entry that says whether it is being trained
+        self._still: list[nn.Module] = []  # norms that are frozen for good
+        frozen = self.layout.frozen
+        self._recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+        for path, sub in module.named_modules():
+            dot = f"{path}." if path else ""
+            for local, p in sub._parameters.items():
+                if p is not None:
+                    name = canonical.setdefault(id(p), dot + local)
+                    if name not in frozen:
+                        self._slots.append((sub._parameters, local, name))
+            for local, b in sub._buffers.items():
+                if b is not None and b.is_floating_point():
+                    name = canonical.setdefault(id(b), dot + local)
+                    if name not in frozen:
+                        self._slots.append((sub._buffers, local, name))
+                        fixed.add(name)
+                elif b is not None and isinstance(sub, _NormBase):
+                    sub._buffers[local] = None  # the counter: not needed with a fixed momentum
+            if isinstance(sub, _NormBase):
+                if sub.momentum is None and sub.track_running_stats:
+                    raise CoterieError(f'the norm layer "{path}" has momentum=None; give it a number, such as 0.1')
+                weight = sub._parameters.get("weight")
+                entry = canonical[id(weight)] if weight is not None else self._neighbour(path)
+                if entry in frozen or any(dot + k in frozen for k in sub._buffers):
+                    self._still.append(sub)
+                else:
+                    self._norms.append((sub, entry))
+        self.has_batch_norm = any(is_batch_norm(norm) for norm, _ in self._norms)
+        self.names = list(dict.fromkeys(full for _, _, full in self._slots))
+        self.fixed = Names(fixed)  # buffers
+        self.trainable = Names(self.names) - self.fixed
+        if not self.trainable:
+            why = "all its parameters have requires_grad=False" if frozen else "it has no parameters"
+            raise CoterieError(f"the model has nothing to train: {why}")
+        self._head = None if self.layout.head is None else module.get_submodule(self.layout.head)
+
+    def _neighbour(self, path: str) -> str | None:
+        """A norm without weights goes with the layer before it (or, as the first layer, the one after it)."""
+        weights = [f"{layer}.weight" if layer else "weight" for layer in self.layout.layers]
+        at = self.layout.layers.index(path) if path in self.layout.layers else 0
+        near = [*reversed(weights[:at]), *weights[at:]]
+        return next((w for w in near if w in self.layout.groups["all"]), None)
+
+    def state(self) -> Tree:
+        """The tensors the module holds now, cloned."""
+        return {full: slot[local].detach().clone() for slot, local, full in self._slots if slot[local] is not None}  # type: ignore[union-attr]
+
+    def constants(self) -> Tree:
+        """What is frozen for good, by name: in no tree, and in the module itself."""
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {k: v.detach() for k, v in named.items() if k in self.layout.frozen}
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        was, self.training = self.training, True
+        self.module.train()
+        try:
+            yield
+        finally:
+            self.training = was
+            self.module.train(was)
+
+    def load(self, params: Tree) -> None:
+        """Point the module at the tensors of the tree (no copy)."""
+        try:
+            for slot, local, full in self._slots:
+                slot[local] = params[full]
+        except KeyError as e:
+            raise CoterieError(f"the tree lacks {e.args[0]!r}, which the model needs") from None
+        for m in self._recurrent:
+            m._flat_weights = [getattr(m, n, None) for n in m._flat_weights_names]
+        if self.training:
+            for norm, weight in self._norms:
+                norm.training = weight is None or params[weight].requires_grad
+            for norm in self._still:
+                norm.training = False
+
+    def forward(self, params: Tree, x: Tensor) -> Tensor:
+        """Logits [batch, classes]."""
+        self.load(params)
+        return self.module(x)  # type: ignore[no-any-return]
+
+    __call__ = forward
+
+    def both(self, params: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and features (what enters the head) [batch, d] of one pass."""
+        logits, seen = self._capture(params, x, [self._need_head()])
+        return logits, seen[0]
+
+    def features(self, params: Tree, x: Tensor) -> Tensor:
+        return self.both(params, x)[1]
+
+    def logits(self, params: Tree, z: Tensor) -> Tensor:
+        """The head on features z [batch, d]."""
+        weight, bias = self.head_names
+        return nn.functional.linear(z, params[weight], params[bias] if bias else None)
+
+    @property
+    def head_names(self) -> tuple[str, str | None]:
+        """State-dict names of the head's weight and bias (None without one)."""
+        self._need_head()
+        names = self.layout.groups["head"]
+        dot = f"{self.layout.head}." if self.layout.head else ""
+        return f"{dot}weight", b if (b := f"{dot}bias") in names else None
+
+    @property
+    def width(self) -> int:
+        """d: how many features enter the head."""
+        return int(self._need_head().in_features)  # type: ignore[arg-type]
+
+    def inputs(self, params: Tree, x: Tensor, layers: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
+        """Logits and what enters each named layer (for a hidden layer that is the output of the one before it)."""
+        modules = dict(self.module.named_modules())
+        return self._capture(params, x, [modules[name] for name in layers])
+
+    def _capture(self, params: Tree, x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, list[Tensor]]:
+        seen: dict[int, Tensor] = {}
+
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            seen[id(module)] = args[0]
+
+        hooks = [m.register_forward_pre_hook(hook) for m in modules]
+        try:
+            logits = self.forward(params, x)
+        finally:
+            for h in hooks:
+                h.remove()
+        return logits, [seen[id(m)] for m in modules]
+
+    def _need_head(self) -> nn.Module:
+        if self._head is None:
+            raise CoterieError(
+                "this model has no head: its last layer must be an nn.Linear with weights of its own "
+                "whose output is the model's output"
+            )
+        return self._head
+
+
+def initial(module: nn.Module, seed: int) -> None:
+    """Re-initialise the module's parameters from the seed (its own reset_parameters, in module order).
+
+    Parts marked `keep_initial` (pre-trained, or made from a seed already) stay as they are."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        _reset(module)
+
+
+def _reset(module: nn.Module) -> None:
+    if getattr(module, "keep_initial", False):
+        return
+    # attention and transformers spell it with an underscore and reach into their children
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset):
+        reset()
+    for child in module.children():
+        _reset(child)

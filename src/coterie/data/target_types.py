@@ -1,0 +1,163 @@
+"""Targets: what the numbers beside the items mean, found in the data or said by the user, and checked.
+
+Classes are int64 [n]. Everything else is float32 [n, k]: k numbers, labels (0 or 1), or time and event for survival.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.core.tasks import known
+from coterie.errors import CoterieError
+
+if TYPE_CHECKING:
+    from coterie.data.dataset import Dataset
+
+Array = NDArray[Any]
+
+
+class Targets(NamedTuple):
+    task: str
+    y: Tensor
+    classes: tuple[str, ...]  # names of classes or labels
+
+
+def read(name: str, y: Array, classes: Sequence[str] | None = None, task: str | None = None) -> Targets:
+    """Targets [n, k] of any type as the task has them; without a task, the one that the data show."""
+    task = found(name, y) if task is None else known(task)
+    if task in ("classification", "binary"):
+        labels, names = _labels(name, y, classes)
+        if task == "binary" and len(names) != 2:
+            raise CoterieError(f"the task binary needs two classes, and {name} has {len(names)}")
+        return Targets(task, labels, names)
+    numbers = _numbers(name, y, task)
+    if task == "multilabel":
+        if not bool(((numbers == 0) | (numbers == 1)).all()):
+            raise CoterieError(f"labels of {name} must be 0 or 1 in every column for the task multilabel")
+        k = numbers.shape[1]
+        if classes is not None and len(classes) != k:
+            raise CoterieError(f"{name} has {k} labels per item, but names {len(classes)}")
+        return Targets(task, numbers, tuple(map(str, classes if classes is not None else range(k))))
+    if task == "count" and not bool(((numbers >= 0) & (numbers == numbers.floor())).all()):
+        raise CoterieError(f"targets of {name} must be whole numbers from 0 on for the task count")
+    if task == "survival":
+        _check_survival(name, numbers)
+    return Targets(task, numbers, ())
+
+
+def like(name: str, y: Array, task: str, classes: Sequence[str], outputs: int) -> Tensor:
+    """Targets in the form of a data set that is known: labels are its class names, or numbers of its classes."""
+    y = y.reshape(len(y), -1)
+    if task not in ("classification", "binary"):
+        numbers = read(name, y, None, task).y
+        if task != "survival" and numbers.shape[1] != outputs:
+            raise CoterieError(f"targets of {name} are {numbers.shape[1]} numbers each, and the model gives {outputs}")
+        return numbers
+    if y.shape[1] != 1:
+        raise CoterieError(f"labels of {name} must be one each, but have shape {y.shape[1:]}")
+    y = y.astype(np.int64) if y.dtype.kind == "b" else y
+    values = [str(v) for v in y[:, 0].tolist()]
+    if y.dtype.kind == "f":
+        values = [v.removesuffix(".0") for v in values]
+    at = {c: i for i, c in enumerate(classes)}
+    if y.dtype.kind not in "US" and not any(c.lstrip("-").isdecimal() for c in classes):
+        at = {str(i): i for i in range(len(classes))}  # classes with names, counted from 0
+    if odd := [v for v in values if v not in at]:
+        some = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
+        raise CoterieError(f'label "{odd[0]}" of {name} is none of the {len(classes)} classes of the model ({some})')
+    return torch.tensor([at[v] for v in values], dtype=torch.int64)
+
+
+def found(name: str, y: Array) -> str:
+    """The task that targets [n, k] show: classes are whole numbers or names, labels several columns of 0 and 1."""
+    if y.shape[1] == 1:
+        whole = y.dtype.kind in "USbui" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all()))
+        if y.dtype.kind == "f" and not np.isfinite(y).all():
+            raise CoterieError(f"targets of {name} contain values that are not finite numbers")
+        return "classification" if whole or y.dtype.kind not in "f" else "regression"
+    if y.dtype.kind in "buif" and bool(((y == 0) | (y == 1)).all()):
+        if bool((y.sum(1) == 1).all()):
+            raise CoterieError(
+                f"labels of {name} have exactly one 1 in every row: for classes give one number each (the column), "
+                "for labels of which an item may have several set task = multilabel"
+            )
+        return "multilabel"
+    if y.dtype.kind == "f":
+        return "regression"
+    raise CoterieError(
+        f"labels of {name} have shape {y.shape[1:]} each: several columns are 0 and 1 (multilabel) or numbers with "
+        "task = regression; for one class per item give one number each"
+    )
+
+
+def with_task(data: "Dataset", task: str | None) -> "Dataset":
+    """The same items for another task: class names that are numbers can be targets, two classes have an AUC."""
+    if task is None or known(task) == data.kind:
+        return data
+    if {task, data.kind} <= {"classification", "binary"}:
+        if len(data.classes) != 2 and task == "binary":
+            raise CoterieError(f"the task binary needs two classes, and {data.name} has {len(data.classes)}")
+        return replace(data, kind=task)
+    if data.kind in ("classification", "binary"):
+        try:
+            values = np.array([float(c) for c in data.classes])
+        except ValueError:
+            raise CoterieError(
+                f"the task {task} needs numbers, and the classes of {data.name} have names ({data.classes[0]}, ...)"
+            ) from None
+        numbers = values[data.y.numpy()][:, None]
+    else:
+        numbers = data.y.numpy().astype(np.float64)
+    if task in ("classification", "binary"):
+        raise CoterieError(f"the task {task} needs one class per item, and {data.name} is for {data.kind}")
+    got = read(data.name, numbers, None, task)
+    return replace(data, y=got.y, classes=got.classes, kind=task)
+
+
+def _labels(name: str, y: Array, classes: Sequence[str] | None) -> tuple[Tensor, tuple[str, ...]]:
+    if y.shape[1] != 1:
+        raise CoterieError(f"labels of {name} must be one number each, but have shape {y.shape[1:]}")
+    y = y[:, 0]
+    if y.dtype.kind in "US":
+        names, y = np.unique(y, return_inverse=True)
+        return torch.from_numpy(y.astype(np.int64)), tuple(map(str, names))
+    if y.dtype.kind not in "buif" or (y.dtype.kind == "f" and not (np.isfinite(y).all() and (y == np.floor(y)).all())):
+        raise CoterieError(f"labels of {name} must be whole numbers or names")
+    y = y.astype(np.int64)
+    if classes is not None:
+        if y.min() < 0 or y.max() >= len(classes):
+            raise CoterieError(
+                f"labels of {name} run from {y.min()} to {y.max()}, but there are {len(classes)} classes"
+            )
+        return torch.from_numpy(y), tuple(map(str, classes))
+    values, compact = np.unique(y, return_inverse=True)
+    return torch.from_numpy(compact.astype(np.int64)), tuple(map(str, values))
+
+
+def _numbers(name: str, y: Array, task: str) -> Tensor:
+    if y.dtype.kind not in "buif":
+        raise CoterieError(f"targets of {name} must be numbers for the task {task}")
+    numbers = torch.from_numpy(y.astype(np.float32))
+    if not bool(numbers.isfinite().all()):
+        raise CoterieError(f"targets of {name} contain values that are not finite numbers")
+    return numbers
+
+
+def _check_survival(name: str, y: Tensor) -> None:
+    if y.shape[1] != 2:
+        raise CoterieError(f"targets of {name} must be two numbers each, time and event, for the task survival")
+    time, event = y.T
+    if not bool((time >= 0).all()):
+        raise CoterieError(f"times of {name} must not be negative")
+    if not bool(((event == 0) | (event == 1)).all()):
+        raise CoterieError(f"events of {name} must be 0 (not seen) or 1 (happened)")
+    if not bool(event.any()):
+        raise CoterieError(f"{name} has no event, so there is nothing that the task survival could learn")
+
+
+__all__ = ["Targets", "found", "like", "read", "with_task"]

@@ -1,0 +1,265 @@
+"""The one serialiser: nested values to bytes and back, for files, worker processes and other hosts.
+
+A value is made of None, numbers, text, tensors, lists, dictionaries and registered dataclasses. Its bytes are a magic
+word, the length of a JSON header, the header (the structure, and where each tensor lies) and the tensors. Nothing is
+ever pickled. A tensor object that occurs several times is stored once; booleans are stored as bits.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.errors import CoterieError
+from coterie.storage.atomic import read, write_atomic
+
+# None | bool | int | float | str | torch.dtype | Tensor | list | tuple | dict[str | int, Value] | registered dataclass
+Value = Any
+C = TypeVar("C", bound=type)
+
+MAGIC = b"COTERIE1"
+ALIGN = 64  # as PyTorch's own allocator, so that every runtime computes on equally aligned tensors
+FOREIGN = 2**23  # bytes of a header that comes from another host
+LEVELS = 64  # of its structure
+DIMENSIONS = 32  # of a tensor: NumPy and PyTorch compute with so many
+_DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+_NAMES = {d: name for name, d in _DTYPES.items()}
+_CLASSES: dict[str, type] = {}
+
+
+def register(cls: C) -> C:
+    """Class decorator: a dataclass whose instances may be part of a value."""
+    _CLASSES[cls.__name__] = cls
+    return cls
+
+
+class Layout(NamedTuple):
+    """A value before it is written: its header, its tensors, and where they go."""
+
+    header: bytes
+    tensors: list[Tensor]
+    offsets: list[int]
+    size: int  # of everything, header included
+
+
+def layout(value: Value) -> Layout:
+    tensors: list[Tensor] = []
+    index: dict[int, int] = {}
+    skeleton = _split(value, tensors, index)
+    places: list[list[Any]] = []
+    offsets: list[int] = []
+    at = 0
+    for t in tensors:
+        if t.dtype not in _NAMES:
+            raise CoterieError(f"tensors of type {t.dtype} cannot be stored or sent")
+        places.append([_NAMES[t.dtype], list(t.shape), at])
+        offsets.append(at)
+        at += -(-_nbytes(t.dtype, t.numel()) // ALIGN) * ALIGN
+    header = json.dumps([skeleton, places], separators=(",", ":")).encode()
+    start = -(-(16 + len(header)) // ALIGN) * ALIGN
+    return Layout(header, tensors, [start + o for o in offsets], start + at)
+
+
+def _split(v: Value, tensors: list[Tensor], index: dict[int, int] | None) -> Any:
+    """The JSON skeleton of a value; tensors are collected, with an index each object once."""
+    if v is None or isinstance(v, bool | int | float | str):
+        return v
+    if isinstance(v, Tensor):
+        at = len(tensors) if index is None else index.setdefault(id(v), len(tensors))
+        if at == len(tensors):
+            tensors.append(v)
+        return {"t": at}
+    if isinstance(v, list | tuple):
+        return [_split(x, tensors, index) for x in v]
+    if isinstance(v, Mapping):
+        if all(isinstance(k, str) for k in v):
+            return {"d": {k: _split(x, tensors, index) for k, x in v.items()}}
+        return {"p": [[k, _split(x, tensors, index)] for k, x in v.items()]}
+    if is_dataclass(v) and _CLASSES.get(type(v).__name__) is type(v):
+        return {"c": [type(v).__name__, *(_split(getattr(v, f.name), tensors, index) for f in fields(v))]}
+    if isinstance(v, torch.dtype):
+        return {"y": _NAMES[v]}
+    raise CoterieError(f"state may hold numbers, text, tensors, lists and dictionaries, not {type(v).__name__}")
+
+
+def write(made: Layout, buffer: Any) -> None:
+    """Write it into the first `made.size` bytes of a writable buffer."""
+    view = memoryview(buffer)
+    view[:8] = MAGIC
+    view[8:16] = len(made.header).to_bytes(8, "little")
+    view[16 : 16 + len(made.header)] = made.header
+    for t, at in zip(made.tensors, made.offsets, strict=True):
+        if t.numel() and t.dtype == torch.bool:
+            bits = np.packbits(t.detach().reshape(-1).numpy())
+            view[at : at + len(bits)] = bits.data
+        elif t.numel():
+            torch.frombuffer(buffer, dtype=t.dtype, count=t.numel(), offset=at).view(t.shape).copy_(t.detach())
+
+
+def pack(value: Value) -> memoryview:
+    """The bytes of a value, with a single copy of its tensors."""
+    made = layout(value)
+    raw: Any = torch.zeros(made.size, dtype=torch.uint8).numpy()  # zeros between tensors: equal values, equal bytes
+    write(made, raw)
+    return memoryview(raw)
+
+
+def unpack(buffer: Any, copy: bool = False, header: int | None = None, levels: int | None = None) -> Value:
+    """The value of these bytes. Its tensors look into the buffer unless `copy` gives them memory of their own.
+
+    `header` bounds the bytes of the header, which takes many times as much memory once it is read; `levels` how deep
+    lists and dictionaries are nested, on which whatever is done with the value later depends."""
+    try:
+        view = memoryview(buffer)
+        if bytes(view[:8]) != MAGIC:
+            raise ValueError("it does not begin as Coterie's data do")
+        start = 16 + int.from_bytes(view[8:16], "little")
+        if start > len(view):
+            raise ValueError("it is cut short")
+        if header is not None and start - 16 > header:
+            raise ValueError(f"its header has {start - 16} bytes, more than {header}")
+        skeleton, places = json.loads(bytes(view[16:start]))
+        if levels is not None:
+            _check_levels(skeleton, levels)
+        return _join(skeleton, _tensors(places, buffer, len(view), start, copy))
+    except CoterieError:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as e:
+        raise CoterieError(f"damaged or foreign data: {str(e).partition(chr(10))[0]}") from e
+
+
+def _tensors(places: Any, buffer: Any, length: int, start: int, copy: bool) -> list[Tensor]:
+    """Views of the tensors, each checked to lie inside the buffer and behind the one before it."""
+    found = []
+    first, end = -(-start // ALIGN) * ALIGN, 0
+    for name, shape, at in places:
+        dtype = _DTYPES[name]
+        if not all(type(n) is int and n >= 0 for n in (*shape, at)):
+            raise ValueError("shapes and places must be whole numbers")
+        if len(shape) > DIMENSIONS:
+            raise ValueError(f"a tensor has {len(shape)} dimensions, more than {DIMENSIONS}")
+        count = math.prod(shape)
+        if at < end or at % ALIGN:
+            raise ValueError("a tensor lies where none can be")
+        end = at + _nbytes(dtype, count)
+        if first + end > length:
+            raise ValueError("a tensor does not lie inside the data")
+        if not count:
+            t = torch.zeros(shape, dtype=dtype)
+        elif dtype == torch.bool:
+            bits = np.frombuffer(buffer, np.uint8, (count + 7) // 8, first + at)
+            t = torch.from_numpy(np.unpackbits(bits, count=count)).bool().view(shape)
+        else:
+            t = torch.frombuffer(buffer, dtype=dtype, count=count, offset=first + at).view(shape)
+            t = t.clone() if copy else t
+        found.append(t)
+    return found
+
+
+def _check_levels(s: Any, levels: int) -> None:
+    """A dictionary or a dataclass takes two levels of JSON, or three."""
+    inner = s.values() if isinstance(s, dict) else s if isinstance(s, list) else ()
+    for x in inner:
+        if isinstance(x, dict | list):
+            if not levels:
+                raise ValueError("it is nested too deep")
+            _check_levels(x, levels - 1)
+
+
+def _join(s: Any, tensors: list[Tensor]) -> Value:
+    """Inverse of _split (tuples come back as lists)."""
+    if isinstance(s, list):
+        return [_join(x, tensors) for x in s]
+    if not isinstance(s, dict):
+        return s
+    ((mark, held),) = s.items()
+    if mark == "t":
+        if held < 0:
+            raise ValueError("a tensor has a negative number")
+        return tensors[held]
+    if mark == "d":
+        return {k: _join(x, tensors) for k, x in held.items()}
+    if mark == "p":
+        return {k: _join(x, tensors) for k, x in held}
+    if mark == "c":
+        return _CLASSES[held[0]](*(_join(x, tensors) for x in held[1:]))
+    if mark == "y":
+        return _DTYPES[held]
+    raise ValueError(f"unknown mark {mark!r}")
+
+
+def _nbytes(dtype: torch.dtype, count: int) -> int:
+    return (count + 7) // 8 if dtype == torch.bool else count * dtype.itemsize
+
+
+def unpack_foreign(buffer: Any) -> Value:
+    """The value of bytes that come from another host."""
+    return unpack(buffer, header=FOREIGN, levels=LEVELS)
+
+
+# ---- in memory -------------------------------------------------------------------------------------------------------
+def clone(value: Value) -> Value:
+    """A deep copy with tensors of its own."""
+    return _clone(value, {})
+
+
+def _clone(v: Value, done: dict[int, Tensor]) -> Value:
+    if isinstance(v, Tensor):
+        if id(v) not in done:
+            done[id(v)] = v.detach().clone()
+        return done[id(v)]
+    if isinstance(v, Mapping):
+        return {k: _clone(x, done) for k, x in v.items()}
+    if isinstance(v, list | tuple):
+        return [_clone(x, done) for x in v]
+    if is_dataclass(v):
+        return type(v)(*(_clone(getattr(v, f.name), done) for f in fields(v)))  # type: ignore[misc]
+    return v
+
+
+def tensors_of(value: Value) -> list[Tensor]:
+    """Every tensor of a value, once."""
+    found: list[Tensor] = []
+    _split(value, found, {})
+    return found
+
+
+def equal(a: Value, b: Value) -> bool:
+    """Same structure and the same bits."""
+    ours: list[Tensor] = []
+    theirs: list[Tensor] = []
+    one, two = (json.dumps(_split(v, found, None), sort_keys=True) for v, found in ((a, ours), (b, theirs)))
+    return one == two and all(
+        x.dtype == y.dtype and x.shape == y.shape and torch.equal(_bits(x), _bits(y))
+        for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+def _bits(t: Tensor) -> Tensor:
+    """The bytes of a tensor: NaN equals NaN, and nothing else does."""
+    return t.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+def save(path: Path, value: Value, durable: bool = True, mode: int = 0o666) -> None:
+    write_atomic(path, pack(value), durable, mode)
+
+
+def load(path: Path) -> Value:
+    blob = read(path)
+    try:
+        return unpack(blob)
+    except CoterieError as e:
+        raise CoterieError(f"{path} cannot be read: {e}") from e

@@ -1,0 +1,102 @@
+"""What happens between the cloud and its clients in a round, wherever it happens: at the cloud or at an edge."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from coterie.core import tree as T
+from coterie.core.edges import ANNOUNCE, Edge, EdgeMethod
+from coterie.core.method import ClientId, Download, EdgeId, Method, State, Upload
+from coterie.core.schema import NonFiniteError, Schema
+from coterie.core.tree import Tree
+from coterie.engine.ledger import summed
+from coterie.engine.messages import Bytes, MergeAnswer, MergeRequest, TrainAnswer, TrainRequest
+from coterie.errors import CoterieError
+
+Edges = Mapping[EdgeId, State]
+
+
+def attach(
+    method: Method, server: State, edges: Edges, sent: Download, ids: Sequence[ClientId]
+) -> list[tuple[Edge, tuple[ClientId, ...]]]:
+    """The edges that serve these clients, each with what it is sent, and its clients among them."""
+    layout = method.edges(server) if isinstance(method, EdgeMethod) else None
+    wanted = set(ids)
+    found = []
+    for e, members in sorted((layout or {}).items()):
+        if here := tuple(i for i in members if i in wanted):
+            each = {i: sent.each[i] for i in members if i in sent.each}
+            its = Download(sent.shared, each, {e: sent.edge[e]} if e in sent.edge else {})
+            found.append((Edge(e, tuple(members), edges.get(e, {}), its), here))
+    return found
+
+
+def preview(
+    method: Method, server: State, edges: Edges, ids: Sequence[ClientId], round: int
+) -> dict[ClientId, tuple[Tree, Tree]]:
+    """What each client is handed to score and use before this round: the part shared with others, and its own."""
+    sent = method.deliver(server, ids, round)
+    found = {i: (sent.shared, sent.each.get(i, {})) for i in ids}
+    for edge, here in attach(method, server, edges, sent, ids):
+        assert isinstance(method, EdgeMethod)
+        handed = method.relay(edge, here, round)
+        found |= {i: (handed.shared, handed.each.get(i, {})) for i in here}
+    return found
+
+
+def relay(method: EdgeMethod, task: MergeRequest) -> tuple[list[TrainRequest], Bytes]:
+    """The requests of an edge's clients with what it hands on, and the bytes sent to all that were sampled."""
+    handed = method.relay(task.edge, task.clients, task.round)
+    requests = [replace(r, shared=handed.shared, own=handed.each.get(r.client, {})) for r in task.requests]
+    schema = method.schema("down")
+    return requests, summed(schema.parts(handed.to(i)) for i in task.clients)
+
+
+def merge(method: EdgeMethod, task: MergeRequest, answers: Sequence[TrainAnswer], down: Bytes) -> MergeAnswer:
+    """What an edge makes of its clients' answers; of those it does not call for, only the announcement crosses."""
+    got = receive(task.schemas, sorted(answers, key=lambda a: a.client))
+    ahead = [replace(u, tree=T.keep(u.tree, lambda k: k.startswith(ANNOUNCE))) for u in got.uploads]
+    called = method.calls(task.edge, ahead, task.round)
+    crossed = [u if called is None or u.sender in called else a for u, a in zip(got.uploads, ahead, strict=True)]
+    state, upload = method.merge(task.edge, crossed, task.round) if crossed else (task.edge.state, Upload({}))
+    sizes = got.bytes | {u.sender: task.schemas[u.sender].parts(u.tree) for u in crossed}
+    return MergeAnswer(
+        edge=task.edge.id,
+        state=state,
+        upload=upload.tree,
+        note=dict(upload.note),
+        senders=tuple(u.sender for u in crossed),
+        samples=sum(u.samples for u in crossed),
+        down=down,
+        up=summed(sizes.values()),
+        refused=got.refused,
+        nonfinite=tuple(got.nonfinite),
+    )
+
+
+@dataclass
+class Received:
+    """Uploads after their check."""
+
+    uploads: list[Upload] = field(default_factory=list)
+    refused: dict[ClientId, str] = field(default_factory=dict)  # why
+    nonfinite: list[ClientId] = field(default_factory=list)
+    bytes: dict[ClientId, Bytes] = field(default_factory=dict)  # of all of them: they have crossed the link
+
+
+def receive(schemas: Mapping[ClientId, Schema], answers: Sequence[TrainAnswer]) -> Received:
+    """Keep the uploads that are what their schemas declare."""
+    got = Received()
+    for a in answers:
+        schema = schemas[a.client]
+        try:
+            schema.check(a.upload, "the upload", a.samples)
+        except NonFiniteError:
+            got.nonfinite.append(a.client)
+        except CoterieError as e:
+            got.refused[a.client] = str(e)
+            got.bytes[a.client] = {"refused": T.nbytes(a.upload)}
+            continue
+        else:
+            got.uploads.append(Upload(a.upload, a.note, a.client, a.samples))
+        got.bytes[a.client] = schema.parts(a.upload)
+    return got

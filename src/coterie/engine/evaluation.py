@@ -1,0 +1,175 @@
+"""The evaluation protocol: one set of views, parts and statistics for every method.
+
+Views: personal (what a client would use now), global, adapted (after fine-tuning); after the last round, or when one
+of them is the headline: received (as put together from what was sent, before local training), trained (after it), edge
+(the model of the client's cluster or edge, the global one where there is none). Parts: test, val.
+Statistics over clients: mean, std, worst decile; pooled over samples; mean over clusters.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from coterie.core.method import ClientId
+from coterie.core.tasks import Task
+from coterie.engine.messages import ScoreAnswer, TrainAnswer
+
+View = Literal["personal", "global", "received", "trained", "edge", "adapted"]
+ON_REQUEST: tuple[Literal["received", "trained", "edge"], ...] = ("received", "trained", "edge")
+ALONE = -1  # the cluster of a client that is in none
+
+
+def statistics(
+    task: Task, counts: Mapping[str, np.ndarray], loss: np.ndarray, cluster: np.ndarray | None = None
+) -> dict[str, float]:
+    """Of clients with at least one sample; counts [clients, ...], loss [clients] summed.
+
+    mean, std and worst10 are of the task's first metric over the clients for which it is defined, pooled is the metric
+    of all their counts together; other metrics follow by name, and as `pooled NAME`. Where there are any, `undefined`
+    counts the clients without a value, and `nonfinite` those whose models give NaN or infinity.
+    `clusters`, where there are any: the mean over clusters of the mean over their clients; clusters count alike."""
+    n = task.samples(counts)
+    seen = n > 0
+    if not seen.any():
+        return {}
+    here = {k: v[seen] for k, v in counts.items()}
+    each, pooled = task.measured(here), task.measured({k: v.sum(0, keepdims=True) for k, v in here.items()})
+    name, *others = (m.name for m in task.metrics)
+    broken, values = ~np.isfinite(loss[seen]), each[name]
+    absent = np.isnan(values) & ~broken
+    values = values[~absent]
+    out = {
+        "mean": float(values.mean()) if len(values) else np.nan,
+        "std": float(values.std()) if len(values) else np.nan,
+        "worst10": float(task.metric.worst(values).mean()) if len(values) else np.nan,
+        "pooled": float(pooled[name][0]),
+        "loss": float(loss.sum() / n.sum()),
+        "clients": int(seen.sum()),
+        **_over_clusters(values, None if cluster is None else cluster[seen][~absent]),
+    }
+    for other in others:
+        known = each[other][~np.isnan(each[other])]
+        out[other] = float(known.mean()) if len(known) else np.nan
+        out[f"pooled {other}"] = float(pooled[other][0])
+    out |= {"undefined": int(absent.sum())} if absent.any() else {}
+    return out | ({"nonfinite": int(broken.sum())} if broken.any() else {})
+
+
+def _over_clusters(values: np.ndarray, cluster: np.ndarray | None) -> dict[str, float]:
+    if cluster is None or not (cluster != ALONE).any():
+        return {}
+    means = [values[cluster == c].mean() for c in np.unique(cluster[cluster != ALONE])]
+    return {"clusters": float(np.mean(means)), "cluster_count": len(means)}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Counts and losses of all clients, by "view/part"."""
+
+    task: Task
+    clients: list[ClientId]
+    newcomer: np.ndarray  # [clients] bool
+    counts: dict[str, dict[str, np.ndarray]]  # [clients, ...]
+    loss: dict[str, np.ndarray]  # [clients]
+    cluster: np.ndarray | None = None  # [clients], ALONE for none; None if the method makes no clusters
+
+    @staticmethod
+    def of(
+        task: Task,
+        answers: Sequence[ScoreAnswer],
+        newcomers: set[ClientId],
+        cluster_of: Mapping[ClientId, int] | None = None,
+    ) -> "Evaluation":
+        keys = sorted({k for a in answers for k in a.scores})
+        n, shapes = len(answers), task.shapes()
+        counts = {k: {c: torch.zeros(n, *s, dtype=d).numpy() for c, (s, d) in shapes.items()} for k in keys}
+        loss = {k: np.zeros(n) for k in keys}
+        for i, a in enumerate(answers):
+            for k, s in a.scores.items():
+                loss[k][i] = s.loss
+                for c, v in s.counts.items():
+                    counts[k][c][i] = v.numpy()
+        clients = [a.client for a in answers]
+        cluster = None if cluster_of is None else np.array([int(cluster_of.get(c, ALONE)) for c in clients])
+        return Evaluation(task, clients, np.array([c in newcomers for c in clients]), counts, loss, cluster)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """For the file; counts are small, so they are kept whole."""
+        out = {"clients": np.array(self.clients), "newcomer": self.newcomer}
+        if self.cluster is not None:
+            out["cluster"] = self.cluster
+        for k, found in self.counts.items():
+            out |= {f"{k}/{c}": v for c, v in found.items()} | {f"{k}/loss": self.loss[k]}
+        return out
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """view/part -> statistics; newcomers separately."""
+        out = {}
+        for mark, rows in (("", ~self.newcomer), ("newcomers/", self.newcomer)):
+            cluster = None if self.cluster is None else self.cluster[rows]
+            for k, found in self.counts.items():
+                mine = {c: v[rows] for c, v in found.items()}
+                if stats := statistics(self.task, mine, self.loss[k][rows], cluster):
+                    out[mark + k] = stats
+        return out
+
+    def headline(self, view: str = "personal") -> float | None:
+        """Of this view, or of the personal models if there is none."""
+        name = f"{view}/test" if f"{view}/test" in self.counts else "personal/test"
+        return self.summary()[name]["mean"] if name in self.counts else None
+
+    def nonfinite(self) -> int:
+        """Clients whose personal models give NaN or infinity."""
+        loss = self.loss.get("personal/test", np.zeros(0))
+        return int((~np.isfinite(loss)).sum())
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The participants of one round, before and after their local training, on their test parts."""
+
+    task: Task
+    when: dict[str, dict[str, np.ndarray]]  # before, after -> counts [participants, ...]
+
+    @staticmethod
+    def of(task: Task, answers: Sequence[TrainAnswer]) -> "Watch":
+        when = {}
+        for name in ("before", "after"):
+            rows = [s for a in answers if (s := getattr(a, name)) is not None]
+            if rows:
+                when[name] = {c: np.stack([s.counts[c].numpy() for s in rows]) for c in task.shapes()}
+        return Watch(task, when)
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """pooled: of all samples; mean: over participants. With classes also the hits and samples of each."""
+        return {name: self._stats(counts) for name, counts in self.when.items()}
+
+    def _stats(self, counts: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        if self.task.metric.name == "accuracy":
+            h, n = counts["hits"].sum(1), counts["total"].sum(1)
+            pooled, mean = float(h.sum() / max(1, n.sum())), float((h / np.maximum(n, 1)).mean())
+            return {"pooled": pooled, "mean": mean, "hits": h.tolist(), "total": n.tolist()}
+        name = self.task.metric.name
+        each = self.task.measured(counts)[name]
+        pooled = self.task.measured({k: v.sum(0, keepdims=True) for k, v in counts.items()})[name][0]
+        known = each[~np.isnan(each)]
+        return {"pooled": float(pooled), "mean": float(known.mean()) if len(known) else np.nan}
+
+    def headline(self) -> float | None:
+        return float(self.summary()["before"]["mean"]) if "before" in self.when else None
+
+
+def notes(answers: Sequence[TrainAnswer]) -> dict[str, float]:
+    """The clients' own numbers, averaged over those who gave them."""
+    out = {}
+    for k in sorted({k for a in answers for k in a.note}):
+        given = [a.note[k] for a in answers if k in a.note]
+        out[k] = sum(given) / len(given)
+    if updates := [a.update for a in answers if a.update is not None]:
+        D = torch.stack(updates)  # [participants, P]
+        each = D.norm(dim=1)
+        out |= {"aun": float(D.mean(0).norm()), "mean_update": float(each.mean()), "largest_update": float(each.max())}
+    return out

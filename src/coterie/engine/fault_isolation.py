@@ -1,0 +1,126 @@
+"""An error in a hook of a method costs the sender whose upload causes it the round, and nobody else.
+
+A round is a pure step, so it can be computed again without some of its answers until it works.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from coterie.core.method import ClientId, Method, State
+from coterie.engine.edge_steps import Edges
+from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult, close
+from coterie.errors import CoterieError
+
+log = logging.getLogger("coterie.cloud")
+T = TypeVar("T")
+Group = frozenset[ClientId]  # clients whose uploads cannot be told apart: one, or those that an edge has merged
+
+
+class MethodFailedError(CoterieError):
+    """A hook of the method raised an error whichever sender was left out."""
+
+
+@dataclass(frozen=True)
+class Contained(Generic[T]):
+    """What came out, and without whom."""
+
+    result: T
+    left_out: tuple[Group, ...] = ()
+    certain: bool = True  # False: another one could have been left out instead
+    error: Exception | None = None  # with everybody
+
+
+def contain(groups: Sequence[Group], compute: Callable[[Group], T]) -> Contained[T]:
+    """Compute without nobody; if that raises, without the one, or without all those, whose uploads are the cause.
+
+    Deterministic: leave out one after the other, in the order given. If several cure the error, the first is left out
+    and nobody is blamed for certain. If none does, all that raise by themselves are left out. If that is everybody, or
+    does not help, the error does not depend on a sender and is raised."""
+    try:
+        return Contained(compute(frozenset()))
+    except Exception as e:
+        error = e
+    everybody = frozenset[ClientId]().union(*groups)
+
+    def attempt(left_out: Group) -> Contained[T] | None:
+        try:
+            return Contained(compute(left_out), error=error)
+        except Exception as e:
+            log.debug("still %s without clients %s", e, sorted(left_out))
+            return None
+
+    cures = [(group, found) for group in groups if (found := attempt(group)) is not None]
+    if cures:
+        group, found = cures[0]
+        return replace(found, left_out=(group,), certain=len(cures) == 1)
+    alone = [group for group in groups if attempt(everybody - group) is None]
+    if 0 < len(alone) < len(groups) and (found := attempt(frozenset[ClientId]().union(*alone))) is not None:
+        return replace(found, left_out=tuple(alone))
+    raise error
+
+
+def close_contained(
+    method: Method,
+    server: State,
+    edges: Edges,
+    plan: RoundPlan,
+    answers: RoundAnswers,
+    probe: Callable[[RoundResult], None] = lambda result: None,
+) -> RoundResult:
+    """As `close`, without the senders that make it, or what `probe` does with its result, raise an error."""
+    groups = [frozenset({r.client}) for r in plan.direct if r.client in answers.trained]
+    groups += [
+        frozenset(answers.merged[task.edge.id].senders)
+        for task in plan.edges
+        if task.edge.id in answers.merged and answers.merged[task.edge.id].senders
+    ]
+
+    def compute(left_out: Group) -> RoundResult:
+        result = close(method, server, edges, plan, _without(answers, left_out, ""))
+        probe(result)
+        return result
+
+    title = method.card.title or type(method).__name__
+    try:
+        found = contain(groups, compute)
+    except Exception as e:
+        raise MethodFailedError(
+            f"{title} failed in round {plan.round}, whoever is left out: {type(e).__name__}: {e}"
+        ) from e
+    if not found.left_out:
+        return found.result
+    error = found.error
+    log.error("%s failed in round %s and works without some clients", title, plan.round, exc_info=error)
+    doubtful = set(found.result.doubtful)
+    reasons: dict[ClientId, str] = {}
+    for group in found.left_out:
+        why = f"{title} failed on the upload: {type(error).__name__}: {error}"
+        if len(group) > 1:
+            why = f"{title} failed on the merged upload of clients {sorted(group)}: {type(error).__name__}: {error}"
+        if len(group) > 1 or not found.certain:
+            doubtful |= group
+        reasons |= dict.fromkeys(group, " ".join(why[:400].split()))
+    refused = {**found.result.refused, **reasons}
+    return replace(
+        found.result,
+        refused=refused,
+        reasons=dict(sorted({**found.result.reasons, **reasons}.items())),
+        failed=sorted({*found.result.failed, *reasons}),
+        doubtful=frozenset(doubtful),
+    )
+
+
+def _without(answers: RoundAnswers, left_out: Group, why: str) -> RoundAnswers:
+    if not left_out:
+        return answers
+    return replace(
+        answers,
+        trained={i: a for i, a in answers.trained.items() if i not in left_out},
+        merged={e: m for e, m in answers.merged.items() if not left_out & set(m.senders)},
+        refused={**answers.refused, **dict.fromkeys(left_out, why)},
+    )
+
+
+__all__ = ["Contained", "MethodFailedError", "close_contained", "contain"]

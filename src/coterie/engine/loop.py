@@ -1,0 +1,301 @@
+"""The rounds of a run, one after the other: plan, answers, aggregation, evaluation, events, checkpoints."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from coterie.core.edges import EdgeMethod
+from coterie.core.method import ClientId, EdgeId, Method, State
+from coterie.core.rng import torch_rng
+from coterie.core.tasks import Classification, Metric
+from coterie.engine import ledger
+from coterie.engine.edge_steps import preview
+from coterie.engine.evaluation import ON_REQUEST, Evaluation, View, Watch, notes
+from coterie.engine.fault_isolation import close_contained
+from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer
+from coterie.engine.official_test import Official
+from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult, Rules, close, plan
+from coterie.errors import CoterieError
+from coterie.runtimes.base import Runtime
+from coterie.storage import checkpoint
+from coterie.storage.checkpoint import Checkpoint
+from coterie.storage.client_states import Index
+from coterie.storage.run_folder import EVENTS, Folder, read_log
+
+CLIENTS_PER_REQUEST = 256  # bounds memory when every client is scored
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the loop does and when; the method's own settings are elsewhere."""
+
+    rounds: int
+    rules: Rules
+    eval_every: int = 10
+    checkpoint_every: int = 10
+    final_trained: bool = True  # after the last round, every client also as received, after training, and its edge
+    headline: View = "personal"  # the view that tables lead with: scored in every evaluation
+    newcomers: tuple[ClientId, ...] = ()  # never sampled, scored only
+    eval_clients: int | None = None  # so many of the clients, and of the newcomers, are scored; None: all
+    stop_after: int | None = None  # evaluations without a better value on validation data, after which the run ends
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress information after each round."""
+
+    round: int
+    rounds: int
+    value: float | None  # of the metric; None where nobody was scored
+    seconds: float
+    nonfinite: int = 0  # clients whose personal models give NaN or infinity, where they were scored
+    bytes: ledger.Page = field(default_factory=dict)  # since the start of the run
+    metric: Metric = Classification.metrics[0]
+    event: Mapping[str, Any] = field(default_factory=dict)  # the round's line of events.jsonl
+
+    @property
+    def text(self) -> str:
+        """The metric's name and value."""
+        return "" if self.value is None else f"{self.metric.name} {self.metric.text(self.value)}"
+
+
+class Loop:
+    def __init__(
+        self, method: Method, runtime: Runtime, folder: Folder, schedule: Schedule, official: Official | None = None
+    ):
+        self.method, self.runtime, self.folder, self.schedule = method, runtime, folder, schedule
+        self.official = official
+        self.server: State = {}
+        self.edges: dict[EdgeId, State] = {}
+        self.bytes: ledger.Page = {}  # since the start of the run
+        self.done = -1  # last finished round
+        self.validation: dict[int, float] = {}  # value on validation data by round, where clients were scored
+        self.ended = ""  # why the run ended before its last round
+        self.event: dict[str, Any] = {}  # the last line of the log
+        self._plans: list[tuple[State, RoundPlan]] = []  # of the next round, by the server's state they are made of
+
+    @property
+    def first(self) -> int:
+        return 0 if self.method.opening() else 1
+
+    def start(self) -> None:
+        """Before the first round."""
+        self.server = self.method.setup()
+        self.folder.open_logs()
+        self.done = self.first - 1
+
+    def resume(self, from_round: int | None = None) -> list[str]:
+        """Continue from the newest intact checkpoint, or from that of a round; a sentence for each damaged one."""
+        saved, complaints = checkpoint.resume(self.folder, self.runtime, type(self.method).__name__, from_round)
+        if saved is not None:
+            self.server, self.edges, self.bytes, self.done = saved.server, saved.edges, saved.bytes, saved.round
+            for row in read_log(self.folder.path / EVENTS).rows if self.schedule.stop_after else []:
+                if (value := self._validated(row["eval"])) is not None:
+                    self.validation[row["round"]] = value
+                self.ended = row.get("ended", "")
+        return complaints
+
+    def run(
+        self, tell: Callable[[Progress], None] = lambda p: None, stopped: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Run to the end; False if `stopped` said so (a checkpoint has been written)."""
+        if self.done < 0:
+            self.start()
+        for t in range(self.done + 1, self.schedule.rounds + 1):
+            if self.ended:
+                break
+            begun = time.perf_counter()
+            value, nonfinite = self.step()
+            seconds = time.perf_counter() - begun
+            self.folder.timing(round=t, seconds=round(seconds, 6))
+            metric = self.method.ctx.task.metric
+            tell(Progress(t, self.schedule.rounds, value, seconds, nonfinite, self.bytes, metric, self.event))
+            halt = stopped()
+            if halt or self.ended or t == self.schedule.rounds or t % self.schedule.checkpoint_every == 0:
+                self.checkpoint()
+            if halt and not self.ended and t < self.schedule.rounds:
+                return False
+        self.runtime.over()
+        return True
+
+    def step(self) -> tuple[float | None, int]:
+        """Run the next round. Returns the value of the metric to show, if any, and the number of diverged models."""
+        t, schedule = self.done + 1, self.schedule
+        planned = self._planned(self.server, self.edges, t)
+        answers, result = self._settled(planned)
+        self.runtime.keep(t, result.accepted, result.left_out)
+        self.server, self.edges = result.server, result.edges
+        self.bytes = ledger.total([self.bytes, result.bytes])
+        self.done = t
+        trained = [answers.trained[i] for i in sorted(answers.trained) if i not in result.refused]
+        watch = Watch.of(self.method.ctx.task, trained) if schedule.rules.watch else None
+        self._plans = [(s, p) for s, p in self._plans if s is self.server and p.round > t]
+        last = t == schedule.rounds
+        found = self.evaluate(last) if self._evaluates(t) else None
+        if found is not None and not last and self._stops(found):
+            found = self.evaluate(True)
+        self._record(result, planned.participants, trained, watch, found)
+        if found is not None:
+            return found.headline(self.schedule.headline), found.nonfinite()
+        return (watch.headline() if watch else None), 0
+
+    def _validated(self, summary: Mapping[str, Mapping[str, float | None]]) -> float | None:
+        """The value that early stopping goes by: of the headline's view, or else of the personal models; NaN where that
+        is not defined."""
+        for view in (self.schedule.headline, "personal"):
+            if (found := summary.get(f"{view}/val")) is not None:
+                return math.nan if (value := found["mean"]) is None else value
+        return None
+
+    def _stops(self, found: Evaluation) -> bool:
+        """Has the value on validation data not become better for as long as the schedule allows?"""
+        patience, value = self.schedule.stop_after, self._validated(found.summary())
+        if patience is None or value is None:
+            return False
+        metric = self.method.ctx.task.metric
+        self.validation[self.done] = value
+        best = min(self.validation)
+        for t, v in sorted(self.validation.items()):
+            best = t if metric.better(v, self.validation[best]) or math.isnan(self.validation[best]) else best
+        since = sum(t > best for t in self.validation)
+        if since >= patience:
+            many = "the last evaluation" if since == 1 else f"the last {since} evaluations"
+            self.ended = f"{metric.name} on validation data was best in round {best} and no better in {many}"
+        return bool(self.ended)
+
+    def _settled(self, planned: RoundPlan) -> tuple[RoundAnswers, RoundResult]:
+        """The round, asked for again until enough clients count; errors are held against the senders who cause them."""
+        while True:
+            answers = self.runtime.run(planned)
+            if self.runtime.trusted:
+                result = close(self.method, self.server, self.edges, planned, answers)
+                if result.refused:
+                    client, why = min(result.refused.items())
+                    raise CoterieError(
+                        f"{type(self.method).__name__} does not send what its schema declares: {why} ({client=})"
+                    )
+                return answers, result
+            result = close_contained(self.method, self.server, self.edges, planned, answers, self._probe)
+            result = replace(result, reasons={i: self.runtime.named(i, why) for i, why in result.reasons.items()})
+            if self.runtime.settled(planned, result):
+                return answers, result
+
+    def _planned(self, server: State, edges: Mapping[EdgeId, State], t: int) -> RoundPlan:
+        for known, planned in self._plans:
+            if known is server and planned.round == t:
+                return planned
+        return plan(self.method, server, edges, t, self.schedule.rules)
+
+    def _probe(self, result: RoundResult) -> None:
+        """What will be done with the new server's state, while it is known whose uploads made it."""
+        t, method = self.done + 1, self.method
+        method.facts(result.server)
+        method.cluster_of(result.server)
+        method.global_model(result.server)
+        if t < self.schedule.rounds:
+            planned = plan(method, result.server, result.edges, t + 1, self.schedule.rules)
+            self._plans = [*self._plans, (result.server, planned)]
+        if self._evaluates(t):
+            clients = method.ctx.clients
+            for a in range(0, len(clients), CLIENTS_PER_REQUEST):
+                self._usable(result.server, result.edges, clients[a : a + CLIENTS_PER_REQUEST])
+            return
+        layout = method.edges(result.server) if isinstance(method, EdgeMethod) else None
+        for e, members in (layout or {}).items():  # also of those that are not asked before the next evaluation
+            if e not in result.edges or result.edges[e] is self.edges.get(e):
+                continue
+            try:
+                self._usable(result.server, result.edges, members)
+            except Exception:
+                try:
+                    self._usable(result.server, {**result.edges, e: self.edges.get(e, {})}, members)
+                except Exception:
+                    continue  # with the state before, too: who merged is not the cause
+                raise
+
+    def _usable(self, server: State, edges: Mapping[EdgeId, State], clients: Sequence[ClientId]) -> None:
+        """Raises an error if these clients could not be handed anything before the next round."""
+        schema = self.method.schema("down")
+        for shared, own in preview(self.method, server, edges, clients, self.done + 2).values():
+            schema.parts({**shared, **own})
+
+    def _evaluates(self, t: int) -> bool:
+        return t > 0 and (t == self.schedule.rounds or t % self.schedule.eval_every == 0)
+
+    def _record(
+        self,
+        result: RoundResult,
+        participants: Sequence[ClientId],
+        trained: Sequence[TrainAnswer],
+        watch: Watch | None,
+        found: Evaluation | None,
+    ) -> None:
+        if found is not None:
+            self.folder.evaluation(self.done, found.arrays())
+        losses = [a.loss for a in trained if a.steps and math.isfinite(a.loss)]
+        self.event = dict(
+            round=self.done,
+            participants=list(participants),
+            failed=result.failed,
+            nonfinite=result.nonfinite,
+            steps=sum(a.steps for a in trained),
+            loss=sum(losses) / len(losses) if losses else None,
+            bytes=result.bytes,
+            notes=notes(trained),
+            facts=self.method.facts(self.server),
+            watch=watch.summary() if watch else {},
+            eval=found.summary() if found else {},
+            **({"reasons": result.reasons} if result.reasons else {}),
+            **({"ended": self.ended} if self.ended else {}),
+        )
+        self.folder.event(**self.event)
+
+    def checkpoint(self) -> None:
+        events, timing = self.folder.offsets()
+        name = type(self.method).__name__
+
+        def made(index: Index) -> Checkpoint:
+            return Checkpoint(self.done, name, self.server, self.edges, index, self.bytes, events, timing)
+
+        checkpoint.write(self.folder, self.runtime, made)
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+    def evaluate(self, last: bool = False) -> Evaluation | None:
+        """The clients, newcomers included, after the last finished round; nothing is counted or kept. With `last` also
+        the views that only the end of a run has.
+
+        None if nobody answered."""
+        newcomers = tuple(sorted({*self.schedule.newcomers, *self.runtime.newcomers()}))
+        everybody = sorted({*self._scored(self.method.ctx.clients), *self._scored(newcomers)})
+        whole = self.method.global_model(self.server)
+        last = (last or self.done == self.schedule.rounds) and self.schedule.final_trained
+        more = tuple(v for v in ON_REQUEST if last or v == self.schedule.headline)
+        answers: list[ScoreAnswer] = []
+        for a in range(0, len(everybody), CLIENTS_PER_REQUEST):
+            sent = preview(self.method, self.server, self.edges, everybody[a : a + CLIENTS_PER_REQUEST], self.done + 1)
+            found, _ = self.runtime.score(
+                [
+                    ScoreRequest(i, self.done + 1, shared, own, whole, more, self.official is not None)
+                    for i, (shared, own) in sent.items()
+                ]
+            )
+            answers += [found[i] for i in sorted(found)]
+        if self.official is not None:
+            answers = self.official.added(answers, whole, set(newcomers))
+        of = self.method.cluster_of(self.server)
+        return Evaluation.of(self.method.ctx.task, answers, set(newcomers), of) if answers else None
+
+    def _scored(self, ids: Sequence[ClientId]) -> Sequence[ClientId]:
+        """All, or as many as the run asks for: the same ones every time, so that curves compare like with like."""
+        n = self.schedule.eval_clients
+        if n is None or n >= len(ids):
+            return ids
+        order = torch.randperm(len(ids), generator=torch_rng(self.schedule.rules.seed, "scored"))
+        return [ids[int(i)] for i in order[:n]]
+
+
+__all__ = ["Loop", "Progress", "Schedule"]

@@ -1,0 +1,220 @@
+"""Everything that travels in a round, as frozen dataclasses: requests, answers, and what a runtime adds to them.
+
+codec.py writes and reads them between processes, between hosts and in checkpoints. `check` says in one sentence what is
+wrong with a message that came from another host; whether a payload is the one a method declares, its schema says.
+"""
+
+import math
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from coterie.core.edges import Edge
+from coterie.core.method import ClientId, Download, EdgeId, State, Upload
+from coterie.core.schema import Entry, Schema
+from coterie.core.tasks import Task
+from coterie.core.tree import Tree
+from coterie.engine.codec import register
+from coterie.errors import CoterieError
+
+Bytes = dict[str, int]  # by heading of the ledger
+
+for _known in (Download, Edge, Entry, Schema, Upload):
+    register(_known)
+
+
+@register
+@dataclass(frozen=True)
+class Score:
+    """One model on one part of one client's data."""
+
+    counts: Mapping[str, Tensor]  # sums over samples that the task's metrics are made of (tasks.py)
+    loss: float  # summed over samples
+
+
+# ---- a round ---------------------------------------------------------------------------------------------------------
+@register
+@dataclass(frozen=True)
+class TrainRequest:
+    """A client's part of a round."""
+
+    client: ClientId
+    round: int
+    shared: Tree = field(default_factory=dict)  # the download: what all participants get,
+    own: Tree = field(default_factory=dict)  # and what is for this client alone
+    share: float = 1.0  # of its local epochs; a straggler does fewer
+    watch: bool = False  # score the personal model before and after local training
+    log_update: bool = False  # send the change of the personal model, for the log of a simulation
+
+    @property
+    def download(self) -> Tree:
+        return {**self.shared, **self.own}
+
+
+@register
+@dataclass(frozen=True)
+class TrainAnswer:
+    client: ClientId
+    upload: Tree
+    note: Mapping[str, float]
+    samples: int  # training samples of the client
+    steps: int
+    loss: float
+    before: Score | None = None
+    after: Score | None = None
+    update: Tensor | None = None  # [P]
+
+
+@register
+@dataclass(frozen=True)
+class MergeRequest:
+    """An edge's part of a round: hand on what was sent, have its clients train, and merge what they upload."""
+
+    edge: Edge
+    round: int
+    clients: tuple[ClientId, ...]  # its sampled clients; some of them may be made to fail
+    requests: tuple[TrainRequest, ...]  # of those that do not; the edge fills in what it hands on
+    schemas: Mapping[ClientId, Schema]  # what each of them may upload
+
+
+@register
+@dataclass(frozen=True)
+class MergeAnswer:
+    edge: EdgeId
+    state: State
+    upload: Tree
+    note: Mapping[str, float]
+    senders: tuple[ClientId, ...]  # clients whose uploads were merged
+    samples: int  # of the senders
+    down: Bytes  # sent to its clients
+    up: Bytes  # received from them
+    refused: Mapping[ClientId, str]  # uploads that do not fit the schema, and why
+    nonfinite: tuple[ClientId, ...]  # uploads with NaN or infinity
+
+    @property
+    def as_upload(self) -> Upload:
+        return Upload(self.upload, self.note, self.edge, self.samples)
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+@register
+@dataclass(frozen=True)
+class ScoreRequest:
+    """All views of one client's models; nothing is kept."""
+
+    client: ClientId
+    round: int  # the next one
+    shared: Tree = field(default_factory=dict)
+    own: Tree = field(default_factory=dict)
+    global_model: Tree | None = None
+    more: tuple[Literal["received", "trained", "edge"], ...] = ()  # views beside personal, global and adapted
+    official: bool = False  # also on the official test part; a simulation only
+
+    @property
+    def download(self) -> Tree:
+        return {**self.shared, **self.own}
+
+
+@register
+@dataclass(frozen=True)
+class ScoreAnswer:
+    client: ClientId
+    scores: Mapping[str, Score]  # by "view/part"
+    samples: int
+    model: Tree | None = None  # the personal model, where the official score needs the mean of all; a simulation only
+
+
+# ---- between a runtime and its processes -----------------------------------------------------------------------------
+class Remote(ABC):
+    """A client's state that lies somewhere in a cluster: jobs carry it as it is, and only files need it here."""
+
+    @abstractmethod
+    def fetch(self) -> State: ...
+
+
+@register
+@dataclass(frozen=True)
+class Job:
+    """A request with the state of its client (None: it has none yet)."""
+
+    request: TrainRequest | ScoreRequest
+    state: State | Remote | None
+
+
+@register
+@dataclass(frozen=True)
+class Trained:
+    """An answer with the client's new state, which stays with the runtime."""
+
+    answer: TrainAnswer
+    state: State | Remote
+
+
+# ---- messages from other hosts ---------------------------------------------------------------------------------------
+M = TypeVar("M")
+
+
+def check(message: Any, kind: type[M]) -> M:
+    """The message, if it is of this kind and all its fields have their types; else one sentence."""
+    if type(message) is not kind:
+        raise CoterieError(f"expected a {kind.__name__}, got a {type(message).__name__}")
+    for name, hint in _hints(kind).items():  # type: ignore[arg-type]
+        if not _fits(getattr(message, name), hint):
+            raise CoterieError(f"the field {name} of a {kind.__name__} has an impossible value")
+    return message
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
+
+
+def _fits(v: Any, hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(_fits(v, h) for h in inner)
+    if origin is Literal:
+        return v in inner
+    if hint is float:
+        return type(v) is float or (type(v) is int and abs(v) < 2**53)
+    if hint is int:
+        return type(v) is int and -1 <= v < 2**53
+    if hint in (bool, str, type(None)):
+        return type(v) is hint
+    if origin is Literal:
+        return type(v) is str and v in inner
+    if hint is Tensor or hint is torch.dtype:
+        return isinstance(v, hint)
+    if origin in (dict, Mapping):
+        return isinstance(v, dict) and all(_fits(k, inner[0]) and _fits(x, inner[1]) for k, x in v.items())
+    if origin in (tuple, list):
+        return isinstance(v, list | tuple) and all(_fits(x, inner[0]) for x in v)
+    if is_dataclass(hint):
+        return type(v) is hint and all(_fits(getattr(v, n), h) for n, h in _hints(hint).items())  # type: ignore[arg-type]
+    return False
+
+
+BOUND = 1e9  # of the numbers that a client may report
+
+
+def check_score(score: Score, task: Task) -> None:
+    """Counts of this task that can be true."""
+    counts = dict(score.counts)
+    task.check(counts)
+    n = int(task.samples({k: v[None].numpy() for k, v in counts.items()})[0])
+    check_number(score.loss / max(1, n), "the loss of a score")
+
+
+def check_number(value: float, what: str) -> None:
+    """A number for the log; NaN and infinity say that training diverged."""
+    if math.isfinite(value) and abs(value) > BOUND:
+        raise CoterieError(f"{what} is {value:g}")

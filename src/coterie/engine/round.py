@@ -1,0 +1,166 @@
+"""A round as a pure step: (server, edges, plan, answers) -> (server', edges', what happened).
+
+`plan` says who takes part and what each is sent; a runtime turns the plan into answers; `close` makes the next server
+state of them. Nothing here opens a file, knows a process or holds the state of a client.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from coterie.core.method import ClientId, EdgeId, Method, Moment, State, Upload
+from coterie.core.rng import torch_rng
+from coterie.engine import ledger
+from coterie.engine.edge_steps import Edges, attach, receive
+from coterie.engine.ledger import DEVICE_CLOUD, DEVICE_EDGE, EDGE_CLOUD, summed
+from coterie.engine.messages import Bytes, MergeAnswer, MergeRequest, TrainAnswer, TrainRequest
+from coterie.errors import CoterieError
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a round needs to know beside the method."""
+
+    seed: int
+    dropout: float = 0.0  # share of the sampled clients that fail
+    stragglers: float = 0.0  # share that does fewer epochs
+    watch: bool = True  # score participants before and after local training
+    log_updates: bool = False
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Who takes part in a round, and what is sent to whom."""
+
+    round: int
+    participants: tuple[ClientId, ...]
+    failing: frozenset[ClientId]  # drawn to fail
+    direct: tuple[TrainRequest, ...]  # to clients that talk to the cloud
+    edges: tuple[MergeRequest, ...]  # to edges, for their clients
+    down: Bytes  # bytes to the clients that talk to the cloud
+    edges_down: Bytes
+
+
+@dataclass(frozen=True)
+class RoundAnswers:
+    """What came back, in any order."""
+
+    trained: Mapping[ClientId, TrainAnswer]
+    merged: Mapping[EdgeId, MergeAnswer] = field(default_factory=dict)
+    missing: Mapping[ClientId, str] = field(default_factory=dict)  # clients that did not answer, and why
+    refused: Mapping[ClientId, str] = field(default_factory=dict)  # answers that the runtime refused, and why
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    server: State
+    edges: dict[EdgeId, State]
+    accepted: list[ClientId]  # their new states are kept
+    failed: list[ClientId]
+    nonfinite: list[ClientId]  # left out because their training diverged
+    refused: dict[ClientId, str]  # left out because of what they sent, and why
+    reasons: dict[ClientId, str]  # why a client that was not drawn to fail is missing or refused
+    bytes: ledger.Page
+    doubtful: frozenset[ClientId] = frozenset()  # of the refused: perhaps another's upload was the cause
+
+    @property
+    def left_out(self) -> dict[ClientId, str]:
+        """Who was asked and does not count, and why."""
+        return {**self.reasons, **dict.fromkeys(self.nonfinite, "the upload has NaN or infinity")}
+
+
+def plan(method: Method, server: State, edges: Edges, round: int, rules: Rules) -> RoundPlan:
+    sampled = method.sample(server, round, torch_rng(rules.seed, "sample", round))
+    ids = tuple(sorted(set(sampled)))
+    failing = frozenset(i for i in ids if _drawn(rules.seed, "dropout", round, i, rules.dropout))
+    sent = method.down(server, ids, round)
+
+    def request(i: ClientId) -> TrainRequest:
+        slow = _drawn(rules.seed, "straggler", round, i, rules.stragglers)
+        share = float(torch.rand((), generator=torch_rng(rules.seed, "share", round, i))) if slow else 1.0
+        return TrainRequest(i, round, share=share, watch=rules.watch, log_update=rules.log_updates)
+
+    attached = attach(method, server, edges, sent, ids)
+    served = {i for edge, _ in attached for i in edge.clients}
+    asked = [i for i in ids if i not in failing]
+    tasks = []
+    for edge, here in attached:
+        requests = tuple(request(i) for i in here if i not in failing)
+        schemas = {r.client: method.schema("up", Moment(server, r.client, round)) for r in requests}
+        tasks.append(MergeRequest(edge, round, here, requests, schemas))
+    down, edges_down = method.schema("down"), method.schema("edge_down")
+    return RoundPlan(
+        round=round,
+        participants=ids,
+        failing=failing,
+        direct=tuple(
+            replace(request(i), shared=sent.shared, own=sent.each.get(i, {})) for i in asked if i not in served
+        ),
+        edges=tuple(tasks),
+        down=summed(down.parts(sent.to(i)) for i in ids if i not in served),
+        edges_down=summed(edges_down.parts(tree) for edge, _ in attached for tree in edge.received),
+    )
+
+
+def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers: RoundAnswers) -> RoundResult:
+    page: ledger.Page = {}
+    if plan.edges:
+        ledger.add(page, EDGE_CLOUD, "down", plan.edges_down)
+        ledger.add(page, DEVICE_EDGE, "down", summed(m.down for m in answers.merged.values()))
+    if len(plan.participants) > sum(len(task.clients) for task in plan.edges):
+        ledger.add(page, DEVICE_CLOUD, "down", plan.down)
+
+    arrived = [answers.trained[r.client] for r in plan.direct if r.client in answers.trained]
+    schemas = {a.client: method.schema("up", Moment(server, a.client, plan.round)) for a in arrived}
+    direct = receive(schemas, arrived)
+    if arrived:
+        ledger.add(page, DEVICE_CLOUD, "up", summed(direct.bytes.values()))
+
+    refused, nonfinite = {**answers.refused, **direct.refused}, list(direct.nonfinite)
+    doubtful: set[ClientId] = set()
+    merged: list[Upload] = []
+    new_edges = dict(edges)
+    accepted = [u.sender for u in direct.uploads]
+    for task in plan.edges:
+        e, theirs = task.edge.id, {r.client for r in task.requests}
+        if e not in answers.merged:
+            continue
+        answer = answers.merged[e]
+        refused |= {i: why for i, why in answer.refused.items() if i in theirs}
+        nonfinite += [i for i in answer.nonfinite if i in theirs]
+        if answer.up or answer.senders:
+            ledger.add(page, DEVICE_EDGE, "up", answer.up)
+        if not answer.senders:
+            continue
+        try:
+            schema = method.schema("edge_up", Moment(server, e, plan.round))
+            schema.check(answer.upload, f"the upload of edge {e}", answer.samples)
+        except CoterieError as error:
+            refused |= dict.fromkeys(answer.senders, str(error))
+            doubtful |= set(answer.senders) if len(answer.senders) > 1 else set()
+            continue
+        ledger.add(page, EDGE_CLOUD, "up", method.schema("edge_up").parts(answer.upload))
+        new_edges[e] = answer.state
+        merged.append(answer.as_upload)
+        accepted += [i for i in answer.senders if i in theirs]
+
+    uploads = [*merged, *direct.uploads]
+    if uploads:
+        server = method.aggregate(server, uploads, plan.round)
+    reasons = {**answers.missing, **refused}
+    return RoundResult(
+        server=server,
+        edges=new_edges,
+        accepted=sorted(accepted),
+        failed=sorted({*plan.failing, *reasons}),
+        nonfinite=sorted(nonfinite),
+        refused=refused,
+        reasons=dict(sorted(reasons.items())),
+        bytes=page,
+        doubtful=frozenset(doubtful),
+    )
+
+
+def _drawn(seed: int, what: str, round: int, client: ClientId, share: float) -> bool:
+    return share > 0 and float(torch.rand((), generator=torch_rng(seed, what, round, client))) < share

@@ -1,0 +1,441 @@
+"""A personal model as a module and as one file that can be used without run, cloud or training data.
+
+The file is safetensors; its metadata say how the network is built again, what its outputs mean and how raw items become
+its input. Nothing in it is run: code that a file names is imported only with the caller's permission.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from coterie.core.method import ClientData, Context, Extras, Method, State
+from coterie.core.net import Net
+from coterie.core.tasks import Task
+from coterie.core.tasks import make as make_task
+from coterie.core.tree import Tree, clone
+from coterie.data import target_types as targets
+from coterie.data.arrays import Array, items_like
+from coterie.data.dataset import Normalize, prepared
+from coterie.data.rotation import Interp
+from coterie.engine.provenance import origin, recalled
+from coterie.engine.session import Session
+from coterie.errors import CoterieError
+from coterie.methods import build as build_method
+from coterie.methods import canonical, known, sentence
+from coterie.models.registry import Factory
+from coterie.models.registry import build as build_model
+from coterie.storage import atomic as disk
+from coterie.train.optimisers import Optimiser
+from coterie.train.trainer import train
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMAT = 2
+CHUNK = 256  # items per forward pass
+DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
+
+
+# ---- what a file says ------------------------------------------------------------------------------------------------
+class Items(BaseModel):
+    """Raw items, and how they become the input of the network."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["uint8", "float32", "int64"]  # bytes 0..255, floats, or token ids
+    shape: tuple[int, ...]  # of one item, channels first
+    vocab: int | None = None  # token ids are below this; texts become ids by data/text.py
+    normalize: Normalize = "standard"  # bytes are divided by 255 unless it is none; standard: then mean and deviation
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    turn: float = 0.0  # degrees by which this client sees pictures turned
+    interp: Interp = "bilinear"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.type]
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Of what the network takes."""
+        return torch.int64 if self.type == "int64" else torch.float32
+
+    def raw(self, x: Any, name: str = "the data") -> Tensor:
+        """Arrays in the form of the training data."""
+        return items_like(name, x, self.dtype, self.shape, self.vocab)
+
+    def ready(self, x: Tensor) -> Tensor:
+        """Raw items as the network takes them, exactly as in training."""
+        x = x.clone() if x.is_floating_point() else x
+        return prepared(x, self.normalize, self.mean, self.std, self.turn, self.interp)
+
+
+class About(BaseModel):
+    """Everything about a model beside its tensors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: int = FORMAT
+    title: str  # the method's, as papers write it
+    client: str
+    round: int
+    run: str
+    data: str
+    task: str
+    outputs: int
+    classes: tuple[str, ...]  # names of classes or labels; empty where targets are numbers
+    items: Items
+    model: str | None  # a registered name; None: the user's own
+    own_model: str | None = None  # package.module:name of it
+    built: bool = False  # it was an instance, which no name can make again
+    options: dict[str, Any] = {}
+    # of a model that is more than its network (two heads, a gate, a mixture), the method that calls it
+    method: str | None = None  # a registered name or package.module:name
+    settings: dict[str, Any] = {}
+    names: tuple[str, ...] = Field((), description="tensors of its tree")
+    extras: tuple[str, ...] = Field((), description="tensors beside them")
+    numbers: dict[str, Any] = Field({}, description="numbers beside them")
+
+    @staticmethod
+    def of(session: Session, client: int, round: int, run: str) -> "About":
+        """Of the plain network of a client."""
+        fed, source = session.federation, session.model_of(client)
+        data, s = fed.source(client), fed.settings
+        own = None if isinstance(source, str) else source
+        return About(
+            title=session.method.card.title or type(session.method).__name__, client=fed.names[client], round=round,
+            run=run, data=str(session.settings.data), task=fed.task.name, outputs=fed.task.outputs,
+            classes=tuple(data.classes),
+            items=Items(
+                type=str(data.x.dtype).removeprefix("torch."), shape=data.shape, vocab=fed.dataset.vocab,
+                normalize=s.normalize, mean=data.mean, std=data.std, turn=fed.turn(client), interp=s.rotate_interp,
+            ),
+            model=source if isinstance(source, str) else None, own_model=None if own is None else origin(own),
+            built=isinstance(own, nn.Module), options=dict(session.options_for(source)),
+        )  # fmt: skip
+
+    def calling(self, session: Session, module: "PersonalModel") -> "About":
+        """Of a model that its method calls."""
+        own = session.objects.method
+        return self.model_copy(update={
+            "method": canonical(session.settings.method) if own is None else origin(own),
+            "settings": session.method.hp.model_dump(mode="json"),
+            "names": tuple(module.names), "extras": tuple(module.given), "numbers": disk.finite(module.numbers),
+        })  # fmt: skip
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+class PersonalModel(nn.Module):
+    """A personal model that is more than its network: two heads, a gate, a mixture.
+
+    Its tensors are parameters and buffers of submodules: state_dict() is whole, and it can be trained further."""
+
+    def __init__(self, method: Method, params: Tree, extras: Extras):
+        super().__init__()
+        net = method.ctx.net
+        self._method, self.names = method, list(params)
+        self.numbers = {k: v for k, v in extras.items() if not isinstance(v, Tensor)}
+        self.model, self.extras, self.frozen = nn.Module(), nn.Module(), nn.Module()
+        for name, v in params.items():
+            moves = v.is_floating_point() and name.rsplit(":", 1)[-1] not in net.fixed
+            _hold(self.model, name, v.detach().clone(), moves)
+        for name, v in extras.items():
+            if isinstance(v, Tensor):
+                _hold(self.extras, name, v.detach().clone(), False)
+        for name, v in net.constants().items():
+            _hold(self.frozen, name, v.clone(), False)
+        self.given = [k for k, v in extras.items() if isinstance(v, Tensor)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        extras = {k: _held(self.extras, k) for k in self.given}
+        return self._method.predict({k: _held(self.model, k) for k in self.names}, x, {**self.numbers, **extras})
+
+
+def _path(name: str) -> list[str]:
+    """`p:head.weight` as submodules p and head and a tensor weight."""
+    return [part for part in re.split(r"[.:]", name) if part]
+
+
+def _hold(root: nn.Module, name: str, value: Tensor, trainable: bool) -> None:
+    *inner, last = _path(name)
+    for part in inner:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    if trainable:
+        root.register_parameter(last, nn.Parameter(value))
+    else:
+        root.register_buffer(last, value)
+
+
+def _held(root: nn.Module, name: str) -> Tensor:
+    *inner, last = _path(name)
+    found: Tensor = getattr(root.get_submodule(".".join(inner)), last)
+    return found
+
+
+def in_use(
+    method: Method,
+    rule: Optimiser,
+    state: State | None,
+    download: Tree,
+    data: ClientData,
+    round: int,
+    adapt: bool = True,
+) -> tuple[Tree, Extras]:
+    """Parameters and extras of the model that a client uses before this round: the personal one, after the fine-tuning
+    that comes before use if the method has some. Without a state it has never trained."""
+    ask = method.newcomer if state is None else method.personal
+    with torch.no_grad():
+        params, extras = ask(method.init_client(data) if state is None else state, download, data)
+    params = clone(params)
+    phases = method.adapt() if adapt else []
+    return train(method.ctx, rule, phases, params, extras, data, round)[:2] if phases else (params, extras)
+
+
+def as_module(method: Method, params: Tree, extras: Extras) -> nn.Module:
+    """In evaluation mode: the network itself where a personal model is no more than that."""
+    if type(method).predict is not Method.predict:
+        return PersonalModel(method, params, extras).eval()
+    return _network(method.ctx.net, params, method.ctx.w0)
+
+
+def _network(net: Net, params: Tree, after: Tree) -> nn.Module:
+    """The network with these values as an ordinary module: parameters, buffers and the counters of batch norm."""
+    net.load({k: nn.Parameter(v) if k in net.trainable else v for k, v in params.items()})
+    module = copy.deepcopy(net.module)
+    net.load(after)
+    for norm in module.modules():
+        if isinstance(norm, _NormBase) and norm.track_running_stats:
+            norm._buffers["num_batches_tracked"] = torch.tensor(0)
+    return module.eval()
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Predictions:
+    """What a model says about items."""
+
+    values: Array  # class numbers [n]; else numbers [n, k]: predicted ones, labels of 0 and 1, or log risks
+    labels: tuple[str, ...]  # names of the classes, one for each item; empty where there are no classes
+    proba: Array | None  # [n, classes]; None where targets are numbers
+    outputs: Array  # [n, outputs], as the network gives them
+    scores: dict[str, float]  # metrics of the task, if targets were given
+
+
+class Predictor(nn.Module):
+    """A personal model with its preprocessing. `predict` takes raw items; called as a module it takes prepared ones."""
+
+    def __init__(self, network: nn.Module, about: About):
+        super().__init__()
+        self.network, self.about = network, about
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.network(x)
+        return found
+
+    @property
+    def task(self) -> Task:
+        return make_task(self.about.task, self.about.outputs)
+
+    @torch.no_grad()
+    def predict(self, x: Any, y: Any = None, name: str = "the data") -> Predictions:
+        """Predictions for raw items, such as bytes 0..255 [n, H, W]; with targets y the task's metrics too."""
+        raw, task, classes = self.about.items.raw(x, name), self.task, self.about.classes
+        parts = [self.network(self.about.items.ready(part)) for part in torch.split(raw, CHUNK)]
+        outputs = torch.cat(parts)
+        scores: dict[str, float] = {}
+        if y is not None:
+            true = targets.like(name, np.asarray(y), self.about.task, classes, self.about.outputs)
+            counts = {k: v[None].numpy() for k, v in task.count(outputs, true).items()}
+            scores = {k: float(v[0]) for k, v in task.measured(counts).items()}
+        values, proba = _read(task, outputs)
+        labels = tuple(classes[i] for i in values.tolist()) if task.classes else ()
+        return Predictions(values.numpy(), labels, None if proba is None else proba.numpy(), outputs.numpy(), scores)
+
+
+def _read(task: Task, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    if task.classes:
+        return outputs.argmax(1), outputs.softmax(1)
+    if task.name == "multilabel":
+        return (outputs > 0).long(), outputs.sigmoid()
+    return (outputs.exp() if task.name == "count" else outputs), None
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+def write(path: Path, module: nn.Module, about: About, durable: bool = True) -> None:
+    """The model as one file."""
+    meta = {
+        "method": about.title, "client": about.client, "round": str(about.round), "run": about.run,
+        "data": about.data, "plain": str(about.method is None).lower(),
+        "coterie": about.model_dump_json(),
+    }  # fmt: skip
+    state = {k: v.detach().clone().contiguous() for k, v in module.state_dict().items()}
+    disk.write_atomic(path, _in_order(save(state, meta)), durable=durable)
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The model of somebody who was not there, and how it compares (runs/welcome.py)."""
+
+    model: Predictor
+    samples: dict[str, int]  # train, val, test
+    scores: dict[str, dict[str, float]]  # model -> metric -> value on the test part; empty without one
+    kept: str  # which model it is: received or adapted
+    said: tuple[str, ...]  # what to know
+
+    def table(self) -> "pd.DataFrame":
+        """A row for each model."""
+        import pandas as pd  # slow to import, and devices do not need it
+
+        return pd.DataFrame(self.scores).T.rename_axis("model")
+
+    def predict(self, x: Any) -> Predictions:
+        """What the model says about raw items."""
+        return self.model.predict(x)
+
+    def save(self, path: str | Path) -> None:
+        """As the file that `coterie predict` takes."""
+        write(Path(path), self.model.network, self.model.about)
+
+
+def described(session: Session, client: int, module: nn.Module, round: int, run: str) -> About:
+    """What the file of a client's model says."""
+    about = About.of(session, client, round, run)
+    return about.calling(session, module) if isinstance(module, PersonalModel) else about
+
+
+def load_model(
+    path: str | Path,
+    *,
+    model: nn.Module | Factory | None = None,
+    method: type[Method] | None = None,
+    allow_module: Sequence[str] = (),
+) -> Predictor:
+    """The personal model of a file, in evaluation mode.
+
+    A model or method of your own is given again, or imported by the name that the file says if `allow_module` lists
+    that name (`package.module:name`, or `package.module:*` for all of a module)."""
+    path = Path(path)
+    try:
+        with safe_open(path, "pt") as f:
+            text = (f.metadata() or {}).get("coterie")
+        tensors = load_file(path)
+    except (OSError, SafetensorError, ValueError) as e:
+        raise CoterieError(f"{path} cannot be read as a personal model: {str(e).splitlines()[0]}") from None
+    if text is None:
+        raise CoterieError(f"{path} was not written by `coterie export` or by a device")
+    about = _about(path, text)
+    module = _module(path, about, model, allow_module)
+    if about.method is None:
+        _fill(module, tensors, path)
+        return Predictor(module, about).eval()
+    frozen = {k.removeprefix("frozen."): v for k, v in tensors.items() if k.startswith("frozen.")}
+    module.load_state_dict(frozen, strict=False)
+    net = Net(module, torch.zeros(2, *about.items.shape, dtype=about.items.input_dtype))
+    bound = build_method(method or _method(path, about.method, allow_module), about.settings)
+    task = make_task(about.task, about.outputs)
+    bound.ctx = Context(net, net.state(), (0,), task, rounds=1, join=1, epochs=1, batch=1, lr=0.1, seed=0)
+    params = {k: _found(tensors, "model", k, path) for k in about.names}
+    extras = {k: _found(tensors, "extras", k, path) for k in about.extras}
+    return Predictor(PersonalModel(bound, params, {**about.numbers, **extras}), about).eval()
+
+
+def _about(path: Path, text: str) -> About:
+    try:
+        found = json.loads(text)
+        if found.get("format") != FORMAT:
+            raise CoterieError(f"{path} was written by another version of Coterie; export the model again")
+        return About(**found)
+    except ValidationError as e:
+        raise CoterieError(f"{path} is damaged: {sentence('its description', e)}") from None
+    except (ValueError, TypeError, AttributeError) as e:
+        raise CoterieError(f"{path} is damaged: its description cannot be read ({e})") from None
+
+
+def _module(path: Path, about: About, model: nn.Module | Factory | None, allow: Sequence[str]) -> nn.Module:
+    """The network that a file is of."""
+    source: Any = model
+    if source is None and about.model is not None:
+        source = about.model if ":" not in about.model else _imported(path, "model", about.model, allow)
+    elif source is None:
+        if about.built or about.own_model is None:
+            raise CoterieError(f"{path} was made with a model of your own ({about.own_model}); give model = it")
+        source = _imported(path, "model", about.own_model, allow)
+    options = {} if isinstance(source, nn.Module) else about.options
+    items = about.items
+    return build_model(source, items.shape, about.outputs, dtype=items.input_dtype, vocab=items.vocab, options=options)
+
+
+def _method(path: Path, name: str, allow: Sequence[str]) -> str | type[Method]:
+    if ":" not in name:
+        if name not in known():
+            raise CoterieError(f'{path} was made with the method "{name}", which is not installed here')
+        return name
+    found = _imported(path, "method", name, allow)
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise CoterieError(f"{path} names {name} as its method, which is none")
+    return found
+
+
+def _imported(path: Path, what: str, name: str, allow: Sequence[str]) -> Any:
+    """Code that a file names, if the caller allows just that."""
+    if name not in allow and f"{name.partition(':')[0]}:*" not in allow:
+        raise CoterieError(
+            f'{path} names the code "{name}" as its {what}; it is run only if you say so: give {what} = it, or allow '
+            f'"{name}" (allow_module, --allow-module)'
+        )
+    found = recalled(name)
+    if found is None:
+        raise CoterieError(f"{path} was made with a {what} of your own ({name}), which cannot be imported here")
+    return found
+
+
+def _fill(module: nn.Module, tensors: Tree, path: Path) -> None:
+    try:
+        module.load_state_dict(tensors)
+    except RuntimeError as e:
+        reason = " ".join(str(e).split())[:200]
+        raise CoterieError(f"the model does not fit {path}: {reason}") from None
+
+
+def _found(tensors: Tree, part: str, name: str, path: Path) -> Tensor:
+    at = ".".join([part, *_path(name)])
+    if at not in tensors:
+        raise CoterieError(f"{path} lacks {at}")
+    return tensors[at]
+
+
+def _in_order(blob: bytes) -> list[bytes]:
+    """The same safetensors file with its metadata sorted: the library writes them in any order."""
+    start = 8 + int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8:start])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little"), text, blob[start:]]
+
+
+__all__ = [
+    "About",
+    "Items",
+    "PersonalModel",
+    "Predictions",
+    "Predictor",
+    "Welcome",
+    "as_module",
+    "in_use",
+    "load_model",
+]

@@ -1,0 +1,59 @@
+"""A file for `--allow` that approves one method as it is by default: a start for an operator's own."""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from coterie import methods
+from coterie.config import RunSettings, settings
+from coterie.engine.session import prepare
+from coterie.federation.policy.allow import GOVERNED, epochs_of
+from coterie.models.zoo import ZOO
+
+SAMPLES = 1000  # of a device, to compare phases that count steps with those that count epochs
+
+
+def example(name: str) -> str:
+    """The file as text."""
+    key = methods.canonical(name)
+    usual = {"partition": "iid", "clients": 10, "join": 1.0, "val_share": 0.2, "public": 100}
+    session = prepare(settings(key, data="digits", **usual))
+    method = session.method
+    up, down = method.schema("up"), method.schema("down")
+    kinds = [*sorted({e.kind for e in up.entries.values()}), "scores"]
+    epochs = max(epochs_of(method, phases, SAMPLES) for phases in (method.phases(1), method.phases(2), method.adapt()))
+    lines = [
+        f"# What a cloud may ask of this host: {method.card.title} with its default settings.",
+        "# Allow more with a list of values, or with {min = 1, max = 2}; take out what you do not approve.",
+        f"methods = {json.dumps([key])}",
+        f"models = {json.dumps(sorted(ZOO))}",
+        "",
+        "[settings]  # of the run; one that is not here must have its default",
+        *_values(RunSettings.model_fields, {n: RunSettings.model_fields[n].default for n in GOVERNED}),
+        "",
+    ]
+    if fields := type(method.hp).model_fields:
+        lines += [f"[settings.{key}]", *_values(fields, type(method.hp)().model_dump()), ""]
+    lines += [
+        "[bounds]",
+        f"rounds = {session.settings.rounds}",
+        f"epochs = {max(session.settings.epochs, math.ceil(10 * epochs) / 10):g}  # in a round, of all phases together",
+        f"# with the default model on digits a round receives {down.nbytes()} bytes and sends {up.nbytes()};",
+        "# leave room for evaluations, and for a round that is repeated after a failure",
+        '# bytes_down = "20 MB"',
+        '# bytes_up = "20 MB"',
+        "",
+        "[leave]",
+        f"kinds = {json.dumps(kinds)}  # scores: counts of right predictions per class",
+        'entries = ["*"]  # names, with * and ?',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _values(fields: Any, chosen: dict[str, Any]) -> Iterator[str]:
+    """A line for each setting that TOML can write as one value; the others stay at their defaults."""
+    for name, value in chosen.items():
+        if isinstance(value, bool | int | float | str):
+            about = " ".join(str(fields[name].description or "").split())
+            yield f"{name} = {json.dumps(value)}" + (f"  # {about}" if about else "")

@@ -1,0 +1,152 @@
+"""What arrives from other hosts is checked before it is used; every refusal is one sentence.
+
+Payloads are checked by the schemas of the method, where they are used: at the cloud in round.close, where edges are
+merged in exchange.merge, at a device before it trains. This module checks the rest of the message.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from coterie.core.method import ClientId, Method
+from coterie.core.schema import LARGEST, Link, Schema, like
+from coterie.core.tasks import Task
+from coterie.engine import codec
+from coterie.engine.codec import Value
+from coterie.engine.messages import (
+    Bytes,
+    MergeAnswer,
+    MergeRequest,
+    ScoreAnswer,
+    ScoreRequest,
+    TrainAnswer,
+    TrainRequest,
+    check,
+    check_number,
+    check_score,
+)
+from coterie.errors import CoterieError
+from coterie.federation.protocol.messages import Answer, Request, WireBytes
+
+NAMES = ("personal", "global", "adapted", "trained", "received", "edge")
+VIEWS = {f"{view}/{part}" for view in NAMES for part in ("test", "val")}
+HEADER = 2**16  # bytes of a message beside its tensors,
+PER_ENTRY = 512  # and for each of them
+
+
+class SamplesError(CoterieError):
+    """An answer of another number of samples than the device announced."""
+
+
+# ---- at the cloud and at an edge -------------------------------------------------------------------------------------
+def check_answer(answer: Value, request: Request, samples: int, task: Task) -> Answer:
+    """The answer of a device with this many training samples (by its hello); its upload is not checked here."""
+    if isinstance(request, TrainRequest):
+        return _check_trained(check(answer, TrainAnswer), request, samples, task)
+    return _check_scored(check(answer, ScoreAnswer), request, samples, task)
+
+
+def _check_trained(a: TrainAnswer, request: TrainRequest, samples: int, task: Task) -> TrainAnswer:
+    _check_sender(a, request, samples)
+    if a.steps < 0:
+        raise CoterieError(f"it says it made {a.steps} steps")
+    check_number(a.loss, "the loss")
+    for score in (a.before, a.after):
+        if score is not None:
+            check_score(score, task)
+    if a.update is not None or (not request.watch and (a.before or a.after)):
+        raise CoterieError("the answer contains more than was requested")
+    check_note(a.note)
+    return a
+
+
+def _check_scored(a: ScoreAnswer, request: ScoreRequest, samples: int, task: Task) -> ScoreAnswer:
+    _check_sender(a, request, samples)
+    if "personal/test" not in a.scores or not a.scores.keys() <= VIEWS or a.model is not None:
+        raise CoterieError("the answer contains other scores than were requested")
+    for score in a.scores.values():
+        check_score(score, task)
+    return a
+
+
+def _check_sender(a: Answer, request: Request, samples: int) -> None:
+    if a.client != request.client:
+        raise CoterieError(f"the answer is that of client {a.client}, asked was {request.client}")
+    if a.samples != samples:
+        raise SamplesError(f"the answer is of {a.samples} samples, its hello was of {samples}")
+
+
+def check_note(note: Mapping[str, float]) -> None:
+    if len(note) > 1000 or any(len(k) > 200 for k in note):
+        raise CoterieError("the note is too long")
+    for k, v in note.items():
+        check_number(v, f"in the note, {k!r}")
+
+
+def check_merged(
+    method: Method, answer: MergeAnswer, task: MergeRequest, answered: Mapping[ClientId, TrainAnswer]
+) -> MergeAnswer:
+    """What an edge made of its clients' uploads; the merged upload itself is checked in round.close."""
+    asked = [r.client for r in task.requests if r.client in answered]
+    named = [*answer.senders, *answer.refused, *answer.nonfinite]
+    if answer.edge != task.edge.id or sorted(named) != sorted(asked):
+        raise CoterieError("it was merged from others than those who answered")
+    if answer.samples != sum(answered[i].samples for i in answer.senders):
+        raise CoterieError("the merged upload is of other samples than its senders have")
+    check_note(answer.note)
+    _check_bytes(answer.down, method.schema("down"), len(task.clients), "down")
+    _check_bytes(answer.up, method.schema("up"), len(asked), "up")
+    for v in codec.tensors_of(answer.state):
+        if v.is_floating_point() and v.numel() and not bool((v.isnan() | (v.abs() <= LARGEST)).all()):
+            raise CoterieError("the state of the edge has values that are infinite or too large")
+    return answer
+
+
+def _check_bytes(sizes: Bytes, schema: Schema, payloads: int, way: str) -> None:
+    """At most what so many payloads have; what was refused may be larger."""
+    parts = {e.part for e in schema.entries.values()}
+    counted = sum(v for k, v in sizes.items() if k != "refused")
+    if not sizes.keys() <= {*parts, "refused"} or any(v < 0 for v in sizes.values()):
+        raise CoterieError(f"bytes ({way}) are counted under headings that are none")
+    if counted > payloads * schema.nbytes():
+        raise CoterieError(f"{counted} bytes ({way}) are more than {payloads} payloads have")
+
+
+def check_wire(wire: WireBytes) -> WireBytes:
+    if min(wire.payload_down, wire.payload_up, wire.total_down, wire.total_up) < 0:
+        raise CoterieError("it reports impossible byte counts")
+    return wire
+
+
+def room(method: Method, links: Iterable[Link]) -> int:
+    """Bytes that a message with a payload on each of these links may have."""
+    found = HEADER
+    for schema in map(method.schema, links):
+        found += schema.nbytes() + PER_ENTRY * len(schema.entries)
+    return found
+
+
+# ---- at a device and at an edge --------------------------------------------------------------------------------------
+def check_request(method: Method, request: Request, round: int) -> None:
+    """What a device is asked to do, and the download that comes with it."""
+    if request.round != round:
+        raise CoterieError(f"the message of round {round} holds a request of round {request.round}")
+    method.schema("down").check(request.download, "the download")
+    if isinstance(request, TrainRequest):
+        if not 0 <= request.share <= 1:
+            raise CoterieError("share must lie between 0 and 1")
+        if request.log_update:
+            raise CoterieError("log_updates = true sends updates to the cloud; in a federation they stay here")
+        return
+    if request.official:
+        raise CoterieError("official = true sends personal models to the cloud; in a federation they stay here")
+    if request.global_model is not None:
+        Schema(like(method.ctx.w0)).check(request.global_model, "the global model")
+
+
+def check_task(method: Method, task: MergeRequest, names: Mapping[ClientId, str]) -> None:
+    """An edge's part of a round, as it comes from the cloud."""
+    asked = [r.client for r in task.requests]
+    if len(set(asked)) < len(asked) or not set(asked) <= set(task.clients) & task.schemas.keys() & names.keys():
+        raise CoterieError(f"the job of edge {task.edge.id} is not whole")
+    schema = method.schema("edge_down").optional()
+    for tree in task.edge.received:
+        schema.check(tree, f"the download of edge {task.edge.id}")

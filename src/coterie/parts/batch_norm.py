@@ -1,0 +1,45 @@
+"""Statistics of what enters the layers of a network, and batch norm measured anew on a client's own data."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from coterie.core.net import Net
+from coterie.core.tree import Tree
+
+CHUNK = 512
+
+
+class Moments(NamedTuple):
+    mean: Tensor  # [channels] float64
+    var: Tensor  # [channels] float64, biased
+
+
+@torch.no_grad()
+def input_moments(net: Net, params: Tree, x: Tensor, layers: Sequence[str]) -> list[Moments]:
+    """Mean and variance per channel of what enters each layer over all of x; batches merge exactly."""
+    totals: list[Tensor] = []
+    for part in torch.split(x, CHUNK):
+        flat = [seen.double().transpose(0, 1).flatten(1) for seen in net.inputs(params, part, layers)[1]]
+        sums = [torch.stack([torch.full((len(f),), float(f.shape[1])), f.sum(1), f.square().sum(1)]) for f in flat]
+        totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums
+    out = []
+    for count, first, second in totals:
+        mean = first / count
+        out.append(Moments(mean, (second / count - mean.square()).clamp(min=0)))
+    return out
+
+
+def recalibrated(net: Net, params: Tree, x: Tensor) -> Tree:
+    """The tree with running statistics measured on x, layer after layer, because each layer feeds the next."""
+    out = dict(params)
+    if len(x) < 2:
+        return out
+    for layer in net.layout.of_kind("bn"):
+        mean, var = (f"{layer}.{name}" for name in ("running_mean", "running_var"))
+        if mean in out and var in out:
+            found = input_moments(net, out, x, [layer])[0]
+            out[mean], out[var] = found.mean.to(out[mean]), found.var.to(out[var])
+    return out

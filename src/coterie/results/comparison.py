@@ -1,0 +1,161 @@
+"""Several runs side by side: one table, mean and standard deviation over seeds."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from coterie.core.tasks import Metric
+from coterie.errors import CoterieError, unknown
+from coterie.results.controls import Arena, headline
+from coterie.results.run import Run
+
+ON_REQUEST = ("clusters", "received", "edge")  # columns that a table shows when asked for; files have them
+
+
+def columns(view: str) -> dict[str, tuple[str, str]]:
+    """column -> (view or key of the summary, statistic). The first is the headline, and the next ones are of it."""
+    first = {
+        view: "last", "worst 10%": "worst10", "std": "std", "pooled": "pooled", "clusters": "clusters",
+        "last 10": "last10", "selected": "selected", "best": "best",
+    }  # fmt: skip
+    others = [v for v in ("personal", "global", "received", "trained", "edge", "adapted") if v != view]
+    return {
+        **{name: (view, statistic) for name, statistic in first.items()},
+        **{v: (v, "last") for v in others},
+        "newcomer": ("newcomers/personal", "last"),
+        "newcomer adapted": ("newcomers/adapted", "last"),
+    }
+
+
+class Comparison:
+    """Runs grouped by method; every number is a mean over seeds, with its standard deviation beside it."""
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        methods: Sequence[str] = (),
+        against: Sequence[str] = (),
+        view: str = "",
+        also: Sequence[str] = (),
+    ):
+        """`methods` and `against` are who is held against whom in the arena; empty: as the methods say. `view` is the
+        headline; empty: as the runs say. `also`: columns that are shown only when asked for."""
+        if not runs:
+            raise CoterieError("there is nothing to compare")
+        self.view = headline(runs, view)
+        self.columns = columns(self.view) | {m.name: (self.view, m.name) for m in runs[0].task.metrics[1:]}
+        for name in also:
+            if name not in ON_REQUEST:
+                raise unknown("column", name, ON_REQUEST)
+        self._hidden = {c for c in ON_REQUEST if c not in also and c != self.view}
+        self.runs, self._methods, self._against = list(runs), list(methods), list(against)
+        self.titles = list(dict.fromkeys(r.title for r in self.runs))
+
+    def arena(self, view: str = "", against: Sequence[str] = (), methods: Sequence[str] = ()) -> Arena:
+        """The methods against their controls, paired by client and seed."""
+        return Arena(self.runs, against or self._against, view or self.view, methods or self._methods)
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Of the runs' task; the first is the one of all columns of views."""
+        return self.runs[0].task.metrics
+
+    @property
+    def metric(self) -> Metric:
+        return self.metrics[0]
+
+    def table(self) -> pd.DataFrame:
+        """One row per method: columns of the metric (mean), their std over seeds (`± ...`), bytes and time per round.
+
+        `diverged` counts, of all scored `clients`, those whose personal models give NaN or infinity; where all of them
+        do, there is no value. Further metrics of the task follow, of the headline."""
+        rows = {}
+        for title in self.titles:
+            summaries = [r.summary() for r in self.runs if r.title == title]
+            row: dict[str, Any] = {"seeds": len(summaries), "rounds": min(s["rounds"] for s in summaries)}
+            for name, (view, statistic) in self.columns.items():
+                sound = [s[view] for s in summaries if view in s and not _diverged(s[view], statistic)]
+                values = [v[statistic] for v in sound if statistic in v and not np.isnan(v[statistic])]
+                if values:
+                    row[name] = float(np.mean(values))
+                    row[f"± {name}"] = float(np.std(values, ddof=1)) if len(values) > 1 else np.nan
+                elif any(view in s and statistic in s[view] for s in summaries):
+                    row[name] = row[f"± {name}"] = np.nan
+            scored = [s["personal"] for s in summaries if "personal" in s]
+            row["diverged"] = sum(v["nonfinite"] for v in scored)
+            row["clients"] = sum(v["clients"] for v in scored)
+            for direction in ("up", "down"):
+                per_round = [
+                    sum(v for k, v in s["bytes_per_round"].items() if k.endswith(direction)) for s in summaries
+                ]
+                row[f"MB {direction}"] = float(np.mean(per_round)) / 1e6
+            row["s/round"] = float(np.mean([s.get("seconds_per_round", np.nan) for s in summaries]))
+            rows[title] = row
+        frame = pd.DataFrame(rows).T
+        frame.index.name = "method"
+        return frame
+
+    def readable(self, brief: bool = False) -> pd.DataFrame:
+        """The same as text, accuracies in percent; `brief`: the columns that fit a narrow screen."""
+        frame = self.table()
+        out = pd.DataFrame(index=frame.index)
+        more = ("personal", "global", "trained", "adapted", "newcomer", "newcomer adapted")
+        main = (self.view, "worst 10%", *ON_REQUEST, "selected", *more)
+        others = {m.name: m for m in self.metrics[1:]}
+        for name in dict.fromkeys(main) if brief else self.columns:
+            if name in frame and name not in self._hidden and (frame[name].notna().any() or name == self.view):
+                own, metric = self.columns[name][0] == "personal", others.get(name, self.metric)
+                out[name] = [_text(row, name, own, metric) for _, row in frame.iterrows()]
+        if frame["diverged"].any():
+            out["diverged"] = [f"{d:.0f} of {n:.0f}" for d, n in zip(frame["diverged"], frame["clients"], strict=True)]
+        out["MB up"] = [f"{v:.3g}" for v in frame["MB up"]]
+        out["MB down"] = [f"{v:.3g}" for v in frame["MB down"]]
+        out["s/round"] = ["" if pd.isna(v) else f"{v:.3f}" for v in frame["s/round"]]
+        return out
+
+    def warnings(self) -> list[str]:
+        """Warnings that a reader of the numbers must know, one sentence each."""
+        out = [w for r in self.runs for w in r.warnings()]
+        if len(names := sorted({r.task.name for r in self.runs})) > 1:
+            out.append(f"The runs are of several tasks ({', '.join(names)}): their numbers are not comparable.")
+        seeds: dict[int, set[tuple[str, float]]] = {}
+        for r in self.runs:
+            # a validation part is cut from the training part, which changes the fingerprint but not the partition
+            mark = r.description["partition"]["sha256"], r.settings["federation"]["val_share"]
+            seeds.setdefault(r.settings["seed"], set()).add(mark)
+        if any(len(marks) > len({share for _, share in marks}) for marks in seeds.values()):
+            where = f" of {self.runs[0].group}" if self.runs[0].group else ""
+            out.append(
+                f"The runs{where} do not share one partition of the same data: their numbers are not comparable."
+            )
+        return list(dict.fromkeys(out))
+
+    def markdown(self) -> str:
+        frame = self.readable()
+        head = ["method", *map(str, frame.columns)]
+        lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        lines += [
+            "| " + " | ".join([str(i), *map(str, row)]) + " |" for i, row in zip(frame.index, frame.values, strict=True)
+        ]
+        return "\n".join(lines) + "\n"
+
+    def curves(self, view: str = "personal", part: str = "test", statistic: str = "mean") -> pd.DataFrame:
+        """One column per method, mean over seeds, by evaluated round."""
+        columns = {}
+        for title in self.titles:
+            found = [r.curve(view, part, statistic) for r in self.runs if r.title == title]
+            columns[title] = pd.concat(found, axis=1).mean(axis=1)
+        return pd.DataFrame(columns)
+
+
+def _diverged(view: dict[str, Any], statistic: str) -> bool:
+    """Did every model of the view diverge by the last evaluation, so that its statistics mean nothing?"""
+    return view["nonfinite"] == view["clients"] and statistic not in ("selected", "best")
+
+
+def _text(row: pd.Series, name: str, personal: bool, metric: Metric) -> str:
+    if pd.isna(row[name]):
+        return "diverged" if row["diverged"] and personal else ""
+    return metric.text(row[name]) + ("" if pd.isna(row[f"± {name}"]) else f" ± {metric.spread(row[f'± {name}'])}")

@@ -1,0 +1,218 @@
+"""Many runs in one command: cells run in several processes and share loaded data; finished cells are skipped."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from coterie.config import Engine, RunSettings
+from coterie.data.dataset import Dataset
+from coterie.data.federation import Federation, federate
+from coterie.data.sources import load
+from coterie.engine.loop import Progress
+from coterie.engine.session import Objects, bind, execute, prepare, recorded, resolved
+from coterie.errors import CoterieError
+from coterie.methods import build
+from coterie.results.run import Run
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep and its folder; `objects` stand in for what the settings cannot name."""
+
+    settings: RunSettings
+    out: Path
+    objects: Objects = field(default_factory=Objects)
+    until: int | None = None  # pause after this round; what goes on later is the same run to the bit
+
+    @property
+    def rounds(self) -> int:
+        return self.settings.rounds if self.until is None else min(self.until, self.settings.rounds)
+
+    def finished(self) -> bool:
+        """Is the run finished, undamaged and of the same settings? Other settings in the same folder are refused."""
+        if not (self.out / "settings.json").exists():
+            return False
+        run = Run(self.out)
+        try:
+            # settings newer than the run have their defaults
+            same = recorded(run.description, self.objects.method) == resolved(self.settings, self.objects.method)
+        except (CoterieError, ValidationError, TypeError) as e:
+            made = run.description.get("versions", {}).get("coterie", "unknown")
+            raise CoterieError(
+                f"{self.out} was written by another version of Coterie ({made}); choose another folder or remove it"
+            ) from e
+        if not same:
+            raise CoterieError(f"{self.out} holds a run with other settings; choose another folder or remove it")
+        try:
+            return (run.finished or run.last_round >= self.rounds) and not run.damage
+        except CoterieError:
+            return False  # going on names what is damaged, and computes it again
+
+
+@dataclass
+class Status:
+    """Progress of a sweep: rounds done per cell, and errors."""
+
+    rounds: dict[Path, int]
+    planned: dict[Path, int]
+    text: dict[Path, str] = field(default_factory=dict)  # the last score, as a person reads it
+    failed: dict[Path, str] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+    skipped: int = 0  # rounds that were there before
+
+    def done(self) -> int:
+        return sum(self.rounds.values())
+
+    def total(self) -> int:
+        return sum(self.planned.values())
+
+    def seconds_left(self) -> float | None:
+        fresh = self.done() - self.skipped
+        return (time.monotonic() - self.began) / fresh * (self.total() - self.done()) if fresh > 0 else None
+
+
+def sweep(
+    cells: Sequence[Cell],
+    engine: Engine,
+    tell: Callable[[Status], None] = lambda s: None,
+    stopped: Callable[[], bool] = lambda: False,
+    check: bool = False,
+) -> Status:
+    """Run every cell to its end, a process each (one cell alone uses all workers itself).
+
+    With `check` a method that cannot run on its data and model is refused before anything is trained."""
+    status = Status({c.out: 0 for c in cells}, {c.out: c.rounds for c in cells})
+    waiting = []
+    for cell in cells:
+        if cell.finished():
+            status.rounds[cell.out] = cell.rounds
+            status.skipped += cell.rounds
+        else:
+            waiting.append(cell)
+    tell(status)
+    workers = engine.workers or os.cpu_count() or 1
+    data = _Loaded(engine)
+    if check:
+        _check(waiting, engine, data)
+    side_by_side = min(workers, len(waiting))
+    inner = engine.model_copy(update={"workers": max(1, workers // max(1, side_by_side))})
+    live: dict[Any, tuple[Cell, Any]] = {}
+    fork = multiprocessing.get_context("fork")
+    try:
+        while (waiting and not stopped()) or live:
+            while waiting and len(live) < side_by_side and not stopped():
+                cell = waiting.pop(0)
+                try:
+                    dataset = cell.objects.dataset or data.get(cell.settings)
+                except CoterieError as e:
+                    status.failed[cell.out] = str(e)
+                    tell(status)
+                    continue
+                ours, theirs = fork.Pipe(duplex=False)
+                process = fork.Process(target=_run_cell, args=(cell, inner, dataset, theirs))
+                process.start()
+                theirs.close()
+                live[ours] = (cell, process)
+            for pipe in multiprocessing.connection.wait(list(live), timeout=0.5):
+                _hear(pipe, live, status)
+            tell(status)
+    finally:
+        for _, process in live.values():
+            process.terminate()
+    return status
+
+
+def _check(cells: Sequence[Cell], engine: Engine, data: "_Loaded") -> None:
+    """Puts together one run of every method, on one seed's clients; a CoterieError says what cannot work."""
+    first = {c.settings.method: c for c in reversed(cells)}
+    dealt: dict[str, Federation] = {}
+    for cell in first.values():
+        s = cell.settings
+        name = f"{s.data} {s.subset} {s.seed} {s.federation.model_dump_json()}"
+        if name not in dealt:
+            dealt[name] = federate(cell.objects.dataset or data.get(s), s.federation, s.seed)
+        bind(s, engine, build(cell.objects.method or s.method, s.settings), dealt[name], cell.objects.model)
+
+
+def _hear(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: Status) -> None:
+    cell, process = live[pipe]
+    try:
+        kind, value = pipe.recv()
+    except (EOFError, OSError):
+        process.join()
+        if process.exitcode and cell.out not in status.failed:
+            status.failed[cell.out] = f"its process ended with code {process.exitcode}"
+        elif cell.settings.stop_after and cell.out not in status.failed and Run(cell.out).ended:
+            status.planned[cell.out] = status.rounds[cell.out]
+        pipe.close()
+        del live[pipe]
+        return
+    if kind == "round":
+        status.rounds[cell.out], status.text[cell.out] = value
+    elif kind == "failed":
+        status.failed[cell.out] = value
+    else:
+        status.said.append(f"{cell.out.name}: {value}")
+
+
+def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
+    """In the cell's own process. Ctrl-C reaches it too: it finishes its round, writes a checkpoint and ends."""
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: asked.append(1))
+
+    def told(p: Progress) -> None:
+        send("round", (p.round, p.text))
+        if p.round >= cell.rounds:
+            asked.append(1)
+
+    def send(kind: str, value: Any) -> None:
+        try:
+            pipe.send((kind, value))
+        except (BrokenPipeError, OSError):
+            asked.append(1)  # the parent is gone
+
+    try:
+        resume = (cell.out / "settings.json").exists()
+        settings = recorded(Run(cell.out).description, cell.objects.method) if resume else cell.settings
+        session = prepare(settings, engine, cell.objects, loaded=dataset)
+        if resume and Run(cell.out).description["partition"] != session.federation.identity:
+            raise CoterieError(f"the data of {cell.out} have changed since it ran; choose another folder or remove it")
+        execute(
+            session,
+            cell.out,
+            resume=resume,
+            tell=told,
+            say=lambda text: send("said", text),
+            stopped=lambda: bool(asked),
+        )
+    except CoterieError as e:
+        send("failed", str(e))
+    except Exception:
+        send("failed", traceback.format_exc())
+    pipe.close()
+
+
+class _Loaded:
+    """Data sets, loaded once each and inherited by the cells' processes."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.loaded: dict[tuple[str, int | None], Dataset] = {}
+
+    def get(self, settings: RunSettings) -> Dataset:
+        key = (settings.data, settings.subset)
+        if key not in self.loaded:
+            self.loaded[key] = load(settings.data, self.engine.data_dir, settings.subset)
+            _ = self.loaded[key].digest  # computed once, here
+        return self.loaded[key]

@@ -1,0 +1,45 @@
+"""Figures of runs: functions of runs that return a matplotlib Figure; `save` writes PNG, SVG and PDF."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from coterie.errors import CoterieError, unknown
+from coterie.results.report.figures import bars, curves, forest, groups
+from coterie.results.report.figures.style import FONTS, save
+from coterie.results.run import Run
+
+KINDS: dict[str, tuple[Callable[..., Figure], tuple[str, ...], str]] = {  # name -> function, its options, what it shows
+    "rounds": (curves.rounds, ("view",), "accuracy (or the metric of the task) against round"),
+    "loss": (curves.loss, (), "training loss against round"),
+    "bytes": (curves.sent, (), "cumulative bytes against round"),
+    "cost": (curves.cost, ("view",), "accuracy against bytes"),
+    "aun": (curves.aun, (), "norm of the mean update against round"),
+    "bars": (bars.bars, ("value", "label"), "one bar per method and data set"),
+    "axis": (bars.against, ("axis", "value", "label", "axis_label"), "accuracy against a setting"),
+    "clients": (bars.clients, (), "every client's accuracy, and its gain over Local-Only"),
+    "arena": (forest.arena, ("score", "against"), "paired differences to controls, with intervals"),
+    "layers": (groups.layers, (), "the layer each client keeps, and where runs agree"),
+    "sizes": (groups.sizes, (), "sizes of the clusters"),
+    "similarity": (groups.similarity, (), "similarity of the clients' models, by cluster"),
+    "labels": (groups.labels, (), "labels by client"),
+}
+
+
+def draw(kind: str, runs: Sequence[Run], **options: Any) -> Figure:
+    """A figure of one kind; options that the kind does not have are left out."""
+    if kind not in KINDS:
+        raise unknown("kind of figure", kind, KINDS)
+    ready = [r for r in runs if r.events]
+    if not ready:
+        raise CoterieError("none of these runs has finished a round yet")
+    function, takes, _ = KINDS[kind]
+    if kind == "axis" and not options.get("axis"):
+        raise CoterieError("name the setting to draw against, for example --axis join")
+    with mpl.rc_context(FONTS):
+        return function(ready, **{k: v for k, v in options.items() if k in takes and v})
+
+
+__all__ = ["KINDS", "draw", "save"]

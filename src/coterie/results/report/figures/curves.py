@@ -1,0 +1,162 @@
+"""Lines over rounds: the task's metric, loss, bytes, norms of updates; and the metric over bytes."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from coterie.errors import CoterieError
+from coterie.results.controls import headline
+from coterie.results.report.figures import style
+from coterie.results.run import Run
+
+WINDOW = 10  # rounds averaged where single rounds are too noisy to read: few clients take part in each
+VIEWS = {  # what follows the metric's name
+    "participants/before/pooled": "of participants before training",
+    "participants/after/pooled": "of participants after training",
+    "personal/test/mean": "of personal models, mean over clients",
+    "personal/official/mean": "of personal models on the official test part",
+    "global/official/pooled": "of the global model on the official test part",
+    "global/test/mean": "of the global model, mean over clients",
+    "received/test/mean": "of the models as received, mean over clients",
+    "trained/test/mean": "after local training, mean over clients",
+    "edge/test/mean": "of the clusters' or edges' models, mean over clients",
+    "adapted/test/mean": "after fine-tuning, mean over clients",
+}
+
+
+def best_view(runs: Sequence[Run]) -> str:
+    """What all of these runs have, in the order a reader would choose."""
+    order = (f"{headline(runs)}/test/mean", "personal/test/mean", "participants/before/pooled")
+    for view in (*order, *VIEWS):
+        if all(view in r.rounds for r in runs):
+            return view
+    raise CoterieError("these runs have no scores in common to draw")
+
+
+def named(runs: Sequence[Run], view: str) -> str:
+    """The label of an axis."""
+    metric = runs[0].metric
+    return f"{metric.name} {VIEWS[view]}" + (" (%)" if metric.percent else "") if view in VIEWS else view
+
+
+def over_rounds(runs: Sequence[Run], column: str, scale: float = 1.0) -> pd.DataFrame:
+    """One column per title, mean over seeds; participants' curves as running means of ten rounds."""
+    out = {}
+    for title in dict.fromkeys(r.title for r in runs):
+        found = [r.rounds[column].dropna() for r in runs if r.title == title and column in r.rounds]
+        if any(len(f) for f in found):
+            mean = pd.concat(found, axis=1).mean(axis=1) * scale
+            out[title] = mean.rolling(WINDOW).mean().dropna() if _noisy(column, len(mean)) else mean
+    if not out:
+        raise CoterieError(f"none of these runs has {column}")
+    return pd.DataFrame(out).sort_index()
+
+
+def _noisy(column: str, rounds: int) -> bool:
+    return column.startswith("participants/") and rounds >= 3 * WINDOW
+
+
+def megabytes(runs: Sequence[Run]) -> pd.DataFrame:
+    """Cumulative MB of all links and directions by round, one column per title, mean over seeds."""
+    out = {}
+    for title in dict.fromkeys(r.title for r in runs):
+        found = [r.rounds.filter(like="bytes/").fillna(0).sum(axis=1).cumsum() / 1e6 for r in runs if r.title == title]
+        out[title] = pd.concat(found, axis=1).mean(axis=1)
+    return pd.DataFrame(out).sort_index()
+
+
+def rounds(runs: Sequence[Run], view: str = "") -> Figure:
+    """The task's metric against round."""
+    view = view or best_view(runs)
+    label = named(runs, view)
+    smooth = any(_noisy(view, len(r.rounds)) for r in runs)
+    return _lines(
+        runs, lambda g: over_rounds(g, view, runs[0].metric.scale), label + (", mean of ten rounds" if smooth else "")
+    )
+
+
+def loss(runs: Sequence[Run]) -> Figure:
+    """Training loss of the participants against round."""
+    return _lines(runs, lambda g: over_rounds(g, "loss"), "training loss of the participants")
+
+
+def aun(runs: Sequence[Run]) -> Figure:
+    """Norm of the mean update (AUN) against round; needs runs made with log_updates."""
+    if not any("note/aun" in r.rounds for r in runs):
+        raise CoterieError("these runs did not log their updates; run them with --set log_updates=true")
+    return _lines(runs, lambda g: over_rounds(g, "note/aun"), "norm of the mean update, AUN")
+
+
+def sent(runs: Sequence[Run]) -> Figure:
+    """Cumulative bytes against round."""
+    return _lines(runs, megabytes, "sent so far, all links, up and down (MB)", zero=True)
+
+
+def cost(runs: Sequence[Run], view: str = "") -> Figure:
+    """The task's metric against bytes."""
+    view = view or best_view(runs)
+    groups = list(dict.fromkeys(r.group for r in runs))
+    figure, all_axes = style.panels(len(groups))
+    for axes, group in zip(all_axes, groups, strict=True):
+        mine = [r for r in runs if r.group == group]
+        values, spent = over_rounds(mine, view, runs[0].metric.scale), megabytes(mine)
+        order = list(values.columns)
+        shown = [t for t in order if spent[t].max() > 0]
+        for title in shown:
+            y = values[title].dropna()
+            axes.plot(spent[title].reindex(y.index), y, label=title, markevery=_every(len(y)),
+                      **style.line(order.index(title)))  # fmt: skip
+        silent = [t for t in order if t not in shown]
+        for title in silent:  # sends nothing, so it is a height, not a line
+            axes.axhline(values[title].dropna().iloc[-1], color=style.line(order.index(title))["color"],
+                         linewidth=1.2, linestyle=":", label=f"{title} (sends nothing)")  # fmt: skip
+        if shown:
+            axes.set_xscale("log")
+        axes.set_xlabel("sent so far, all links, up and down (MB, logarithmic)")
+        axes.set_ylabel(_broken(named(runs, view)))
+        axes.set_title(group)
+    style.legend(figure, max(all_axes, key=lambda a: len(a.get_legend_handles_labels()[1])))
+    return figure
+
+
+def _lines(runs: Sequence[Run], data: object, label: str, zero: bool = False) -> Figure:
+    groups = list(dict.fromkeys(r.group for r in runs))
+    order = list(dict.fromkeys(r.title for r in runs))
+    figure, all_axes = style.panels(len(groups), height=max(style.TALL, 0.24 * len(order)))
+    for axes, group in zip(all_axes, groups, strict=True):
+        mine = [r for r in runs if r.group == group]
+        frame = data(mine)  # type: ignore[operator]  # a function of runs
+        for title in frame.columns:
+            y = frame[title].dropna()
+            i = order.index(title)
+            every = _every(len(y))
+            start = (i * every) // max(len(order), 1)  # markers of close lines do not cover each other
+            for one in _by_seed(mine, title):  # thin lines: single seeds; the thick one is their mean
+                y1 = data([one])[title].dropna()  # type: ignore[operator]
+                axes.plot(y1.index, y1, color=style.line(i)["color"], linewidth=0.6, alpha=0.45)
+            axes.plot(y.index, y, label=title, markevery=(start, every), **style.line(i))
+        if zero:
+            axes.set_ylim(bottom=0)
+        axes.margins(x=0.01)
+        style.whole_numbers(axes.xaxis)
+        axes.set_xlabel("round")
+        axes.set_ylabel(_broken(label))
+        axes.set_title(group)
+        style.name_lines(axes, {t: float(frame[t].dropna().iloc[-1]) for t in frame.columns}, order)
+    return figure
+
+
+def _by_seed(runs: Sequence[Run], title: str) -> list[Run]:
+    """The single runs behind a mean; none if there is only one."""
+    mine = [r for r in runs if r.title == title]
+    return mine if len(mine) > 1 else []
+
+
+def _every(points: int) -> int:
+    return max(1, points // 9)
+
+
+def _broken(label: str) -> str:
+    """Long labels in two lines."""
+    return label.replace(", ", ",\n", 1) if len(label) > 45 else label

@@ -1,0 +1,84 @@
+"""Where a run comes from: its settings, the command that repeats it, and when it was made."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from coterie.config import RunSettings
+from coterie.data.settings import PartitionSettings
+from coterie.results.run import Run
+from coterie.storage.run_folder import EVENTS, SETTINGS
+
+OPTIONS = ("data", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "lr", "seed")
+ALWAYS = ("data", "partition", "clients", "rounds")  # in the command even where they are the default
+
+
+def command(run: Run) -> str:
+    """What to type to repeat the run; empty if it was made with Python objects of the user's own."""
+    if run.description.get("objects"):
+        return ""
+    s = run.settings
+    outer = {k: v for k, v in s.items() if k not in ("method", "settings", "federation")}
+    given = {k: v for k, v in outer.items() if k in ALWAYS or v != _default(RunSettings, k)}
+    given |= {k: v for k, v in s["federation"].items() if k in ALWAYS or v != _default(PartitionSettings, k)}
+    given |= s["settings"]
+    words = ["coterie", "run", str(s["method"])]
+    for k in OPTIONS:
+        if given.get(k) is not None:
+            words += [f"--{k}", _text(given[k])]
+    if run.description.get("data_dir"):
+        words += ["--data-dir", str(run.description["data_dir"])]
+    for k, v in given.items():
+        if k not in OPTIONS and v is not None:
+            words += ["--set", f"{k}={_text(v)}"]
+    return shlex.join(words)
+
+
+def _default(cls: Any, name: str) -> Any:
+    return cls.model_fields[name].default if name in cls.model_fields else None
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def dates(runs: Sequence[Run]) -> str:
+    """From the first file to the last, by the clock of the machine that has the folders."""
+    times = [
+        datetime.fromtimestamp((r.path / name).stat().st_mtime)
+        for r in runs
+        for name in (SETTINGS, EVENTS)
+        if (r.path / name).exists()
+    ]
+    if not times:
+        return ""
+    first, last = (f"{t:%Y-%m-%d %H:%M}" for t in (min(times), max(times)))
+    return first if first == last else f"{first} to {last[11:] if first[:10] == last[:10] else last}"
+
+
+def settings(runs: Sequence[Run]) -> dict[str, Any]:
+    """What all runs share, then what each method sets for itself; and a command per method."""
+    common = {k: v for k, v in runs[0].settings.items() if k not in ("method", "settings", "seed", "federation")}
+    shared = {k: v for k, v in common.items() if all(r.settings.get(k) == v for r in runs)}
+    rows = [["all", k, json.dumps(v)] for k, v in shared.items()]
+    federation = runs[0].settings["federation"]
+    alike = {k: v for k, v in federation.items() if all(r.settings["federation"].get(k) == v for r in runs)}
+    rows += [["all", k, json.dumps(v)] for k, v in alike.items()]
+    rows += [["all", "parameters of the model", f"{runs[0].description['parameters']:,}"]]
+    seen = set()
+    for r in runs:
+        if (r.title, r.group) in seen:
+            continue
+        seen.add((r.title, r.group))
+        own = {k: v for k, v in common.items() if k not in shared}
+        own |= {k: v for k, v in federation.items() if k not in alike}
+        name = f"{r.title}, {r.group}" if len({x.group for x in runs}) > 1 else r.title
+        rows += [[name, k, json.dumps(v)] for k, v in r.description["method"]["settings"].items()]
+        rows += [[name, k, json.dumps(r.settings.get(k, r.settings["federation"].get(k)))] for k in own]
+    rows += [["all", k, str(v)] for k, v in runs[0].description["versions"].items()]
+    first = {(r.title, r.group): r for r in reversed(runs)}
+    return {"rows": rows, "commands": [c for r in reversed(first.values()) if (c := command(r))]}

@@ -1,0 +1,76 @@
+"""From the rounds of one run to the numbers of a table. Accuracies are shares, not percent; which of two rounds is
+better, the metric of the task says."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from coterie.core.tasks import Classification, Metric
+
+VIEWS = ("personal", "global", "adapted", "trained", "received", "edge")
+
+
+def summarise(rounds: pd.DataFrame, planned: int, metrics: Sequence[Metric] = Classification.metrics) -> dict[str, Any]:
+    """For each view: last, mean of the last ten rounds, best (called best), and the round chosen on validation data."""
+    out: dict[str, Any] = {"rounds": int(rounds.index.max()) if len(rounds) else 0, "planned": planned}
+    out |= {"metric": metrics[0].name, "lower_is_better": metrics[0].lower}
+    if not len(rounds):
+        return out
+    final = rounds.index.max()
+    for mark in ("", "newcomers/"):
+        for view in VIEWS:
+            name = f"{mark}{view}/test"
+            if f"{name}/mean" in rounds and rounds[f"{name}/mean"].notna().any():
+                out[f"{mark}{view}"] = _view(rounds, name, f"{mark}{view}/val/mean", final, metrics)
+    for when in ("before", "after"):
+        if (column := f"participants/{when}/pooled") in rounds:
+            out[f"participants_{when}_last10"] = float(rounds[column][rounds.index > final - 10].mean())
+    bytes_ = rounds.filter(like="bytes/").fillna(0)
+    out["bytes"] = {c.removeprefix("bytes/"): int(bytes_[c].sum()) for c in bytes_}
+    trained = rounds[rounds.index > 0]
+    out["bytes_per_round"] = {c.removeprefix("bytes/"): float(bytes_.loc[trained.index, c].mean()) for c in bytes_}
+    if "seconds" in rounds:
+        out["seconds_per_round"] = float(trained["seconds"].median())
+        out["seconds"] = float(rounds["seconds"].sum())
+    out["nonfinite"], out["failed"] = int(rounds["nonfinite"].sum()), int(rounds["failed"].sum())
+    return out
+
+
+def _view(rounds: pd.DataFrame, name: str, chosen_by: str, final: int, metrics: Sequence[Metric]) -> dict[str, Any]:
+    seen = rounds[f"{name}/mean"].dropna()
+    last = int(seen.index.max())
+    clients = rounds[f"{name}/clients"]
+    broken = rounds[f"{name}/nonfinite"].fillna(0) if f"{name}/nonfinite" in rounds else clients * 0
+    sound = seen[(broken < clients)[seen.index]]  # where every model diverged there is nothing to choose
+    stats: dict[str, Any] = {
+        "last": float(seen[last]),
+        "round": last,
+        "last10": float(seen[seen.index > final - 10].mean()),
+        "best": float(sound[_best(sound, metrics[0])]) if len(sound) else np.nan,
+        "best_round": _best(sound, metrics[0]) if len(sound) else last,
+        "clients": int(clients[last]),
+        "nonfinite": int(broken[last]),  # clients whose models give NaN or infinity
+    }
+    stats |= {k: float(rounds[f"{name}/{k}"][last]) for k in ("std", "worst10", "pooled", "loss")}
+    if f"{name}/clusters" in rounds and not pd.isna(rounds[f"{name}/clusters"][last]):
+        stats["clusters"] = float(rounds[f"{name}/clusters"][last])
+    stats |= {m.name: float(rounds[f"{name}/{m.name}"][last]) for m in metrics[1:] if f"{name}/{m.name}" in rounds}
+    if f"{name}/undefined" in rounds and rounds[f"{name}/undefined"].notna()[last]:
+        stats["undefined"] = int(rounds[f"{name}/undefined"][last])  # clients for whom the metric is not defined
+    if chosen_by in rounds and rounds[chosen_by][sound.index].notna().any():
+        pick = _best(rounds[chosen_by][sound.index].dropna(), metrics[0])
+        stats |= {"selected": float(seen[pick]), "selected_round": pick}
+    return stats
+
+
+def _best(values: pd.Series, metric: Metric) -> int:
+    """The round with the best value."""
+    return int(values.idxmin() if metric.lower else values.idxmax())
+
+
+def rounds_to(curve: pd.Series, target: float, lower: bool = False) -> int | None:
+    """The first round whose value reaches the target; `lower`: falls to it."""
+    reached = curve[curve <= target] if lower else curve[curve >= target]
+    return int(reached.index[0]) if len(reached) else None

@@ -1,0 +1,122 @@
+"""Checkpoints: written atomically, and read back bit-identically."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from coterie.core.method import EdgeId, State
+from coterie.engine import codec
+from coterie.engine.ledger import Page
+from coterie.errors import CoterieError
+from coterie.runtimes.base import Runtime
+from coterie.storage.client_states import Index
+from coterie.storage.run_folder import Folder, checkpoints, read_checkpoint, round_of
+
+
+class WrongMethodError(CoterieError):
+    """The checkpoint is sound but belongs to another method."""
+
+
+@codec.register
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything a run needs to continue after this round."""
+
+    round: int
+    method: str
+    server: State
+    edges: dict[EdgeId, State]
+    clients: Index
+    bytes: Page  # since the start of the run
+    events: int  # length of events.jsonl
+    timing: int
+
+
+def write(folder: Folder, runtime: Runtime, made: Callable[[Index], Checkpoint]) -> None:
+    """Client states first, then the file that names them: a crash in between leaves the checkpoint before it whole."""
+    saved = made(runtime.save())
+    kept = folder.write_checkpoint(saved.round, codec.pack(saved))
+    runtime.forget(min(kept))
+
+
+def resume(
+    folder: Folder, runtime: Runtime, method: str, from_round: int | None = None
+) -> tuple[Checkpoint | None, list[str]]:
+    """Go back to the newest sound checkpoint, or to that of `from_round`; and a sentence for each that was not.
+
+    Without one, the run starts again from its first round."""
+    complaints: list[str] = []
+    paths = checkpoints(folder.path)
+    if from_round is not None:
+        return _roll_back(folder, runtime, read(_of_round(paths, from_round, folder.path), method), method), []
+    for i in range(len(paths) - 1, -1, -1):
+        older = _indexes(paths[:i], method)
+        try:
+            saved = read(paths[i], method)
+            runtime.restore(saved.clients, older)
+            folder.open_logs(saved.events, saved.timing)
+        except WrongMethodError:
+            raise
+        except CoterieError as e:
+            complaints.append(f"{e}; falling back to the checkpoint before it")
+            continue
+        for bad in paths[i + 1 :]:
+            bad.unlink()
+        return saved, complaints
+    runtime.restore(None)
+    return None, [*complaints, "no sound checkpoint was found, so the run starts from its first round"]
+
+
+def _indexes(paths: Sequence[Path], method: str) -> list[Index]:
+    """Of the sound checkpoints among these."""
+    found = []
+    for path in paths:
+        with suppress(CoterieError):
+            found.append(read(path, method).clients)
+    return found
+
+
+def _of_round(paths: Sequence[Path], round: int, folder: Path) -> Path:
+    for path in paths:
+        if round_of(path) == round:
+            return path
+    there = ", ".join(str(round_of(p)) for p in paths)
+    raise CoterieError(
+        f"{folder} has no checkpoint of round {round}; "
+        + (f"there are those of rounds {there}" if there else "there is none at all")
+    )
+
+
+def _roll_back(folder: Folder, runtime: Runtime, saved: Checkpoint, method: str) -> Checkpoint:
+    """The rounds after it are forgotten, once everything that it needs has been found sound."""
+    paths = [p for p in checkpoints(folder.path) if round_of(p) < saved.round]
+    runtime.restore(saved.clients, _indexes(paths, method))
+    folder.open_logs(saved.events, saved.timing)
+    folder.roll_back(saved.round)
+    return saved
+
+
+def read(path: Path, method: str) -> Checkpoint:
+    try:
+        saved = codec.unpack(read_checkpoint(path))
+    except CoterieError as e:
+        raise CoterieError(f"{path} cannot be used: {e}") from e
+    if not isinstance(saved, Checkpoint):
+        raise CoterieError(f"{path} is not a checkpoint")
+    if saved.method != method:
+        raise WrongMethodError(f"{path} is a checkpoint of {saved.method}, not of {method}")
+    return saved
+
+
+def newest(path: Path, method: str) -> Checkpoint:
+    """The newest sound checkpoint in a run's folder, which is only read."""
+    complaint: CoterieError | None = None
+    for file in reversed(checkpoints(path)):
+        try:
+            return read(file, method)
+        except WrongMethodError:
+            raise
+        except CoterieError as e:
+            complaint = complaint or e
+    raise complaint or CoterieError(f"{path} has no checkpoint yet")

@@ -1,0 +1,136 @@
+"""Which engine a run uses: client by client or stacked. `auto` tries both in the first round that trains."""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from coterie.core.edges import Edge, EdgeMethod
+from coterie.core.method import ClientData, ClientId, Extras, Method, Phase, State
+from coterie.core.rng import torch_rng
+from coterie.core.tree import Tree
+from coterie.errors import CoterieError
+from coterie.train.clients import Clients
+from coterie.train.trainer import train
+from coterie.train.vmap.phase import LARGEST, Member
+from coterie.train.vmap.trainer import Stacker
+
+Asked = Literal["loop", "stack", "auto"]
+Start = tuple[Tree, Extras, ClientData]
+TRIED = 8  # participants that are trained
+EXCHANGED = 64  # participants of a round before that trains nothing
+WORTH = 0.9  # of the loop's time: below, stacking is taken
+SPLIT = 0.65  # two processes do not pay if half of the clients take more than this share of the time of all
+
+
+@dataclass(frozen=True)
+class Choice:
+    engine: Literal["loop", "stack"]
+    why: str
+    workers: int | None = None  # processes, where the user leaves it open; they decide who shares a stack
+
+    @property
+    def sentence(self) -> str:
+        return f"engine {self.engine}: {self.why}"
+
+
+def choose(clients: Clients, asked: Asked) -> Choice:
+    """The engine of a new run. Engines agree to rounding only, so a run that is resumed keeps its own."""
+    if asked == "loop":
+        return Choice("loop", "as asked")
+    if clients.others:
+        if asked == "stack":
+            raise CoterieError("engine = stack trains clients of one model together; here their models differ")
+        return Choice("loop", "clients have different models")
+    if clients.rule.keep:
+        if asked == "stack":
+            raise CoterieError("engine = stack trains without memory of earlier rounds; opt_state = keep needs loop")
+        return Choice("loop", "optimisers keep their memory, which stacks do not have")
+    if asked == "auto" and clients.method.ctx.net.layout.of_kind("conv"):
+        return Choice("loop", "convolutions of many clients at once are slower than one after the other")
+    try:
+        at, loop, stack, half, alone = _timed(clients)
+    except Exception as e:  # a trial must never stop a run: the loop always works
+        if asked == "stack":
+            return Choice("stack", "as asked")
+        return Choice("loop", f"stacking could not be tried ({(str(e).splitlines() or [type(e).__name__])[0][:80]})")
+    left = f"; phase {min(alone) + 1} client by client: {alone[min(alone)]}" if alone else ""
+    ctx = clients.method.ctx
+    one = half > SPLIT * stack and ctx.join * len(ctx.clients) <= LARGEST
+    left += "; one process, because half of the clients take nearly as long as all" if one else ""
+    if asked == "stack":
+        return Choice("stack", f"as asked{left}", 1 if one else None)
+    if len(alone) == len(clients.method.phases(at)):
+        return Choice("loop", f"nothing can be stacked: {alone[min(alone)]}")
+    times = f"{1000 * stack:.0f} ms stacked, {1000 * loop:.0f} ms client by client for an epoch of {TRIED} clients"
+    return Choice("stack", f"{times}{left}", 1 if one else None) if stack < WORTH * loop else Choice("loop", times)
+
+
+def _timed(clients: Clients) -> tuple[int, float, float, float, dict[int, str]]:
+    """The round that was tried, seconds for one epoch of a few clients (one by one, stacked, half of them stacked), and
+    why phases cannot be stacked."""
+    ctx = clients.method.ctx
+    t, starts = _first_training(clients)
+    phases = [_short(p) for p in clients.method.phases(t)]
+    stacker = Stacker(ctx, clients.rule, patient=False)
+
+    def one_by_one(members: list[Start]) -> None:
+        for params, extras, data in members:
+            train(ctx, clients.rule, phases, params, extras, data, t)
+
+    def stacked(members: list[Start]) -> None:
+        stacker.train(phases, [Member(*s) for s in members], t)
+
+    took = []
+    for way, members in ((one_by_one, starts), (stacked, starts), (stacked, starts[: max(1, len(starts) // 2)])):
+        for _ in range(3):  # the first warms up and traces
+            begin = time.perf_counter()
+            way(members)
+            last = time.perf_counter() - begin
+        took.append(last)
+    return t, took[0], took[1], took[2], {k: v for k, v in stacker.reasons.items() if isinstance(k, int)}
+
+
+def _first_training(clients: Clients) -> tuple[int, list[Start]]:
+    """The first round with phases, and where a few of its participants start; rounds before it are exchanges."""
+    method, ctx = clients.method, clients.method.ctx
+    server = method.setup()
+    states: dict[ClientId, State] = {}
+    for t in range(0 if method.opening() else 1, ctx.rounds + 1):
+        trains = bool(method.phases(t))
+        ids = sorted(set(method.sample(server, t, torch_rng(ctx.seed, "sample", t))))
+        ids = ids[: TRIED if trains else EXCHANGED]
+        downloads = _downloads(method, server, ids, t)
+        starts: list[Start] = []
+        uploads = []
+        for i in ids:
+            data = clients.federation.data(i)
+            state = states[i] if i in states else method.init_client(data)
+            params, extras = method.begin(state, downloads[i], data, t)
+            starts.append((params, extras, data))
+            if not trains:
+                with torch.no_grad():
+                    states[i], upload = method.end(state, params, extras, data, t)
+                uploads.append(replace(upload, sender=i, samples=len(data.train)))
+        if trains:
+            return t, starts
+        server = method.aggregate(server, uploads, t)
+    raise ValueError("it trains nothing")
+
+
+def _downloads(method: Method, server: State, ids: list[ClientId], t: int) -> dict[ClientId, Tree]:
+    """What each of these clients receives, from the cloud or through its edge."""
+    sent = method.down(server, ids, t)
+    found = {i: sent.to(i) for i in ids}
+    if isinstance(method, EdgeMethod):
+        for edge, members in (method.edges(server) or {}).items():
+            if here := [i for i in ids if i in members]:
+                handed = method.relay(Edge(edge, tuple(members), {}, sent), here, t)
+                found |= {i: handed.to(i) for i in here}
+    return found
+
+
+def _short(phase: Phase) -> Phase:
+    """At most one epoch or ten steps of it."""
+    return replace(phase, steps=min(10, phase.steps)) if phase.steps is not None else replace(phase, epochs=1.0)

@@ -1,0 +1,121 @@
+"""Convolution + batch norm + ReLU + 2x2 max-pool as one native operation; PyTorch's own where that is not possible.
+
+`conv_block` and `block` choose by themselves. COTERIE_NATIVE=0 or `enable(False)` switches the native code off.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+from torch import Tensor, nn
+
+from coterie.train.native import op
+from coterie.train.native.op import eligible, plain
+
+__all__ = ["available", "block", "conv_block", "enable", "enabled", "plain", "status", "switched_off"]
+
+_lock = Lock()
+_kernel: op.Kernel | None = None
+_status: str | None = None  # None: not determined yet
+_wanted: bool | None = None  # None: the environment decides
+
+
+def enable(on: bool | None = True) -> None:
+    """Switch the native code on or off in this process; None leaves it to COTERIE_NATIVE again."""
+    global _wanted
+    _wanted = on
+
+
+@contextmanager
+def switched_off() -> Iterator[None]:
+    """Only PyTorch's own operations inside, as a file for other programs needs."""
+    global _wanted
+    before, _wanted = _wanted, False
+    try:
+        yield
+    finally:
+        _wanted = before
+
+
+def enabled() -> bool:
+    """Whether native code is wanted (it may still not be available)."""
+    return _wanted if _wanted is not None else os.environ.get("COTERIE_NATIVE", "1").lower() not in ("0", "off", "no")
+
+
+def available() -> bool:
+    """Whether native code works here; the first call compiles or loads it and checks it against PyTorch."""
+    return _load() is not None
+
+
+def status() -> str:
+    """One line on what does the convolutions."""
+    if not enabled():
+        return "native convolutions: switched off"
+    _load()
+    return f"native convolutions: {_status}"
+
+
+def conv_block(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    padding: int = 0,
+) -> Tensor:
+    """relu(max_pool2d(batch_norm(conv2d(x, weight, bias)), 2)); no batch norm if neither gamma nor statistics come.
+
+    Running statistics move in place when training, as in F.batch_norm."""
+    args = (x, weight, bias, gamma, beta, running_mean, running_var, training, momentum, eps, padding)
+    if enabled() and eligible(*args) and (kernel := _kernel or _load()) is not None:
+        return kernel(*args)
+    return plain(*args)
+
+
+def block(conv: nn.Conv2d, bn: nn.BatchNorm2d | None, x: Tensor) -> Tensor:
+    """The same for modules. Modules that are watched by hooks, or do more than the operation knows, are called."""
+    if not _simple(conv, bn):
+        x = conv(x)
+        return op.pool(x if bn is None else bn(x))
+    padding = int(conv.padding[0])
+    if bn is None:
+        return conv_block(x, conv.weight, conv.bias, padding=padding)
+    if bn.training and bn.num_batches_tracked is not None:
+        bn.num_batches_tracked.add_(1)
+    norm = (bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.training or bn.running_mean is None)
+    return conv_block(x, conv.weight, conv.bias, *norm, bn.momentum or 0.0, bn.eps, padding)
+
+
+def _simple(conv: nn.Conv2d, bn: nn.BatchNorm2d | None) -> bool:
+    if type(conv) is not nn.Conv2d or _watched(conv):
+        return False
+    if not (conv.stride == conv.dilation == (1, 1) and conv.groups == 1 and conv.padding_mode == "zeros"):
+        return False
+    if isinstance(conv.padding, str) or conv.padding[0] != conv.padding[1]:
+        return False
+    return bn is None or (type(bn) is nn.BatchNorm2d and bn.momentum is not None and not _watched(bn))
+
+
+def _watched(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _load() -> op.Kernel | None:
+    global _kernel, _status
+    if _status is not None:
+        return _kernel
+    with _lock:
+        if _status is None:
+            _kernel, _status = op.load()
+            if _kernel is None:
+                logging.getLogger("coterie").warning("native convolutions: %s", _status)
+    return _kernel

@@ -1,0 +1,143 @@
+"""Scores models on splits: the counts of the task and the summed loss; one by one, or many clients at once."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from coterie.core.method import Extras, Method, Split
+from coterie.core.tree import Tree
+from coterie.engine.messages import Score
+from coterie.train.vmap.step import Extra, UnstackableError, truly_batched
+
+CHUNK = 256  # pictures per forward pass: activations of small networks stay in cache
+TOGETHER = 32  # models in one stacked pass
+
+
+class Case(NamedTuple):
+    """What is to be scored."""
+
+    params: Tree
+    extras: Extras
+    split: Split
+
+
+@torch.no_grad()
+def score(method: Method, params: Tree, extras: Extras, split: Split, shared: bool = False) -> Score:
+    """`shared`: the tree is the global model and is asked through predict_global."""
+    task, loss = method.ctx.task, torch.zeros((), dtype=torch.float64)
+    found = [torch.zeros(0, task.outputs)]
+    for a in range(0, len(split), CHUNK):
+        x, y = split.x[a : a + CHUNK], split.y[a : a + CHUNK]
+        found.append(method.predict_global(params, x) if shared else method.predict(params, x, extras))
+        if not task.whole:
+            loss += task.total(found[-1], y).double()
+    outputs = torch.cat(found)
+    if task.whole:
+        loss = task.total(outputs, split.y).double()
+    return Score(task.count(outputs, split.y), float(loss))
+
+
+class Scorer:
+    """Scores of many cases: those with the very same model in one pass over all their samples, others stacked by vmap.
+
+    Logits agree with those of `score` to rounding, as stacked training does. What vmap cannot follow, and models with
+    convolutions (which stacked would miss their native code), are scored one by one."""
+
+    def __init__(self, method: Method):
+        self.method = method
+        self.convolves = bool(method.ctx.net.layout.of_kind("conv"))
+        self._none = torch.zeros(0, method.ctx.task.outputs)
+        self._failed = False  # vmap failed before and would fail again
+
+    def __call__(self, cases: Sequence[Case], shared: bool = False) -> list[Score]:
+        if len(cases) > 1 and (shared or _one_model(cases)):
+            return self._one_pass(cases, shared)
+        out: list[Score | None] = [None] * len(cases)
+        if not self.convolves and not self._failed:
+            for group in self._groups(cases):
+                for a in range(0, len(group), TOGETHER):
+                    part = group[a : a + TOGETHER]
+                    for i, s in zip(part, self._stacked([cases[i] for i in part]), strict=False):
+                        out[i] = s
+        return [s or score(self.method, *c, shared=shared) for s, c in zip(out, cases, strict=True)]
+
+    @torch.no_grad()
+    def _one_pass(self, cases: Sequence[Case], shared: bool) -> list[Score]:
+        params, extras, _ = cases[0]
+        x, y, who = _joined([c.split for c in cases])
+        parts = torch.split(x, CHUNK)
+        logits = [
+            self.method.predict_global(params, p) if shared else self.method.predict(params, p, extras) for p in parts
+        ]
+        return self._counted(torch.cat([*logits, self._none]), y, who, len(cases))
+
+    def _groups(self, cases: Sequence[Case]) -> list[list[int]]:
+        """Cases whose trees and extras have the same shapes, longest splits first so that little is padded."""
+        found: dict[object, list[int]] = {}
+        for i, (params, extras, split) in enumerate(cases):
+            try:
+                key = Extra.of(extras).key
+            except UnstackableError:
+                continue
+            tree = tuple((k, tuple(v.shape), v.dtype) for k, v in params.items())
+            found.setdefault((tree, key, tuple(split.x.shape[1:])), []).append(i)
+        groups = [sorted(g, key=lambda i: -len(cases[i].split)) for g in found.values()]
+        return [g for g in groups if len(g) > 1]
+
+    @torch.no_grad()
+    def _stacked(self, cases: list[Case]) -> list[Score]:
+        """Scores of these cases, or none if vmap cannot follow the method."""
+        like = Extra.of(cases[0].extras)
+        params = {k: torch.stack([c.params[k] for c in cases]) for k in cases[0].params}
+        each = [Extra.of(c.extras).stacked() for c in cases]
+        extras = [torch.stack([e[j] for e in each]) for j in range(len(each[0]))]
+
+        def predict(tree: Tree, more: list[Tensor], x: Tensor) -> Tensor:
+            return self.method.predict(tree, x, like.with_values(more))
+
+        longest, logits = max(len(c.split) for c in cases), []
+        for a in range(0, longest, CHUNK):
+            rows = [c.split.x[a : a + CHUNK] for c in cases]
+            real = [len(r) for r in rows]
+            active = sum(n > 0 for n in real)  # cases come longest first
+            x = torch.nn.utils.rnn.pad_sequence(rows[:active], batch_first=True)  # [cases, samples, ...]
+            here = {k: v[:active] for k, v in params.items()}
+            try:
+                with truly_batched():
+                    out = torch.vmap(predict)(here, [e[:active] for e in extras], x)
+            except Exception:  # random numbers, a branch on a value: one by one, then
+                self._failed = True
+                return []
+            logits.append([row[:n] for row, n in zip(out, real, strict=False)])
+        flat = [chunk[i] for i in range(len(cases)) for chunk in logits if i < len(chunk)]
+        _, y, who = _joined([c.split for c in cases])
+        return self._counted(torch.cat(flat), y, who, len(cases)) if flat else []
+
+    def _counted(self, outputs: Tensor, y: Tensor, who: Tensor, cases: int) -> list[Score]:
+        """Per case, from the outputs [samples, outputs] of all; who [samples] says whose a sample is."""
+        task = self.method.ctx.task
+        sizes = torch.bincount(who, minlength=cases).tolist()
+        parts = list(zip(torch.split(outputs, sizes), torch.split(y, sizes), strict=True))
+        if task.whole:
+            loss = torch.stack([task.total(*part).double() for part in parts])
+        else:
+            each = task.each(outputs, y).double()
+            loss = torch.zeros(cases, dtype=torch.float64).index_add_(0, who, each)
+        return [Score(counts, float(x)) for counts, x in zip(task.count_all(parts), loss, strict=True)]
+
+
+def _one_model(cases: Sequence[Case]) -> bool:
+    """Is it the very same model for all, the same tensors, not just equal ones?"""
+    first = cases[0].params
+    return all(
+        not c.extras and c.params.keys() == first.keys() and all(v is first[k] for k, v in c.params.items())
+        for c in cases
+    )
+
+
+def _joined(splits: Sequence[Split]) -> tuple[Tensor, Tensor, Tensor]:
+    """All samples in a row, and whose each is."""
+    who = torch.repeat_interleave(torch.arange(len(splits)), torch.tensor([len(s) for s in splits]))
+    return torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]), who

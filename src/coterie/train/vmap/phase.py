@@ -1,0 +1,142 @@
+"""One phase of a stack of clients: gathers batches, takes steps, lets clients leave when they have finished."""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.method import ClientData, Extras
+from coterie.core.tree import Tree
+from coterie.train.trainer import Effort
+from coterie.train.vmap.step import Extra, Recipe, Steps
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32)  # of stacks: few shapes, so few traces
+LARGEST = SIZES[-1]  # clients in one stack
+Draws = tuple[Tensor, list[int]]  # which samples each step takes [steps, width], and how many of them are real
+
+
+@dataclass
+class Member:
+    """One client in a stack, before and after."""
+
+    params: Tree
+    extras: Extras
+    data: ClientData
+    share: float = 1.0
+    memory: Tree | None = None  # of its optimisers, if they have one beyond this training
+    noise: Tensor = field(default_factory=lambda: torch.zeros(0))  # state of the generator that the model's noise uses
+    steps: int = 0
+    samples: int = 0
+    loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    @property
+    def columns(self) -> list[Tensor]:
+        """What batches are drawn from [samples, ...]: x, y, and what the method has beside them."""
+        beside = self.extras.get("beside")
+        return [*self.data.train, *(() if beside is None else (beside,))]
+
+    @property
+    def shared_extras(self) -> Extras:
+        """Extras without what is drawn with the samples."""
+        return {k: v for k, v in self.extras.items() if k != "beside"}
+
+    @property
+    def effort(self) -> Effort:
+        return Effort(self.steps, self.samples, float(self.loss / max(self.steps, 1)))
+
+
+class Stack:
+    """Members are sorted by their number of steps, longest first; rows beyond them repeat the last and are ignored."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        key: Any,
+        recipe: Recipe,
+        members: list[Member],
+        draws: list[Draws],
+        lr: Tensor,
+    ):
+        self.steps, self.key, self.recipe, self.members, self.lr = steps, key, recipe, members, lr
+        self.columns = [torch.cat(c) for c in zip(*(m.columns for m in members), strict=True)]  # x, y, what is beside
+        self.lengths = [len(real) for _, real in draws]
+        self.samples = [sum(real) for _, real in draws]
+        rows = [*range(len(members))] + [len(members) - 1] * (_rows(len(members)) - len(members))
+
+        most, width = draws[0][0].shape
+        self.drawn = torch.zeros(most, len(rows), width, dtype=torch.int64)  # rows of x
+        for row, i in enumerate(rows):
+            self.drawn[: self.lengths[i], row] = draws[i][0]
+        offsets = list(accumulate((len(m.data.train) for m in members), initial=0))
+        self.drawn += torch.tensor([offsets[i] for i in rows])[:, None]
+        sizes = [draws[i][1] + [1] * (most - self.lengths[i]) for i in rows]
+        self.real = torch.tensor(sizes).T  # [steps, rows]
+        self.weight = (torch.arange(width) < self.real[:, :, None]).float()
+
+        names = [*recipe.trains, *recipe.moves, *recipe.rest]
+        self.state = [torch.stack([members[i].params[k] for i in rows]) for k in names]  # [rows, ...]
+        self.memory = recipe.memory(self.state[: len(recipe.trains)])
+        extras = [Extra.of(m.shared_extras).stacked() for m in members]
+        self.extras = [torch.stack([extras[i][j] for i in rows]) for j in range(len(extras[0]))]
+        self.loss = torch.zeros(most, len(rows))
+        self.aux: list[Tensor] = []
+
+    def run(self) -> None:
+        active = len(self.members)
+        for s in range(self.lengths[0]):
+            while self.lengths[active - 1] <= s:
+                active -= 1
+                self._leave(active)
+            rows = _rows(active)
+            if rows < len(self.state[0]):
+                for column in (self.state, self.memory, self.extras):
+                    column[:] = [v[:rows] for v in column]
+            self._step(s, active, rows)
+        for i in range(active):
+            self._leave(i)
+
+    def _leave(self, i: int) -> None:
+        """Hand the member its row. Steps make new tensors, so the row stays as it is."""
+        m, n, recipe = self.members[i], self.lengths[i], self.recipe
+        found = dict(zip([*recipe.trains, *recipe.moves, *recipe.rest], self.state, strict=True))
+        m.params = {k: found[k][i].clone() for k in m.params}
+        m.steps, m.samples = m.steps + n, m.samples + self.samples[i]
+        m.loss = m.loss + self.loss[:n, i].sum()
+        if self.aux:
+            m.extras = {**m.extras, "aux": [a[i] for a in self.aux[:n]]}
+
+    def _step(self, s: int, active: int, rows: int) -> None:
+        if self.recipe.padded:
+            self._advance(s, slice(rows), rows, self.drawn.shape[2])
+            return
+        for size in sorted(set(self.real[s, :active].tolist())):
+            where = (self.real[s, :active] == size).nonzero()[:, 0]
+            if len(where) == active:
+                self._advance(s, slice(rows), rows, size)
+            else:
+                self._advance(s, where, len(where), size)
+
+    def _advance(self, s: int, where: slice | Tensor, rows: int, size: int) -> None:
+        """Step s of the rows `where`, whose batches have this size."""
+        drawn = self.drawn[s, where, :size].reshape(-1)
+        batch = [c.index_select(0, drawn).view(rows, size, *c.shape[1:]) for c in self.columns]
+        columns = [*self.state, *self.memory, *self.extras]
+        flat = columns if isinstance(where, slice) else [v[where] for v in columns]
+        flat = [*flat, self.weight[s, where, :size], *batch, self.lr, torch.tensor(s + 1.0)]
+        out = list(self.steps(self.key, self.recipe.stacked, flat))
+        moving = len(self.recipe.trains) + len(self.recipe.moves)
+        for column, new in ((self.state, out[:moving]), (self.memory, out[moving : moving + len(self.memory)])):
+            for j, v in enumerate(new):
+                column[j] = v if isinstance(where, slice) else column[j].index_copy(0, where, v)
+        loss, *aux = out[moving + len(self.memory) :]
+        self.loss[s, where] = loss
+        for a in aux:
+            if len(self.aux) == s:
+                self.aux.append(a.new_zeros(len(self.state[0]), *a.shape[1:]))
+            self.aux[s][where] = a
+
+
+def _rows(members: int) -> int:
+    return next(n for n in SIZES if n >= members)

@@ -1,0 +1,202 @@
+"""Trains many clients at once on a leading client axis; what cannot be stacked is trained client by client.
+
+Clients of one stack have trees and extras of the same shapes. Short batches are padded with samples of weight 0 to a
+size that depends on the client alone, so that its result does not depend on its neighbours; batch norm would see the
+padding, so with it only batches of equal size share a step. Clients are sorted by their number of steps: those that
+have finished leave the stack at its end.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.core import tree as T
+from coterie.core.method import Batch, Context, Phase
+from coterie.core.rng import key
+from coterie.core.tree import Tree
+from coterie.train.optimisers import Optimiser, stepper
+from coterie.train.trainer import clipped, orders, phase_lr, phase_rule, run_phase, starts_of, trained_names
+from coterie.train.vmap.phase import LARGEST, Draws, Member, Stack
+from coterie.train.vmap.step import Extra, Recipe, Steps, UnstackableError, identity, truly_batched
+
+PADDING = 8  # short batches are filled up to a multiple of this
+AGREES = 1e-4  # how well the first step must agree with the same step of one client alone
+
+
+class Stacker:
+    """Stacked training of one process, with the steps it has traced and the reasons where it had to give up."""
+
+    def __init__(self, ctx: Context, rule: Optimiser, patient: bool = True):
+        self.ctx, self.rule = ctx, rule
+        self.steps = Steps(patient)
+        self.reasons: dict[Any, str] = {}  # by phase: why it is trained client by client
+        self._checked: dict[Any, tuple[bool, tuple[str, ...]]] = {}  # may be padded; names without a gradient
+
+    def train(self, phases: Sequence[Phase], members: Sequence[Member], round: int) -> None:
+        """Every member's local training, as trainer.train does it for one."""
+        for m in members:
+            m.params = T.clone(m.params)
+            m.noise = torch.Generator().manual_seed(key(self.ctx.seed, "noise", round, m.data.client)).get_state()
+        awake = [m for m in members if not m.extras.get("idle")]
+        with self.ctx.net.train_mode():
+            for i, phase in enumerate(phases):
+                self._phase(i, phase, awake, round)
+
+    def _phase(self, at: int, phase: Phase, members: Sequence[Member], round: int) -> None:
+        try:
+            own_step = phase.update is not None or phase.every_epoch is not None or phase.unclipped is not None
+            if own_step or phase.batches_per_step > 1:
+                raise UnstackableError("it has a step of its own")
+            name = (at, identity(phase.loss))
+            if name in self.reasons:
+                raise UnstackableError(self.reasons[name])
+            groups: dict[Any, list[Member]] = {}
+            for m in members:
+                groups.setdefault(self._signature(m), []).append(m)
+        except UnstackableError as e:
+            self._alone(at, phase, members, round, str(e))
+            return
+        for signature, group in groups.items():
+            for a in range(0, len(group), LARGEST):
+                part = group[a : a + LARGEST]
+                try:
+                    self._together((name, signature), phase, part, round)
+                except UnstackableError as e:
+                    self.reasons[name] = str(e)
+                    self._alone(at, phase, part, round, str(e))
+
+    def _alone(self, at: int, phase: Phase, members: Sequence[Member], round: int, why: str) -> None:
+        self.reasons.setdefault(at, why)
+        for m in members:
+            torch.default_generator.set_state(m.noise)
+            m.params, m.extras, n, seen, loss = run_phase(
+                self.ctx, self.rule, phase, m.params, m.extras, m.data, round, m.share
+            )
+            m.noise = torch.default_generator.get_state()
+            m.steps, m.samples, m.loss = m.steps + n, m.samples + seen, m.loss + loss
+
+    def _signature(self, m: Member) -> Any:
+        """What clients of one stack have in common."""
+        tree = tuple((k, tuple(v.shape), v.dtype) for k, v in m.params.items())
+        x = m.data.train.x
+        beside = [tuple(b.shape[1:]) for b in m.columns[2:]]
+        return tree, Extra.of(m.shared_extras).key, tuple(x.shape[1:]), self._width(len(x)), tuple(beside)
+
+    def _width(self, n: int) -> int:
+        """Batches of a client with n samples are filled up to this; with batch norm they are not."""
+        return self.ctx.batch if self.ctx.net.has_batch_norm else min(self.ctx.batch, -(-n // PADDING) * PADDING)
+
+    def _together(self, name: Any, phase: Phase, members: list[Member], round: int) -> None:
+        draws = [_draws(self.ctx, phase, m, round, self._width(len(m.data.train))) for m in members]
+        ranked = sorted(range(len(members)), key=lambda i: -len(draws[i][1]))
+        members, draws = [members[i] for i in ranked], [draws[i] for i in ranked]
+        if not draws or not draws[0][1]:
+            return
+        recipe = self._recipe(name, phase, members[0], draws[0])
+        if recipe is None:
+            return
+        at = (name, recipe.padded, recipe.trains, recipe.decays, recipe.rule, recipe.clip)
+        Stack(self.steps, at, recipe, members, draws, torch.tensor(phase_lr(self.ctx, phase, round))).run()
+
+    def _recipe(self, name: Any, phase: Phase, first: Member, draws: Draws) -> Recipe | None:
+        """What a step does; None if nothing is trained. Checked once against a step of one client alone."""
+        rule = phase_rule(self.rule, phase)
+        trains = trained_names(self.ctx, phase, first.params)
+        if not trains:
+            return None
+        assert phase.loss is not None
+        moves = tuple(
+            k for k, v in first.params.items() if v.is_floating_point() and k.rsplit(":", 1)[-1] in self.ctx.net.fixed
+        )
+        recipe = Recipe(
+            phase.loss,
+            tuple(first.params),
+            tuple(trains),
+            moves,
+            tuple(phase.decays(k) for k in trains),
+            rule,
+            phase.clip,
+            Extra.of(first.shared_extras),
+            not self.ctx.net.has_batch_norm,
+        )
+        at = (name, recipe.trains, recipe.decays, rule, phase.clip)
+        if at not in self._checked:
+            self._checked[at] = _check(recipe, phase, first, draws[0][0], draws[1][0])
+        padded, unused = self._checked[at]
+        live = tuple(k for k in recipe.trains if k not in unused)
+        return replace(
+            recipe, trains=live, decays=tuple(phase.decays(k) for k in live), padded=recipe.padded and padded
+        )
+
+
+def _draws(ctx: Context, phase: Phase, m: Member, round: int, width: int) -> Draws:
+    """Which samples each step of a client takes [steps, width], filled up with its first, and how many are real."""
+    n = len(m.data.train)
+    starts = starts_of(ctx, n)
+    found = list(orders(ctx, phase, m.data, round, m.share))
+    if not found:
+        return torch.zeros(0, width, dtype=torch.int64), []
+    steps, whole = sum(limit for _, limit in found), len(starts) * ctx.batch
+    order = torch.stack([o for o, _ in found])  # [epochs, n]
+    if n < whole:
+        order = torch.cat([order, order[:, :1].expand(-1, whole - n)], 1)
+    rows = order[:, :whole].reshape(-1, ctx.batch)[:steps, :width]  # only the last epoch may be cut short
+    return rows, ([min(ctx.batch, n - a) for a in starts] * len(found))[:steps]
+
+
+def _check(recipe: Recipe, phase: Phase, m: Member, drawn: Tensor, real: int) -> tuple[bool, tuple[str, ...]]:
+    """One step of one client, alone and in a stack of one: may it be padded, and which entries have no gradient?"""
+    columns = m.columns
+    short = max(1, real - 1) if recipe.padded else real
+    tree = T.clone(m.params)
+    leaves = [tree[k].requires_grad_() for k in recipe.trains]
+    with torch.random.fork_rng(devices=[]):
+        x, y, *beside = (c[drawn[:short]] for c in columns)
+        got: Any = recipe.loss(tree, Batch(x, y, None, *beside), m.extras)
+    loss: Tensor = got[0] if isinstance(got, tuple) else got
+    if not loss.requires_grad:
+        raise UnstackableError("its loss has no gradient")
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, leaves, allow_unused=True)
+    unused = tuple(k for k, g in zip(recipe.trains, gradients, strict=True) if g is None)
+    gradients = gradients if recipe.clip is None else clipped(gradients, recipe.clip)
+    rule = replace(recipe.rule, kind="sgd", momentum=0.0)  # the plain rule shows a wrong gradient best
+    stepper(rule, leaves, list(recipe.decays), 0.1)(gradients)
+    live = tuple(k for k in recipe.trains if k not in unused)
+    recipe = replace(recipe, trains=live, rule=rule, decays=tuple(phase.decays(k) for k in live))
+    for padded in (True, False) if recipe.padded else (False,):
+        took = drawn if padded else drawn[:short]
+        weight = (torch.arange(len(took)) < short).float()
+        trial = replace(recipe, padded=padded)
+        new = _try(trial, m, weight, *(c[took] for c in columns))
+        if all(torch.allclose(a, tree[k].detach(), AGREES, AGREES, True) for k, a in new.items()):
+            return padded, unused
+    raise UnstackableError("a stacked step gives another result")
+
+
+def _try(recipe: Recipe, m: Member, *batch: Tensor) -> Tree:
+    names = [*recipe.trains, *recipe.moves, *recipe.rest]
+    flat = [v[None] for v in (*(m.params[k] for k in names), *recipe.extra.stacked(), *batch)]
+    try:
+        with truly_batched():
+            out = recipe.stacked(*flat, torch.tensor(0.1), torch.tensor(1.0))
+    except UnstackableError:
+        raise
+    except Exception as e:  # whatever vmap says against the loss: random numbers, a branch on a value
+        raise UnstackableError(_said(e)) from None
+    return {k: v[0] for k, v in zip([*recipe.trains, *recipe.moves], out, strict=False)}
+
+
+def _said(e: Exception) -> str:
+    text = str(e)
+    if "randomness" in text:
+        return "it draws random numbers"
+    if "batching rule" in text:
+        operation = re.search(r"aten::(\w+)", text)
+        return f"vmap has no rule for {operation[1] if operation else 'one of its operations'}"
+    if "item()" in text or "control flow" in text or "data-dependent" in text:
+        return "it branches on values"
+    return f"vmap cannot follow it ({(text.splitlines() or [''])[0][:80].strip()})"

@@ -1,0 +1,205 @@
+"""Whatever a device or an edge answers, the round continues without it, and a sentence names the node."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc", reason="a federation needs the extra federation")
+
+import torch
+
+from coterie.engine import codec
+from coterie.engine.messages import TrainAnswer
+from coterie.federation.protocol.messages import EdgeAnswer
+from coterie.methods import find, known
+from coterie.testing import events
+from support.in_process_link import Federation, federation
+
+Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+BAD = 1  # the device that lies
+
+
+def largest(tree: dict[str, torch.Tensor]) -> str:
+    return max(tree, key=lambda k: tree[k].numel())
+
+
+def filled(value: float, kind: Callable[[torch.Tensor], bool]) -> Change:
+    def change(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {k: torch.full_like(v, value) if kind(v) else v for k, v in tree.items()}
+
+    return change
+
+
+def whole(v: torch.Tensor) -> bool:
+    return v.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+WRONG: dict[str, Change] = {
+    "ids of 99": filled(99, whole),
+    "negative counts": filled(-5, whole),
+    "huge values": filled(3e38, torch.is_floating_point),
+    "wrong lengths": lambda tree: {k: torch.cat([v, v]) if v.ndim else v[None] for k, v in tree.items()},
+    "empty rows": lambda tree: {k: v[:0] if v.ndim else v for k, v in tree.items()},
+    "an entry too much": lambda tree: {**tree, "more": torch.zeros(3)},
+    "an entry too few": lambda tree: {k: v for k, v in tree.items() if k != largest(tree)},
+    "another type": lambda tree: {k: v.double() for k, v in tree.items()},
+    "nothing": lambda tree: {},
+    "NaN": filled(float("nan"), torch.is_floating_point),
+}
+
+
+def lying(change: Change) -> Callable[[Any], Any]:
+    def spoil(answer: Any) -> Any:
+        if not isinstance(answer, TrainAnswer) or not answer.upload:
+            return answer
+        return replace(answer, upload=change(answer.upload))
+
+    return spoil
+
+
+def went_on(f: Federation, folder: Path) -> list[dict[str, Any]]:
+    """The run came to its end, everybody else took part, and no number was spoiled."""
+    assert f.loop.run()
+    found = events(folder / "run")
+    assert [e["round"] for e in found] == list(range(f.loop.first, f.session.settings.rounds + 1))
+    for e in found:
+        assert set(e["failed"]) | set(e["nonfinite"]) <= {BAD}, e
+    for v in codec.tensors_of([f.loop.server, f.loop.edges]):
+        assert not v.is_floating_point() or not bool(torch.isinf(v).any() or (v.abs() > 1e6).any())
+    return found
+
+
+MERGED = ("fedpc", "fedgmh", "fedcpmd", "sc-fpfl", "ecs-fl", "fedproto", "cd2-pfed", "fedavg")
+
+
+@pytest.mark.parametrize("edges", [0, 2])
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("name", MERGED)
+def test_a_hostile_upload_stops_neither_cloud_nor_edge(tmp_path: Path, name: str, what: str, edges: int) -> None:
+    with federation(tmp_path, name, edges, join=1.0, watch=False, final_trained=False) as f:
+        f.device_link(BAD).spoil[f"device-{BAD}"] = lying(WRONG[what])
+        found = went_on(f, tmp_path)
+        sender = f.runtime.roster.entries[BAD].name
+        if any(e["failed"] or e["nonfinite"] for e in found):
+            assert all(f"{sender}: " in line for line in f.runtime.errors), f.runtime.errors
+        else:  # this method's uploads cannot be spoiled in this way
+            assert what in ("ids of 99", "negative counts", "nothing", "empty rows")
+
+
+@pytest.mark.parametrize("name", known())
+def test_no_method_lets_a_spoiled_upload_through(tmp_path: Path, name: str) -> None:
+    """All numbers too large: refused at the cloud in the rounds that have any."""
+    full = {"join": 1.0, "rounds": 2, "watch": False, "final_trained": False}
+    with federation(tmp_path, name, **full) as f:
+        change = lambda tree: filled(3e38, torch.is_floating_point)(filled(2**30, whole)(tree))  # noqa: E731
+        f.link.spoil[f"device-{BAD}"] = lying(change)
+        assert any(e["failed"] or e["nonfinite"] for e in went_on(f, tmp_path)) or name == "local"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda a: replace(a, client=0), "the answer is that of client 0, asked was 1"),
+        (lambda a: replace(a, samples=10**9), "its hello was of"),
+        (lambda a: replace(a, upload=[1]), "the field upload of a TrainAnswer"),
+        (lambda a: {"client": 1}, "expected a TrainAnswer, got a dict"),
+        (lambda a: None, "expected a TrainAnswer"),
+        (lambda a: replace(a, note={"x": 1e300}), "in the note, 'x' is 1e"),
+        (lambda a: replace(a, upload={"x": torch.zeros(10**7)}), "is larger than"),
+    ],
+)
+def test_an_answer_that_is_not_one_is_refused_with_the_senders_name(tmp_path: Path, change: Any, reason: str) -> None:
+    with federation(tmp_path, "fedrep", join=1.0, rounds=2) as f:
+        f.link.spoil[f"device-{BAD}"] = lambda a: change(a) if isinstance(a, TrainAnswer) else a
+        for e in went_on(f, tmp_path):
+            assert e["failed"] == [BAD]
+            assert e["reasons"][str(BAD)].startswith(f"device-{BAD}: ") and reason in e["reasons"][str(BAD)]
+
+
+@pytest.mark.parametrize("edges", [0, 2])
+def test_counts_of_more_samples_than_the_sender_has_are_refused(tmp_path: Path, edges: int) -> None:
+    """Else one upload would outweigh all others wherever prototypes are averaged by counts."""
+    own = {"partition": "rotate(2)", "join": 1.0, "rounds": 1, "watch": False, "final_trained": False}
+    with federation(tmp_path, "fedpc", edges, **own) as f:
+        change = lying(lambda tree: {k: torch.full_like(v, 999) if k == "x:counts" else v for k, v in tree.items()})
+        f.device_link(BAD).spoil[f"device-{BAD}"] = change
+        last = went_on(f, tmp_path)[-1]
+        assert last["failed"] == [BAD]
+        assert re.search(r"counts \d+ samples in x:counts, its sender has \d+", last["reasons"][str(BAD)])
+
+
+# ---- a hostile edge ----------------------------------------------------------------------------------------------
+EDGE = "edge-0"  # of devices 0 and 1
+
+
+def first(answer: EdgeAnswer, **changes: Any) -> EdgeAnswer:
+    """The first of its merged clusters, changed."""
+    if not answer.merged:
+        return answer
+    return replace(answer, merged=(replace(answer.merged[0], **changes), *answer.merged[1:]))
+
+
+LIES: dict[str, tuple[Callable[[EdgeAnswer], Any], str]] = {
+    "no answer": (lambda a: {}, "expected a"),
+    "no merge": (lambda a: replace(a, merged=()), "it was not merged"),
+    "another edge": (lambda a: first(a, edge=7), "it was not merged"),
+    "others": (lambda a: first(a, senders=(0, 1, 2, 3)), "merged from others"),
+    "samples": (lambda a: first(a, samples=10**9), "other samples"),
+    "bytes": (lambda a: first(a, up=dict.fromkeys(a.merged[0].up, 2**50)), "are more than"),
+    "negative bytes": (lambda a: first(a, down={"model": -1}), "headings that are none"),
+    "headings": (lambda a: first(a, down={"x": 1}), "headings that are none"),
+    "state": (lambda a: first(a, state={"x": torch.full((3,), float("inf"))}), "infinite or too large"),
+    "upload": (lambda a: first(a, upload={k: v + 3e38 for k, v in a.merged[0].upload.items()} if a.merged else {}), ""),
+    "empty": (lambda a: first(a, upload={}), "lacks|empty"),
+    "a foreign client": (lambda a: replace(a, answers=tuple(replace(x, client=3) for x in a.answers)), "not asked"),
+    "twice": (lambda a: replace(a, answers=(*a.answers, *a.answers)), "or twice"),
+    "silence": (lambda a: replace(a, answers=(), missing={}), "gave no answer"),
+    "wire": (lambda a: replace(a, wire=replace(a.wire, total_up=-1)), "impossible byte counts"),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_a_hostile_edge_loses_its_own_devices_and_nobody_elses(tmp_path: Path, what: str) -> None:
+    change, reason = LIES[what]
+    own = {"partition": "rotate(2)", "join": 1.0, "watch": False, "final_trained": False}
+    with federation(tmp_path, "fedpc", 2, **own) as f:
+
+        def spoil(answer: Any) -> Any:
+            merging = isinstance(answer, EdgeAnswer) and answer.merged
+            return change(answer) if merging else answer
+
+        f.link.spoil[EDGE] = spoil
+        assert f.loop.run()
+        found = events(tmp_path / "run")
+        assert [e["round"] for e in found] == [0, 1, 2, 3]
+        lost = {i for e in found for i in e["failed"]}
+        assert lost and lost <= {0, 1}, [e.get("reasons") for e in found]
+        for v in codec.tensors_of([f.loop.server, f.loop.edges]):
+            assert not v.is_floating_point() or not bool((v.abs() > 1e6).any())
+        assert any(EDGE in line and re.search(reason, line) for line in f.runtime.errors), f.runtime.errors
+
+
+@pytest.mark.parametrize("hook", ["relay", "merge"])
+@pytest.mark.parametrize("edges", [0, 2])
+def test_an_error_in_one_edges_part_is_that_edges_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, edges: int
+) -> None:
+    cls = find("ecs-fl")
+    real = getattr(cls, hook)
+
+    def fails(self: Any, edge: Any, *more: Any) -> Any:
+        if edge.id == 0 and more[-1] == 2:
+            raise IndexError("out of range")
+        return real(self, edge, *more)
+
+    monkeypatch.setattr(cls, hook, fails)
+    with federation(tmp_path, "ecs-fl", edges, join=1.0, n_edges=2, watch=False, eval_every=3) as f:
+        assert f.loop.run()
+        found = {e["round"]: e for e in events(tmp_path / "run")}
+    assert found[1]["failed"] == [] and found[3]["failed"] == []
+    assert found[2]["failed"] and all("edge 0 could not be" in why for why in found[2]["reasons"].values())
+    assert len(found[2]["failed"]) < 4

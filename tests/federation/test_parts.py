@@ -1,0 +1,365 @@
+"""The pieces of a federation, in one process: what a device answers, what is refused, who is which client."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("grpc", reason="a federation needs the extra federation")
+
+import torch
+
+from coterie.config import settings
+from coterie.core import tree as T
+from coterie.engine import codec
+from coterie.engine.messages import Score, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest
+from coterie.errors import CoterieError
+from coterie.export.personal_model import load_model
+from coterie.federation.cloud.program import CloudSettings, open_session
+from coterie.federation.device import NO_PLAN, DeviceHandler
+from coterie.federation.device_states import States
+from coterie.federation.policy.allow import Allow
+from coterie.federation.protocol.messages import Common, DeviceJob, EdgeJob, joined, split
+from coterie.federation.protocol.plan import Plan
+from coterie.federation.validation import check_answer
+from coterie.federation.wire_bytes import WireBook
+
+RUN = "0123456789abcdef" * 2
+
+
+@pytest.fixture(scope="module")
+def cloud() -> Any:
+    """A cloud without data: two places, pictures of 1 x 4 x 4, three labels."""
+    chosen = settings(method="fedrep", clients=2, rounds=4, epochs=1, batch=8, model="mlp")
+    return open_session(chosen, CloudSettings("certs", shape=(1, 4, 4), classes=3))
+
+
+def test_the_settings_of_a_federation_with_data_of_its_devices_can_be_written(cloud: Any) -> None:
+    assert cloud.described()["client_names"] is None
+
+
+@pytest.fixture
+def member(tmp_path: Path, cloud: Any) -> DeviceHandler:
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 255, (40, 4, 4), dtype=np.uint8)
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=rng.integers(0, 3, 40))
+    made = DeviceHandler(str(tmp_path / "mine.npz"), tmp_path / "state")
+    made.hello(Plan.of(cloud, RUN).model_dump_json())
+    return made
+
+
+def training(cloud: Any, round: int = 1, base: int = -1, client: int = 1, **more: Any) -> DeviceJob:
+    shared = T.clone(cloud.method.setup()["w"])
+    return DeviceJob(RUN, base, TrainRequest(client, round, **{"shared": shared, "watch": True, **more}))
+
+
+def trained(member: DeviceHandler, cloud: Any, round: int = 1, base: int = -1, **more: Any) -> TrainAnswer:
+    answer = member.answer("train", round, training(cloud, round, base, **more))
+    assert isinstance(answer, TrainAnswer)
+    return answer
+
+
+# ---- a device ----------------------------------------------------------------------------------------------------
+def test_an_answer_holds_the_upload_and_no_state(member: DeviceHandler, cloud: Any) -> None:
+    answer = trained(member, cloud)
+    assert set(answer.upload) == {k for k in cloud.method.ctx.w0 if not cloud.method.private(k)}
+    check_answer(answer, training(cloud).request, answer.samples, cloud.method.ctx.task)
+    kept = States(member.state / RUN / "1")
+    assert kept.rounds() == [1] and "own" in codec.load(kept.path(1))
+
+
+def test_a_round_asked_again_gives_the_same_answer_and_the_next_starts_where_the_cloud_says(
+    member: DeviceHandler, cloud: Any
+) -> None:
+    first = trained(member, cloud)
+    assert codec.equal(trained(member, cloud), first)
+    second = trained(member, cloud, 2, base=1)
+    assert codec.equal(trained(member, cloud, 2, base=1), second)
+    late = trained(member, cloud, 3, base=1)  # the cloud did not take round 2
+    assert States(member.state / RUN / "1").rounds() == [1, 3]
+    assert codec.equal(trained(member, cloud, 3, base=1), late)
+
+
+def test_a_restarted_device_goes_on_with_its_state_and_place(member: DeviceHandler, cloud: Any) -> None:
+    trained(member, cloud)
+    expected = trained(member, cloud, 2, base=1)
+    member.close()
+    again = DeviceHandler(member.data, member.state)
+    assert codec.equal(trained(again, cloud, 2, base=1), expected)
+    with pytest.raises(CoterieError, match="is client 1 of the run, not 0"):
+        trained(again, cloud, 3, base=2, client=0)
+    assert again.hello(Plan.of(cloud, RUN).model_dump_json()).client == 1
+
+
+def test_a_device_goes_back_as_far_as_it_keeps_its_states(member: DeviceHandler, cloud: Any) -> None:
+    member.keep = 3
+    answers = [trained(member, cloud, t, base=t - 1 or -1) for t in (1, 2, 3, 4)]
+    states = States(member.state / RUN / "1")
+    assert states.rounds() == [1, 2, 3, 4]
+    again = trained(member, cloud, 3, base=2)  # the cloud has gone back to round 2
+    assert codec.equal(again, answers[2]) and states.rounds() == [1, 2, 3]
+    assert codec.equal(trained(member, cloud, 4, base=3), answers[3])
+    assert states.rounds() == [1, 2, 3, 4]
+    trained(member, cloud, 2, base=1)
+    with pytest.raises(
+        CoterieError, match=r"state of round 3 is not here; there are those of rounds 1, 2 \(--keep 3\)"
+    ):
+        trained(member, cloud, 4, base=3)
+
+
+def test_a_score_leaves_the_personal_model_on_the_device(member: DeviceHandler, cloud: Any) -> None:
+    from safetensors.torch import load_file
+
+    samples = trained(member, cloud).samples
+    request = ScoreRequest(1, 2, T.clone(cloud.method.setup()["w"]))
+    answer = check_answer(
+        member.answer("score", 2, DeviceJob(RUN, 1, request)), request, samples, cloud.method.ctx.task
+    )
+    assert isinstance(answer, ScoreAnswer) and set(answer.scores) == {"personal/test", "personal/val"}
+    model = load_file(member.state / RUN / "model.safetensors")
+    state = States(member.state / RUN / "1").read(1)
+    assert state is not None
+    own = state["own"]
+    assert model.keys() == cloud.method.ctx.w0.keys() and all(torch.equal(model[k], own[k]) for k in own)
+    # the file alone is enough to repeat the score on raw bytes
+    again, federation = load_model(member.state / RUN / "model.safetensors"), member.session(RUN).federation.own
+    assert federation is not None and again.about.items.type == "uint8" and again.about.round == 1
+    rows = federation.indices(0, "test")
+    raw = federation.dataset
+    score = answer.scores["personal/test"].counts
+    got = again.predict(raw.x[rows].squeeze(1).numpy(), raw.y[rows].numpy()).scores["accuracy"]
+    assert got == pytest.approx(float(score["hits"].sum() / score["total"].sum()))
+
+
+def spoiled(job: DeviceJob, change: str) -> DeviceJob:
+    shared = job.request.shared
+    name = next(iter(shared))
+    if change == "shape":
+        shared[name] = shared[name][:-1]
+    elif change == "nan":
+        shared[name][0] = float("nan")
+    elif change == "type":
+        shared[name] = shared[name].double()
+    elif change == "huge":
+        shared[name][0] = 3e38
+    elif change == "more":
+        shared["more"] = torch.zeros(1)
+    elif change == "less":
+        del shared[name]
+    elif change == "run":
+        return replace(job, run="f" * 32)
+    elif change == "path":
+        return replace(job, run="../" * 10 + "ab")
+    elif change == "base":
+        return replace(job, base=5)
+    elif change == "round":
+        return replace(job, request=replace(job.request, round=2))
+    elif change == "share":
+        return replace(job, request=replace(job.request, share=2.0))
+    elif change == "update":
+        return replace(job, request=replace(job.request, log_update=True))
+    return job
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("shape", "of shape"), ("nan", "NaN or infinity"), ("type", "of type float64"), ("huge", "larger than"),
+        ("more", "not declared"), ("less", "lacks"), ("run", NO_PLAN), ("path", "names no run"),
+        ("base", "round 1 is over"), ("round", "holds a request of round 2"), ("share", "share must"),
+        ("update", "stay here"),
+    ],
+)  # fmt: skip
+def test_a_device_refuses_what_it_cannot_trust(member: DeviceHandler, cloud: Any, change: str, reason: str) -> None:
+    with pytest.raises(CoterieError, match=reason):
+        member.answer("train", 1, spoiled(training(cloud), change))
+    assert States(member.state / RUN / "1").rounds() == []
+
+
+@pytest.mark.parametrize("message", [None, {}, Common(), training])
+def test_a_device_answers_jobs_and_nothing_else(member: DeviceHandler, cloud: Any, message: Any) -> None:
+    job = training(cloud) if callable(message) else message
+    kind = "explode" if callable(message) else "train"
+    with pytest.raises(CoterieError, match=r"expected a|cannot answer"):
+        member.handle(kind, 1, None, memoryview(bytearray(codec.pack(job))))
+
+
+def test_a_device_sends_nothing_that_its_method_does_not_declare(
+    member: DeviceHandler, cloud: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = type(cloud.method).end
+
+    def leaky(self: Any, state: Any, params: Any, *more: Any) -> Any:
+        state, upload = end(self, state, params, *more)
+        return state, replace(upload, tree=params)  # with the head
+
+    monkeypatch.setattr(type(cloud.method), "end", leaky)
+    with pytest.raises(CoterieError, match=r"the upload made here has an entry .* that is not declared"):
+        trained(member, cloud)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"coterie": "9.9", "source": "x"}, r"has other code here \(Coterie .*\) than at the cloud \(Coterie 9.9\)"),
+        ({"coterie": "9.9", "protocol": 99, "more": 1}, r"speaks protocol 99 \(Coterie 9.9\), this host protocol \d"),
+        ({"w0": "x"}, "first model differs"), ({"run": "short"}, "cannot be read"), ({"extra": 1}, "cannot be read"),
+        ({"shape": [1, 8, 8]}, r"federation's are torch.float32 \(1, 8, 8\)"), ({"classes": ["0"]}, "has 1 classes"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_does_not_fit_is_refused(member: DeviceHandler, cloud: Any, change: Any, reason: str) -> None:
+    plan = Plan.of(cloud, RUN).model_dump(mode="json") | change
+    with pytest.raises(CoterieError, match=reason):
+        member.hello(json.dumps(plan))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"places": 10**12}, {"shape": [10**9, 10**9]}, {"shape": [-1]}, {"shape": [2**14, 2**14]}, {"shape": [1] * 9},
+        {"targets": 10**12}, {"vocab": 10**12}, {"mean": [float("nan")]}, {"std": [0.0]}, {"std": [float("inf")]},
+        {"mean": [0.0] * 100_000},
+    ],
+)  # fmt: skip
+def test_a_plan_without_measure_is_refused_before_it_is_used(cloud: Any, change: Any) -> None:
+    plan = Plan.of(cloud, RUN).model_dump(mode="json") | change
+    with pytest.raises(CoterieError, match="the cloud's plan cannot be read") as e:
+        Plan.read(json.dumps(plan))
+    assert "\n" not in str(e.value) and len(str(e.value)) < 400
+    with pytest.raises(CoterieError, match="more than"):
+        Plan.read(json.dumps(plan) + " " * 2**24)
+
+
+def test_another_package_with_the_same_protocol_takes_part(member: DeviceHandler, cloud: Any) -> None:
+    plan = Plan.of(cloud, RUN).model_dump(mode="json") | {"coterie": "9.9"}
+    assert member.hello(json.dumps(plan)).samples == 27
+
+
+def test_an_unknown_method_is_refused(member: DeviceHandler, cloud: Any) -> None:
+    plan = Plan.of(cloud, RUN).model_dump(mode="json")
+    plan["settings"]["method"] = "fedrp"
+    with pytest.raises(CoterieError, match='unknown method "fedrp"'):
+        member.hello(json.dumps(plan))
+
+
+def test_a_full_disk_leaves_the_old_state_whole(
+    member: DeviceHandler, cloud: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(member, cloud)
+    before = States(member.state / RUN / "1").read(1)
+
+    def full(*args: Any, **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(codec, "save", full)
+        with pytest.raises(CoterieError, match="could not be written: No space left"):
+            trained(member, cloud, 2, base=1)
+    assert codec.equal(States(member.state / RUN / "1").read(1), before)
+
+
+def test_two_processes_cannot_share_a_state(member: DeviceHandler) -> None:
+    import subprocess
+    import sys
+
+    code = f"from coterie.federation.device_states import lock; from pathlib import Path; lock(Path({str(member.state)!r}))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "is in use by another process" in found.stderr
+
+
+# ---- what the cloud refuses --------------------------------------------------------------------------------------
+@pytest.fixture
+def answer(member: DeviceHandler, cloud: Any) -> TrainAnswer:
+    return trained(member, cloud)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("client", 0, "is that of client 0, asked was 1"), ("samples", 0, "its hello was of"), 
+        ("steps", -1, "-1 steps"),
+        ("samples", 31, "its hello was of"), ("samples", True, "impossible value"), ("steps", 1.5, "impossible value"),
+        ("note", {"a": "b"}, "impossible value"), ("note", {"a": 1e300}, "in the note, .a. is 1e"), 
+        ("loss", 1e300, "loss"),
+        ("note", {str(i): 1.0 for i in range(2000)}, "too long"), ("after", {"hits": 1}, "impossible value"),
+        ("upload", [], "impossible value"), ("upload", {"a": 1}, "impossible value"), ("update", torch.ones(1), "more"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_not_one_is_refused(
+    answer: TrainAnswer, cloud: Any, field: str, value: Any, reason: str
+) -> None:
+    with pytest.raises(CoterieError, match=reason):
+        check_answer(replace(answer, **{field: value}), training(cloud).request, answer.samples, cloud.method.ctx.task)
+
+
+@pytest.mark.parametrize("change", ["hits", "negative", "length", "many", "loss"])
+def test_a_score_that_cannot_be_is_refused(answer: TrainAnswer, cloud: Any, change: str) -> None:
+    score = answer.before
+    assert score is not None
+    hits, total = score.counts["hits"], score.counts["total"]
+
+    def changed(**counts: torch.Tensor) -> Score:
+        return replace(score, counts={**score.counts, **counts})
+
+    wrong = {
+        "hits": changed(hits=total + 1), "negative": changed(hits=hits - 100), "length": changed(hits=hits[:2]),
+        "many": changed(total=total + 2**40), "loss": replace(score, loss=1e300),
+    }  # fmt: skip
+    with pytest.raises(CoterieError, match="score"):
+        check_answer(
+            replace(answer, before=wrong[change]), training(cloud).request, answer.samples, cloud.method.ctx.task
+        )
+
+
+# ---- what crosses once -------------------------------------------------------------------------------------------
+def test_what_all_jobs_have_in_common_is_taken_out_and_put_back() -> None:
+    w, mine = {"w": torch.ones(3)}, {"w": torch.zeros(3)}
+    jobs = {
+        "a": DeviceJob(RUN, 1, ScoreRequest(0, 2, {**w, "x": torch.ones(1)}, {"y": torch.ones(2)}, w)),
+        "b": EdgeJob(RUN, 1.0, {1: "d"}, {1: -1}, (ScoreRequest(1, 2, {**w, "x": torch.ones(1)}, {}, w),), ()),
+    }
+    common, rest = split(jobs)
+    assert common.shared.keys() == {"w"} and common.global_model is w
+    assert len(codec.tensors_of(common)) == 1 and len(codec.tensors_of(rest)) == 3
+    assert codec.equal({name: joined(common, job) for name, job in rest.items()}, jobs)
+    alone, _ = split({**jobs, "c": DeviceJob(RUN, 1, ScoreRequest(2, 2, mine, {}, w))})
+    assert alone.shared == {}  # another tensor of the same name is not in common
+
+
+def test_bytes_of_repeated_rounds_are_counted_once(tmp_path: Path) -> None:
+    from coterie.federation.protocol.messages import WireBytes
+
+    book = WireBook(tmp_path / "wire.jsonl")
+    for t in (1, 2, 3):
+        book.count("device-cloud", WireBytes(10, 20, 15, 22))
+        book.close_round(t)
+    with book.path.open("a") as f:
+        f.write('{"round": 4, "li')  # a crash
+    again = WireBook(book.path)
+    again.count("device-cloud", WireBytes(1, 1, 1, 1))
+    again.close_round(3)
+    assert [json.loads(x)["round"] for x in book.path.read_text().splitlines()] == [1, 2, 3]
+    assert again.totals == {"device-cloud": {
+        "down": {"payload": 21, "framing": 10}, "up": {"payload": 41, "framing": 4},
+    }}  # fmt: skip
+
+
+# ---- what a federation can be --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["official", "log_updates"])
+def test_settings_that_would_send_models_are_refused(name: str) -> None:
+    with pytest.raises(CoterieError, match=f"{name} = true sends"):
+        open_session(settings(method="fedavg", **{name: True}), CloudSettings("certs"))
+
+
+def test_an_edge_needs_no_data(tmp_path: Path) -> None:
+    """A method with a public set and a validation part can be built where there are neither."""
+    chosen = settings(method="sc-fpfl", data="digits", subset=200, clients=3, public=20, rounds=2, model="mlp")
+    session = open_session(chosen, CloudSettings("certs"))
+    edge = Plan.of(session, RUN).session(None, None, None, Allow())
+    assert edge.method.ctx.clients == session.method.ctx.clients
+    assert codec.equal(edge.method.ctx.w0, session.method.ctx.w0)
+    with pytest.raises(CoterieError, match="no data of its own"):
+        edge.federation.data(0)

@@ -1,0 +1,414 @@
+"""Too few clients, errors in hooks and implausible uploads, in one process: what the cloud does about them."""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc", reason="a federation needs the extra federation")
+
+import torch
+
+from coterie.config import settings
+from coterie.core.method import ClientId
+from coterie.engine import codec
+from coterie.engine.fault_isolation import MethodFailedError, contain
+from coterie.engine.messages import TrainAnswer, TrainRequest
+from coterie.errors import CoterieError
+from coterie.federation.cloud import runtime as cloud
+from coterie.federation.cloud import status as st
+from coterie.federation.cloud.dispatch import Asking
+from coterie.federation.cloud.program import CloudSettings, StatusFile, open_session
+from coterie.federation.cloud.runtime import QuorumError
+from coterie.federation.cloud.upload_bounds import Memory, judge
+from coterie.federation.policy import quarantine
+from coterie.federation.policy.quarantine import Quarantine
+from coterie.federation.protocol.messages import Attached, Hello
+from coterie.federation.transport import Cause, Replies, UnreachableError
+from coterie.methods.fedavg import FedAvg
+from coterie.runtimes.base import Interrupted
+from coterie.testing import events
+from support.in_process_link import Federation, HandLink, federation, simulated
+
+QUIET: dict[str, Any] = {"join": 1.0, "watch": False, "final_trained": False, "eval_every": 9}
+BAD = 1
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cloud, "PAUSE", 0.01)
+    monkeypatch.setattr(cloud, "MOMENT", 0.0)
+
+
+def rules(f: Federation, **changes: Any) -> None:
+    f.runtime.patience = replace(f.runtime.patience, **changes)
+
+
+def paused(f: Federation) -> list[str]:
+    return [line for line in f.runtime.errors if line.startswith("paused")]
+
+
+# ---- a quorum ------------------------------------------------------------------------------------------------------
+def test_below_the_quorum_no_round_is_used_up_and_the_run_ends_when_patience_does(tmp_path: Path) -> None:
+    with federation(tmp_path, "fedavg", **QUIET) as f:
+        rules(f, min_clients=3, seconds=0.7)
+        f.loop.start()
+        f.loop.step()
+        for i in (0, 1):
+            del f.link.handlers[f"device-{i}"]
+        with pytest.raises(QuorumError, match=r"too few clients for 0\.7 s: 2 of at least 3 clients are connected"):
+            f.loop.step()
+        assert [e["round"] for e in events(tmp_path / "run")] == [1] and f.loop.done == 1
+        assert len(paused(f)) == 1 and f.runtime.paused
+
+
+def test_a_paused_run_goes_on_when_devices_are_back_and_can_be_stopped(tmp_path: Path) -> None:
+    with federation(tmp_path, "fedrep", **QUIET) as f:
+        rules(f, min_clients=4)
+        f.loop.start()
+        f.loop.step()
+        gone, looks = f.link.handlers.pop("device-1"), []
+        nodes = f.link.nodes
+
+        def back() -> list[str]:
+            looks.append(f.runtime.paused)
+            if len(looks) == 3:
+                f.link.handlers["device-1"] = gone
+            return nodes()
+
+        f.link.nodes = back  # type: ignore[method-assign]
+        assert f.loop.run()
+        assert any(looks) and not f.runtime.paused and len(paused(f)) == 1
+        ours = simulated(tmp_path / "simulation", f.session)
+        assert codec.equal(f.loop.server, ours.server)
+        assert (tmp_path / "run/events.jsonl").read_bytes() == (tmp_path / "simulation/events.jsonl").read_bytes()
+        f.link.handlers.clear()
+        rules(f, stopped=lambda: True)
+        with pytest.raises(Interrupted):
+            f.runtime._gather()
+
+
+def test_a_round_in_which_too_few_answer_is_repeated_with_the_same_bits(tmp_path: Path) -> None:
+    with federation(tmp_path, "fedrep", **QUIET) as f:
+        rules(f, min_clients=4)
+        handler, refusals = f.link.handlers["device-2"], []
+
+        def late(kind: str, round: int, shared: Any, own: Any) -> memoryview:
+            if kind == "train" and round == 2 and len(refusals) < 2:
+                refusals.append(round)
+                raise CoterieError("busy")
+            return handler(kind, round, shared, own)
+
+        f.link.handlers["device-2"] = late
+        assert f.loop.run()
+        assert refusals == [2, 2] and len(paused(f)) == 1
+        assert any("round 2 is repeated: 3 of at least 4 clients count" in line for line in paused(f))
+        simulated(tmp_path / "simulation", f.session)
+    assert (tmp_path / "run/events.jsonl").read_bytes() == (tmp_path / "simulation/events.jsonl").read_bytes()
+
+
+def test_sampled_clients_that_are_away_do_not_stop_a_run_with_a_quorum(tmp_path: Path) -> None:
+    """Half of the clients are sampled; a round of absent ones passes, because enough others are there."""
+    with federation(tmp_path, "fedavg", **{**QUIET, "join": 0.5, "rounds": 6}) as f:
+        rules(f, min_clients=2)
+        for i in (0, 1):
+            del f.link.handlers[f"device-{i}"]
+        assert f.loop.run()
+        assert [e["round"] for e in events(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_superlink_that_does_not_answer_is_waited_for(tmp_path: Path) -> None:
+    with federation(tmp_path, "fedavg", **QUIET) as f:
+        f.loop.start()
+        f.loop.step()
+        nodes, away = f.link.nodes, [True, True, True]
+
+        def stopped() -> list[str]:
+            if away:
+                away.pop()
+                raise UnreachableError("the SuperLink does not answer: timed out")
+            return nodes()
+
+        f.link.nodes = stopped  # type: ignore[method-assign]
+        assert f.loop.run()
+        assert sum("does not answer" in line for line in f.runtime.errors) == 1
+        assert all(not e["failed"] for e in events(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("shape", [(), (1, 4, 4)])
+def test_a_quorum_that_can_never_be_reached_is_refused(shape: tuple[int, ...]) -> None:
+    chosen = settings(method="fedavg", data="digits", subset=100, clients=2, model="mlp")
+    with pytest.raises(CoterieError, match="min_clients = 3 can never be reached: there are 2 places"):
+        open_session(chosen, CloudSettings("none", min_clients=3, shape=shape, classes=3))
+
+
+# ---- errors in hooks -----------------------------------------------------------------------------------------------
+def ones(*ids: ClientId) -> list[frozenset[ClientId]]:
+    return [frozenset({i}) for i in ids]
+
+
+def failing(test: Callable[[set[int]], bool]) -> Callable[[frozenset[int]], set[int]]:
+    def compute(left_out: frozenset[int]) -> set[int]:
+        there = {0, 1, 2, 3} - left_out
+        if there and test(there):
+            raise IndexError("out of range")
+        return there
+
+    return compute
+
+
+def test_the_sender_that_causes_an_error_is_found() -> None:
+    everybody = ones(0, 1, 2, 3)
+    fine = contain(everybody, failing(lambda there: False))
+    assert fine.result == {0, 1, 2, 3} and not fine.left_out
+    one = contain(everybody, failing(lambda there: 2 in there))
+    assert (one.left_out, one.certain, one.result) == ((frozenset({2}),), True, {0, 1, 3})
+    mixed = contain(everybody, failing(lambda there: 0 in there and len(there) > 1))
+    assert mixed.left_out == (frozenset({0}),) and mixed.certain, "it fails only together with others"
+    two = contain(everybody, failing(lambda there: bool(there & {1, 3})))
+    assert two.left_out == (frozenset({1}), frozenset({3})) and two.result == {0, 2}
+    pair = contain(everybody, failing(lambda there: {1, 2} <= there))
+    assert pair.left_out == (frozenset({1}),) and not pair.certain, "either could be the cause"
+    with pytest.raises(IndexError):
+        contain(everybody, failing(lambda there: True))
+
+
+@pytest.mark.parametrize("hook", ["aggregate", "facts", "down"])
+def test_an_error_in_a_hook_costs_its_sender_the_round_and_later_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    """The error comes with the upload, or only when the new server's state is used."""
+    aggregate = FedAvg.aggregate
+
+    def marked(self: Any, server: Any, uploads: Any, round: int) -> Any:
+        bad = any(float(u.tree["fc1.weight"][0, 0]) == 0.125 for u in uploads)
+        if bad and hook == "aggregate":
+            raise IndexError("index 99 is out of range")
+        return {**aggregate(self, server, uploads, round), **({"bad": 1} if bad else {})}
+
+    def fails(real: Any) -> Any:
+        def hooked(self: Any, server: Any, *more: Any) -> Any:
+            if "bad" in server:
+                raise IndexError("index 99 is out of range")
+            return real(self, server, *more)
+
+        return hooked
+
+    monkeypatch.setattr(FedAvg, "aggregate", marked)
+    if hook != "aggregate":
+        monkeypatch.setattr(FedAvg, hook, fails(getattr(FedAvg, hook)))
+
+    def spoil(answer: Any) -> Any:
+        if not isinstance(answer, TrainAnswer):
+            return answer
+        w = answer.upload["fc1.weight"].clone()
+        w[0, 0] = 0.125
+        return replace(answer, upload={**answer.upload, "fc1.weight": w})
+
+    with federation(tmp_path, "fedavg", **{**QUIET, "rounds": 5}) as f:
+        f.runtime.quarantine.after = 2
+        f.link.spoil["device-1"] = spoil
+        f.loop.start()
+        for _ in range(4):
+            f.loop.step()
+        found = events(tmp_path / "run")
+        assert [e["failed"] for e in found] == [[BAD]] * 4
+        assert found[0]["reasons"]["1"] == "device-1: FedAvg failed on the upload: IndexError: index 99 is out of range"
+        assert found[2]["reasons"]["1"] == "device-1: it is in quarantine"
+        asked = {t for kind, name, t, _ in f.link.sizes if kind == "train" and name == "device-1"}
+        assert asked == {1, 2} and "device-1" in f.runtime.out
+        del f.link.spoil["device-1"]
+        (tmp_path / "run/cloud.json").write_text("{}")
+        with pytest.raises(CoterieError, match='did you mean "device-1"'):
+            quarantine.release(tmp_path / "run", "device-2")
+        quarantine.release(tmp_path / "run", "device-1")
+        assert f.loop.run()
+        assert events(tmp_path / "run")[-1]["failed"] == [] and f.runtime.out == {}
+        with pytest.raises(CoterieError, match="nobody is in quarantine"):
+            quarantine.release(tmp_path / "run", "device-1")
+
+
+def test_an_error_that_no_sender_causes_ends_the_run_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any, server: Any, uploads: Any, round: int) -> Any:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(FedAvg, "aggregate", broken)
+    reason = "FedAvg failed in round 1, whoever is left out: ZeroDivisionError: division by zero"
+    with federation(tmp_path, "fedavg", **QUIET) as f, pytest.raises(MethodFailedError, match=reason):
+        f.loop.run()
+    assert not f.runtime.quarantine.offenders, "nobody is blamed"
+
+
+# ---- bounds --------------------------------------------------------------------------------------------------------
+def round_of(changes: dict[int, float], samples: dict[int, int] | None = None) -> Any:
+    sent = {"w": torch.ones(100), "b": torch.zeros(3)}
+    requests = [TrainRequest(i, 1, shared=sent) for i in changes]
+    answers = {
+        i: TrainAnswer(i, {"w": sent["w"] + c, "b": sent["b"] + c}, {}, (samples or {}).get(i, 10), 1, 0.0)
+        for i, c in changes.items()
+    }
+    return requests, answers
+
+
+def test_an_upload_far_larger_than_the_others_is_refused_and_no_other() -> None:
+    for size in (10.0, 1e8, 3e38):
+        found = judge(*round_of({0: 0.1, 1: size, 2: 0.02, 3: 0.5}), factor=50.0, memory=Memory())
+        assert found.refused.keys() == {1} and "times as large as usual" in found.refused[1]
+    honest = {0: 0.1, 1: 0.0, 2: 0.0, 3: 1.5, 4: 0.0}  # stragglers send what they got
+    assert not judge(*round_of(honest), factor=50.0, memory=Memory()).refused
+    assert not judge(*round_of({0: 0.1, 1: 1e8, 2: 0.02}), factor=0.0, memory=Memory()).refused
+    tiny = {0: 1e-9, 1: 1e-9, 2: 1e-9, 3: 0.01}  # a change by a hundredth of the model is never too large
+    assert not judge(*round_of(tiny), factor=50.0, memory=Memory()).refused
+
+
+def test_with_two_clients_only_earlier_rounds_tell_what_is_usual() -> None:
+    memory = Memory()
+    assert not judge(*round_of({0: 0.1, 1: 10.0}), factor=50.0, memory=memory).refused
+    first = judge(*round_of({0: 0.1, 1: 1e8}), factor=50.0, memory=memory)
+    assert first.refused.keys() == {1} and "as what was sent" in first.refused[1]
+    for t in (1, 2, 3):
+        memory.add(t, judge(*round_of({0: 0.1, 1: 0.2}), 50.0, memory).usual([0, 1]))
+    assert judge(*round_of({0: 0.1, 1: 10.0}), factor=50.0, memory=memory).refused.keys() == {1}
+    memory.add(2, {"w": 1.0})
+    assert sorted(memory.rounds) == [1, 2], "a run that went back forgets later rounds"
+
+
+def test_a_claim_of_far_more_samples_than_others_have_is_refused() -> None:
+    found = judge(*round_of({0: 0.1, 1: 0.1, 2: 0.1}, {1: 10**9}), factor=50.0, memory=Memory())
+    assert found.refused == {1: "it claims 1000000000 samples, more than 1000 times the median of this round"}
+
+
+def test_a_liar_is_named_and_quarantined_and_honest_clients_are_not(tmp_path: Path) -> None:
+    def huge(answer: Any) -> Any:
+        if not isinstance(answer, TrainAnswer):
+            return answer
+        return replace(answer, upload={k: v + 1e8 for k, v in answer.upload.items() if v.is_floating_point()})
+
+    with federation(tmp_path, "fedavg", **{**QUIET, "rounds": 4}) as f:
+        f.link.spoil["device-1"] = huge
+        assert f.loop.run()
+        found = events(tmp_path / "run")
+        assert [e["failed"] for e in found] == [[BAD]] * 4 and not any(e["nonfinite"] for e in found)
+        assert "device-1: the upload is" in found[0]["reasons"]["1"]
+        assert f.runtime.quarantine.out.keys() == {"device-1"}
+        again = Quarantine(tmp_path / "run")
+        assert again.out == f.runtime.quarantine.out and again.memory.rounds.keys() == {1, 2, 3, 4}
+        assert all(float(v.abs().max()) < 1e3 for v in codec.tensors_of(f.loop.server) if v.is_floating_point())
+
+
+def test_a_device_with_other_data_says_hello_again(tmp_path: Path) -> None:
+    """A number of samples that was not announced costs the round, and counts once it is announced."""
+    with federation(tmp_path, "fedavg", **QUIET) as f:
+        f.loop.start()
+        f.runtime.look()
+        entry = f.runtime.roster.entries[BAD]
+        f.runtime.roster.entries[BAD] = replace(entry, samples=entry.samples + 7)  # what it said before
+        assert f.loop.run()
+        assert [e["failed"] for e in events(tmp_path / "run")] == [[BAD], [], []]
+
+
+# ---- the status ----------------------------------------------------------------------------------------------------
+def test_the_status_says_what_the_cloud_does_and_why_it_failed(tmp_path: Path) -> None:
+    with federation(tmp_path, "fedavg", **QUIET) as f:
+        status = StatusFile(tmp_path / "status.json", f.session)
+        f.runtime.seen = status.seen
+        f.runtime.look()
+        assert st.read_status(tmp_path)["state"] == "waiting"
+        rules(f, min_clients=5, seconds=0.1)
+        f.runtime.begun = True
+        with pytest.raises(QuorumError) as e:
+            f.runtime._gather()
+        found = st.read_status(tmp_path)
+        assert (found["state"], found["reason"]) == ("paused", "4 of at least 5 clients are connected")
+        f.runtime.paused = ""
+        f.runtime.look()
+        assert st.read_status(tmp_path)["state"] == "running"
+        status.end("failed", str(e.value))
+    found = st.read_status(tmp_path)
+    assert (
+        found["state"] == "failed" and found["reason"].startswith("too few clients") and st.state_of(found) == "failed"
+    )
+    assert "too few clients" in "\n".join(st.lines(found))
+
+
+def test_a_cloud_that_died_is_not_running(tmp_path: Path) -> None:
+    about = {"state": "running", "round": 3, "rounds": 9, "time": time.time(), "pid": os.getpid(), "clients": {}}
+
+    def shown(**changes: Any) -> str:
+        (tmp_path / "status.json").write_text(json.dumps({**about, **changes}))
+        return st.state_of(st.read_status(tmp_path))
+
+    old = {"heartbeat": time.time() - 600}
+    assert shown() == "running"
+    assert shown(**old) == "silent (last heartbeat 10 minutes ago)"
+    assert shown(**old, pid=2**22 + 1) == "dead (last heartbeat 10 minutes ago)"
+    assert shown(**old, host="elsewhere") == "dead (last heartbeat 10 minutes ago)"
+    assert shown(**old, state="ended") == "ended"
+    with pytest.raises(CoterieError, match=r"has no status\.json"):
+        st.read_status(tmp_path / "none")
+
+
+# ---- the end -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("edges", [0, 2])
+def test_devices_and_edges_are_told_that_the_run_has_ended(
+    tmp_path: Path, edges: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), federation(tmp_path, "fedrep", edges, **{**QUIET, "watch": True}) as f:
+        handlers = [h.__self__ for link in (f.link, *f.links.values()) for h in link.handlers.values()]  # type: ignore[attr-defined]
+        ended: list[int] = []
+        for i, handler in enumerate(handlers):
+            handler.ended = lambda i=i: ended.append(i)
+        assert f.loop.run()
+    assert sorted(ended) == list(range(4 + edges))
+    lines = [r.getMessage() for r in caplog.records if r.name == "coterie.device"]
+    assert any("round 2 of 3: trained, accuracy" in line for line in lines)
+    assert any("after round 3 of 3: personal model, accuracy" in line for line in lines)
+    assert sum("has ended after 3 rounds; the personal model is" in line for line in lines) == 4
+
+
+# ---- edges that are slow to answer -----------------------------------------------------------------------------------
+@dataclass
+class SlowLink(HandLink):
+    """Nodes in `mute` let `send` pass and answer an open question as soon as they are not mute any more."""
+
+    sent: list[list[str]] = field(default_factory=list)
+
+    def send(self, payloads: Any, *more: Any, **named: Any) -> Replies:
+        self.sent.append(sorted(payloads))
+        return super().send(payloads, *more, **named)
+
+    def begin(self, payloads: Any, kind: str, round: int, deadline: float, *more: Any) -> Any:
+        link = self
+
+        class Open:
+            def __init__(self) -> None:
+                self.waiting = set(payloads)
+
+            def poll(self) -> Replies:
+                now = {n: payloads[n] for n in self.waiting - link.mute}
+                self.waiting -= now.keys()
+                return HandLink.send(link, now, kind, round, deadline, *more)
+
+        return Open()
+
+
+def test_an_edge_that_was_silent_is_heard_as_soon_as_it_answers() -> None:
+    """Also if it was never seen to be gone, as one that was killed and came back at once."""
+    said = codec.pack(Attached({"alice": Hello(0, 5)}, {}))
+    link = SlowLink({"north": lambda *_: said, "south": lambda *_: said}, mute={"north"})
+    asking = Asking(link, "", "", None)  # type: ignore[arg-type]
+    found, errors = asking.edges({"north", "south"})
+    assert list(found) == ["south"] and errors["north"].cause is Cause.LATE
+    assert list(asking.edges({"north", "south"})[0]) == ["south"]
+    assert link.sent == [["north", "south"], ["south"]]  # nobody waits for it a second time
+    link.mute.clear()
+    assert list(asking.edges({"north", "south"})[0]) == ["north", "south"]
+    assert list(asking.edges({"north", "south"})[0]) == ["north", "south"] and link.sent[-1] == ["north", "south"]

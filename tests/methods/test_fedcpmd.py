@@ -1,0 +1,679 @@
+"""FedCPMD: its properties, numbered, its settings and its variants."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from coterie.config import Engine, settings
+from coterie.core import tree as T
+from coterie.core.edges import Edge
+from coterie.core.method import Context, Download, Method, Moment, Upload
+from coterie.core.net import Net
+from coterie.core.tasks import Classification
+from coterie.core.tree import Tree
+from coterie.engine import codec
+from coterie.engine.loop import Loop
+from coterie.engine.session import Objects, prepare
+from coterie.errors import CoterieError
+from coterie.methods import build, find
+from coterie.methods.fedcpmd import FedCPMDSettings, votes
+from coterie.methods.fedcpmd.mixing import flat_layer, shared_bodies, similarity, weights_of
+from coterie.models.registry import build as build_model
+from coterie.parts import gaussian as G
+from coterie.testing import Bench, open_loop, small_data
+from support.refusals import refuses
+from support.toy import handed
+
+# the text before its corrections: what these tests work out by hand
+TEXT = {"reading": "paper", "switch_init": "carry", "min_participants": 1}
+NAMES = ("fc1", "fc2", "classifier")
+ALL = FedCPMDSettings(distance="auto")  # the four distances of the paper
+RNG = torch.Generator().manual_seed(5)
+PAIRS = [
+    G.Gaussian(torch.rand(40, generator=RNG).double(), 0.01 + torch.rand(40, generator=RNG).double()) for _ in "pq"
+]
+
+
+def as_text(name: str, own: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the text unless others are given; `reading` alone asks for a reading as it is."""
+    return own if "reading" in own or name == "fedcpmd-full" else {**TEXT, **own}
+
+
+def bound(name: str = "fedcpmd", **own: Any) -> Method:
+    return Bench(find(name), as_text(name, own)).session().method
+
+
+def play(folder: Path, name: str = "fedcpmd", **own: Any) -> Loop:
+    run = {"rounds": 4, "join": 1.0}
+    run |= {
+        k: own.pop(k)
+        for k in ("rounds", "join", "dropout", "newcomers", "weighting", "partition", "bn_stats")
+        if k in own
+    }
+    return Bench(find(name), as_text(name, own)).play(folder, **run)
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
+
+
+def lenet(clients: int = 20, **own: Any) -> Method:
+    """The card's model: LeNet5 with batch norm at 3x32x32, statistics local."""
+    net = Net(build_model("lenet5", (3, 32, 32), 10, seed=1), torch.zeros(2, 3, 32, 32))
+    method = build("fedcpmd", as_text("fedcpmd", own))
+    method.ctx = Context(
+        net, net.state(), tuple(range(clients)), Classification(10), 200, 0.1, 5, 32, 0.01, 1, bn_stats="local"
+    )
+    return method
+
+
+def outputs(n: int = 60, seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    widths = (30, 24, 16, 10)
+    o = [torch.randn(n, d, generator=rng).relu() * (i + 1) ** 2 + 0.1 * i for i, d in enumerate(widths)]
+    return o, torch.rand(n, 8, 8, generator=rng), torch.randint(0, 10, (n,), generator=rng)
+
+
+def close(a: Tree, b: Tree, atol: float = 2e-5) -> None:
+    for k, v in a.items():
+        torch.testing.assert_close(v, b[k], rtol=1e-4, atol=atol)
+
+
+# ---- 1-3: distances (their test vectors are in test_parts_gaussian.py) -----------------------------------------------
+@pytest.mark.parametrize("name", votes.PAPER)
+def test_p1_distances_are_zero_on_themselves_and_symmetric(name: str) -> None:
+    d, (p, q) = G.distance(name), PAIRS
+    assert float(d(p, p).abs().max()) < 1e-12
+    assert torch.equal(d(p, q), d(q, p)) and float(d(p, q).min()) > 0
+    one = {"js": 0.1114214821847362, "w2": 1.0, "hellinger": 0.3427872480349941, "bhattacharyya": 0.125}
+    unit = [G.Gaussian(torch.tensor(float(m)).double(), torch.tensor(1.0).double()) for m in (0, 1)]
+    assert float(d(*unit)) == pytest.approx(one[name], abs=1e-9)
+
+
+def test_p2_bounds_of_the_distances() -> None:
+    js, hellinger = G.js(*PAIRS), G.hellinger(*PAIRS)
+    assert float(js.min()) >= 0 and float(js.max()) <= math.log(2)
+    assert bool((js <= G.js_moment(*PAIRS) + 1e-12).all())
+    assert float(hellinger.min()) >= 0 and float(hellinger.max()) <= 1
+    torch.testing.assert_close(hellinger.square(), 1 - torch.exp(-G.bhattacharyya(*PAIRS)))
+
+
+@pytest.mark.parametrize("name", votes.PAPER)
+def test_p3_distances_do_not_change_with_a_common_shift_and_scale_as_stated(name: str) -> None:
+    d, (p, q) = G.distance(name), PAIRS
+    torch.testing.assert_close(d(G.Gaussian(p.mu + 3, p.sigma), G.Gaussian(q.mu + 3, q.sigma)), d(p, q))
+    scaled = d(*(G.Gaussian(5 * g.mu, 5 * g.sigma) for g in (p, q)))
+    torch.testing.assert_close(scaled, d(p, q) * (5 if name == "w2" else 1))
+
+
+# ---- 4-7: scores and votes -------------------------------------------------------------------------------------------
+def test_p4_choice_is_invariant_to_an_affine_map_of_any_output_and_of_the_inputs() -> None:
+    o, x, y = outputs()
+    base = votes.scores(ALL, o, x, y, 10)
+    for at in range(4):
+        moved = [t * 7 - 2 if i == at else t for i, t in enumerate(o)]
+        torch.testing.assert_close(votes.scores(ALL, moved, x, y, 10), base)
+    torch.testing.assert_close(votes.scores(ALL, o, 3 * x + 1, y, 10), base)
+    raw = FedCPMDSettings(fit_normalize="none")
+    moved = [o[0], 7 * o[1] - 2, *o[2:]]
+    assert not torch.allclose(votes.scores(raw, moved, x, y, 10), votes.scores(raw, o, x, y, 10))
+
+
+def test_p5_a_layer_that_changes_nothing_scores_zero_and_is_chosen() -> None:
+    o, x, y = outputs()
+    o[2] = 4 * o[1].flip(0)
+    s = votes.scores(ALL, o, x, y, 10)
+    assert float(s[:, 1].abs().max()) < 1e-12
+    assert votes.cast(None, s[None])["votes"].tolist() == [[0, 1, 0]] * 4
+
+
+def test_p6_scores_do_not_depend_on_the_order_of_samples() -> None:
+    o, x, y = outputs()
+    turn = torch.randperm(60, generator=RNG)
+    mixed = [t[torch.randperm(60, generator=RNG)] for t in o]
+    torch.testing.assert_close(votes.scores(ALL, mixed, x[turn], y[turn], 10), votes.scores(ALL, o, x, y, 10))
+
+
+def test_p7_votes_are_the_mode_with_a_deterministic_tie_rule() -> None:
+    scores = torch.tensor([[[0.1, 0.5, 0.9]], [[0.8, 0.1, 0.9]], [[0.8, 0.2, 0.9]]])  # votes fc1, fc2, fc2
+    ballot = None
+    for s in scores:
+        ballot = votes.cast(ballot, s[None])
+    assert ballot is not None and ballot["votes"].tolist() == [[1, 2, 0]]
+    assert votes.leading(ballot, "mean_score").tolist() == [1]
+    tied = votes.cast(votes.cast(None, scores[:1]), scores[1:2])  # one each; means 0.45 and 0.30
+    assert votes.leading(tied, "mean_score").tolist() == [1]
+    other = votes.cast(votes.cast(None, torch.tensor([[[0.1, 0.9, 0.9]]])), torch.tensor([[[0.2, 0.1, 0.9]]]))
+    assert votes.leading(other, "mean_score").tolist() == [0]
+    assert votes.leading(other, "deepest").tolist() == [1]
+    assert votes.leading(votes.cast(None, torch.zeros(1, 1, 3)), "mean_score").tolist() == [2]  # all alike: deepest
+
+
+def test_p7_every_participation_of_phase_1_is_one_vote(tmp_path: Path) -> None:
+    loop = play(tmp_path, rounds=6, join=0.6, preparation=4)
+    asked = [i for e in events(tmp_path)[:4] for i in e["participants"]]
+    for i in loop.method.ctx.clients:
+        assert loop.runtime.states.get(i)["ballot"]["votes"].sum(1).tolist() == [asked.count(i)]
+
+
+def test_vote_per_batch_counts_batches() -> None:
+    m, session = bound(vote="batch"), Bench(find("fedcpmd"), {}).session()
+    data = session.federation.data(0)
+    scores = m.scores(m.ctx.w0, {}, data)
+    assert scores.shape == (math.ceil(len(data.train) / 16), 1, 3)
+    whole = bound().scores(m.ctx.w0, {}, data)
+    assert whole.shape == (1, 1, 3)
+
+
+def test_outputs_are_what_the_next_layer_is_given() -> None:
+    m = bound()
+    data = Bench(find("fedcpmd"), {}).session().federation.data(0)
+    w, x = m.ctx.w0, data.train.x
+    o = votes.layer_outputs(m.ctx.net, w, x, NAMES)
+    hidden = torch.relu(nn.functional.batch_norm(
+        x.flatten(1) @ w["fc1.weight"].T + w["fc1.bias"], w["bn1.running_mean"], w["bn1.running_var"],
+        w["bn1.weight"], w["bn1.bias"],
+    ))  # fmt: skip
+    torch.testing.assert_close(o[0], x.flatten(1))
+    torch.testing.assert_close(o[1], hidden, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(o[3], m.ctx.forward(w, x))
+    skip = votes.layer_outputs(m.ctx.net, w, x, ("fc1", "classifier"))
+    assert torch.equal(skip[1], o[1]) and torch.equal(skip[2], o[3])
+
+
+# ---- 8, 9: clusters and the coverage sampler -------------------------------------------------------------------------
+def test_p8_clusters_partition_the_clients(tmp_path: Path) -> None:
+    loop = play(tmp_path, join=0.4, rounds=5)
+    members = [i for c in loop.method.edges(loop.server).values() for i in c]
+    assert sorted(members) == list(loop.method.ctx.clients)
+    assert len(loop.method.edges(loop.server)) <= 3
+    facts = events(tmp_path)[-1]["facts"]
+    assert sum(facts["clusters"].values()) == 5 and set(facts["layer"].values()) == set(facts["clusters"])
+    assert not any("cluster" in k for k in loop.method.Settings.model_fields)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_p9_with_coverage_everybody_votes_when_there_are_rounds_enough(tmp_path: Path, dropout: float) -> None:
+    prep = 3 if not dropout else 8
+    loop = play(tmp_path, join=0.4, rounds=prep + 1, preparation=prep, dropout=dropout)
+    assert sorted(loop.server["votes"]) == list(loop.method.ctx.clients)
+    first = [i for e in events(tmp_path)[:2] for i in e["participants"]]
+    assert dropout or len(set(first)) == len(first) == 4
+
+
+def test_who_never_voted_is_probed_without_training_and_then_has_a_layer(tmp_path: Path) -> None:
+    loop = play(tmp_path, join=0.4, rounds=3, preparation=1)
+    one, two, _ = events(tmp_path)
+    unseen = sorted(set(range(5)) - set(one["participants"]))
+    assert set(unseen) <= set(two["participants"]) and set(loop.server["layer"]) == set(range(5))
+    head = T.nbytes(T.keep(loop.method.ctx.w0, lambda k: k in loop.method.ctx.group("head")))
+    body = T.nbytes(loop.method.ctx.w0) - head
+    assert two["bytes"]["device-cloud"]["up"] == {"vote": 5 * len(unseen)}
+    assert two["bytes"]["device-cloud"]["down"] == {"body": body * len(unseen)}
+    for how, layer in (("classifier", {2}), ("random", {0, 1, 2})):
+        m = bound(unseen=how)
+        server = m.switch({**m.setup(), "votes": {0: [0]}})
+        assert set(server["layer"]) == set(range(5)) and {server["layer"][i] for i in range(1, 5)} <= layer
+
+
+# ---- 10, 11: mixing --------------------------------------------------------------------------------------------------
+def cluster(
+    m: Method, phis: list[torch.Tensor], layer: int = 1, known: dict[int, torch.Tensor] | None = None, n: int = 9
+):
+    """One round of a cluster server whose members 0.. take part with these personal layers."""
+    uploads = []
+    for i, phi in enumerate(phis):
+        params = {k: torch.full_like(v, float(i + 1)) for k, v in m.ctx.w0.items()}
+        uploads.append(Upload({**T.drop(params, m.own(layer).__contains__), "x:phi": phi}, {}, i, 10 * (i + 1)))
+    edge = Edge(layer, tuple(range(n)), {"phi": known} if known else {}, Download(edge={layer: {}}))
+    state, up = m.merge(edge, uploads, 5)
+    return Edge(layer, tuple(range(n)), state, Download()), up
+
+
+def level(m: Method, edge: Edge, i: int) -> float:
+    body = m.relay(edge, [i], 6).to(i)
+    assert len({round(float(v.mean()), 4) for v in body.values()}) == 1
+    return float(next(iter(body.values())).mean())
+
+
+def test_p10_phi_is_symmetric_between_0_and_1_and_rows_sum_to_one() -> None:
+    m = bound()
+    phis = [torch.randn(4, 5, generator=RNG) for _ in range(6)]
+    phi = similarity(torch.stack(phis), torch.stack(phis), False, "clip")
+    torch.testing.assert_close(phi, phi.T)
+    assert float(phi.min()) >= 0 and float(phi.max()) <= 1
+    torch.testing.assert_close(phi.diagonal(), torch.ones(6).double(), rtol=0, atol=1e-6)
+    ids = list(range(6))
+    torch.testing.assert_close(weights_of(phi, ids, ids, torch.ones(6) / 6).sum(1), torch.ones(6).double())
+    rows, note = m.rows(dict(enumerate(phis)), ids, [0, 1, 2], torch.ones(3) / 3)
+    assert all(float(r.sum()) == pytest.approx(1, abs=1e-6) for r in rows.values())
+    others = phi[:, :3][~torch.eye(6, 3, dtype=torch.bool)]
+    assert note == {"mean": pytest.approx(float(others.mean())), "std": pytest.approx(float(others.std(correction=0)))}
+
+
+def test_p11_identical_layers_give_the_plain_mean_and_one_participant_keeps_its_body() -> None:
+    m, same = bound(), torch.ones(2, 3)
+    edge, _ = cluster(m, [same, same, same])
+    assert [level(m, edge, i) for i in range(3)] == pytest.approx([2.0] * 3, abs=1e-5)
+    edge, _ = cluster(m, [same])
+    assert level(m, edge, 0) == 1.0
+
+
+def test_equation_12_by_hand_with_fallbacks() -> None:
+    m = bound()
+    a, b, minus = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]]), torch.tensor([[-1.0, -5.0]])
+    edge, _ = cluster(m, [a, b, minus], known={5: torch.tensor([[0.0, 1.0]]), 6: torch.tensor([[-1.0, 0.4]])})
+    r = 1 / math.sqrt(2)
+    assert level(m, edge, 0) == pytest.approx((1 + 2 * r) / (1 + r), abs=1e-5)
+    assert level(m, edge, 2) == pytest.approx(3.0)  # like nobody but itself
+    assert level(m, edge, 5) == pytest.approx(2.0)  # last known layer: only b is like it
+    mean = (10 * 1 + 20 * 2 + 30 * 3) / 60
+    assert level(m, edge, 8) == pytest.approx(mean, abs=1e-5)  # unknown layer: equation (5)
+    zero, _ = cluster(m, [a, torch.zeros(1, 2), b])
+    assert level(m, zero, 1) == pytest.approx(2.0)  # took part and is like nobody, not even itself: its own body
+    lonely, _ = cluster(m, [a], known={6: -a})
+    assert level(m, lonely, 6) == pytest.approx(1.0)  # like nobody: the mean
+
+
+def test_unsampled_bodies_by_similarity_by_mean_or_kept() -> None:
+    a, b = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    got = {}
+    for how in ("similarity", "cluster_mean", "keep"):
+        m = bound(unsampled_body=how)
+        edge, _ = cluster(m, [a, b, a, b])  # bodies 1..4
+        again = [Upload({**T.scaled(T.drop(m.ctx.w0, m.own(1).__contains__), 0), "x:phi": a}, {}, 0, 10)]
+        edge = Edge(1, edge.clients, m.merge(Edge(1, edge.clients, edge.state, Download()), again, 6)[0], Download())
+        got[how] = [level(m, edge, i) for i in (0, 2, 3)]
+    assert got["similarity"] == pytest.approx([0, 0, 0])
+    assert got["cluster_mean"] == pytest.approx([0, 0, 0])
+    assert got["keep"] == pytest.approx([0, 2, 3])  # those who took part in the first round had (1+3)/2 and (2+4)/2
+    m = bound(unsampled_body="keep")
+    first = {1: {"fc1.weight": torch.full((2, 2), 7.0)}}
+    state, _ = m.merge(
+        Edge(1, (0, 1), {}, Download(edge=first)), [Upload({"fc1.weight": torch.ones(2, 2), "x:phi": a}, {}, 0, 1)], 5
+    )
+    kept = m.relay(Edge(1, (0, 1), state, Download()), [1], 6).to(1)
+    assert kept["fc1.weight"].tolist() == [[7.0, 7.0], [7.0, 7.0]]
+
+
+# ---- 12: what is private ---------------------------------------------------------------------------------------------
+def test_p12_personal_layers_survive_the_download_and_bodies_are_overwritten(tmp_path: Path) -> None:
+    loop = play(tmp_path, rounds=4)
+    m = loop.method
+    for i in m.ctx.clients:
+        state, got = loop.runtime.states.get(i), handed(loop, i)
+        params, _ = m.personal(state, got, None)
+        layer = loop.server["layer"][i]
+        for k, v in params.items():
+            assert torch.equal(v, state["w"][k] if k in m.own(layer) else got[k])
+        assert not set(m.own(layer)) & set(got) and set(got) | set(m.own(layer)) == set(m.ctx.w0)
+
+
+def test_before_the_first_aggregation_of_a_cluster_the_classifier_is_not_sent(tmp_path: Path) -> None:
+    loop = play(tmp_path, rounds=2, preparation=1, join=1.0)
+    m, head = loop.method, loop.method.ctx.group("head")
+    server = {**loop.server, "trained": []}
+    for layer, body in m.down(server, m.ctx.clients, 2).edge.items():
+        assert not head & set(body) and not set(m.own(layer)) & set(body)
+    client = {"w": T.scaled(m.ctx.w0, 2.0), "layer": None, "ballot": None}
+    byte = {"x:layer": torch.tensor([0], dtype=torch.uint8)}
+    for how, factor in (("carry", 2.0), ("reset", 1.0)):
+        params, extras = bound(switch_init=how).personal(client, byte, None)
+        assert torch.equal(params["classifier.weight"], factor * m.ctx.w0["classifier.weight"])
+        assert torch.equal(params["fc1.weight"], client["w"]["fc1.weight"]) and extras["layer"] == 0
+
+
+def test_switch_init_mean_uploads_the_classifier_once(tmp_path: Path) -> None:
+    loop = play(tmp_path, rounds=4, preparation=2, switch_init="mean")
+    size = [e["bytes"]["device-cloud"]["up"]["body"] for e in events(tmp_path)[:2]]
+    head = T.nbytes(T.keep(loop.method.ctx.w0, lambda k: k in loop.method.ctx.group("head")))
+    assert size[1] - size[0] == 5 * head
+
+
+# ---- readings --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("bn_stats", ["shared", "local"])
+@pytest.mark.parametrize("first", ["none", "classifier"])
+def test_mended_the_model_right_after_the_switch_is_the_one_right_before(
+    bn_stats: str, first: str, tmp_path: Path
+) -> None:
+    bench = Bench(find("fedcpmd"), {"reading": "mended", "preparation": 2, "phase1_personal": first})
+    session = bench.session(rounds=3, join=0.6, bn_stats=bn_stats)
+    loop = open_loop(session, tmp_path / "again")
+    loop.run(stopped=lambda: loop.done >= 2)
+    m, after = loop.method, loop.server
+    assert after["layer"] and not after["trained"]
+    before = {**after, "layer": None}
+    for i in m.ctx.clients:
+        data = session.federation.data(i)
+        state = loop.runtime.states.get(i) or m.init_client(data)
+        one, two = (m.personal(state, m.down(server, [i], 3).to(i), data)[0] for server in (before, after))
+        assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+    loop.folder.close()
+
+
+def test_mended_nothing_private_becomes_shared(tmp_path: Path) -> None:
+    loop = play(tmp_path, reading="mended", preparation=1, rounds=4)
+    m, server = loop.method, loop.server
+    assert m.edges(server) is None
+    for i, tree in server["sent"].items():
+        private = m.ctx.group(f"layer:{m.layers[server['layer'][i]]}")
+        assert tree.keys() == m.body(server["layer"][i]).keys() and private and not private & tree.keys()
+
+
+def test_mended_a_layer_is_mixed_over_the_participants_that_share_it() -> None:
+    w = {"a": torch.tensor([0.0]), "b": torch.tensor([7.0]), "c": torch.tensor([9.0])}
+    sent = {1: {"a": torch.tensor([1.0])}, 2: {"a": torch.tensor([4.0]), "b": torch.tensor([3.0])}}
+    rows = {1: torch.tensor([0.75, 0.25]), 5: torch.tensor([1.0, 0.0])}
+    got = shared_bodies(w, sent, rows, [1, 5, 8])
+    assert got[1] == {"a": torch.tensor([1.75]), "b": torch.tensor([3.0]), "c": torch.tensor([9.0])}
+    assert got[5] == {"a": torch.tensor([1.0]), "b": torch.tensor([7.0]), "c": torch.tensor([9.0])}
+    assert got[8] == w
+
+
+def test_mended_weights_are_those_of_pfedsim_on_changes() -> None:
+    m = bound(reading="mended")
+    moved = {k: v + (k.startswith("classifier") and torch.ones_like(v)) for k, v in m.ctx.w0.items()}
+    phi = m.similarity(moved, 0)["x:phi"]
+    assert phi.shape == (10, 17) and torch.allclose(phi, torch.ones(10, 17), atol=1e-6)
+    turned = phi.clone()
+    turned[5:] = -1
+    rows, _ = m.rows({0: phi, 1: turned, 2: -phi}, [0, 1, 2], [0, 1, 2], torch.ones(3) / 3)
+    same, half = -math.log(1e-4), 0.0
+    assert torch.allclose(rows[0], torch.tensor([1.0, 0.0, 0.0]), atol=1e-6)  # the cosine of five rows in ten is 0
+    assert same > half and torch.allclose(rows[2], torch.tensor([0.0, 0.0, 1.0]), atol=1e-6)
+    half_way = phi.clone()
+    half_way[:2] = -1  # eight rows alike, two opposed: 0.6
+    rows, _ = m.rows({0: phi, 1: half_way}, [0, 1], [0, 1], torch.ones(2) / 2)
+    other = -math.log(1 - 0.6)
+    assert torch.allclose(rows[0], torch.tensor([same, other]) / (same + other), atol=1e-4)
+
+
+def test_switch_init_global_hands_both_parts_to_who_has_not_trained_since(tmp_path: Path) -> None:
+    loop = play(tmp_path, reading="paper", preparation=1, rounds=2, join=1.0)
+    m, server = loop.method, loop.server
+    assert set(server["w"]) == set(m.ctx.w0)  # the last round of phase 1 sent the classifiers too
+    assert all(not set(m.own(server["layer"][i])) & handed(loop, i).keys() for i in m.ctx.clients)
+    fresh = {**server, "trained": []}
+    sent = m.down(fresh, m.ctx.clients, 2)
+    for i in m.ctx.clients:
+        got = {**sent.edge[server["layer"][i]], **sent.each[i]}
+        params, _ = m.personal({"w": T.scaled(m.ctx.w0, 3.0), "layer": None, "ballot": None}, got, None)
+        assert all(torch.equal(params[k], server["w"][k]) for k in params)
+        m.schema("down", Moment(fresh, i, 2)).check(got, "the download")
+
+
+def test_a_cluster_has_at_least_so_many_participants() -> None:
+    m = bound(reading="paper")
+    server = {**m.setup(), "layer": {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}}
+    assert sorted(m.sample(server, 5, torch.Generator())) == [0, 1, 2, 3, 4]  # five of each, or everybody
+    least = bound(reading="paper", min_participants=2).sample(server, 5, torch.Generator())
+    assert len(set(least) & {0, 1, 2}) == 2 and {3, 4} <= set(least)
+
+
+def test_in_a_relay_one_client_of_each_cluster_trains_and_hands_its_model_on(tmp_path: Path) -> None:
+    m = bound(reading="code")
+    assert len(m.sample(m.setup(), 1, torch.Generator())) == 1
+    server = {**m.setup(), "layer": {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}}
+    picked = m.sample(server, 5, torch.Generator())
+    assert len(picked) == 2 and len(set(picked) & {0, 1, 2}) == 1
+    loop = play(tmp_path, reading="code", preparation=7, rounds=9)
+    rounds = [e["participants"] for e in events(tmp_path) if "participants" in e]
+    assert [len(ids) for ids in rounds[:7]] == [1] * 7
+    for i in rounds[8]:  # what a cluster's next participant starts from is what the last one ended with
+        body = loop.edges[loop.server["layer"][i]]["bodies"]
+        own = loop.runtime.states.get(i)["w"]  # type: ignore[attr-defined]
+        assert body and all(torch.equal(body[k][0], own[k]) for k in body)
+
+
+# ---- 13, 15: equalities ----------------------------------------------------------------------------------------------
+def test_p13_with_the_classifier_alone_and_phi_one_it_is_fedper(tmp_path: Path) -> None:
+    run = {"rounds": 4, "join": 1.0, "weighting": "uniform"}
+    ours = play(tmp_path / "a", "fedcpmd-classifier", similarity_payload="none", **run)
+    fedper = Bench(find("fedper"), {}).play(tmp_path / "b", **run)
+    assert set(ours.server["layer"].values()) == {0} and list(ours.edges) == [0]
+    for i in ours.method.ctx.clients:
+        close(handed(ours, i), handed(fedper, i))
+        close(
+            T.keep(ours.runtime.states.get(i)["w"], lambda k: k.startswith("classifier")),
+            fedper.runtime.states.get(i)["own"],
+        )
+
+
+def test_p15_only_cluster_with_a_single_cluster_is_fedavg(tmp_path: Path) -> None:
+    one = play(tmp_path / "a", "fedcpmd-only-cluster", candidates=["classifier"])
+    fedavg = Bench(find("fedavg"), {}).play(tmp_path / "b", rounds=4, join=1.0)
+    for i in one.method.ctx.clients:
+        close(handed(one, i), fedavg.server["w"])
+        close(one.runtime.states.get(i)["w"], fedavg.runtime.states.get(i) or one.runtime.states.get(i)["w"])
+
+
+# ---- 14: bytes -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("layer", "body"), [(0, 13_930), (1, 51_886), (2, 61_200)])
+def test_p14_bytes_are_those_of_the_page(layer: int, body: int) -> None:
+    def size(m: Method, link: Any, server: dict[str, Any], round: int) -> int:
+        return m.schema(link, Moment(server, 3, round)).nbytes()
+
+    m = lenet()
+    assert T.flatten(m.ctx.w0, m.ctx.net.trainable).numel() == 62_050
+    assert size(m, "down", m.setup(), 1) == 4 * 61_200
+    assert size(m, "up", m.setup(), 1) == 4 * 61_200 + 4 + 1
+    assert size(lenet(distance="auto"), "up", m.setup(), 1) == 4 * 61_200 + 4 + 4
+    server = {**m.setup(), "layer": {3: layer, 4: layer}, "trained": [4]}
+    assert size(m, "down", server, 70) == 4 * body + 1  # with the byte of the switch
+    server = {**server, "trained": [3, 4]}
+    assert size(m, "down", server, 70) == 4 * body and size(m, "up", server, 70) == 4 * 62_050
+    assert size(lenet(similarity_payload="sketch"), "up", server, 70) == 4 * body + 4 * 64
+    assert size(lenet(similarity_payload="none"), "up", server, 70) == 4 * body
+
+
+def test_p14_the_ledger_separates_body_similarity_votes_and_switch(tmp_path: Path) -> None:
+    loop = play(tmp_path, rounds=3, preparation=1)
+    one, two, three = (e["bytes"] for e in events(tmp_path))
+    m, whole = loop.method, T.nbytes(loop.method.ctx.w0)
+    own = [T.nbytes({k: m.ctx.w0[k] for k in m.own(loop.server["layer"][i])}) for i in range(5)]
+    assert one["device-cloud"]["up"]["vote"] == 5 * 5
+    for book in (two, three):
+        assert book["device-edge"]["up"] == {"body": 5 * whole - sum(own), "similarity": sum(own)}
+    assert two["device-edge"]["down"]["switch"] == 5 and "switch" not in three["device-edge"]["down"]
+    assert three["device-edge"]["down"]["body"] == 5 * whole - sum(own)
+
+
+# ---- knobs -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("own", [
+    {"phase1_personal": "voted"}, {"phase1_personal": "none"}, {"switch_init": "mean"}, {"unsampled_body": "keep"},
+    {"similarity_payload": "sketch", "sketch_dims": 3}, {"candidates": ["fc2", "fc1"]}, {"gaussian": "diag_mean"},
+    {"distance": "auto", "unseen": "random"}, {"reading": "paper"}, {"reading": "code"},
+    {"reading": "paper", "unsampled_body": "keep"},
+    {"personal_part": "layer_and_classifier"}, {"personal_part": "layer", "switch_init": "carry"},
+    {"shared_by": "cluster"}, {"reading": "paper", "switch_init": "carry"},
+    {"reading": "paper", "personal_part": "layer_and_classifier"},
+], ids=str)  # fmt: skip
+def test_declared_bytes_are_counted_bytes_for_every_knob(own: dict[str, Any], tmp_path: Path) -> None:
+    from coterie.testing import check
+
+    check("fedcpmd", "payload_is_what_is_declared", **own)
+    check("fedcpmd", "any_subset_of_answers_is_aggregated", **own)
+
+
+@pytest.mark.parametrize("own", [
+    {"phi_map": "shift01"}, {"phi_map": "abs"}, {"phi_of": "rows"}, {"phi_input": "delta"}, {"fit_normalize": "zscore"},
+    {"label_encoding": "onehot"}, {"score": "absdiff"}, {"js_sqrt": True}, {"distance": "w2", "w2_sigma": False},
+    {"distance": "js_moment"}, {"sampler": "uniform"}, {"tie": "fc2"}, {"candidates": "all"}, {"vote": "batch"},
+], ids=str)  # fmt: skip
+def test_every_knob_runs(own: dict[str, Any], tmp_path: Path) -> None:
+    assert play(tmp_path, rounds=3, **own).done == 3
+
+
+def test_phi_input_delta_compares_changes() -> None:
+    m = bound(phi_input="delta")
+    assert not m.similarity(m.ctx.w0, 0)["x:phi"].any()
+    assert torch.equal(bound().similarity(m.ctx.w0, 0)["x:phi"], flat_layer(m.ctx.w0, ["fc1.weight", "fc1.bias"]))
+
+
+def test_preparation_is_a_share_or_a_number_of_rounds() -> None:
+    assert lenet().prep == 60 and lenet(preparation=40).prep == 40 and bound().prep == 1
+    with pytest.raises(CoterieError, match="preparation = 60"):
+        bound(preparation=60)
+
+
+# ---- the choice of the distance --------------------------------------------------------------------------------------
+def test_auto_takes_the_distance_that_agrees_most_with_the_others(tmp_path: Path) -> None:
+    said = torch.tensor([[0, 1, 0, 2], [1, 1, 0, 2], [2, 0, 2, 2], [0, 1, 1, 1]])
+    agree = [sum(int(v[d] == v[e]) for v in said for e in range(4)) for d in range(4)]
+    assert votes.most_agreed(said) == agree.index(max(agree)) == 2
+    assert votes.most_agreed(torch.zeros(3, 4)) == 0  # all alike: js
+    m = bound(distance="auto")
+    server = m.switch({**m.setup(), "votes": {i: v.tolist() for i, v in enumerate(said)}})
+    assert server["distance"] == 2 and [server["layer"][i] for i in range(4)] == said[:, 2].tolist()
+    assert m.facts(server)["distance"] == "hellinger"
+
+
+def test_auto_ends_like_the_distance_it_picked(tmp_path: Path) -> None:
+    auto = play(tmp_path / "auto", "fedcpmd-auto")
+    picked = events(tmp_path / "auto")[-1]["facts"]["distance"]
+    fixed = play(tmp_path / "fixed", distance=picked)
+    assert auto.server["layer"] == fixed.server["layer"] and codec.equal(auto.server["w"], fixed.server["w"])
+    assert codec.equal(auto.edges, fixed.edges)
+
+
+# ---- variants --------------------------------------------------------------------------------------------------------
+def test_random_control_has_the_same_counts_and_another_assignment() -> None:
+    m, plain = bound("fedcpmd-random"), bound()
+    said = {i: [int(i > 1)] for i in range(5)}
+    server = {**m.setup(), "votes": said, "samples": {i: 10 + i for i in said}}
+    want, got = plain.switch(server)["layer"], m.switch(server)["layer"]
+    assert sorted(want.values()) == sorted(got.values()) and want.keys() == got.keys() and want != got
+
+
+def test_oracle_takes_the_layer_that_helps_most_on_validation_data() -> None:
+    m, session = bound("fedcpmd-oracle"), Bench(find("fedcpmd-oracle"), {}).session()
+    data = session.federation.data(0)
+    common = int(data.val.y.mode().values)
+    start = {k: torch.zeros_like(v) for k, v in m.ctx.w0.items()}
+    start["classifier.bias"][int((common + 1) % 10)] = 1.0
+    trained = {**start, "classifier.bias": nn.functional.one_hot(torch.tensor(common), 10).float()}
+    s = m.scores(trained, {"start": start}, data)
+    share = [float((data.val.y == c).float().mean()) for c in ((common + 1) % 10, common)]
+    assert s.flatten().tolist() == pytest.approx([1 - share[0], 1 - share[0], 1 - share[1]])
+    assert m.leading(votes.cast(None, s)).tolist() == [2]
+    rounds = torch.tensor([[[0.4, 0.5, 0.9]], [[0.4, 0.5, 0.9]], [[0.9, 0.1, 0.9]]])  # fc1 wins twice, fc2 on average
+    assert m.leading(votes.cast(None, rounds)).tolist() == [1] and bound().leading(
+        votes.cast(None, rounds)
+    ).tolist() == [0]
+
+
+def test_only_decoupling_averages_each_layer_over_those_who_share_it() -> None:
+    m = bound("fedcpmd-only-decoupling")
+    layer = {0: 0, 1: 2, 2: 2}
+    server = {**m.setup(), "layer": layer}
+    params = [{k: torch.full_like(v, float(i)) for k, v in m.ctx.w0.items()} for i in range(3)]
+    sent = [Upload(T.drop(p, m.own(layer[i]).__contains__), {}, i, 10 * (i + 1)) for i, p in enumerate(params)]
+    w = m.aggregate(server, sent, 5)["w"]
+    assert float(w["fc1.weight"].mean()) == pytest.approx((20 * 1 + 30 * 2) / 50)
+    assert float(w["fc2.weight"].mean()) == pytest.approx((20 * 1 + 30 * 2) / 60)
+    assert float(w["classifier.weight"].mean()) == 0.0
+    alone = m.aggregate({**server, "layer": dict.fromkeys(range(3), 0)}, [sent[0]], 5)["w"]
+    assert torch.equal(alone["fc1.weight"], m.ctx.w0["fc1.weight"])  # nobody sent it
+    got = m.down({**server, "w": w, "trained": [0]}, [0, 1], 6)
+    assert "fc1.weight" not in got.to(0) and "classifier.weight" in got.to(0) and "x:layer" in got.to(1)
+
+
+@pytest.mark.parametrize("layer", NAMES)
+def test_full_keeps_the_named_layer(layer: str, tmp_path: Path) -> None:
+    loop = play(tmp_path, "fedcpmd-full", layer=layer, rounds=2)
+    assert set(loop.runtime.states.get(0)["own"]) == {f"{layer}.weight", f"{layer}.bias"}
+    if layer == "classifier":
+        fedper = Bench(find("fedper"), {}).play(tmp_path / "b", rounds=2, join=1.0)
+        assert codec.equal(loop.server, fedper.server)
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+def test_a_model_with_one_candidate_layer_gets_a_sentence() -> None:
+    def logistic(name: str, **own: Any) -> Method:
+        run = settings(method="fedavg", clients=3, rounds=9).model_copy(update={"method": name, "settings": own})
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        return prepare(run, Engine(workers=1), Objects(find(name), small_data(200), model)).method
+
+    with pytest.raises(CoterieError, match=r"at least two candidate layers \(it has 1: 1\)"):
+        logistic("fedcpmd")
+    assert logistic("fedcpmd-classifier").layers == ("1",)
+    assert logistic("fedcpmd", candidates=["1"]).layers == ("1",)
+    assert logistic("fedcpmd-full").private("1.weight")
+    with pytest.raises(CoterieError, match='unknown candidate layer "fc9"'):
+        bound(candidates=["fc9"])
+    with pytest.raises(CoterieError, match='unknown layer "fc9"'):
+        bound("fedcpmd-full", layer="fc9")
+
+
+def test_a_newcomer_is_served_by_the_cloud(tmp_path: Path) -> None:
+    loop = open_loop(Bench(find("fedcpmd"), {}).session(newcomers=1), tmp_path)
+    loop.run()
+    loop.folder.close()
+    assert set(handed(loop, 4)) == set(loop.method.setup()["w"])
+
+
+# ---- who did not answer, and who answers wrongly ---------------------------------------------------------------------
+@pytest.mark.parametrize("silent", [{1}, {1, 2}, {2}, {2, 3}])
+@pytest.mark.parametrize("own", [{}, {"switch_init": "mean"}, {"unsampled_body": "keep"}], ids=str)
+def test_rounds_that_nobody_answers_do_not_stop_it(silent: set[int], own: dict[str, Any], tmp_path: Path) -> None:
+    session = Bench(find("fedcpmd"), {"preparation": 2, **own}).session(rounds=6)
+    loop = open_loop(session, tmp_path)
+    train = loop.runtime.train
+
+    def some(requests: Any) -> Any:
+        return train([r for r in requests if r.round not in silent])
+
+    loop.runtime.train = some  # type: ignore[method-assign]
+    loop.run()
+    loop.folder.close()
+    assert set(loop.server["layer"]) == set(range(5))
+
+
+def told(*values: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def test_a_wrong_upload_of_phase_1_is_refused() -> None:
+    m = bound(distance="auto")
+    good = {**m.setup()["w"], "x:vote": told(0, 1, 2, 1), "x:samples": told(9, dtype=torch.int32)}
+    refuses(
+        m.schema("up", Moment(m.setup(), 0, 1)),
+        good,
+        ({"x:vote": told(0, 1, 2, 99)}, "99 in x:vote, outside 0 to 2"),
+        ({"x:vote": told(0, 1)}, "x:vote of shape"),
+        ({"x:vote": told(0, 1, 2, -1, dtype=torch.int64)}, "x:vote of type int64"),
+        ({"x:samples": told(-1, dtype=torch.int32)}, "-1 in x:samples"),
+        ({"x:ids": told(0, dtype=torch.int32)}, "x:ids' that is not declared"),
+        ({"classifier.bias": torch.zeros(10)}, "classifier.bias' that is not declared"),
+    )
+
+
+def test_a_wrong_upload_of_phase_2_is_refused() -> None:
+    m = bound()
+    server = {**m.setup(), "layer": {0: 1, 1: 1, 2: 0}, "trained": [0]}
+    good = {**m.body(1), **m.similarity(m.ctx.w0, 1)}
+    wrong = m.similarity(m.ctx.w0, 0)
+    refuses(
+        m.schema("up", Moment(server, 0, 3)), good, (wrong, "x:phi of shape"), ({"x:vote": told(0)}, "not declared")
+    )
+    asked = {"x:vote": told(2), "x:samples": told(9, dtype=torch.int32)}  # a client without a layer is only asked
+    refuses(m.schema("up", Moment(server, 4, 3)), asked, ({"x:vote": told(3)}, "outside 0 to 2"))
+
+
+def test_a_wrong_upload_of_a_cluster_server_is_refused_and_ids_of_others_are_not_counted() -> None:
+    m = bound()
+    server = {**m.setup(), "layer": {0: 1, 1: 0, 2: 1}, "trained": []}
+    schema = m.schema("edge_up", Moment(server, 1, 3))
+
+    def ids(*values: int) -> dict[str, torch.Tensor]:
+        return {"x:ids": told(*values, dtype=torch.int32)}
+
+    refuses(
+        schema, ids(0, 2), (ids(0, 99), "outside 0 to 2"), (ids(0, 0), "twice"), (ids(), "shape"), (ids(0, 1, 2), "s")
+    )
+    assert m.aggregate(server, [Upload(ids(0, 1), {}, 1, 20)], 3)["trained"] == [0]

@@ -1,0 +1,290 @@
+"""The papers' presets: every cell is a valid run, printed values are the papers', and a table reruns side by side."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from coterie.cli.app import app
+from coterie.config import Engine
+from coterie.errors import CoterieError
+from coterie.papers import estimate, presets, public, side
+from coterie.results.discovery import find_runs
+from coterie.results.grid import sweep
+from coterie.results.report.figures import save
+from coterie.storage import atomic as disk
+
+ITEMS = [(p, i.name) for p in presets.PAPERS for i in presets.items(p)]
+
+
+@pytest.mark.parametrize(("paper", "name"), ITEMS)
+def test_every_cell_of_every_item_is_a_valid_run(paper: str, name: str) -> None:
+    it = presets.item(paper, name)
+    for row in it.rows:
+        for column in it.columns:
+            s = presets.cell(it, row, column, 0, presets.Shrink())
+            assert s.settings is not None and presets.statistic(it, column) in side.STATISTICS
+
+
+@pytest.mark.parametrize(("paper", "name"), [x for x in ITEMS if x[1].startswith("table")])
+def test_rows_and_columns_are_those_of_the_printed_table(paper: str, name: str) -> None:
+    it = presets.item(paper, name)
+    theirs = [r for r in it.rows if not presets.is_ours(it, r)]
+    found = {(r, c) for p, i, r, c in presets.printed() if (p, i) == (paper, name)}
+    assert {r for r, _ in found} == set(theirs) and {c for _, c in found} <= set(it.columns)
+
+
+def test_the_protocols_are_the_papers() -> None:
+    s = presets.cell(presets.item("fedcpmd", "table7"), "FedFomo", "FMNIST", 0, presets.Shrink())
+    assert (s.rounds, s.join, s.epochs, s.batch, s.lr, s.optimizer, s.seed) == (200, 0.1, 5, 32, 0.01, "sgd", 42)
+    assert s.federation.val_share == 0.2 and s.federation.test_share == 0.5 and s.federation.cap
+    s = presets.cell(presets.item("fedgmh", "table2"), "FedGMH", "Cifar100_ExDir(5,5)", 1, presets.Shrink())
+    assert (s.rounds, s.batch, s.epochs, s.lr_decay, s.seed) == (300, 100, 2, 0.99, 1)
+
+
+def test_shorter_runs_keep_the_share_of_their_phases_and_say_so() -> None:
+    shrink = presets.Shrink(rounds=20, subset=500, stand_in={"fmnist": "digits"})
+    s = presets.cell(presets.item("fedcpmd", "table7"), "FedCPMD", "FMNIST", 0, shrink)
+    assert s.settings["preparation"] == 6 and s.subset == 500 and s.data == "digits"
+    assert shrink.words(presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], [])) == [
+        "20 rounds", "digits instead of fmnist", "500 of digits's 1,797 samples",
+        "clients of digits have at least 11 samples, not 40",
+    ]  # fmt: skip
+    assert presets.Shrink().words(presets.item("fedcpmd", "table7")) == []
+    mine = presets.Shrink(subset=500, stand_in={"fmnist": "mine.npz"})  # nobody knows how large that is
+    told = mine.words(presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], []))
+    assert told == ["mine.npz instead of fmnist", "500 samples of mine.npz"]
+
+
+def test_a_smaller_copy_of_a_data_set_has_smaller_clients_and_is_said() -> None:
+    it = presets.choose(presets.item("fedcpmd", "table7"), ["cifar10"], [])
+    shrink = presets.Shrink(held={"cifar10": 25_000})
+    assert presets.cell(it, "FedAvg", "CIFAR10", 0, shrink).federation.min_size == 16
+    told = ["25,000 of cifar10's 60,000 samples", "clients of cifar10 have at least 16 samples, not 40"]
+    assert shrink.words(it) == told
+    fixed = replace(shrink, changes={"min_size": 40})
+    assert presets.cell(it, "FedAvg", "CIFAR10", 0, fixed).federation.min_size == 40
+    assert fixed.words(it) == [told[0], "min_size = 40"]
+    assert presets.Shrink(held={"cifar10": 60_000}).words(it) == []
+    ten = presets.cell(presets.item("fedgmh", "table2"), "FedAvg", "Cifar10_ExDir(2,0.5)", 0, shrink)
+    assert ten.federation.min_size == 10
+
+
+def test_unknown_names_get_a_sentence() -> None:
+    for wrong in (lambda: presets.items("fedcmpd"), lambda: presets.item("fedcpmd", "table77")):
+        with pytest.raises(CoterieError, match="did you mean"):
+            wrong()
+    it = presets.item("fedcpmd", "table7")
+    with pytest.raises(CoterieError, match="fmist"):
+        presets.choose(it, ["fmist"], [])
+    with pytest.raises(CoterieError, match="FedSomething"):
+        presets.choose(it, [], ["FedSomething"])
+
+
+def test_a_table_reruns_side_by_side(tmp_path: Path) -> None:
+    it = presets.choose(
+        presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg", "FedPer", "FedCPMD", "fedcpmd-random"]
+    )
+    changes = {"clients": 6, "min_size": 10, "model": "mlp-bn", "cap": False}
+    shrink = presets.Shrink(rounds=6, changes=changes, stand_in={"fmnist": "digits"})
+    cells = presets.cells(it, 2, shrink, tmp_path)
+    status = sweep(list(cells.values()), Engine(workers=2))
+    assert not status.failed
+    from coterie.results.run import Run
+
+    table = side.frame(it, {k: Run(c.out) for k, c in cells.items()})
+    assert list(table["method"]) == ["FedAvg", "FedPer", "FedCPMD", "FedCPMD, random layers"]
+    first = table.iloc[0]
+    assert first["printed"] == 77.701 and first["difference"] == pytest.approx(first["measured"] - 77.701)
+    assert table.iloc[3]["remark"].startswith("ours") and table["std"].notna().all()
+    (verdict,) = side.verdicts(it, table)
+    assert "FMNIST: rank correlation" in verdict and "over 3 methods" in verdict
+    assert "| FedPer | FMNIST | 95.71 |" in side.markdown(table)
+
+
+def test_columns_of_one_run_share_it(tmp_path: Path) -> None:
+    cells = presets.cells(
+        presets.choose(presets.item("fedpc", "table4"), ["fmnist"], ["FedPC"]), 1, presets.Shrink(), tmp_path
+    )
+    assert len(cells) == 6 and len({c.out for c in cells.values()}) == 2
+
+
+def test_printed_values_are_complete() -> None:
+    path = Path(presets.__file__).with_name("printed.csv")
+    with path.open() as f:
+        rows = list(csv.DictReader(f))
+    assert len(rows) == len(presets.printed()) == 1260
+    assert presets.printed()["fedgmh", "table2", "FedGMH", "MNIST_ExDir(2,0.5)"].std == 0.15
+
+
+def test_commas_inside_parentheses_do_not_divide() -> None:
+    from coterie.cli.options import commas
+
+    assert commas("mnist, MNIST_ExDir(2,0.5),x") == ["mnist", "MNIST_ExDir(2,0.5)", "x"] and commas(None) == []
+
+
+def test_methods_whose_names_have_commas_can_be_chosen() -> None:
+    it = presets.item("sc-fpfl", "fig4")
+    wanted = ["FedAvg", "SC-FPFL", "clusters first", "SC-FPFL"]
+    assert presets.choose(it, [], wanted).rows == ("FedAvg", "SC-FPFL", "SC-FPFL, clusters first")
+    with pytest.raises(CoterieError, match='"clusters last"'):
+        presets.choose(it, [], ["SC-FPFL", "clusters last"])
+
+
+def test_runs_of_an_earlier_version_with_fewer_settings_are_found_again(tmp_path: Path) -> None:
+    it = presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg"])
+    (cell,) = presets.cells(it, 1, presets.Shrink(), tmp_path).values()
+    old = tmp_path / "fedavg-fmnist-s42-00000000"
+    old.mkdir()
+    written = cell.settings.model_dump(mode="json")
+    del written["log_updates"]
+    disk.write_json(old / "settings.json", {"settings": written})
+    assert next(iter(presets.cells(it, 1, presets.Shrink(), tmp_path).values())).out == old
+    disk.write_json(old / "settings.json", {"settings": {**written, "unheard_of": 1}})
+    assert next(iter(presets.cells(it, 1, presets.Shrink(), tmp_path).values())).out == cell.out
+
+
+def test_an_item_says_what_it_needs() -> None:
+    needs = presets.needs(presets.item("sc-fpfl", "fig4"))
+    assert needs.data == ("emnist",)
+    assert needs.more == ("public set of 1,000", "validation part", "official test part")
+    assert "validation part for some methods" in presets.needs(presets.item("fedcpmd", "table7")).more
+    for paper in presets.PAPERS:
+        assert presets.not_experiments(paper).endswith((".", "tests."))
+
+
+def test_an_estimate_is_samples_times_seconds_over_workers(tmp_path: Path) -> None:
+    class Clock:
+        def seconds_per_sample(self, s: object) -> float:
+            return 2.0
+
+    it = presets.choose(presets.item("fedcpmd", "table13"), ["fmnist", "cinic10"], ["JS", "Hellinger"])
+    sizes = {"fmnist": (600, 400), "cinic10": (6000, 4000)}
+    found = estimate.estimate(it, Clock(), sizes, {"fmnist"}, 4)  # type: ignore[arg-type]
+    # 200 rounds of a tenth of 500 training samples, five epochs, and two passes over as much test data; eleven scores
+    work = 200 * 0.1 * (500 * 5 + 2 * 0.35 * 500) + 10 * 0.35 * 2 * 500 + 500 * 5
+    assert found.here == pytest.approx(2 * work * 2.0 * estimate.FACTORS["fedcpmd"] / 4)
+    assert found.all == pytest.approx(11 * found.here)
+    assert [estimate.words(s) for s in (5, 600, 7200, 1e6)] == ["5 s", "10 min", "2.0 h", "11.6 days"]
+
+
+def test_a_calibration_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = presets.cell(presets.item("fedcpmd", "table7"), "FedAvg", "FMNIST", 0, presets.Shrink())
+    path = tmp_path / "calibration.json"
+    first = estimate.Calibration(path).seconds_per_sample(s)
+    assert 0 < first < 1
+    monkeypatch.setattr(estimate, "measure", lambda *a: pytest.fail("measured twice"))
+    assert estimate.Calibration(path).seconds_per_sample(s) == first
+    monkeypatch.setattr(estimate, "measure", lambda *a: 7.0)
+    assert estimate.Calibration(path, fresh=True).seconds_per_sample(s) == 7.0
+    path.write_text("{")
+    assert estimate.Calibration(path).seconds_per_sample(s) == 7.0
+
+
+class Logged:
+    """A run of 200 rounds whose participants score 0.9 and 0.92 in turn."""
+
+    settings: ClassVar = {"data": "fmnist", "federation": {"partition": "dirichlet(0.1)"}}
+    path = Path("x")
+    rounds = pd.DataFrame(
+        {f"participants/{w}/pooled": [0.90, 0.92] * 100 for w in ("before", "after")}, index=range(1, 201)
+    )
+
+
+def test_windows_are_compared_with_the_public_logs() -> None:
+    mean, error = public.window(Logged(), "before_191_200")  # type: ignore[arg-type]
+    assert mean == pytest.approx(91) and error == pytest.approx(np.std([90, 92] * 5, ddof=1) / np.sqrt(10))
+    table = public.frame(presets.item("fedcpmd", "public"), {("FedAvg", "FMNIST alpha=0.1", 0): Logged()})  # type: ignore[dict-item]
+    assert len(table) == 10 and len(public.windows()) == 324
+    last = table[table["window"] == "before 191 to 200"].iloc[0]
+    assert last["theirs"] == 77.701  # what FedCPMD's Table 7 prints for FedAvg
+    assert last["apart"] == pytest.approx((91 - 77.701) / (np.sqrt(2) * error)) and not last["within two"]
+    assert "FedAvg" in public.verdicts(table)[0]
+
+
+def test_the_public_logs_are_the_source_of_the_printed_tables() -> None:
+    names = {"fmnist": "FMNIST", "mnist": "MNIST", "svhn": "SVHN", "cifar10": "CIFAR10"}
+    for method in ("FedAvg", "FedProx", "FedRep"):
+        for data, column in names.items():
+            theirs = public.windows()["0.1", data, method]["before_191_200"]
+            assert presets.printed()["fedcpmd", "table7", method, column].value == pytest.approx(theirs, abs=0.01)
+
+
+def test_an_item_leaves_table_report_and_figures_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save, "__defaults__", (30,))  # coarse pictures are drawn faster
+    small = ["--rounds", "4", "--instead", "fmnist=digits", "--set", "clients=6", "--set", "min_size=10", "--set",
+             "model=mlp-bn", "--set", "cap=false", "--out", str(tmp_path / "o")]  # fmt: skip
+    asked = ["paper", "fedcpmd", "table13", "--data", "fmnist", "--methods", "JS,fedcpmd-auto", *small]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    at = tmp_path / "o" / "table13"
+    assert {p.name for p in at.iterdir()} == {"item.json", "side.csv", "side.md", "report.html", "figures"}
+    assert {p.stem for p in (at / "figures").iterdir()} == {"layers", "sizes", "rounds", "bars"}
+    html, text = (at / "report.html").read_text(), (at / "side.md").read_text()
+    assert "digits instead of fmnist" in text and "4 rounds" in text
+    assert "printed and measured" in html and 'class="own"' in html and "FedCPMD, distance auto" in html
+    assert [r.title for r in find_runs([at])] == ["JS", "FedCPMD, distance auto"]
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("events.jsonl")}
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("events.jsonl")}  # nothing ran again
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "o"), "-o", str(tmp_path / "r.html")]).exit_code == 0
+    assert "printed and measured" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["fedcmpd", "table7"], 'unknown paper "fedcmpd"; did you mean "fedcpmd"?'),
+        (["list", "fedcmpd"], 'unknown paper "fedcmpd"'),
+        (["fedcpmd"], "name a table or figure of fedcpmd"),
+        (["fedcpmd", "table77"], 'unknown item of fedcpmd "table77"'),
+        (["fedcpmd", "table7", "--data", "fmist"], "fmist"),
+        (["fedcpmd", "table7", "--methods", "FedSomething"], "FedSomething"),
+        (["fedcpmd", "table7", "--instead", "fmnist"], "--instead takes pairs"),
+        (["fedcpmd", "public"], "has no finished run to compare"),
+    ],
+)
+def test_bad_input_gets_one_sentence(words: list[str], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(CoterieError) as e:
+        CliRunner().invoke(app, ["paper", *words, "--out", str(tmp_path)], catch_exceptions=False)
+    assert sentence in str(e.value) and "\n" not in str(e.value)
+
+
+def test_missing_data_are_named_and_do_not_stop_the_rest(tmp_path: Path) -> None:
+    asked = ["paper", "fedcpmd", "fig2", "--data", "cinic10", "--data-dir", str(tmp_path), "--out", str(tmp_path / "o")]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 2 and "cinic10" in done.output + (done.stderr or "")
+    assert "Traceback" not in done.output
+
+
+def test_results_of_another_version_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    it = presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg"])
+    (cell,) = presets.cells(it, 1, presets.Shrink(), tmp_path).values()
+    cell.out.mkdir()
+    written = {**cell.settings.model_dump(mode="json"), "unheard_of": 1}
+    about = {"settings": written, "method": {}, "partition": {}, "versions": {"coterie": "9.9"}}
+    disk.write_json(cell.out / "settings.json", about)
+    with pytest.raises(CoterieError, match=r"another version of Coterie \(9\.9\)"):
+        cell.finished()
+
+
+def test_a_default_said_aloud_is_the_same_run(tmp_path: Path) -> None:
+    it = presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedCPMD"])
+
+    def out(**changes: object) -> Path:
+        return next(iter(presets.cells(it, 1, presets.Shrink(changes=changes), tmp_path).values())).out
+
+    assert out() == out(distance="js") != out(distance="w2")
+    old = tmp_path / "fedcpmd-fmnist-s42-00000000"  # found by what it means, and goes on with what it wrote
+    old.mkdir()
+    written = presets.cell(it, "FedCPMD", "FMNIST", 0, presets.Shrink(changes={"distance": "js"}))
+    disk.write_json(old / "settings.json", {"settings": written.model_dump(mode="json")})
+    (cell,) = presets.cells(it, 1, presets.Shrink(), tmp_path).values()
+    assert (cell.out, cell.settings) == (old, written)
+    with pytest.raises(CoterieError, match="distance"):
+        out(distance="none of these")

@@ -1,0 +1,97 @@
+"""Sweeps: finished runs are skipped, failed ones named, and killed ones resumed bit-identically."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coterie.config import Engine, settings
+from coterie.errors import CoterieError
+from coterie.results import grid as module
+from coterie.results.grid import Cell, sweep
+from coterie.results.run import Run
+from coterie.storage.run_folder import Folder
+from support.grid_cells import SMALL, cells
+
+
+def test_a_broken_cell_is_named_and_stops_no_other(tmp_path: Path) -> None:
+    mine = cells(tmp_path)
+    bad = [
+        Cell(settings(method="fedavg", **{**SMALL, "data": "no-such-data"}), tmp_path / "gone"),
+        Cell(settings(method="fedavg", **{**SMALL, "clients": 100_000}), tmp_path / "crowd"),
+    ]
+    status = sweep([bad[0], mine[0], bad[1], *mine[1:]], Engine(workers=2))
+    assert set(status.failed) == {b.out for b in bad} and "no-such-data" in status.failed[bad[0].out]
+    assert all("\n" not in reason for reason in status.failed.values())
+    assert all(c.finished() for c in mine)
+
+
+def test_data_are_loaded_once_and_finished_cells_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    real = module.load
+    monkeypatch.setattr(module, "load", lambda *a: asked.append(a) or real(*a))
+    seen: list[float | None] = []
+    first = sweep(cells(tmp_path, 2), Engine(workers=2), lambda s: seen.append(s.seconds_left()))
+    assert len(asked) == 1 and first.done() == first.total() == 6 and first.skipped == 0
+    assert any(s is not None and s > 0 for s in seen) and seen[-1] == 0
+    again = sweep(cells(tmp_path, 2), Engine(workers=2))
+    assert again.skipped == 6 and len(asked) == 1
+    with pytest.raises(CoterieError, match="other settings"):
+        sweep(cells(tmp_path, 2, rounds=4), Engine(workers=2))
+
+
+CHILD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from support.grid_cells import cells
+from coterie.config import Engine
+from coterie.results.grid import sweep
+sweep(cells(Path({out!r}), 2, rounds=40, checkpoint_every=2), Engine(workers=2))
+"""
+
+
+def await_lock(folder: Path) -> None:
+    """A cell that was killed is not dead at once."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return Folder(folder).close()
+        except CoterieError:
+            assert time.monotonic() < deadline, f"{folder} is still locked"
+            time.sleep(0.02)
+
+
+def test_a_killed_sweep_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    text = CHILD.format(tests=str(Path(__file__).parents[1]), out=str(tmp_path / "killed"))
+    process = subprocess.Popen([sys.executable, "-c", text], start_new_session=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not list((tmp_path / "killed").glob("*/checkpoints/*.state")):
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)  # the sweep and its cells, all at once
+    process.wait()
+    for s in ("s0", "s1"):
+        await_lock(tmp_path / "killed" / s)
+    wanted = {"rounds": 40, "checkpoint_every": 2}
+    assert not sweep(cells(tmp_path / "killed", 2, **wanted), Engine(workers=2)).failed
+    sweep(cells(tmp_path / "whole", 2, **wanted), Engine(workers=1))
+    for s in ("s0", "s1"):
+        assert Run(tmp_path / "killed" / s).finished
+        same = [(tmp_path / w / s / "events.jsonl").read_bytes() for w in ("killed", "whole")]
+        assert same[0] == same[1]
+
+
+def test_a_stopped_sweep_says_how_far_it_came_and_goes_on(tmp_path: Path) -> None:
+    mine = cells(tmp_path, 3)
+    done = [0]
+
+    def tell(status: module.Status) -> None:
+        done[0] = status.done()
+
+    first = sweep(mine, Engine(workers=1), tell, lambda: done[0] >= 3)
+    assert 3 <= first.done() < 9
+    assert sweep(mine, Engine(workers=1)).done() == 9 and all(c.finished() for c in mine)

@@ -1,0 +1,124 @@
+"""Successive halving: who goes on, what it costs, and that a killed search ends the same."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import coterie
+from coterie import testing
+from coterie.cli import app
+from coterie.errors import CoterieError
+from coterie.results.search import Budget, Plan
+
+FEW = {"clients": 4, "epochs": 5, "join": 1.0, "partition": "iid", "workers": 1, "val_share": 0.3}
+SPACE = {"lr": [0.0001, 0.2], "mu": [0.01, 1.0]}
+
+
+def test_a_plan_halves_and_counts_rounds() -> None:
+    plan = Plan.of(9, 27, 3)
+    assert plan.rounds == (3, 9, 27) and plan.trials == (9, 3, 1) and plan.cost == 27 + 18 + 18
+    assert Plan.of(1, 20, 3) == Plan((20,), (1,))
+    assert Plan.of(8, 20, 2).rounds == (2, 4, 8, 20) and Plan.of(8, 20, 2).trials == (8, 4, 2, 1)
+    assert Plan.of(9, 27, 3).cost * 3 <= 9 * 27
+    assert Budget(rounds=63).fits(20, 27) == 9 and Budget(trials=4).fits(9, 27) == 4
+    assert Plan.of(9, 27, 3).cost == 63 < Plan.of(10, 27, 3).cost
+    with pytest.raises(CoterieError, match="less than the 27 rounds of one trial"):
+        Budget(rounds=20).fits(9, 27)
+
+
+def digest(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("events.jsonl"))}
+
+
+def test_the_winner_goes_on_as_one_run_would(tmp_path: Path) -> None:
+    data = testing.small_data(200)
+    found = coterie.tune(
+        "fedprox", data, "mlp", space=SPACE, rounds=4, eta=2, eval_every=3, out=tmp_path / "t", **FEW
+    )  # it evaluates where it has to choose, whatever eval_every says
+    assert found.complete and found.plan.rounds == (1, 2, 4) and found.plan.trials == (4, 2, 1)
+    assert found.spent == 4 * 1 + 2 * 1 + 1 * 2 and found.whole == 16
+    first = {i: v[1] for i, v in found.values.items()}
+    second = [i for i, v in found.values.items() if 2 in v]
+    assert len(first) == 4 and min(first[i] for i in second) >= max(first[i] for i in first if i not in second)
+    best = found.best
+    assert best is not None and best.chosen["lr"] == 0.2
+    alone = coterie.run("fedprox", data, "mlp", out=tmp_path / "alone", rounds=4, eval_every=1, watch=False,
+                        final_trained=False, checkpoint_every=1, **{**FEW, **best.chosen})  # fmt: skip
+    assert (alone.path / "events.jsonl").read_bytes() == (best.cell.out / "events.jsonl").read_bytes()
+    frame = found.frame()
+    assert frame.index[0] == best.number and frame["rounds"].tolist() == [4, 2, 1, 1]
+    assert (tmp_path / "t" / "tune.png").exists() and "--set lr=0.2" in found.command()
+    before = digest(tmp_path / "t")
+    again = coterie.tune("fedprox", data, "mlp", space=SPACE, rounds=4, eta=2, eval_every=3, out=tmp_path / "t", **FEW)
+    assert again.frame().equals(frame) and digest(tmp_path / "t") == before
+
+
+def test_some_of_the_combinations_are_drawn_by_the_seed(tmp_path: Path) -> None:
+    data, tried = testing.small_data(200), set()
+    for seed in (0, 1):
+        few = {**FEW, "epochs": 1, "rounds": 1, "trials": 1, "seed": seed}
+        found = coterie.tune("fedprox", data, "mlp", space=SPACE, out=tmp_path / str(seed), **few)
+        (number,) = found.values
+        assert found.best is not None and found.best.number == number and found.spent == 1
+        tried.add(number)
+    assert tried != {0}
+
+
+def test_mistakes_get_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = testing.small_data(200)
+
+    def tried(sentence: str, methods: object = "fedprox", space: object = SPACE, **more: object) -> None:
+        with pytest.raises(CoterieError, match=sentence):
+            coterie.tune(methods, data, "mlp", space=space, out=tmp_path / "t", **{"rounds": 2, **FEW, **more})
+
+    tried('unknown setting "lrr"; did you mean "lr"', space={"lrr": [1, 2]})
+    tried('unknown setting "nu"', space={"nu": [1, 2]})
+    tried("no client has any", val_share=0.0)
+    tried("a setting that is searched has a list", space={"lr": 3})
+    tried("trials share it", space={"seed": [1, 2]})
+    tried("eta = 1 is invalid", eta=1)
+    tried('unknown sampler "optun"; did you mean "optuna"', sampler="optun")
+    tried("is named twice", methods=["fedprox", "fedprox"])
+    tried("FedProx: mu = -1 is invalid", space={"mu": [0.1, -1]})
+    tried("budget = 0 is invalid", budget=0)
+    tried('unknown model "ml"', space={"model": ["mlp", "ml"]})
+    tried("no client has any", space={"val_share": [0.1, 0.0]})
+    tried("lr has the value 0.1 twice", space={"lr": [0.1, 0.1]})
+    tried("eval_every cannot be searched", space={"eval_every": [1, 2]})
+    tried("stop_after cannot be set", stop_after=2)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    tried(r"needs a package: pip install 'coterie\[tune\]'", sampler="optuna")
+    assert not (tmp_path / "t").exists()
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "settings.json").touch()
+    tried("is the folder of a run")
+    (tmp_path / "t" / "settings.json").unlink()
+    with pytest.raises(CoterieError, match="there is nothing to choose from"):
+        app.app(["tune", "fedprox", "--out", str(tmp_path / "t")], standalone_mode=False)
+
+
+COMMAND = ["tune", "fedprox", "fedper", "--set", "lr=0.01,0.1,0.3", "--set", "mu=0.01,1.0", "--rounds", "18",
+           "--clients", "6", "--epochs", "1", "--model", "mlp", "--workers", "2", "-q"]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sampler", ["grid", "optuna"])
+def test_a_killed_search_ends_with_the_same_result(sampler: str, tmp_path: Path) -> None:
+    if sampler == "optuna":
+        pytest.importorskip("optuna")
+    call = [sys.executable, "-m", "coterie", *COMMAND, "--sampler", sampler, "--trials", "7"]
+    subprocess.run([*call, "--out", tmp_path / "whole"], check=True)
+    for _ in range(3):
+        process = subprocess.Popen([*call, "--out", tmp_path / "killed"], start_new_session=True)
+        time.sleep(6)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run([*call, "--out", tmp_path / "killed"], check=True)
+    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+    for name in ("best.json", "table.csv"):
+        assert (tmp_path / "killed" / name).read_text() == (tmp_path / "whole" / name).read_text()

@@ -1,0 +1,26 @@
+"""A cloud whose method has an error; run as a process by test_flower_outages.py."""
+
+import sys
+from typing import Any
+
+from coterie.cli import main
+from coterie.methods.fedrep import FedRep
+from support.hostile_device import MARK
+
+
+def break_method(how: str) -> None:
+    """Raise always, or where an upload is marked."""
+    real = FedRep.aggregate
+
+    def aggregate(self: Any, server: Any, uploads: Any, round: int) -> Any:
+        first = [float(next(iter(u.tree.values())).reshape(-1)[0]) for u in uploads]
+        if how == "always" or MARK in first:
+            raise IndexError("index 99 is out of range")
+        return real(self, server, uploads, round)
+
+    FedRep.aggregate = aggregate  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    break_method(sys.argv.pop(1))
+    main()

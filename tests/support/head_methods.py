@@ -1,0 +1,95 @@
+"""What the tests of methods with heads, prototypes and second models share."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.core import tree as T
+from coterie.core.method import Batch, ClientData, Extras, Method, Moment, Upload
+from coterie.core.tree import Tree
+from coterie.engine.loop import Loop
+from coterie.testing import Bench
+from coterie.train.optimisers import Optimiser
+from coterie.train.trainer import train
+from support.toy import handed, state
+
+
+def bound(cls: type[Method], run: dict[str, Any] | None = None, **own: Any) -> tuple[Method, list[ClientData]]:
+    """A method in its context, and the clients' data."""
+    session = Bench(cls, own).session(**(run or {}))
+    return session.method, [session.federation.data(i) for i in session.federation.clients]
+
+
+def play(cls: type[Method], folder: Path, run: dict[str, Any] | None = None, **own: Any) -> Loop:
+    return Bench(cls, own).play(folder / f"{cls.__name__}-{len(list(folder.iterdir()))}", **(run or {}))
+
+
+def opened(method: Method, data: ClientData) -> tuple[Tree, Extras]:
+    """Where this client starts in round 1."""
+    down = method.down(method.setup(), [data.client], 1).to(data.client)
+    return method.begin(method.init_client(data), down, data, 1)
+
+
+def round_of(method: Method, data: ClientData, rule: Optimiser | None = None) -> tuple[Tree, Extras, Upload]:
+    """One client's first round: parameters and extras after training, and the upload."""
+    params, extras = opened(method, data)
+    params, extras, _ = train(method.ctx, rule or Optimiser(), method.phases(1), params, extras, data, 1)
+    with torch.no_grad():
+        _, upload = method.end(method.init_client(data), params, extras, data, 1)
+    return params, extras, Upload(upload.tree, upload.note, data.client, len(data.train))
+
+
+def batch_of(data: ClientData, n: int = 24) -> Batch:
+    return Batch(data.train.x[:n], data.train.y[:n])
+
+
+def gradients(method: Method, params: Tree, batch: Batch, extras: Extras) -> dict[str, Tensor | None]:
+    """Of the method's loss by every entry; in training mode, on clones."""
+    stats = method.ctx.group("bn_stats")
+    leaves = {
+        k: v.detach().clone().requires_grad_(k.rsplit(":", 1)[-1] not in stats and v.is_floating_point())
+        for k, v in params.items()
+    }
+    torch.manual_seed(0)
+    with method.ctx.net.train_mode():
+        loss = method.loss(leaves, batch, extras)
+    names = [k for k, v in leaves.items() if v.requires_grad]
+    got = torch.autograd.grad(loss, [leaves[k] for k in names], allow_unused=True)
+    return dict(zip(names, got, strict=True))
+
+
+def value(method: Method, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+    """The method's loss with everything at rest."""
+    torch.manual_seed(0)
+    loss = method.loss(params, batch, extras)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def declared(method: Method, labels: int, round: int = 1) -> tuple[int, int]:
+    """Bytes up and down that the method declares for its first client with so many classes."""
+    now = Moment(method.setup(), method.ctx.clients[0], round)
+    return method.schema("up", now).nbytes(labels=labels), method.schema("down", now).nbytes(labels=labels)
+
+
+def scalars(method: Method, group: str) -> int:
+    return sum(method.ctx.w0[k].numel() for k in method.ctx.group(group))
+
+
+def same(a: Tree, b: Tree) -> bool:
+    """Same names, same bits."""
+    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
+
+
+def noisy(tree: Tree, names: Any, seed: int = 1) -> Tree:
+    """The tree with other numbers under these names."""
+    rng = torch.Generator().manual_seed(seed)
+    return {k: v + torch.randn(v.shape, generator=rng) if names(k) else v for k, v in T.clone(tree).items()}
+
+
+__all__ = [
+    "batch_of", "bound", "gradients", "handed", "noisy", "opened", "play", "round_of", "same", "scalars", "state",
+    "value",
+]  # fmt: skip

@@ -1,0 +1,138 @@
+"""Devices that answer wrongly, or are of other versions; run as processes by test_flower_federation.py."""
+
+import argparse
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie.engine import codec
+from coterie.engine.messages import TrainAnswer
+from coterie.federation.device import DeviceHandler, join
+from coterie.federation.localhost import processes
+from coterie.federation.protocol import plan
+from coterie.federation.protocol import version as protocol
+from coterie.federation.protocol.messages import Attached, DeviceJob, Hello
+from coterie.federation.transport import grpc_node, grpc_wire, wire
+
+MARK = 0.015625  # what a marked upload begins with
+HONEST = (1, 5)
+WRONGS = {  # round -> what is wrong, and what the cloud must say
+    2: ("shape", "of shape"),
+    3: ("replay", "it is a reply of round 1, asked was round 3"),
+    4: ("samples", "its hello was of"),
+}
+
+
+class Hostile(DeviceHandler):
+    def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
+        answer = super().answer(kind, round, job)
+        what = WRONGS.get(round, ("", ""))[0]
+        if not isinstance(answer, TrainAnswer):
+            return answer
+        if what == "shape":
+            name = max(answer.upload, key=lambda k: answer.upload[k].numel())
+            return replace(answer, upload={**answer.upload, name: torch.zeros(3)})
+        return replace(answer, samples=10**9) if what == "samples" else answer
+
+
+class Huge(DeviceHandler):
+    """Sends finite numbers that end all training."""
+
+    def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
+        answer = super().answer(kind, round, job)
+        if not isinstance(answer, TrainAnswer):
+            return answer
+        return replace(answer, upload={k: torch.full_like(v, 3e38) for k, v in answer.upload.items()})
+
+
+class Labels(DeviceHandler):
+    """Claims, in FedPC, more samples of a label than there are, then more labels, then more than a message can hold."""
+
+    lies = 0
+
+    def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
+        answer = super().answer(kind, round, job)
+        if not isinstance(answer, TrainAnswer) or round == 0:
+            return answer
+        self.lies += 1
+        own = answer.upload
+        if self.lies == 1:
+            return replace(answer, upload={**own, "x:counts": torch.full_like(own["x:counts"], 2**31 - 1)})
+        many = {k: v for k, v in own.items() if k.startswith("x:")}
+        times = 2 if self.lies == 2 else 2**14
+        return replace(answer, upload={**own, **{k: torch.cat([v] * times) for k, v in many.items()}})
+
+
+class Slow(DeviceHandler):
+    """Honest; takes four seconds for a round while there is a file `hold` beside the folder of all states."""
+
+    def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
+        until = time.monotonic() + 4.0
+        while kind == "train" and time.monotonic() < until and (self.state.parent.parent / "hold").exists():
+            time.sleep(0.05)
+        return super().answer(kind, round, job)
+
+
+class Marked(DeviceHandler):
+    """Its uploads begin with the number on which broken_cloud.py fails."""
+
+    def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
+        answer = super().answer(kind, round, job)
+        if not isinstance(answer, TrainAnswer):
+            return answer
+        name, first = next(iter(answer.upload.items()))
+        marked = first.clone()
+        marked.view(-1)[0] = MARK
+        return replace(answer, upload={**answer.upload, name: marked})
+
+
+class Hijacker(DeviceHandler):
+    """Says that it is an edge, that device-0 is behind it and that device-2 is refused."""
+
+    def handle(self, kind: str, round: int, shared: memoryview | None, own: memoryview) -> memoryview:
+        return codec.pack(Attached({"device-0": Hello(0, 10**9)}, {"device-2": "no"}))
+
+
+HANDLERS = {"huge": Huge, "marked": Marked, "labels": Labels, "slow": Slow}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode", choices=["wrong", "hijack", "protocol", "package", *HANDLERS])
+    for name in ("--cloud", "--ca", "--key", "--data", "--state", "--client"):
+        parser.add_argument(name, required=True)
+    a, _ = parser.parse_known_args()
+    processes.die_with_parent()
+    logging.basicConfig(level=logging.INFO)
+    if a.mode in ("protocol", "package"):
+        protocol.version = plan.version = lambda name: "9.9.9"  # type: ignore[attr-defined]
+    if a.mode == "protocol":
+        protocol.PROTOCOL = 99
+    content, kept = wire.content, {}
+
+    def replaying(head: wire.Head, parts: Any) -> Any:
+        made = content(head, parts)
+        if a.mode == "wrong" and head.kind == "train" and head.round in (1, 3):
+            return kept.setdefault("first", made)  # in round 3 the answer of round 1 is sent again
+        return made
+
+    wire.content = replaying  # type: ignore[assignment]
+    honest = grpc_node.Reply.offer.fget  # type: ignore[attr-defined]
+
+    def offer(self: grpc_node.Reply) -> bytes:
+        made: bytes = honest(self)
+        if a.mode == "wrong" and self.to.kind == "train" and self.to.round == 3:
+            return grpc_wire.frame(b"A", **{**grpc_wire.fields_of(made), "round": 1})
+        return made
+
+    grpc_node.Reply.offer = property(offer)  # type: ignore[assignment]
+    handler = {"hijack": Hijacker, "wrong": Hostile, **HANDLERS}.get(a.mode, DeviceHandler)
+    join(a.cloud, Path(a.ca), Path(a.key), handler(a.data, Path(a.state), int(a.client)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""A federation in one process: the real handlers of devices and edges behind a link that passes bytes by hand."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coterie.config import settings
+from coterie.engine import codec
+from coterie.engine.loop import Loop
+from coterie.engine.session import Session, client_states, make_loop
+from coterie.errors import CoterieError
+from coterie.federation.cloud.program import CloudSettings, open_session
+from coterie.federation.cloud.runtime import FlowerRuntime, Patience
+from coterie.federation.device import DeviceHandler
+from coterie.federation.edge import EdgeHandler
+from coterie.federation.identity.roles import NodeRole
+from coterie.federation.policy.allow import Allow
+from coterie.federation.policy.audit import NAME as AUDIT
+from coterie.federation.policy.audit import AuditLog
+from coterie.federation.protocol.plan import Plan
+from coterie.federation.transport import Cause, Failure, LinkBytes, Replies
+from coterie.methods import known
+from coterie.models.zoo import ZOO
+from coterie.runtimes.inline import Inline
+from coterie.storage.run_folder import Folder
+
+RUN = "0123456789abcdef" * 2
+NET = "coterie.testing:SmallNet"
+SMALL: dict[str, Any] = {
+    "data": "digits", "subset": 400, "model": NET, "rounds": 3, "join": 0.7, "epochs": 1, "batch": 16, "lr": 0.1,
+    "eval_every": 2, "clients": 4, "partition": "dirichlet(0.5)", "val_share": 0.2, "public": 30, "seed": 3,
+}  # fmt: skip
+
+ALLOW = Allow(methods=tuple(known()), models=(NET, *ZOO))  # also methods of other packages
+
+Handle = Callable[[str, int, memoryview | None, memoryview], memoryview]
+Spoil = Callable[[Any], Any]  # an answer, to another one
+
+
+def reasons(replies: Replies) -> dict[str, str]:
+    """Why nodes gave no answer, in words."""
+    return {name: failed.why for name, failed in replies.errors.items()}
+
+
+@dataclass
+class HandExchange:
+    waiting: set[str]
+    replies: Replies
+
+    def poll(self) -> Replies:
+        found, self.replies = self.replies, Replies({}, {}, {})
+        return found
+
+
+@dataclass
+class HandLink:
+    """A link to nodes of this process; what they raise is an error of theirs, as the transport has it."""
+
+    handlers: dict[str, Handle] = field(default_factory=dict)
+    spoil: dict[str, Spoil] = field(default_factory=dict)  # what a hostile node makes of its answers to jobs
+    sizes: list[tuple[str, str, int, LinkBytes]] = field(default_factory=list)  # kind, node, round, bytes
+
+    mute: set[str] = field(default_factory=set)  # nodes that take messages and never answer
+
+    def nodes(self) -> list[str]:
+        return sorted(self.handlers)
+
+    def begin(self, payloads: Mapping[str, Any], kind: str, round: int, deadline: float, *more: Any) -> "HandExchange":
+        now = {name: own for name, own in payloads.items() if name not in self.mute}
+        return HandExchange(set(payloads) - now.keys(), self.send(now, kind, round, deadline, *more))
+
+    def send(
+        self,
+        payloads: Mapping[str, Any],
+        kind: str,
+        round: int,
+        deadline: float,
+        shared: Any = None,
+        largest: int = 2**30,
+    ) -> Replies:
+        found = Replies({}, {}, {})
+        for name, own in sorted(payloads.items()):
+            if name in self.mute:
+                found.errors[name] = Failure(Cause.LATE, f"{name} did not answer within {deadline:g} s")
+                continue
+            if name not in self.handlers:
+                found.errors[name] = Failure(Cause.ABSENT, f"{name} is not connected")
+                continue
+            common = None if shared is None else memoryview(bytearray(shared))
+            try:
+                answer = self.handlers[name](kind, round, common, memoryview(bytearray(own)))
+                if name in self.spoil and kind != "hello":
+                    answer = codec.pack(self.spoil[name](codec.unpack(answer)))
+            except Exception as e:
+                reason = str(e) if isinstance(e, CoterieError) else f"{type(e).__name__}: {e}"
+                found.errors[name] = Failure(Cause.DECLINED, f"{name}: {reason}")
+                continue
+            if len(answer) > largest:
+                why = f"{name}: the payload of {len(answer)} bytes is larger than the {largest} allowed"
+                found.errors[name] = Failure(Cause.WRONG, why)
+                continue
+            found.answers[name] = memoryview(bytearray(answer))
+            down = len(own) + (0 if shared is None else len(shared))
+            found.traffic[name] = LinkBytes(down, len(answer), down, len(answer))
+            self.sizes.append((kind, name, round, found.traffic[name]))
+        return found
+
+
+@dataclass
+class Federation:
+    """Cloud, devices and edges; blocks of neighbours share an edge."""
+
+    session: Session
+    link: HandLink
+    links: dict[str, HandLink]  # of the edges
+    loop: Loop
+
+    @property
+    def runtime(self) -> FlowerRuntime:
+        assert isinstance(self.loop.runtime, FlowerRuntime)
+        return self.loop.runtime
+
+    def device_link(self, i: int) -> HandLink:
+        """The link that ends at this device."""
+        name = f"device-{i}"
+        return next(x for x in (self.link, *self.links.values()) if name in x.handlers)
+
+
+@contextmanager
+def federation(
+    folder: Path, method: str, edges: int = 0, allow: Mapping[int, Allow] | None = None, **more: Any
+) -> Iterator[Federation]:
+    given = {**SMALL, **more}
+    session = open_session(settings(method=method, **given), CloudSettings("none"))
+    devices = [
+        DeviceHandler("digits", folder / "devices" / str(i), i, None, (allow or {}).get(i, ALLOW))
+        for i in session.federation.clients
+    ]
+    links = {f"edge-{e}": HandLink() for e in range(edges)}
+    link = HandLink()
+    for i, device in enumerate(devices):
+        above = links[f"edge-{i * edges // len(devices)}"] if edges else link
+        above.handlers[f"device-{i}"] = device.handle
+    roles = {}
+    for name, below in links.items():
+        link.handlers[name] = EdgeHandler(below, ALLOW, AuditLog(folder / name / AUDIT)).handle
+        roles[name] = NodeRole.of("edge", below.nodes())
+    (folder / "run").mkdir(parents=True, exist_ok=True)
+    runtime = FlowerRuntime(
+        session.method, link, Plan.of(session, RUN), lambda: roles, folder / "run", Patience(1, 60.0, seconds=20.0)
+    )
+    loop = make_loop(session, Folder(folder / "run"), runtime)
+    try:
+        yield Federation(session, link, links, loop)
+    finally:
+        loop.folder.close()
+        for device in devices:
+            device.close()
+
+
+def simulated(folder: Path, session: Session) -> Loop:
+    """The same run by the inline runtime."""
+    folder.mkdir(exist_ok=True)
+    loop = make_loop(session, Folder(folder), Inline(session.clients(), client_states(session, folder)))
+    try:
+        assert loop.run()
+    finally:
+        loop.folder.close()
+    return loop

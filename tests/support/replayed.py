@@ -1,0 +1,11 @@
+"""After failures a federation must be what the same rounds in one process are, without those who failed."""
+
+from pathlib import Path
+
+from coterie.federation.localhost.trial import Local
+from coterie.federation.replay import differences
+
+
+def same_as_replay(local: Local, folder: Path) -> None:
+    """Every round once; server, edges, scores, private states and personal models to the bit."""
+    assert differences(local.out, folder, {i: local.state(i) for i in range(local.devices)}) == []

@@ -1,0 +1,100 @@
+"""Short runs of registered methods for the tests of split and mixing methods."""
+
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from coterie import testing
+from coterie.core import tree as T
+from coterie.core.method import Method, Upload
+from coterie.core.tree import Tree
+from coterie.engine.loop import Loop
+from coterie.engine.session import Session
+from coterie.methods import find
+from support.toy import handed, state
+
+HEAD = {"classifier.weight", "classifier.bias"}
+BN = {"bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var"}
+FAST: dict[str, Any] = {"watch": False, "final_trained": False, "eval_every": 100, "checkpoint_every": 100}
+
+
+def session(method: str | type[Method], model: nn.Module | None = None, **changes: Any) -> Session:
+    """`own` holds the method's settings; `model` stands in for the small net."""
+    own = changes.pop("own", {})
+    cls = find(method) if isinstance(method, str) else method
+    net = partial(testing.SmallNet) if model is None else lambda: model
+    with mock.patch.object(testing, "SmallNet", net):
+        return testing.Bench(cls, own).session(**{**FAST, **changes})
+
+
+def plain() -> nn.Module:
+    """The small net without batch norm."""
+    torch.manual_seed(0)
+    return testing.SmallNet(norm=False)
+
+
+def play(method: str | type[Method], model: nn.Module | None = None, **changes: Any) -> Loop:
+    loop, _ = watch(session(method, model, **changes))
+    return loop
+
+
+def watch(s: Session) -> tuple[Loop, list[list[Upload]]]:
+    """Run to the end; also the uploads of each aggregation."""
+    seen: list[list[Upload]] = []
+    aggregate = s.method.aggregate
+
+    def spy(server: Any, uploads: Sequence[Upload], round: int) -> Any:
+        seen.append(list(uploads))
+        return aggregate(server, uploads, round)
+
+    setattr(s.method, "aggregate", spy)  # noqa: B010
+    with tempfile.TemporaryDirectory() as folder:
+        loop = testing.open_loop(s, Path(folder))
+        loop.run()
+        loop.events = testing.events(Path(folder))  # type: ignore[attr-defined]
+        testing.close_loop(loop)
+    return loop, seen
+
+
+def traffic(loop: Loop, direction: str) -> list[float]:
+    """Mean bytes per participant, by round."""
+    return [
+        sum(e["bytes"].get("device-cloud", {}).get(direction, {}).values()) / len(e["participants"])
+        for e in loop.events  # type: ignore[attr-defined]
+    ]
+
+
+def bound(method: str | type[Method], model: nn.Module | None = None, **changes: Any) -> Method:
+    return session(method, model, **changes).method
+
+
+def same(a: Tree, b: Tree) -> bool:
+    """To the bit."""
+    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
+
+
+def near(a: Tree, b: Tree, atol: float = 1e-6) -> bool:
+    return a.keys() == b.keys() and all(torch.allclose(v, b[k], atol=atol) for k, v in a.items())
+
+
+def jittered(tree: Tree, seed: int, scale: float = 0.1) -> Tree:
+    """A different model of the same shape."""
+    rng = torch.Generator().manual_seed(seed)
+    return {k: v + scale * torch.rand(v.shape, generator=rng) for k, v in tree.items()}
+
+
+def upload(method: Method, sender: int, tree: Tree, samples: int = 10) -> Upload:
+    return Upload(T.drop(tree, method.stays), {}, sender, samples)
+
+
+def size(tree: Tree, names: set[str] | None = None) -> int:
+    return sum(4 * v.numel() for k, v in tree.items() if names is None or k in names)
+
+
+__all__ = ["BN", "HEAD", "Tensor", "handed", "state"]
