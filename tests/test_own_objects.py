@@ -50,7 +50,7 @@ def changed(cls):
 
 
 def test_changed_code_is_refused(made):
-    with pytest.raises(CoterieError, match="the code of the model support.own_objects:OwnNet has changed"):
+    with pytest.raises(CoterieError, match=r"the code of the model support\.own_objects:OwnNet has changed"):
         coterie.open_run(made.path, model=changed(OwnNet)).personal(0)
 
 

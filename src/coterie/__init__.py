@@ -22,8 +22,8 @@ _HOME = {
     "compare": "api", "open_run": "api", "resume": "api", "run": "api", "tune": "api",
     "from_arrays": "data.arrays", "from_torch": "data.arrays",
     "CoterieError": "errors", "Progress": "engine.loop", "load_model": "export.personal_model",
-    "Card": "core.method", "Download": "core.method", "Method": "core.method", "Phase": "core.method", "Settings": "core.method",
-    "Upload": "core.method",
+    "Card": "core.method", "Download": "core.method", "Method": "core.method", "Phase": "core.method",
+    "Settings": "core.method", "Upload": "core.method",
     "PerClient": "models.per_client",
 }  # fmt: skip
 

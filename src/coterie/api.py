@@ -54,7 +54,8 @@ def run(
     """Run one method and return the finished run.
 
     `more` takes any setting of the run, the federation or the method. `on_round` is called after every round with its
-    Progress; if it returns True, the run stops there and can be resumed. `track`: tensorboard or mlflow."""
+    Progress; if it returns True, the run stops there and can be resumed. `track`: tensorboard or mlflow.
+    """
     named, objects = _named(data, model)
     how = engine_of(
         workers=workers, state=state, runtime=runtime, address=address, engine=engine, data_dir=_path(data_dir)
@@ -105,7 +106,8 @@ def compare(
     """Run several methods on the same clients; Local-Only is always included.
 
     `against`: "controls" adds what every method must beat and the controls the methods name themselves; other names
-    are added as they are. `arena()` of what is returned has the differences to them."""
+    are added as they are. `arena()` of what is returned has the differences to them.
+    """
     how = engine_of(workers=workers, engine=engine, data_dir=_path(data_dir))
     folder = _path(out) or fresh_folder("compare")
     cells = comparison_cells(methods, data, model, seeds, folder, against, **more)
@@ -141,7 +143,8 @@ def tune(
 
     `space` has a list of values for each setting. Of every `eta` trials one goes on to `eta` times as many rounds.
     `budget` bounds the rounds of all trials together, `minutes` the time, `trials` the number of combinations.
-    The same call with the same `out` goes on where it was."""
+    The same call with the same `out` goes on where it was.
+    """
     named, objects = _named(data, model)
     allowed = Budget(eta, budget, minutes, trials)
     chosen: list[str | type[Method]] = [methods] if isinstance(methods, str | type) else list(methods)
@@ -164,7 +167,8 @@ def comparison_cells(
     **more: Any,
 ) -> list[Cell]:
     """The runs of a comparison. Settings of run and federation go to all methods, others to the methods that have
-    them; `method.setting` to that one and to the controls that it names itself and that are added here."""
+    them; `method.setting` to that one and to the controls that it names itself and that are added here.
+    """
     named, objects = _named(data, model)
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise CoterieError(f"methods = {methods!r} is invalid: compare takes a list of methods")
@@ -286,7 +290,8 @@ def resume(
     """Resume an interrupted run; the result is bit-identical to that of an uninterrupted one. More `rounds` extend it,
     `from_round` goes back to the checkpoint of a round, if that is still kept.
 
-    Your own method, data function or model is imported by its name if possible; otherwise pass the same again."""
+    Your own method, data function or model is imported by its name if possible; otherwise pass the same again.
+    """
     folder = _folder(path)
     how = engine_of(workers=workers, state=state, runtime=runtime, address=address, data_dir=_path(data_dir))
     session = rebuild(folder, how, _objects(method, data, model), rounds)

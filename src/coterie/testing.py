@@ -45,7 +45,8 @@ from coterie.storage.run_folder import Folder, read_log
 class SmallNet(nn.Module):
     """Two hidden layers with batch norm: has everything a method may ask a model for.
 
-    The head is registered before what it follows, so that a method that relies on the order of names fails."""
+    The head is registered before what it follows, so that a method that relies on the order of names fails.
+    """
 
     def __init__(self, features: int = 64, classes: int = 10, norm: bool = True):
         super().__init__()
@@ -468,7 +469,8 @@ def _closed(method: Method, w: Watched, changed: Mapping[ClientId, Mapping[str, 
 
 def nothing_private_is_uploaded(bench: Bench, tmp: Path) -> None:
     """By value: what is private is in no upload, under whatever name; and an entry that is not declared to hold
-    parameters (`model`, `update`) is not a parameter of the client's model."""
+    parameters (`model`, `update`) is not a parameter of the client's model.
+    """
     made = standard(bench)
     method = made.session.method
     w0 = method.ctx.w0
@@ -581,7 +583,8 @@ def a_newcomer_gets_a_model(bench: Bench, tmp: Path) -> None:
 def left_untrained(loop: Loop) -> list[str]:
     """Entries of a newcomer's model that are as at the start although clients have sent trained ones.
 
-    Parts that never leave a client, such as a private head, are as at the start for every newcomer."""
+    Parts that never leave a client, such as a private head, are as at the start for every newcomer.
+    """
     method, new = loop.method, len(loop.method.ctx.clients)
     data = loop.runtime.clients.federation.data(new)  # type: ignore[attr-defined]
     shared, own = preview(method, loop.server, loop.edges, [new], loop.done + 1)[new]

@@ -42,7 +42,8 @@ main()
 
 
 class Paced(Local):
-    """device-0 is slow until `finish`, so that rounds last. `modes`: what a device is instead (hostile_device.py); `upgraded`:
+    """device-0 is slow until `finish`, so that rounds last. `modes`: kinds of hostile devices;
+    `upgraded`:
     parties of another version of the package, and by how much their protocol differs."""
 
     modes: dict[str, str]

@@ -265,7 +265,8 @@ def test_two_processes_cannot_share_a_state(member: DeviceHandler) -> None:
     import subprocess
     import sys
 
-    code = f"from coterie.federation.device_states import lock; from pathlib import Path; lock(Path({str(member.state)!r}))"
+    code = "from coterie.federation.device_states import lock; from pathlib import Path; "
+    code += f"lock(Path({str(member.state)!r}))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "is in use by another process" in found.stderr
 

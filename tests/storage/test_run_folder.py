@@ -191,7 +191,8 @@ def test_one_writer_at_a_time_also_among_threads(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert "in use by another run of this process" in found[0]
-    script = f"from coterie.storage.run_folder import Folder; from pathlib import Path; Folder(Path({str(tmp_path / 'run')!r}))"
+    script = "from coterie.storage.run_folder import Folder; from pathlib import Path; "
+    script += f"Folder(Path({str(tmp_path / 'run')!r}))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "in use by another process" in done.stderr
     folder.close()

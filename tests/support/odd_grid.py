@@ -90,7 +90,8 @@ INTRO = """# Odd models
 
 Ten models that are not a plain chain of layers, each with every method, trained client by client (`loop`) and stacked
 (`stack`), with a newcomer. *yes*: it runs with both engines. A number: it is refused before any work, with the sentence
-below the table. Nothing ends in a traceback or a warning. The table is made by `python tests/support/odd_grid.py`, and a long
+below the table. Nothing ends in a traceback or a warning. The table is made by
+`python tests/support/odd_grid.py`, and a long
 test holds it against what is found.
 
 | model | what is odd |

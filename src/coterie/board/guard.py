@@ -23,7 +23,8 @@ HEADERS = {
 
 class Guard:
     """A web page elsewhere can make a browser send requests here, also under a name of its own (DNS rebinding): so
-    the Host must be one we are known by, and whoever changes something needs the token and a matching Origin."""
+    the Host must be one we are known by, and whoever changes something needs the token and a matching Origin.
+    """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str], port: int, token: str):
         self.app, self.token = app, token.encode()

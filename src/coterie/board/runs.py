@@ -162,7 +162,7 @@ class Watched:
         }
 
     def curves(self) -> dict[str, dict[str, list[float]]]:
-        """name -> rounds, values and megabytes sent by then, thinned out where there are many."""
+        """Name -> rounds, values and megabytes sent by then, thinned out where there are many."""
         found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in CURVES}
         sent, scale = 0, self.metric.scale
 

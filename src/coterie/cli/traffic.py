@@ -55,7 +55,8 @@ class Traffic:
 def declared(method: Method) -> tuple[int, int]:
     """Bytes up and down of a client with all classes in the last round.
 
-    Where they depend on what the server knows, it is what it knows after a few clients have answered once."""
+    Where they depend on what the server knows, it is what it knows after a few clients have answered once.
+    """
     server = _answered_once(method)
     links: tuple[Link, Link] = ("up", "down")
     sizes = []

@@ -83,7 +83,8 @@ def predict(
 ) -> None:
     """Say what a personal model says about new items: of a model file, or of a run's client.
 
-    Raw items are prepared as in training. With labels in the file, scores are printed too."""
+    Raw items are prepared as in training. With labels in the file, scores are printed too.
+    """
     from coterie.data.files import new_items
     from coterie.errors import CoterieError
     from coterie.export.personal_model import load_model

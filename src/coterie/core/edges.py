@@ -29,7 +29,8 @@ class Edge:
 class EdgeMethod(Method):
     """A method whose clients talk to an edge server, which hands on what the cloud sends and merges what they send.
 
-    A client that no edge serves (a newcomer, or one not assigned yet) talks to the cloud itself."""
+    A client that no edge serves (a newcomer, or one not assigned yet) talks to the cloud itself.
+    """
 
     def edges(self, server: State) -> dict[EdgeId, list[ClientId]] | None:
         """The clients of each edge; None while everybody talks to the cloud."""

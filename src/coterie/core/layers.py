@@ -124,7 +124,8 @@ def _inside(path: str, module: nn.Module) -> bool:
 
 def _frozen(leaves: Mapping[str, nn.Module], own: Mapping[str, list[str]], order: Sequence[str]) -> Names:
     """Parameters with requires_grad=False, and the statistics of the norms among them. A norm without weights goes with
-    the layer before it (or, as the first layer, the one after it)."""
+    the layer before it (or, as the first layer, the one after it).
+    """
     fixed = {
         f"{path}.{k}" if path else k
         for path, sub in leaves.items()
@@ -223,7 +224,8 @@ class _Probe:
 
     def is_idle(self, path: str) -> bool:
         """Did the layer run for nothing, such as an auxiliary output that is thrown away? No gradient reaches it, and
-        the result is the same without it (gradients alone do not tell: a part may run in torch.no_grad)."""
+        the result is the same without it (gradients alone do not tell: a part may run in torch.no_grad).
+        """
         tensors = _tensors(self.leaves[path])
         if not self._reached or any(id(t) in self._reached for t in tensors):
             return False

@@ -242,7 +242,8 @@ class Method:
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """The entries of a payload on this link: exactly those of one client and round, or of any (`now` is None).
 
-        The default is the shared part of the model on every link."""
+        The default is the shared part of the model on every link.
+        """
         return self.model_schema
 
     @cached_property
@@ -331,7 +332,8 @@ class Method:
 
     def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         """The model of a client that has never trained (`state` is init_client's): the best there is without training,
-        never initial weights where the server has trained ones."""
+        never initial weights where the server has trained ones.
+        """
         return self.personal(state, download, data)
 
     def watched(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
@@ -341,7 +343,8 @@ class Method:
     def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
         """The client's model as put together from what it receives, before local training: where that starts.
 
-        A method that trains several models at once says which one it is; else it is the personal one."""
+        A method that trains several models at once says which one it is; else it is the personal one.
+        """
         params, extras = self.begin(state, download, data, round)
         return self.personal(state, download, data) if self.ctx.w0.keys() - params.keys() else (params, extras)
 

@@ -15,7 +15,8 @@ from coterie.errors import CoterieError
 class Net:
     """Calls `module` with the tensors of a tree. In training mode a batch-norm layer uses batch statistics, and moves
     its running ones in the tree itself, exactly when its own weight is being trained: frozen parts do not move.
-    Parameters that came with requires_grad=False are constants of the module: no tree has them."""
+    Parameters that came with requires_grad=False are constants of the module: no tree has them.
+    """
 
     def __init__(self, module: nn.Module, example: Tensor):
         self.module = module
@@ -167,7 +168,8 @@ class Net:
 def initial(module: nn.Module, seed: int) -> None:
     """Re-initialise the module's parameters from the seed (its own reset_parameters, in module order).
 
-    Parts marked `keep_initial` (pre-trained, or made from a seed already) stay as they are."""
+    Parts marked `keep_initial` (pre-trained, or made from a seed already) stay as they are.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         _reset(module)

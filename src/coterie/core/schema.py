@@ -89,7 +89,8 @@ class Schema:
     def check(self, tree: Mapping[str, Tensor], what: str, samples: int | None = None) -> None:
         """Raises CoterieError with one sentence unless the payload is exactly what is declared.
 
-        `samples`: how many its sender has, where that is known."""
+        `samples`: how many its sender has, where that is known.
+        """
         if not tree and self.may_be_empty:
             return
         for name, e in self.entries.items():

@@ -140,7 +140,8 @@ class Task(ABC):
     @abstractmethod
     def strata(self, y: Tensor) -> tuple[np.ndarray, tuple[str, ...]]:
         """A class or a range of targets for each sample [n], by which samples are dealt out and split evenly; and what
-        these are called."""
+        these are called.
+        """
 
     @property
     def can_deal(self) -> bool:
@@ -330,7 +331,8 @@ class MultiLabel(Task):
 
 class Survival(Task):
     """Time and event (1: it happened then, 0: not seen until then). The output is a log risk: Cox's partial likelihood
-    among the samples of a batch, or of a client when it is scored; C-index over the client's pairs (Harrell's)."""
+    among the samples of a batch, or of a client when it is scored; C-index over the client's pairs (Harrell's).
+    """
 
     name = "survival"
     metrics = (Metric("C-index"),)
@@ -409,7 +411,7 @@ def known(name: str) -> str:
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 def share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """part / whole; NaN where there is nothing to divide by."""
+    """Part / whole; NaN where there is nothing to divide by."""
     there = whole > 0
     return np.where(there, part / np.where(there, whole, 1), np.nan)
 

@@ -46,12 +46,12 @@ def floats(tree: Mapping[str, Tensor]) -> Tree:
 
 
 def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) -> Tree:
-    """a + scale * b over the names of a."""
+    """A + scale * b over the names of a."""
     return {k: torch.add(v, b[k], alpha=scale) for k, v in a.items()}
 
 
 def sub(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tree:
-    """a - b over the names of a."""
+    """A - b over the names of a."""
     return {k: v - b[k] for k, v in a.items()}
 
 

@@ -52,7 +52,8 @@ def from_arrays(
     """Pictures [n, H, W(, C)] or [n, C, H, W], signals [n, T, C], vectors [n, d], token ids [n, L] or texts [n].
 
     Targets y are classes [n], numbers [n] or [n, k], labels of 0 and 1 [n, k], or time and event [n, 2]; which of them,
-    `task` says or the values show."""
+    `task` says or the values show.
+    """
     many = [None if a is None else _plain(a) for a in (x, y, x_test, y_test, client, client_test)]
     if many[0] is None or many[1] is None:
         raise CoterieError(f"{name} needs both x and y")
@@ -160,7 +161,8 @@ def _items_form(name: str, x: Array) -> Tensor:
 def items_like(name: str, x: Any, dtype: torch.dtype, shape: tuple[int, ...], vocab: int | None = None) -> Tensor:
     """Raw items in the form of a data set that is known: its type (bytes, floats or token ids) and shape.
 
-    The same arrays as that data set was made of become the same items; nothing is decided by the values of a few."""
+    The same arrays as that data set was made of become the same items; nothing is decided by the values of a few.
+    """
     x = _plain(x)
     if x.ndim == 0 or x.size == 0:
         raise CoterieError(f"{name} has no items")

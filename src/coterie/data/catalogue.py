@@ -128,7 +128,8 @@ def data_dir() -> Path:
 
 def locate(known: Known, folder: Path | None) -> list[Path] | None:
     """Files of a known set below `folder`, or below the usual folders when none is given: Coterie's own, those of Linux
-    distributions, `data` of the working directory (torchvision's habit), and the caches of Keras and Hugging Face."""
+    distributions, `data` of the working directory (torchvision's habit), and the caches of Keras and Hugging Face.
+    """
     if folder is not None:
         return known.find(folder)
     for root in (data_dir(), *map(Path, known.system), Path("data"), *_keras()):

@@ -82,7 +82,7 @@ class Dataset:
         return prepared(x, normalize, self.mean, self.std, turn, interp)
 
     def subset(self, n: int) -> "Dataset":
-        """n items, the same ones every time; training and test parts keep their shares."""
+        """N items, the same ones every time; training and test parts keep their shares."""
         if n >= len(self):
             return self
         test = self.is_test.nonzero().flatten()

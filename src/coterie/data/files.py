@@ -35,7 +35,8 @@ def reading(path: Path, kind: str) -> Iterator[None]:
 
 def npz(path: Path) -> Raw:
     """x_train, y_train, x_test, y_test (classes, client_train, client_test, group_train, group_test, task); x, y
-    (client, group, split); or MedMNIST's names."""
+    (client, group, split); or MedMNIST's names.
+    """
     with reading(path, "an .npz data file"):
         have = _arrays(path)
         if "train_images" in have:
@@ -220,7 +221,8 @@ def tiny_imagenet(root: Path) -> Raw:
 def _labelled(part: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
     """(file, class number), in order of names so that sample numbers are the same on every machine.
 
-    Looks two folders deep below the class: a wrong folder must not have the whole disk searched."""
+    Looks two folders deep below the class: a wrong folder must not have the whole disk searched.
+    """
     found = []
     for c, d in enumerate(classes):
         with reading(part / d, "a folder of pictures"):

@@ -31,7 +31,8 @@ class Listed(NamedTuple):
 
 def load(name: str, data_dir: Path | None = None, subset: int | None = None) -> Dataset:
     """A known name (natural federations too), NAME.npz of the data folder, a path, `hub:owner/name` or
-    `package.module:callable`."""
+    `package.module:callable`.
+    """
     if subset is not None and subset < 1:
         raise CoterieError(f"subset must be at least 1, not {subset}")
     if data_dir is not None and not Path(data_dir).is_dir():

@@ -120,7 +120,8 @@ def unpack(buffer: Any, copy: bool = False, header: int | None = None, levels: i
     """The value of these bytes. Its tensors look into the buffer unless `copy` gives them memory of their own.
 
     `header` bounds the bytes of the header, which takes many times as much memory once it is read; `levels` how deep
-    lists and dictionaries are nested, on which whatever is done with the value later depends."""
+    lists and dictionaries are nested, on which whatever is done with the value later depends.
+    """
     try:
         view = memoryview(buffer)
         if bytes(view[:8]) != MAGIC:

@@ -30,7 +30,8 @@ def statistics(
     mean, std and worst10 are of the task's first metric over the clients for which it is defined, pooled is the metric
     of all their counts together; other metrics follow by name, and as `pooled NAME`. Where there are any, `undefined`
     counts the clients without a value, and `nonfinite` those whose models give NaN or infinity.
-    `clusters`, where there are any: the mean over clusters of the mean over their clients; clusters count alike."""
+    `clusters`, where there are any: the mean over clusters of the mean over their clients; clusters count alike.
+    """
     n = task.samples(counts)
     seen = n > 0
     if not seen.any():

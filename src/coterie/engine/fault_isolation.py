@@ -37,7 +37,8 @@ def contain(groups: Sequence[Group], compute: Callable[[Group], T]) -> Contained
 
     Deterministic: leave out one after the other, in the order given. If several cure the error, the first is left out
     and nobody is blamed for certain. If none does, all that raise by themselves are left out. If that is everybody, or
-    does not help, the error does not depend on a sender and is raised."""
+    does not help, the error does not depend on a sender and is raised.
+    """
     try:
         return Contained(compute(frozenset()))
     except Exception as e:

@@ -145,7 +145,8 @@ class Loop:
 
     def _validated(self, summary: Mapping[str, Mapping[str, float | None]]) -> float | None:
         """The value that early stopping goes by: of the headline's view, or else of the personal models; NaN where that
-        is not defined."""
+        is not defined.
+        """
         for view in (self.schedule.headline, "personal"):
             if (found := summary.get(f"{view}/val")) is not None:
                 return math.nan if (value := found["mean"]) is None else value
@@ -268,7 +269,8 @@ class Loop:
         """The clients, newcomers included, after the last finished round; nothing is counted or kept. With `last` also
         the views that only the end of a run has.
 
-        None if nobody answered."""
+        None if nobody answered.
+        """
         newcomers = tuple(sorted({*self.schedule.newcomers, *self.runtime.newcomers()}))
         everybody = sorted({*self._scored(self.method.ctx.clients), *self._scored(newcomers)})
         whole = self.method.global_model(self.server)

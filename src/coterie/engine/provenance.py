@@ -36,7 +36,8 @@ def recalled(path: str) -> Any:
 def code_digest(thing: object) -> str:
     """Of the code of a function, or of a class and its bases; of a module also of its parts' classes.
 
-    Classes of Coterie, PyTorch and Python themselves are left out: their versions are recorded."""
+    Classes of Coterie, PyTorch and Python themselves are left out: their versions are recorded.
+    """
     found = hashlib.blake2b(digest_size=16)
     roots = [type(m) for m in thing.modules()] if isinstance(thing, nn.Module) else [thing]
     seen: list[object] = []

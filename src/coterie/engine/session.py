@@ -233,7 +233,8 @@ def prepare(
     """Load and partition the data, build model and method, and check everything.
 
     `objects` replace what the settings name; `loaded` is the data set, if it was loaded already; `start` are initial
-    values instead of drawn ones, `plan` is the number of rounds that a run began with."""
+    values instead of drawn ones, `plan` is the number of rounds that a run began with.
+    """
     objects = objects or Objects()
     torch.set_num_threads(1)
     engine = engine or Engine()
@@ -320,7 +321,8 @@ def _bind_each(
     plan: int | None = None,
 ) -> Session:
     """The same where clients have different models: the method is bound once for each of them, on the server to the
-    first client's; what it exchanges must not depend on which."""
+    first client's; what it exchanges must not depend on which.
+    """
     title = bound.card.title or type(bound).__name__
     if bound.agree == "model":
         raise CoterieError(
@@ -373,7 +375,8 @@ def _net(
 ) -> Net:
     """The model with its first values drawn from the seed; an instance that the user built keeps its own.
 
-    Without a name it is what fits the data, with batch norm if the method needs that."""
+    Without a name it is what fits the data, with batch norm if the method needs that.
+    """
     data = federation.dataset
     example = data.ready(torch.arange(2), federation.settings.normalize)
     task = federation.task
@@ -502,7 +505,8 @@ def execute(
 ) -> bool:
     """Run in the folder `out`. Returns True when it finished, False when `stopped` asked for a pause.
 
-    With `from_round` a resumed run goes back to its checkpoint of that round, and later rounds are forgotten."""
+    With `from_round` a resumed run goes back to its checkpoint of that round, and later rounds are forgotten.
+    """
     if from_round is not None and not resume:
         raise CoterieError("--from-round rolls a run back; name the run with --resume")
     if session.engine.runtime == "flower" and session.engine.engine != "loop":
@@ -589,7 +593,8 @@ def resolved(settings: RunSettings, method: type[Method] | None = None) -> RunSe
 
 def recorded(found: Mapping[str, Any], method: type[Method] | None = None) -> RunSettings:
     """The settings of a run's settings.json. What a reading sets may change from version to version: the run's own
-    values stand, and those of a run from before there were readings are of the text."""
+    values stand, and those of a run from before there were readings are of the text.
+    """
     settings = RunSettings(**found["settings"])
     if "reading" not in (method or find(settings.method)).Settings.model_fields:
         return settings
@@ -601,7 +606,8 @@ def rebuild(
     path: Path, engine: Engine | None = None, objects: Objects | None = None, rounds: int | None = None
 ) -> Session:
     """The session of a run's folder; refuses data, models and methods that changed since. Objects that are not given
-    are imported by their names. More `rounds` than the run has let it go on, with the plan it began with."""
+    are imported by their names. More `rounds` than the run has let it go on, with the plan it began with.
+    """
     found = read_settings(path)
     had = found["settings"]["rounds"]
     if rounds is not None and rounds < had:

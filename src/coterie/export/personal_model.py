@@ -140,7 +140,8 @@ class About(BaseModel):
 class PersonalModel(nn.Module):
     """A personal model that is more than its network: two heads, a gate, a mixture.
 
-    Its tensors are parameters and buffers of submodules: state_dict() is whole, and it can be trained further."""
+    Its tensors are parameters and buffers of submodules: state_dict() is whole, and it can be trained further.
+    """
 
     def __init__(self, method: Method, params: Tree, extras: Extras):
         super().__init__()
@@ -196,7 +197,8 @@ def in_use(
     adapt: bool = True,
 ) -> tuple[Tree, Extras]:
     """Parameters and extras of the model that a client uses before this round: the personal one, after the fine-tuning
-    that comes before use if the method has some. Without a state it has never trained."""
+    that comes before use if the method has some. Without a state it has never trained.
+    """
     ask = method.newcomer if state is None else method.personal
     with torch.no_grad():
         params, extras = ask(method.init_client(data) if state is None else state, download, data)
@@ -327,7 +329,8 @@ def load_model(
     """The personal model of a file, in evaluation mode.
 
     A model or method of your own is given again, or imported by the name that the file says if `allow_module` lists
-    that name (`package.module:name`, or `package.module:*` for all of a module)."""
+    that name (`package.module:name`, or `package.module:*` for all of a module).
+    """
     path = Path(path)
     try:
         with safe_open(path, "pt") as f:

@@ -85,7 +85,8 @@ def replay(run: Path, folder: Path) -> Replay:
 def differences(run: Path, folder: Path, devices: Mapping[ClientId, Path]) -> list[str]:
     """Where a federation is not, to the bit, what its replay is; a sentence each.
 
-    `devices`: the folders for private state (`coterie join --state`) of the clients that are compared."""
+    `devices`: the folders for private state (`coterie join --state`) of the clients that are compared.
+    """
     again = replay(run, folder)
     session, rows = again.session, again.rows
     rounds = [e["round"] for e in rows]

@@ -1,5 +1,6 @@
 """Methods, one file or folder each. BUILT_IN lists those of Coterie; other packages add theirs by the entry point group
-`coterie.methods`."""
+`coterie.methods`.
+"""
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points

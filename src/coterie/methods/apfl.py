@@ -65,7 +65,7 @@ class APFL(Method):
 
     # ---- the paper's rule ----------------------------------------------------------------------------------------
     def weigh(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
-        """alpha - lr (d loss / d alpha + decay alpha), kept in [0, 1]."""
+        """Alpha - lr (d loss / d alpha + decay alpha), kept in [0, 1]."""
         with torch.no_grad():
             v, w = self._outputs(params, batch.x)
         alpha = params[ALPHA].detach().clone().requires_grad_()
@@ -80,7 +80,7 @@ class APFL(Method):
         return self.ctx.forward(T.strip("p:", params), x), self.ctx.forward(T.strip("g:", params), x)
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        """w learns from its own loss only, v from that of the mixture only."""
+        """W learns from its own loss only, v from that of the mixture only."""
         w = self.ctx.forward(T.strip("g:", params), batch.x)
         if self.hp.alpha == 0 and not self.hp.adaptive:
             return self.ctx.loss_of(w, batch)  # v has no part in anything: it and its batch norm are not updated
@@ -89,7 +89,7 @@ class APFL(Method):
 
     # ---- the rule of the authors' code -----------------------------------------------------------------------------
     def in_turn(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
-        """w's step, v's step through the mixture with the new w, and on the first batch alpha's."""
+        """W's step, v's step through the mixture with the new w, and on the first batch alpha's."""
         plain = [k for k in T.strip("g:", params) if k in self.ctx.net.trainable]
         ws, vs = [f"g:{k}" for k in plain], [f"p:{k}" for k in plain]
         alpha, lr = params[ALPHA], extras["lr"]

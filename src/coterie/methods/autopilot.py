@@ -234,7 +234,8 @@ class Autopilot(Method):
     @torch.no_grad()
     def stored(self, w: Tree, data: ClientData, names: Sequence[str]) -> Extras:
         """Features of the client's training samples under the global model, and their targets, if a candidate of these
-        needs them."""
+        needs them.
+        """
         needed = any({"near", *HEADS} & CANDIDATES[name].keys() for name in names)
         if not needed or not len(data.train):
             return {}
@@ -255,7 +256,8 @@ class Autopilot(Method):
 
     def fitted(self, w: Tree, store: Extras) -> dict[str, Tree]:
         """Private heads by Nesterov's gradient descent on all stored samples at once, from the global head on. The rate
-        is one over the features' mean square, which suits any body; less where the loss is no likelihood of classes."""
+        is one over the features' mean square, which suits any body; less where the loss is no likelihood of classes.
+        """
         weight, bias = self.ctx.net.head_names
         z, y = store["keys"], store["labels"]
         ones = z.new_ones(len(z), 1)
@@ -300,7 +302,8 @@ class Autopilot(Method):
 
     def combined(self, outputs: Sequence[Tensor], shares: Tensor, temperatures: Tensor, near: bool) -> Tensor:
         """Outputs of a mean of members: of calibrated probabilities, as logarithms, or of the outputs themselves. With
-        `near` the last member is probabilities already."""
+        `near` the last member is probabilities already.
+        """
         if not self.ctx.classes:
             return mixed(list(outputs), shares)
         last = len(outputs) - 1
@@ -330,7 +333,8 @@ class Autopilot(Method):
         self, state: State, w: Tree, prior: Tensor, data: ClientData, names: Sequence[str]
     ) -> tuple[State, dict[str, Tree], Extras]:
         """The choice among these candidates with what it is made by, the members that were asked, and the samples that
-        were stored for them."""
+        were stored for them.
+        """
         task, y = self.ctx.task, data.val.y
         if not len(y):
             at = [self.names.index(n) for n in names]

@@ -117,7 +117,8 @@ class FedFomo(Method):
 
     def deliver(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         """Scoring needs models of others for clients that have never trained, and for all when the mixture, or one more
-        training, is scored too."""
+        training, is scored too.
+        """
         mixes = round > self.ctx.rounds or self.ctx.headline in ("received", "trained")
         return self.down(server, ids if mixes else [i for i in ids if i not in server["bank"]["ids"]], round)
 

@@ -173,7 +173,8 @@ def combination(i: int, vectors: Tensor, variances: Tensor) -> list[float]:
     differences h_i - h_j of vectors [clients, classes, d].
 
     Without the constraint on the sum the problem is least squares with non-negative unknowns, and its solution is the
-    one on the simplex up to a factor."""
+    one on the simplex up to a factor.
+    """
     gaps = (vectors[i] - vectors).flatten(1)
     P = torch.diag(variances) + gaps @ gaps.T
     P = P / P.diagonal().mean().clamp(min=1e-30)

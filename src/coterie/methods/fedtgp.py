@@ -80,7 +80,8 @@ def widest_gap(z: Tensor, y: Tensor, classes: int) -> float:
 
 def slope(net: Tree, z: Tensor, y: Tensor, margin: float) -> Tree:
     """Gradient of the mean cross-entropy over minus the distances of z [batch, d] to the prototypes, plus the margin at
-    the own class. Written out, because it is taken thousands of times on a few small vectors."""
+    the own class. Written out, because it is taken thousands of times on a few small vectors.
+    """
     hidden = run_linear(net, "1", net["embedding"]).relu()
     prototypes = run_linear(net, "2", hidden)
     far = torch.cdist(z, prototypes).clamp(min=EPS)  # [batch, classes]

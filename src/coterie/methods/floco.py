@@ -123,7 +123,8 @@ class Floco(Method):
 
 def placed(updates: Array, corners: int) -> Array:
     """Places [clients, corners] in the simplex, from updates [clients, P]: of the projections of the principal
-    components onto simplices of different sizes, the one with the least Riesz energy (clients spread most evenly)."""
+    components onto simplices of different sizes, the one with the least Riesz energy (clients spread most evenly).
+    """
     n = len(updates)
     points = np.zeros((n, corners))
     m = min(corners, n, updates.shape[1])

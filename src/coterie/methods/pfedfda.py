@@ -173,7 +173,8 @@ def discriminant(means: Tensor, covariance: Tensor, prior: Tensor) -> tuple[Tens
 class Fold:
     """Cross-entropy on one part of the data of mixtures fitted on the other.
 
-    The covariance is linear in its share, so a basis in which both of its ends are diagonal serves all mixtures."""
+    The covariance is linear in its share, so a basis in which both of its ends are diagonal serves all mixtures.
+    """
 
     def __init__(
         self,

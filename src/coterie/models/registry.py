@@ -55,7 +55,8 @@ def build(
     `classes` is the number of its outputs, whatever the task.
 
     With a seed its first values are a function of the seed alone and `initial` leaves them so; an instance keeps the
-    values it has. `dtype` and `vocab` are facts of the data, if known: the type of an item, the number of tokens."""
+    values it has. `dtype` and `vocab` are facts of the data, if known: the type of an item, the number of tokens.
+    """
     shape, name, options = tuple(shape), _name(source), dict(options or {})
     if isinstance(source, str):
         source = _factory(source)

@@ -25,7 +25,8 @@ def choose(
 ) -> tuple[int, bool]:
     """The candidate with the best shrunk score, or the own model where that candidate is behind it; and whether it is.
 
-    `sums` and `prior` [candidates], `errors` [candidates, samples]; the first of equals."""
+    `sums` and `prior` [candidates], `errors` [candidates, samples]; the first of equals.
+    """
     best = int(shrunk(sums, prior, strength).argmax())
     if own is not None and best != own and is_behind(errors[best], errors[own], margin):
         return own, True
@@ -34,7 +35,8 @@ def choose(
 
 def temperatures(logits: Sequence[Tensor], y: Tensor) -> list[float]:
     """For each of these logits [samples, classes] the one of TEMPERATURES that is most likely, 1 being likely
-    beforehand."""
+    beforehand.
+    """
     if not len(y):
         return [1.0] * len(logits)
     t = torch.tensor(TEMPERATURES)

@@ -159,7 +159,8 @@ def best_layer(scores: Tensor) -> Tensor:
 
 def winner(votes: Tensor, mean_scores: Tensor, tie: Tie = "mean_score") -> Tensor:
     """Layer [...] with most votes [..., L]. A tie goes to the smallest mean score, or the layer before the classifier
-    (`fc2`), and then to the deepest of the tied."""
+    (`fc2`), and then to the deepest of the tied.
+    """
     tied = votes == votes.amax(-1, keepdim=True)
     depth = votes.shape[-1]
     if tie == "mean_score":

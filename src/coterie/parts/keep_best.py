@@ -21,7 +21,8 @@ PER_LOSS = 1e-3  # of equally accurate models the one with less loss is better
 @torch.no_grad()
 def score(ctx: Context, params: Tree, split: Split) -> float:
     """How good a model is on these samples: accuracy, then loss; loss alone where there are no classes. One that has
-    diverged is worse than any other."""
+    diverged is worse than any other.
+    """
     outputs = ctx.forward(params, split.x)
     loss = float(ctx.loss_of(outputs, Batch(*split)))
     if not math.isfinite(loss):

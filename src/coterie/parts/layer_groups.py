@@ -5,7 +5,8 @@ from coterie.core.layers import Layout, Names
 
 def last_layers(layout: Layout, count: int) -> Names:
     """Names of the last `count` layers; batch norms between two of them go with the earlier one. Recurrent layers,
-    embeddings and attention count as one layer each; layers that take no part in a prediction go with the body."""
+    embeddings and attention count as one layer each; layers that take no part in a prediction go with the body.
+    """
     weighted = layout.weighted or layout.layers
     if count <= 0:
         return Names()

@@ -7,7 +7,8 @@ from torch import Tensor
 
 def votes(z: Tensor, keys: Tensor, labels: Tensor, k: int, scale: float, classes: int) -> Tensor:
     """Probabilities [batch, classes]: the labels of the k nearest keys [n, d] of z [batch, d], weighed by
-    exp(-distance^2 / (d * scale))."""
+    exp(-distance^2 / (d * scale)).
+    """
     near = torch.cdist(z, keys).square().topk(min(k, len(keys)), largest=False)
     # shifted by the nearest: far from all neighbours the kernel would be zero for each of them
     closeness = torch.softmax(-near.values / (z.shape[1] * scale), 1)

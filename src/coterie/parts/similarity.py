@@ -124,7 +124,7 @@ def unflatten_stack(flat: Tensor, like: Mapping[str, Tensor]) -> Tree:
 
 
 def mix(rows: Tensor, stacked: Mapping[str, Tensor]) -> Tree:
-    """m mixtures of n models: rows [m, n] times the stacked tree [n, ...], as one matrix product."""
+    """M mixtures of n models: rows [m, n] times the stacked tree [n, ...], as one matrix product."""
     flat = flatten_stack(stacked)
     return unflatten_stack(rows.to(flat) @ flat, stacked)
 

@@ -41,7 +41,8 @@ class Difference:
 def differences(values: Floats, seeds: Ints, resamples: int = RESAMPLES) -> list[Difference]:
     """One for each row of values [pairs, n]: a client's accuracy under one method minus its accuracy under the other.
 
-    `seeds` [n] says which seed a column is of. Rows share their resamples, which depend on the sizes alone."""
+    `seeds` [n] says which seed a column is of. Rows share their resamples, which depend on the sizes alone.
+    """
     low, high = np.quantile(resampled(values, seeds, resamples), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], axis=0)
     names = np.unique(seeds)
     means = np.stack([values[:, seeds == s].mean(1) for s in names]).mean(0)
@@ -54,7 +55,8 @@ def differences(values: Floats, seeds: Ints, resamples: int = RESAMPLES) -> list
 
 def resampled(values: Floats, seeds: Ints, resamples: int = RESAMPLES) -> Floats:
     """Means [resamples, pairs] of values [pairs, n]: as many seeds as there are, drawn with replacement, and in each
-    drawn seed as many of its clients, drawn with replacement; mean over clients, then over seeds."""
+    drawn seed as many of its clients, drawn with replacement; mean over clients, then over seeds.
+    """
     order = np.argsort(seeds, kind="stable")
     values = values[:, order]
     sizes = np.unique(seeds, return_counts=True)[1]  # clients per seed

@@ -15,7 +15,7 @@ ON_REQUEST = ("clusters", "received", "edge")  # columns that a table shows when
 
 
 def columns(view: str) -> dict[str, tuple[str, str]]:
-    """column -> (view or key of the summary, statistic). The first is the headline, and the next ones are of it."""
+    """Column -> (view or key of the summary, statistic). The first is the headline, and the next ones are of it."""
     first = {
         view: "last", "worst 10%": "worst10", "std": "std", "pooled": "pooled", "clusters": "clusters",
         "last 10": "last10", "selected": "selected", "best": "best",
@@ -41,7 +41,8 @@ class Comparison:
         also: Sequence[str] = (),
     ):
         """`methods` and `against` are who is held against whom in the arena; empty: as the methods say. `view` is the
-        headline; empty: as the runs say. `also`: columns that are shown only when asked for."""
+        headline; empty: as the runs say. `also`: columns that are shown only when asked for.
+        """
         if not runs:
             raise CoterieError("there is nothing to compare")
         self.view = headline(runs, view)
@@ -70,7 +71,8 @@ class Comparison:
         """One row per method: columns of the metric (mean), their std over seeds (`± ...`), bytes and time per round.
 
         `diverged` counts, of all scored `clients`, those whose personal models give NaN or infinity; where all of them
-        do, there is no value. Further metrics of the task follow, of the headline."""
+        do, there is no value. Further metrics of the task follow, of the headline.
+        """
         rows = {}
         for title in self.titles:
             summaries = [r.summary() for r in self.runs if r.title == title]

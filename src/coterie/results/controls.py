@@ -75,7 +75,8 @@ class Arena:
         resamples: int = RESAMPLES,
     ):
         """`against` names controls, and `methods` what is held against them, by title or method; empty: those that
-        the methods themselves name. `view`: what is scored; empty: the headline of the runs."""
+        the methods themselves name. `view`: what is scored; empty: the headline of the runs.
+        """
         self.group = runs[0].group if runs else ""
         self.metric: Metric = runs[0].metric if runs else Classification.metrics[0]
         self.at: At = at
@@ -199,7 +200,8 @@ class Arena:
 
     def _values(self, row: Row, seed: int) -> pd.DataFrame | None:
         """Score and test samples by client, without newcomers; None (and a sentence) if every model diverged, or the
-        file is damaged."""
+        file is damaged.
+        """
         run = row.runs[seed]
         round = None
         if self.at == "selected":
@@ -242,7 +244,8 @@ class Arena:
 
     def readable(self) -> dict[str, pd.DataFrame]:
         """A small table for each method, headed by its score; accuracies in percent, their differences in
-        points. A positive difference is a gain also where lower is better."""
+        points. A positive difference is a gain also where lower is better.
+        """
         out = {}
         for row in dict.fromkeys(p.row.label for p in self.pairs):
             mine = [p for p in self.pairs if p.row.label == row]

@@ -27,7 +27,8 @@ def find_items(paths: Sequence[Path]) -> list[dict[str, Any]]:
 def find_runs(paths: Sequence[Path], complain: Callable[[str], None] | None = None) -> list[Run]:
     """Runs in these folders, themselves or below them, or those of a paper's item, named and grouped.
 
-    Damaged runs are left out, with a sentence for `complain`; without it the first one is raised."""
+    Damaged runs are left out, with a sentence for `complain`; without it the first one is raised.
+    """
     names: dict[Path, str] = {}
     for item in find_items(paths):
         names |= {(item["at"] / c["run"]).resolve(): c["row"] for c in reversed(item["cells"])}
@@ -103,7 +104,7 @@ def _clients(run: Run) -> str:
 
 
 def _labels(keys: Sequence[str]) -> dict[str, str]:
-    """data and partition, and what else differs among those that share both."""
+    """Data and partition, and what else differs among those that share both."""
     parsed = {k: json.loads(k) for k in keys}
     out = {}
     for alike in _by(keys, lambda k: (parsed[k]["data"], parsed[k]["partition"])).values():

@@ -90,7 +90,8 @@ def sweep(
 ) -> Status:
     """Run every cell to its end, a process each (one cell alone uses all workers itself).
 
-    With `check` a method that cannot run on its data and model is refused before anything is trained."""
+    With `check` a method that cannot run on its data and model is refused before anything is trained.
+    """
     status = Status({c.out: 0 for c in cells}, {c.out: c.rounds for c in cells})
     waiting = []
     for cell in cells:

@@ -77,7 +77,8 @@ def adjusted_rand(found: Sequence[int] | Counts, true: Sequence[int] | Counts) -
 
 def official(run: Run, round: int | None = None, view: str = "personal") -> dict[str, float]:
     """GM, PM(V) and PM(L) of one evaluation (default: the last) of a run made with official = true; view `trained`
-    scores the personal models after one more local training (last round only)."""
+    scores the personal models after one more local training (last round only).
+    """
     z = run.evaluation(round)
     if f"{view}/official/hits" not in z:
         more = " and final_trained = true" if view == "trained" else ""

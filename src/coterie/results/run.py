@@ -90,7 +90,8 @@ class Run:
     def events(self) -> list[dict[str, Any]]:
         """One dictionary per finished round; a last line that a crash cut short is left out.
 
-        Raises if other lines are damaged, so that no number is silently missing from a table."""
+        Raises if other lines are damaged, so that no number is silently missing from a table.
+        """
         log = folder.read_log(self.path / folder.EVENTS)
         saved = max((folder.round_of(p) for p in folder.checkpoints(self.path)), default=-1)
         damage = log.damage
@@ -197,7 +198,8 @@ class Run:
 
     def evaluation(self, round: int | None = None) -> dict[str, np.ndarray]:
         """Raw arrays of one evaluation (default: the last): counts of the task [clients, ...] (hits and total per
-        class), losses [clients]."""
+        class), losses [clients].
+        """
         found = [e for e in self.events if "evaluation" in e and round in (None, e["round"])]
         if not found:
             raise CoterieError(f"{self.path} has no evaluation" + (f" of round {round}" if round is not None else ""))
@@ -235,14 +237,16 @@ class Run:
 
     def predict(self, client: int | str, x: Any, y: Any = None) -> Predictions:
         """What the client's model says about raw items, prepared as the run prepares its data; with targets y also the
-        task's metrics."""
+        task's metrics.
+        """
         from coterie.export.run_models import predictor
 
         return predictor(self, client).predict(x, y)
 
     def welcome(self, x: Any, y: Any = None, x_test: Any = None, y_test: Any = None, name: str = "stranger") -> Welcome:
         """A personal model for somebody who was not there, from raw samples of their own: labelled ones, few or many,
-        or none. The run stays as it is."""
+        or none. The run stays as it is.
+        """
         from coterie.export.newcomers import welcome
 
         return welcome(self, x, y, x_test, y_test, name)

@@ -207,7 +207,8 @@ def make_trials(
     **fixed: Any,
 ) -> list[Trial]:
     """Every combination of the settings that a method has. Settings of the run and the federation are for all methods,
-    others for those that have them, `method.setting` for that one."""
+    others for those that have them, `method.setting` for that one.
+    """
     if not methods:
         raise CoterieError("name at least one method to tune")
     names = [m if isinstance(m, str) else m.__name__ for m in methods if method_class(m)]
@@ -357,7 +358,8 @@ def _proposed(
 ) -> list[int]:
     """Trials that Optuna's sampler proposes, a few at a time, knowing how the ones before did in their first rounds.
 
-    The same seed and values give the same proposals, so a killed search proposes the same again."""
+    The same seed and values give the same proposals, so a killed search proposes the same again.
+    """
     try:
         import optuna
     except ImportError:

@@ -1,5 +1,6 @@
 """From the rounds of one run to the numbers of a table. Accuracies are shares, not percent; which of two rounds is
-better, the metric of the task says."""
+better, the metric of the task says.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -46,7 +46,8 @@ class Runtime(ABC):
     def keep(self, round: int, clients: Sequence[ClientId], left_out: Mapping[ClientId, str]) -> None:
         """The round has taken the answers of these clients: their new states count, those of others are dropped.
 
-        `left_out`: who was asked and is not among them, and why."""
+        `left_out`: who was asked and is not among them, and why.
+        """
 
     @abstractmethod
     def save(self) -> Index:

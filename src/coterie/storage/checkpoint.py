@@ -45,7 +45,8 @@ def resume(
 ) -> tuple[Checkpoint | None, list[str]]:
     """Go back to the newest sound checkpoint, or to that of `from_round`; and a sentence for each that was not.
 
-    Without one, the run starts again from its first round."""
+    Without one, the run starts again from its first round.
+    """
     complaints: list[str] = []
     paths = checkpoints(folder.path)
     if from_round is not None:

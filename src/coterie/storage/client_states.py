@@ -35,7 +35,8 @@ class ClientStates:
     """Files `clients/<thousand>/<client>-<round>.state`, one per client and version.
 
     A version is deleted only when no kept checkpoint refers to it. In memory mode files are written when a checkpoint
-    is made, in disk mode at once."""
+    is made, in disk mode at once.
+    """
 
     def __init__(self, folder: Path, clients: int, disk: bool):
         self.folder, self.disk = folder / "clients", disk
@@ -92,7 +93,8 @@ class ClientStates:
     def restore(self, index: Index | None, older: Sequence[Index] = ()) -> None:
         """Go back to an index (None: to the start); raises if one of its states is missing or damaged.
 
-        `older`: indexes of other checkpoints that are kept. Files that none of them names are deleted."""
+        `older`: indexes of other checkpoints that are kept. Files that none of them names are deleted.
+        """
         n = len(self._version)
         if index is None:
             index = Index(torch.full((n,), -1, dtype=torch.int64), torch.zeros(n, dtype=torch.int64))

@@ -97,7 +97,8 @@ class Folder:
         """Continue both logs from the given lengths: what a crash left behind them is cut off.
 
         Raises if events or evaluations before that are damaged: they must be computed again. Where
-        that is impossible, `complain` gets the sentences, and what is damaged is taken out."""
+        that is impossible, `complain` gets the sentences, and what is damaged is taken out.
+        """
         log = read_log(self.path / EVENTS, events_at)
         damage = [*([log.damage] if log.damage else []), *evaluation_damage(self.path, log.rows)]
         if damage and complain is None:
@@ -144,7 +145,8 @@ class Folder:
     def write_checkpoint(self, round: int, blob: disk.Blob) -> list[int]:
         """Write it atomically, drop all but the last `keep`, return the rounds that are kept.
 
-        Everything this folder wrote before survives a power cut together with it."""
+        Everything this folder wrote before survives a power cut together with it.
+        """
         for f in (self._events, self._timing):
             if f is not None:
                 os.fsync(f.fileno())
@@ -243,7 +245,8 @@ def read_log(path: Path, length: int | None = None) -> Log:
 def more_log(path: Path, before: Log, at: int) -> tuple[Log, int]:
     """What `read_log` gives, for somebody who has read the first `at` bytes already: only the rest is read.
 
-    A file that is shorter than that, or does not go on from there, is read from its start."""
+    A file that is shorter than that, or does not go on from there, is read from its start.
+    """
     size = path.stat().st_size if path.exists() else 0
     if at and not before.damage and size >= at:
         with path.open("rb") as f:

@@ -243,7 +243,8 @@ class Clients:
     def _official(self, model: Model, scores: dict[str, Score], same: bool, whole: Tree | None) -> Tree | None:
         """Adds the personal model's score on the official test part, unless it is the global model (scored once).
 
-        Where there is no global model, the personal model itself is returned, for the mean of all."""
+        Where there is no global model, the personal model itself is returned, for the mean of all.
+        """
         split = self.federation.official()
         assert split is not None
         if not same:

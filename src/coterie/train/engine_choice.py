@@ -69,7 +69,8 @@ def choose(clients: Clients, asked: Asked) -> Choice:
 
 def _timed(clients: Clients) -> tuple[int, float, float, float, dict[int, str]]:
     """The round that was tried, seconds for one epoch of a few clients (one by one, stacked, half of them stacked), and
-    why phases cannot be stacked."""
+    why phases cannot be stacked.
+    """
     ctx = clients.method.ctx
     t, starts = _first_training(clients)
     phases = [_short(p) for p in clients.method.phases(t)]

@@ -43,7 +43,8 @@ class Scorer:
     """Scores of many cases: those with the very same model in one pass over all their samples, others stacked by vmap.
 
     Logits agree with those of `score` to rounding, as stacked training does. What vmap cannot follow, and models with
-    convolutions (which stacked would miss their native code), are scored one by one."""
+    convolutions (which stacked would miss their native code), are scored one by one.
+    """
 
     def __init__(self, method: Method):
         self.method = method

@@ -37,7 +37,8 @@ def train(
 ) -> tuple[Tree, Extras, Effort]:
     """Local training on a clone of `params`; `share` < 1 is a straggler that does fewer epochs (at least one).
 
-    `memory` is what the optimisers remember from one local training to the next, renewed in place; None: nothing."""
+    `memory` is what the optimisers remember from one local training to the next, renewed in place; None: nothing.
+    """
     params = T.clone(params)
     # dropout and other noise inside the model; torch.manual_seed would also format a stack trace for absent GPUs
     torch.default_generator.manual_seed(key(ctx.seed, "noise", round, data.client))
@@ -64,7 +65,8 @@ def run_phase(
 ) -> tuple[Tree, Extras, int, int, Tensor]:
     """One phase of one client, in training mode: its tree (moved in place), extras, steps, samples and summed loss.
 
-    Only what is trained requires a gradient, so nothing else can move."""
+    Only what is trained requires a gradient, so nothing else can move.
+    """
     if phase.update is not None:
         params, steps, seen = _updates(ctx, phase, params, extras, data, round, share)
         return params, extras, steps, seen, torch.zeros(())

@@ -69,7 +69,8 @@ class Asking:
 
     def edges(self, nodes: Iterable[str]) -> Answers:
         """The hellos of edges, which wait for nobody themselves. One that did not answer is asked again without waiting
-        for it, until it does or was gone meanwhile."""
+        for it, until it does or was gone meanwhile.
+        """
         nodes = set(nodes)
         self._silent &= nodes
         self._late.gone(nodes)

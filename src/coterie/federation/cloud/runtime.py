@@ -130,7 +130,8 @@ class FlowerRuntime(Runtime):
     def settled(self, plan: RoundPlan, result: RoundResult) -> bool:
         """Count refusals, and see whether enough of the clients that were asked count for the round.
 
-        Uploads with NaN count as answers: asked again, their senders would answer the same."""
+        Uploads with NaN count as answers: asked again, their senders would answer the same.
+        """
         t = plan.round
         behind = {i for answer in self._found.merged.values() for i in answer.senders}  # their edge may be to blame
         for client, reason in sorted(result.refused.items()):

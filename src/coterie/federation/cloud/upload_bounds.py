@@ -61,7 +61,8 @@ def judge(
 def judge_uploads(sent: Mapping[int, Tree], uploads: Mapping[int, Tree], factor: float, memory: Memory) -> Judged:
     """Refuse uploads larger than `factor` times what is usual (0: none).
 
-    Uploads with NaN or infinity are left to the schema, which knows where NaN is allowed."""
+    Uploads with NaN or infinity are left to the schema, which knows where NaN is allowed.
+    """
     found = {i: sizes(upload, sent[i]) for i, upload in sorted(uploads.items())}
     floors = {i: sizes(sent[i], {}) for i in found}
     entries = {k for each in found.values() for k in each}

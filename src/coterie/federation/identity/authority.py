@@ -472,7 +472,7 @@ def _sha256() -> Any:
 
 
 def _crypto() -> tuple[Any, Any, Any]:
-    """cryptography comes with the extra `flower`; nothing else here needs it."""
+    """Cryptography comes with the extra `flower`; nothing else here needs it."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization

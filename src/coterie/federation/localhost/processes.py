@@ -122,7 +122,8 @@ def die_with_parent(every: float = 0.5) -> None:
 def owner_only(folder: Path) -> None:
     """Files that this process and its children make from now on, and what is in the folder, are for their owner alone.
 
-    Logs, events, models and checkpoints all tell something about clients."""
+    Logs, events, models and checkpoints all tell something about clients.
+    """
     os.umask(0o077)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -194,7 +194,8 @@ class Allow:
     def check_session(self, session: Session, samples: int | None) -> None:
         """Refuse what is known only once method and model are built: the model that nobody named, what is sent.
 
-        `samples` are those of training here; an edge has none."""
+        `samples` are those of training here; an edge has none.
+        """
         if session.settings.model in (None, WITH_NORM):
             self._check_model(str(session.model_of(0)))
         method = session.method

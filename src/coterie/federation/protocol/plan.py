@@ -158,7 +158,8 @@ class Plan(BaseModel):
 def source(method: type[Method]) -> str:
     """Digest of the code of a method and its bases as installed here, with the folders and parts it is made of.
 
-    Parts that it does not import are left out: another version of the package may have changed them."""
+    Parts that it does not import are left out: another version of the package may have changed them.
+    """
     files: set[Path] = set()
     found = hashlib.sha256()
     for cls in method.__mro__:

@@ -565,7 +565,7 @@ class _Shown:
         return self._made
 
     def renewed(self) -> Any:
-        """gRPC asks at every handshake; None: nothing has changed."""
+        """GRPC asks at every handshake; None: nothing has changed."""
         with self._lock:
             try:
                 files = tuple(p.stat().st_mtime_ns for p in (self.certs.server, self.certs.server_key))

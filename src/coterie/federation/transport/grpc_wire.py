@@ -221,7 +221,8 @@ _guard = threading.Lock()
 
 def no_farewell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Errors of callbacks are logged, but for two that mean nothing: when its last server or client ends, gRPC closes
-    the queue that the loop still listens to, and what was waited for is left."""
+    the queue that the loop still listens to, and what was waited for is left.
+    """
     e = context.get("exception")
     closed = isinstance(e, OSError) and e.errno == errno.EBADF
     if not closed and not str(context.get("message")).startswith("Task was destroyed"):

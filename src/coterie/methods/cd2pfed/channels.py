@@ -77,7 +77,8 @@ def divided(net: Net, private: Mapping[str, Tensor]) -> bool:
 
 def sub_net(net: Net, params: Mapping[str, Tensor], keep: Mapping[str, Tensor]) -> Tree:
     """The model with other channels silenced: their outputs are 0, so they reach nothing (for activations with
-    f(0) = 0). Batch-norm statistics are clones, so that a pass moves none; what has no channels serves both."""
+    f(0) = 0). Batch-norm statistics are clones, so that a pass moves none; what has no channels serves both.
+    """
     stats = net.layout.group("bn_stats")
     silenced = {k: v * keep[k] for k, v in params.items() if k in keep and split_axis(net, k) is not None}
     return {**params, **silenced, **{k: params[k].clone() for k in stats}}

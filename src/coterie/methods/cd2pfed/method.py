@@ -104,7 +104,7 @@ class CD2pFed(Method):
         return ce + self.hp.distil * mutual_kl(one, other, batch.weight)
 
     def average(self, params: Tree, extras: Extras, data: ClientData) -> tuple[Tree, Extras]:
-        """b w_new + (1 - b) w_previous after each epoch; batch-norm statistics are left alone."""
+        """B w_new + (1 - b) w_previous after each epoch; batch-norm statistics are left alone."""
         if extras["blend"] >= 1:
             return params, extras
         old, moved = extras["previous"], self.ctx.net.trainable

@@ -34,7 +34,8 @@ AGGREGATED = "x:aggregated"  # ids of T_e, the devices in an edge's mean
 
 class ECSFL(EdgeMethod):
     """Server state: w; selected, how often each device was aggregated, in the order of ids; alone, the device that was
-    aggregated alone in the last round, or -1."""
+    aggregated alone in the last round, or -1.
+    """
 
     Settings = ECSFLSettings
     hp: ECSFLSettings

@@ -44,7 +44,8 @@ IDS = "x:ids"  # of a cluster server: who took part
 class FedCPMD(EdgeMethod):
     """Server state: w, the body; votes and samples of the clients that voted; layer, client to personal layer, None in
     phase 1; distance, the one whose votes decided; trained, who has trained in phase 2; phi, the clusters' mean and
-    deviation of Phi for the log."""
+    deviation of Phi for the log.
+    """
 
     Settings = FedCPMDSettings
     hp: FedCPMDSettings

@@ -112,7 +112,8 @@ def renewed(
     state: State, start: Tree, bodies: Sequence[Tree], mean: Tensor, rows: Mapping[ClientId, Tensor], how: Unsampled
 ) -> State:
     """The state after a round with these participants' bodies: `rows` are the weights of the members to be mixed by
-    similarity, `mean` those of all others. Under `keep` the others stay where they were, so bodies are made now."""
+    similarity, `mean` those of all others. Under `keep` the others stay where they were, so bodies are made now.
+    """
     stacked = T.stack(bodies)
     if how != "keep":
         return {**state, "bodies": stacked, "mean": mean, "rows": dict(rows)}

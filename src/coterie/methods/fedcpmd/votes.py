@@ -67,7 +67,8 @@ def check_candidates(layout: Layout, which: str | Sequence[str]) -> None:
 @torch.no_grad()
 def layer_outputs(net: Net, params: Tree, x: Tensor, layers: Sequence[str]) -> list[Tensor]:
     """o_0, o_1 ... o_L [n, d]: what enters the first of `layers`, then what each of them hands to the next layer with
-    weights (so after the activation), raw logits for the last of the model."""
+    weights (so after the activation), raw logits for the last of the model.
+    """
     order = _weighted(net.layout)
     after = dict(zip(order, [*order[1:], None], strict=True))
     taps = [layers[0], *(after[name] for name in layers)]

@@ -25,7 +25,7 @@ def head_of(ctx: Context, tree: Tree) -> Tree:
 
 # ---- client ----------------------------------------------------------------------------------------------------------
 def label_shares(counts: Tensor) -> Tensor:
-    """q [labels] that sums to 1."""
+    """Q [labels] that sums to 1."""
     total = counts.sum()
     if not total > 0:
         raise CoterieError("label shares need at least one training sample.")

@@ -146,7 +146,7 @@ class FedGMH(Method):
         return None if q is None else mix_heads(sent, q)
 
     def _shares(self, state: State, data: ClientData) -> Tensor | None:
-        """q over the received heads; None if the client has lost all of the labels it is sent heads for."""
+        """Q over the received heads; None if the client has lost all of the labels it is sent heads for."""
         if self.hp.heads == "one":
             return torch.ones(1)
         n = data.label_counts[state["labels"].long()] if self.opening() else data.label_counts

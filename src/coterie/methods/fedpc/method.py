@@ -45,7 +45,8 @@ from coterie.parts.similarity import mix
 
 class FedPC(EdgeMethod):
     """Server state: groups, client to group, empty until round 0 is answered; largest, the largest group; of each
-    group body [j, ...], value [j, classes, d] and mask [j, classes]; rho [j, j], by which they were mixed last."""
+    group body [j, ...], value [j, classes, d] and mask [j, classes]; rho [j, j], by which they were mixed last.
+    """
 
     Settings = FedPCSettings
     hp: FedPCSettings
@@ -146,7 +147,7 @@ class FedPC(EdgeMethod):
         return [Phase(super().loss, epochs=self.hp.warmup_epochs)] if self.hp.warmup_epochs else []
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        """alpha * cross-entropy + gamma * pull towards the prototypes: equation (3)."""
+        """Alpha * cross-entropy + gamma * pull towards the prototypes: equation (3)."""
         hp = self.hp
         logits, z = P.logits_and_features(self.ctx, params, batch.x, hp.feature)
         ce = cross_entropy(logits, batch)
@@ -222,7 +223,7 @@ class FedPC(EdgeMethod):
         return {**server, "rho": rho, "body": mix(rho, body), "value": new.value, "mask": new.mask}
 
     def group_weights(self, sets: Prototypes) -> Tensor:
-        """rho [j, j]: by similarity, 1/J everywhere, or the identity."""
+        """Rho [j, j]: by similarity, 1/J everywhere, or the identity."""
         J = len(sets.mask)
         if self.hp.inter == "adaptive":
             return group_weights(sets, self.hp.sim_map)

@@ -13,7 +13,7 @@ GroupMap = Literal["clip", "shift01", "softmax"]
 
 
 def group_weights(prototypes: Prototypes, sim_map: GroupMap = "clip") -> Tensor:
-    """rho [j, j], equation (6), rows that sum to 1: how much of group q enters group j; no common class, no mixing."""
+    """Rho [j, j], equation (6), rows that sum to 1: how much of group q enters group j; no common class, no mixing."""
     cos, common = group_cosine(prototypes)
     if sim_map == "softmax":
         return softmax_rows(cos, known=common)

@@ -80,7 +80,8 @@ def unpack_all(trees: Sequence[Mapping[str, Tensor]], classes: int, width: int) 
 
 def group_mean(trees: Sequence[Mapping[str, Tensor]], classes: int, width: int, by_counts: bool) -> Tree:
     """One payload of several, equation (5): each class is the mean over those that hold it, equally or by counts, which
-    add up."""
+    add up.
+    """
     value, mask = unpack_all(trees, classes, width)
     nothing = torch.zeros(classes, dtype=torch.int64)
     n = torch.stack([nothing.index_copy(0, t[IDS].long(), t[COUNTS].long()) for t in trees])  # [n, classes]

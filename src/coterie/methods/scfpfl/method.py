@@ -149,7 +149,8 @@ class SCFPFL(EdgeMethod):
 
     def judged(self, edge: Tree, own: Tree, data: ClientData) -> Extras:
         """lost: does the own model know what the edge's does not, by validation data? Only then is it a teacher. What a
-        teacher that does not train says about the training samples is asked here, once."""
+        teacher that does not train says about the training samples is asked here, once.
+        """
         lost, val = True, {}
         if self.hp.kl_when == "own_better":
             val = {"edge": accuracy(self.ctx, edge, data.val), "own": accuracy(self.ctx, own, data.val)}
@@ -170,7 +171,8 @@ class SCFPFL(EdgeMethod):
     def relearn(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         """Of the agent: cross-entropy and KL(own || agent), equations (10) and (11).
 
-        A teacher that trains too is asked in every step, as it is then; any other one was asked before."""
+        A teacher that trains too is asked in every step, as it is then; any other one was asked before.
+        """
         logits = self.ctx.forward(params, batch.x)
         loss, teacher, share = cross_entropy(logits, batch), batch.beside, self.hp.kl_weight
         if self.trains_own and share:
@@ -188,7 +190,8 @@ class SCFPFL(EdgeMethod):
     def accept(self, agent: Tree, own: Tree, extras: Extras, data: ClientData) -> tuple[Tree, dict[str, float]]:
         """Who takes over, by validation data; `own` has trained if the settings say so.
 
-        The agent if it is good enough, or whoever is best (in doubt the agent, then the edge)."""
+        The agent if it is good enough, or whoever is best (in doubt the agent, then the edge).
+        """
         rival = own if self.hp.local_train_each_round else extras["own"]
         trees = {"agent": agent, "edge": extras["edge"], "own": rival}
         known: dict[str, float] = {} if rival is own and self.trains_own else extras.get("val", {})

@@ -109,7 +109,7 @@ def winners(comparison: Comparison) -> dict[str, list[str]]:
 
 
 def gained(comparison: Comparison) -> dict[str, list[tuple[int, int, float]]]:
-    """title -> (seed, client, what it gains against Local-Only), over all seeds that have both."""
+    """Title -> (seed, client, what it gains against Local-Only), over all seeds that have both."""
     base = local_title(comparison)
     if base is None:
         return {}
@@ -217,7 +217,7 @@ def _unit(metric: Metric) -> str:
 
 
 def lines(comparison: Comparison) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """view -> method -> rounds, mean and spread over seeds, cumulative megabytes."""
+    """View -> method -> rounds, mean and spread over seeds, cumulative megabytes."""
     out: dict[str, dict[str, dict[str, list[float]]]] = {}
     scale = comparison.metric.scale
     for view in dict.fromkeys((f"{comparison.view}/test/mean", *VIEWS)):  # the headline first
@@ -243,7 +243,7 @@ def lines(comparison: Comparison) -> dict[str, dict[str, dict[str, list[float]]]
 
 
 def costs(comparison: Comparison) -> dict[str, dict[str, float]]:
-    """method -> megabytes sent in all and the last metric of personal models, means over seeds."""
+    """Method -> megabytes sent in all and the last metric of personal models, means over seeds."""
     out = {}
     for title in comparison.titles:
         found = [s for r in comparison.runs if r.title == title and "personal" in (s := r.summary())]
@@ -256,7 +256,7 @@ def costs(comparison: Comparison) -> dict[str, dict[str, float]]:
 
 
 def clients(comparison: Comparison) -> dict[str, Any]:
-    """seed -> every client's samples, test labels if there are classes, metric by method and its course over rounds."""
+    """Seed -> every client's samples, test labels if there are classes, metric by method and its course over rounds."""
     seeds = sorted({r.settings["seed"] for r in comparison.runs})
     kept = _kept_rounds(comparison, seeds)
     out = {}
@@ -330,7 +330,7 @@ def _course(run: Run, rounds: Sequence[int], place: dict[int, int]) -> dict[str,
 
 
 def clusters(comparison: Comparison) -> dict[str, Any]:
-    """method -> who is with whom at the end, of the first seed; methods without clusters are left out."""
+    """Method -> who is with whom at the end, of the first seed; methods without clusters are left out."""
     seed = min(r.settings["seed"] for r in comparison.runs)
     out = {}
     for r in comparison.runs:

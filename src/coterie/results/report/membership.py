@@ -21,7 +21,7 @@ def kind(run: Run) -> str:
 
 
 def found(run: Run) -> dict[str, list[int]]:
-    """name -> clients; empty if the method makes no clusters or does not say which."""
+    """Name -> clients; empty if the method makes no clusters or does not say which."""
     of = _from_events(run) or _from_checkpoint(run)
     if not of and has_edges(run):
         of = _from_method(run)

@@ -77,7 +77,8 @@ def write(
     """The report of all runs found under `paths`, and of the papers' items written there.
 
     Damaged runs are left out and named, on the page and to `complain`. `command` is what a person typed for it, `view`
-    the headline, and `also` columns that are shown only when asked for."""
+    the headline, and `also` columns that are shown only when asked for.
+    """
     damaged: list[str] = []
     runs = [r for r in find_runs(paths, damaged.append) if r.events]
     if not runs:

@@ -72,7 +72,8 @@ def conv_block(
 ) -> Tensor:
     """relu(max_pool2d(batch_norm(conv2d(x, weight, bias)), 2)); no batch norm if neither gamma nor statistics come.
 
-    Running statistics move in place when training, as in F.batch_norm."""
+    Running statistics move in place when training, as in F.batch_norm.
+    """
     args = (x, weight, bias, gamma, beta, running_mean, running_var, training, momentum, eps, padding)
     if enabled() and eligible(*args) and (kernel := _kernel or _load()) is not None:
         return kernel(*args)

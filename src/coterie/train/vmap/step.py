@@ -28,7 +28,8 @@ class UnstackableError(Exception):
 @contextmanager
 def truly_batched() -> Iterator[None]:
     """Refuses operations that vmap knows only one by one (recurrent layers, fused attention), at thirty times the time
-    of a loop and with a warning for each call."""
+    of a loop and with a warning for each call.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*batching rule")
         yield
@@ -119,7 +120,8 @@ class Recipe:
 
     def stacked(self, *flat: Tensor) -> tuple[Tensor, ...]:
         """All clients: entries [clients, ...] as `_one` reads them, then weight, x, y, perhaps what is beside
-        them, lr and the step's number."""
+        them, lr and the step's number.
+        """
         *columns, lr, count = flat
         one = functools.partial(self._one, lr, count)
         out: tuple[Tensor, ...] = torch.vmap(one, randomness="error")(*columns)

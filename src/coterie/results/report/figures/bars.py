@@ -78,8 +78,9 @@ def position(run: Run, axis: str) -> float:
 
 
 def over_axis(runs: Sequence[Run], axis: str, value: Value = headline) -> dict[str, dict[str, pd.DataFrame]]:
-    """panel -> line -> mean and std (accuracies in percent) by the setting's value; a panel is a data set, a line a
-    method."""
+    """Panel -> line -> mean and std (accuracies in percent) by the setting's value; a panel is a data set, a line a
+    method.
+    """
     out: dict[str, dict[str, pd.DataFrame]] = {}
     for panel in dict.fromkeys(str(r.settings["data"]) for r in runs):
         mine = [r for r in runs if r.settings["data"] == panel]

@@ -14,7 +14,8 @@ from coterie.results.run import Run
 def arena(runs: Sequence[Run], score: str = "", against: Sequence[str] = ()) -> Figure:
     """A forest plot: one line per method and control, the difference in points and its 95 % interval.
 
-    One panel for each method and group of clients."""
+    One panel for each method and group of clients.
+    """
     panels = [
         (a.group, label, [p for p in a.pairs if p.row.label == label])
         for a in arenas(runs, against, score)

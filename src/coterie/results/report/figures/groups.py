@@ -28,7 +28,7 @@ def facts(run: Run, name: str) -> Any:
 
 
 def layer_of(run: Run) -> dict[int, str]:
-    """client -> the layer it keeps, where clients keep different ones."""
+    """Client -> the layer it keeps, where clients keep different ones."""
     found = facts(run, "layer")
     if not isinstance(found, Mapping):
         raise CoterieError(f"{run.title} does not let clients choose a layer, so {run.path} has no layer map")
@@ -36,7 +36,7 @@ def layer_of(run: Run) -> dict[int, str]:
 
 
 def agreement(choices: Sequence[Mapping[int, str]], truth: Mapping[int, str] | None = None) -> dict[int, int]:
-    """client -> how many of the choices are the truth's, or, without one, the most frequent of them."""
+    """Client -> how many of the choices are the truth's, or, without one, the most frequent of them."""
     clients = sorted(set.intersection(*(set(c) for c in choices)))
     out = {}
     for i in clients:
@@ -120,7 +120,7 @@ def _bare(axes: Any, title: str, down: int, across: int) -> None:
 
 
 def cluster_sizes(run: Run) -> dict[str, int]:
-    """name of a cluster -> clients in it, from what the method tells the log; empty if it tells nothing."""
+    """Name of a cluster -> clients in it, from what the method tells the log; empty if it tells nothing."""
     for name in ("clusters", "sizes", "picked"):
         found = facts(run, name)
         if isinstance(found, Mapping) and found:
@@ -172,7 +172,7 @@ def _with_seed(run: Run, among: Sequence[Run]) -> str:
 
 
 def members(run: Run) -> dict[int, int]:
-    """client -> cluster at the newest checkpoint; everybody in one if the method has none."""
+    """Client -> cluster at the newest checkpoint; everybody in one if the method has none."""
     session = run.session()
     method = session.method
     server = newest(run.path, type(method).__name__).server
