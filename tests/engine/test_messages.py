@@ -21,8 +21,8 @@ from coterie.engine.messages import (
     ScoreAnswer,
     ScoreRequest,
     TrainAnswer,
-    Trained,
     TrainRequest,
+    TrainResult,
     check,
     check_score,
 )
@@ -50,7 +50,7 @@ MESSAGES = {
         SCORE, TRAIN, ANSWER, EDGE, SCHEMA, INDEX, SCORING, SCHEMA.entries["ids"], EDGE.download,
         MERGE, MERGED, HELLO, WIRE,
         ScoreAnswer(1, {"personal/test": SCORE, "global/val": SCORE}, 12, W),
-        Beside(3), Job(TRAIN, {"own": W}), Trained(ANSWER, {"own": W}), Upload(W, {"a": 1.0}, 3, 12),
+        Beside(3), Job(TRAIN, {"own": W}), TrainResult(ANSWER, {"own": W}), Upload(W, {"a": 1.0}, 3, 12),
         checkpoint.Checkpoint(5, "FedAvg", {"w": W}, {2: {}}, INDEX, {"edge-cloud": {"up": {"model": 3}}}, 100, 50),
         hosts.PlanText("{}"), hosts.RunOver("run", 8), hosts.Common(W, None),
         hosts.Attached({"a": HELLO, "b": hosts.Hello(3, 0)}, {"c": "no"}),

@@ -149,7 +149,7 @@ class Job:
 
 @register
 @dataclass(frozen=True)
-class Trained:
+class TrainResult:
     """An answer with the client's new state, which stays with the runtime."""
 
     answer: TrainAnswer

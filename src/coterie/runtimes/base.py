@@ -14,8 +14,8 @@ from coterie.engine.messages import (
     ScoreAnswer,
     ScoreRequest,
     TrainAnswer,
-    Trained,
     TrainRequest,
+    TrainResult,
 )
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult
 from coterie.storage.client_states import ClientStates, Index
@@ -107,7 +107,7 @@ class Simulation(Runtime):
         self._pending: dict[ClientId, State | Remote] = {}
 
     @abstractmethod
-    def _train(self, jobs: Sequence[Job]) -> list[Trained]:
+    def _train(self, jobs: Sequence[Job]) -> list[TrainResult]:
         """In any order."""
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from coterie.engine.codec import clone
-from coterie.engine.messages import Job, ScoreAnswer, Trained
+from coterie.engine.messages import Job, ScoreAnswer, TrainResult
 from coterie.runtimes.base import Cost, Simulation
 from coterie.storage.client_states import ClientStates
 from coterie.train.clients import Clients
@@ -14,7 +14,7 @@ class Inline(Simulation):
         super().__init__(clients.method, states, cost)
         self.clients = clients
 
-    def _train(self, jobs: Sequence[Job]) -> list[Trained]:
+    def _train(self, jobs: Sequence[Job]) -> list[TrainResult]:
         ordered = [job for heap in self._balanced(jobs, 1) for job in heap]
         return list(clone(self.clients.train(clone(ordered))))
 

@@ -23,7 +23,7 @@ import torch
 
 from coterie.core.method import State
 from coterie.engine.codec import Value, pack, register, unpack
-from coterie.engine.messages import Job, Remote, ScoreAnswer, Trained
+from coterie.engine.messages import Job, Remote, ScoreAnswer, TrainResult
 from coterie.errors import CoterieError
 from coterie.runtimes.base import Cost, Simulation
 from coterie.storage.client_states import ClientStates, StateLostError
@@ -72,7 +72,7 @@ class Actor:
             ]
             done: list[Any] = list(self.clients.train(ready) if what == "train" else self.clients.score(ready))
             for i, answer in enumerate(done):
-                if isinstance(answer, Trained) and answer.state:
+                if isinstance(answer, TrainResult) and answer.state:
                     left[i] = _packed(answer.state)
                     done[i] = replace(answer, state=Beside(i))
             reply: Reply = ("r", _packed(done))
@@ -141,7 +141,7 @@ class RayRuntime(Simulation):
             self.close()
             raise
 
-    def _train(self, jobs: Sequence[Job]) -> list[Trained]:
+    def _train(self, jobs: Sequence[Job]) -> list[TrainResult]:
         return self._spread("train", jobs)
 
     def _score(self, jobs: Sequence[Job]) -> list[ScoreAnswer]:
@@ -201,7 +201,7 @@ class RayRuntime(Simulation):
     def _with_states(self, answers: list[Any], states: list[Any]) -> list[Any]:
         """States that stayed on the machines that computed them become references to them."""
         return [
-            replace(a, state=Held(self.ray, ref)) if isinstance(a, Trained) and isinstance(a.state, Beside) else a
+            replace(a, state=Held(self.ray, ref)) if isinstance(a, TrainResult) and isinstance(a.state, Beside) else a
             for a, ref in zip(answers, states, strict=True)
         ]
 

@@ -14,7 +14,7 @@ import torch
 
 from coterie.engine import codec
 from coterie.engine.codec import Value
-from coterie.engine.messages import Job, ScoreAnswer, Trained
+from coterie.engine.messages import Job, ScoreAnswer, TrainResult
 from coterie.errors import CoterieError
 from coterie.runtimes.base import Cost, Simulation
 from coterie.storage.client_states import ClientStates
@@ -70,7 +70,7 @@ class Workers(Simulation):
         self._arenas = [(Arena(), Arena()) for _ in range(workers)]
         self._members = [self._start(i) for i in range(workers)]
 
-    def _train(self, jobs: Sequence[Job]) -> list[Trained]:
+    def _train(self, jobs: Sequence[Job]) -> list[TrainResult]:
         return self._spread("train", jobs)
 
     def _score(self, jobs: Sequence[Job]) -> list[ScoreAnswer]:

@@ -11,7 +11,16 @@ from coterie.core import tree as T
 from coterie.core.method import Batch, ClientData, ClientId, Extras, Method, Phase, Split, State
 from coterie.core.tree import Tree
 from coterie.data.federation import Federation
-from coterie.engine.messages import Job, Remote, Score, ScoreAnswer, ScoreRequest, TrainAnswer, Trained, TrainRequest
+from coterie.engine.messages import (
+    Job,
+    Remote,
+    Score,
+    ScoreAnswer,
+    ScoreRequest,
+    TrainAnswer,
+    TrainRequest,
+    TrainResult,
+)
 from coterie.errors import CoterieError
 from coterie.train.optimisers import Optimiser
 from coterie.train.scoring import TOGETHER, Case, Scorer, score
@@ -49,7 +58,7 @@ class Clients:
     def _scorer(self) -> Scorer:
         return Scorer(self.method)
 
-    def train(self, jobs: Sequence[Job]) -> list[Trained]:
+    def train(self, jobs: Sequence[Job]) -> list[TrainResult]:
         """Local training of these clients, in the order of the jobs."""
         if self.others:
             return [done for j in jobs for done in self._of(j.request.client)._train([j])]
@@ -115,7 +124,7 @@ class Clients:
         return [score(self.method, *case, shared=shared) for case in cases]
 
     # ---- a round -------------------------------------------------------------------------------------------------
-    def _train(self, jobs: Sequence[Job]) -> list[Trained]:
+    def _train(self, jobs: Sequence[Job]) -> list[TrainResult]:
         with self._named("training", jobs):
             method = self.method
             requests = [_train_request(j) for j in jobs]
@@ -140,7 +149,7 @@ class Clients:
                     requests[i].client, upload, note, len(opened[i].data.train), efforts[i].steps, efforts[i].loss,
                     before[i], after[i], update,
                 )  # fmt: skip
-                out.append(Trained(answer, kept))
+                out.append(TrainResult(answer, kept))
             return out
 
     def _watched(self, watch: bool, models: Sequence[Model], opened: Sequence[Opened]) -> Sequence[Score | None]:
