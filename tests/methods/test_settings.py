@@ -4,7 +4,8 @@ import pytest
 
 from coterie.config import Engine, RunSettings
 from coterie.data.settings import PartitionSettings
-from coterie.methods import find, known
+from coterie.errors import CoterieError
+from coterie.methods import build, find, known
 
 
 @pytest.mark.parametrize("name", known())
@@ -12,3 +13,12 @@ def test_no_setting_of_a_method_has_the_name_of_another_setting(name: str) -> No
     """Names are sorted out between run, federation and method, so each may belong to one of them only."""
     taken = {*RunSettings.model_fields, *PartitionSettings.model_fields, *Engine.model_fields}
     assert not taken & find(name).Settings.model_fields.keys()
+
+
+BAD: list[tuple[str, dict[str, float]]] = [("q-ffl", {"q": -1}), ("moon", {"tau": 0}), ("scaffold", {"server_lr": 0})]
+
+
+@pytest.mark.parametrize(("method", "bad"), BAD)
+def test_impossible_settings_get_a_sentence(method: str, bad: dict[str, float]) -> None:
+    with pytest.raises(CoterieError, match=next(iter(bad))):
+        build(method, bad)

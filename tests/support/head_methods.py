@@ -15,6 +15,8 @@ from coterie.train.optimisers import Optimiser
 from coterie.train.trainer import train
 from support.toy import handed, state
 
+D, K = 16, 10  # width of the features and number of classes of the model of testing.Bench
+
 
 def bound(cls: type[Method], run: dict[str, Any] | None = None, **own: Any) -> tuple[Method, list[ClientData]]:
     """A method in its context, and the clients' data."""
@@ -43,6 +45,12 @@ def round_of(method: Method, data: ClientData, rule: Optimiser | None = None) ->
 
 def batch_of(data: ClientData, n: int = 24) -> Batch:
     return Batch(data.train.x[:n], data.train.y[:n])
+
+
+def class_means(method: Method, params: Tree, data: ClientData) -> dict[int, Tensor]:
+    """Return the mean feature vector of each class in the client's training data."""
+    z = method.ctx.features(params, data.train.x)
+    return {k: z[data.train.y == k].mean(0) for k in data.train.y.unique().tolist()}
 
 
 def gradients(method: Method, params: Tree, batch: Batch, extras: Extras) -> dict[str, Tensor | None]:

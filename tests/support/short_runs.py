@@ -21,6 +21,8 @@ from support.toy import handed, state
 
 HEAD = {"classifier.weight", "classifier.bias"}
 BN = {"bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var"}
+STATS = {"bn1.running_mean", "bn1.running_var"}
+CLIENTS = range(5)  # ids of the clients of testing.Bench
 FAST: dict[str, Any] = {"watch": False, "final_trained": False, "eval_every": 100, "checkpoint_every": 100}
 
 
@@ -91,6 +93,11 @@ def jittered(tree: Tree, seed: int, scale: float = 0.1) -> Tree:
 
 def upload(method: Method, sender: int, tree: Tree, samples: int = 10) -> Upload:
     return Upload(T.drop(tree, method.stays), {}, sender, samples)
+
+
+def upload_tree(method: Method, seed: int) -> Tree:
+    """Return the part of a random model that a client uploads."""
+    return T.drop(jittered(method.ctx.w0, seed), method.stays)
 
 
 def size(tree: Tree, names: set[str] | None = None) -> int:

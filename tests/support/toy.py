@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from coterie import testing
 from coterie.core import tree as T
-from coterie.core.method import ClientData, Context, Split, Upload
+from coterie.core.method import ClientData, Context, Split, Upload, replace
 from coterie.core.net import Net
 from coterie.core.tasks import Classification
 from coterie.engine.edge_steps import preview
@@ -25,6 +26,8 @@ from coterie.train.optimisers import Optimiser
 
 _count = itertools.count()
 W = 51  # scalars of mlp() without batch norm
+NORMS = [False, True]  # values of mlp's argument
+OPTIMISERS = [{}, {"momentum": 0.9, "weight_decay": 0.01}, {"optimizer": "adam", "lr": 0.01}]
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,24 @@ def bind(cls, own=None, *, model=None, data=None, **ctx):
     )
     method.check()
     return method
+
+
+def with_clients(method, ids):
+    """Change the ids of the method's clients, so that ids are not positions."""
+    method.ctx = replace(method.ctx, clients=tuple(ids))
+    return method
+
+
+def trainable(ctx, tree):
+    """Return the entries of the tree that are trained."""
+    return T.keep(tree, ctx.net.trainable.__contains__)
+
+
+def gradient(ctx, tree, x, y):
+    """Return the gradient of the cross-entropy by every entry; None for entries that are not trained."""
+    leaves = {k: v.clone().requires_grad_(k in ctx.net.trainable) for k, v in tree.items()}
+    F.cross_entropy(ctx.forward(leaves, x), y).backward()
+    return {k: leaves[k].grad for k in tree}
 
 
 def open_toy(
