@@ -1,24 +1,21 @@
-"""A day in the life of a federation: what goes wrong in practice, with real processes, and the bits compared.
+"""Run a federation of real processes through the failures of practice and compare its result with a replay.
 
-    python benchmarks/day.py --method fedrep --out DIR [--rounds 40] [--behind 12] [--direct 4]
-                             [--transport grpc] [--seed 0]
+    python benchmarks/day.py --method fedrep --out DIR [--rounds 40] [--behind 12] [--direct 4] [--seed 0]
 
 On 127.0.0.1, with TLS and keys: `coterie serve`, two `coterie edge` with half of the `--behind` devices each, and
-`--direct` devices at the cloud, all `coterie join`. While the rounds go on, devices are killed and stopped, nodes
-suspended and released, a key is rotated, an edge is killed and another one moves, and the cloud is killed (with
-`--transport flower` its SuperLink too). Of the devices, two lie from the fourth round on, and one of them comes to its
-senses later; one is slow while something is being done, so that the rounds are not over before. Two more nodes connect
-and never answer.
+`--direct` devices attached to the cloud, all of them `coterie join`. During the rounds, devices are killed and stopped,
+nodes are suspended and released, a key is rotated, one edge is killed, the other one moves, and the cloud is killed.
+Two devices send false uploads after the third round, and one of them is replaced by an honest device later. One device
+is slow while a fault is being caused, so that the rounds do not end before. Two more nodes connect and never answer.
 
-At the end the same rounds are computed in one process, without those who failed in them, and everything is compared to
-the bit: the states of server and edges, scores of every round, private states and personal models of all devices. The
-exit code is 0 only if nothing differs, no state was lost, and all that should have happened did.
+At the end the same rounds are computed in one process without the clients that failed in them, and everything is
+compared bit by bit: the states of server and edges, the scores of every round, and the private states and personal
+models of all devices. The exit code is 0 only if nothing differs, no state was lost, and all planned faults happened.
 """
 
 import argparse
 import json
 import logging
-import os
 import shutil
 import signal
 import statistics
@@ -41,7 +38,7 @@ from coterie.federation.localhost.trial import Local
 from coterie.federation.policy.allow import Allow
 from coterie.federation.protocol.messages import Answer, DeviceJob
 from coterie.federation.replay import differences
-from coterie.federation.transport import TRANSPORTS, Node
+from coterie.federation.transport import Node
 
 FIRST_LIE = 4  # round
 PATIENCE = 300.0  # seconds for any single thing to happen
@@ -117,7 +114,7 @@ def party(kind: str, rest: Sequence[str]) -> None:
 class Day(Local):
     """Devices 0, 1, ... are behind edge-0, then behind edge-1, the last ones at the cloud."""
 
-    def __init__(self, folder: Path, method: str, behind: int, direct: int, rounds: int, transport: str, seed: int,
+    def __init__(self, folder: Path, method: str, behind: int, direct: int, rounds: int, seed: int,
                  say: Say):  # fmt: skip
         if behind < 4 or behind % 2 or direct < 4:
             raise CoterieError("--behind must be an even number from 4 on, and --direct at least 4")
@@ -130,9 +127,7 @@ class Day(Local):
             "data": "digits", "model": "mlp", "join": 1.0, "epochs": 1, "rounds": rounds, "seed": seed,
             "eval_every": 10, "final_trained": False, **SETTINGS[method],
         }  # fmt: skip
-        super().__init__(
-            folder, method, devices, 2, given, deadline=DEADLINE, min_clients=devices // 2 - 1, transport=transport
-        )
+        super().__init__(folder, method, devices, 2, given, deadline=DEADLINE, min_clients=devices // 2 - 1)
         north, south, self.own = range(half), range(half, behind), range(behind, devices)
         self.killed = (north[0], self.own[1])
         self.stopped = (south[0], self.own[0])
@@ -293,11 +288,6 @@ class Day(Local):
         self.say(f"$ coterie serve --resume {self.out.name}")
         self.launch("cloud")
         self.rounds_until("the next round", lambda: self.round > before)
-        if self.transport == "flower":
-            pid = self.pids()["cloud-superlink"]
-            self.say("SIGKILL to the SuperLink")
-            os.kill(pid, signal.SIGKILL)
-            self.until("another SuperLink", lambda: self.pids().get("cloud-superlink", pid) != pid)
         # an edge moves to another host with its devices' address; the other one dies
         theirs = [i for i in range(self.devices) if self.above(i) == edge]
         self.move(edge)
@@ -370,7 +360,7 @@ class Day(Local):
         return found
 
 
-def live(folder: Path, method: str, behind: int, direct: int, rounds: int, transport: str, seed: int
+def live(folder: Path, method: str, behind: int, direct: int, rounds: int, seed: int
          ) -> list[str]:  # fmt: skip
     """The whole day; what was not as it should be."""
     began = time.monotonic()
@@ -382,7 +372,7 @@ def live(folder: Path, method: str, behind: int, direct: int, rounds: int, trans
             for f in (sys.stdout, log):
                 print(line, file=f, flush=True)
 
-        day = Day(folder, method, behind, direct, rounds, transport, seed, say)
+        day = Day(folder, method, behind, direct, rounds, seed, say)
         try:
             with day:
                 day.live()
@@ -410,13 +400,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--behind", type=int, default=12, help="devices behind the two edges")
     parser.add_argument("--direct", type=int, default=4, help="devices at the cloud")
-    parser.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0])
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()
     if a.out.exists():
         sys.exit(f"{a.out} exists already")
     try:
-        found = live(a.out, a.method, a.behind, a.direct, a.rounds, a.transport, a.seed)
+        found = live(a.out, a.method, a.behind, a.direct, a.rounds, a.seed)
     except CoterieError as e:
         found = [str(e)]
     sys.exit("\n".join(found) or 0)

@@ -1,6 +1,6 @@
 """How many devices a cloud holds: fake devices that speak the real protocol and train nothing.
 
-    python benchmarks/federation_load.py [--transport grpc flower] [--devices 4 16 64 100 256] [--edges 0 4]
+    python benchmarks/federation_load.py [--devices 4 16 64 100 256] [--edges 0 4]
                                          [--rounds 6] [--out FILE] [--real] [--profile DIR]
 
 The cloud is `coterie serve` and the edges are `coterie edge`, as in any federation. The devices are node ends with keys
@@ -37,7 +37,7 @@ from coterie.federation.localhost import processes
 from coterie.federation.localhost.nodes import Parties
 from coterie.federation.localhost.processes import Child
 from coterie.federation.protocol.messages import Common, DeviceJob, Hello, joined
-from coterie.federation.transport import Node, flower_env
+from coterie.federation.transport import Node
 
 SAMPLES, CLASSES, SHAPE = 100, 10, "1,32,32"
 RESERVE = 2 * 2**30  # bytes of memory that are left to others
@@ -119,7 +119,7 @@ class Load(Parties):
             return
         for first in range(0, self.devices, EACH):
             spec = [self._fake(i) for i in range(first, min(self.devices, first + EACH))]
-            env = processes.bound({**flower_env(self.folder / "flwr"), "OMP_NUM_THREADS": "1"})
+            env = processes.bound({**os.environ, "OMP_NUM_THREADS": "1"})
             argv = [sys.executable, __file__, "--fake", json.dumps(spec)]
             name = f"fake-{first // EACH}"
             self.children[name] = Child(name, argv, self.folder / "logs" / f"{name}.log", env).start()
@@ -141,7 +141,7 @@ class Load(Parties):
         sets = {"eval_every": self.rounds, "watch": False, "final_trained": False, "seed": 0, "join": 1.0, "epochs": 1}
         what = ["--shape", SHAPE, "--classes", str(CLASSES), "--model", "lenet5"]
         return [
-            "serve", "fedavg", *where, "--out", str(self.out), *what, "--transport", self.transport,
+            "serve", "fedavg", *where, "--out", str(self.out), *what,
             "--clients", str(self.devices), "--min-clients", str(self.devices), "--rounds", str(self.rounds),
             "--deadline", "600", *(x for k, v in sets.items() for x in ("--set", f"{k}={json.dumps(v)}")),
         ]  # fmt: skip
@@ -158,8 +158,7 @@ class Usage:
     def look(self, federation: Parties) -> None:
         for name, child in federation.children.items():
             if child.alive:
-                for pid in family(child.pid):
-                    self._one(pid, name.partition("-")[0] + ("" if pid == child.pid else "'s SuperLink"))
+                self._one(child.pid, name.partition("-")[0])
 
     def _one(self, pid: int, kind: str) -> None:
         try:
@@ -177,18 +176,6 @@ class Usage:
         for pid, value in found.items():
             total[self.kind[pid]] = total.get(self.kind[pid], 0) + value
         return total
-
-
-def family(pid: int) -> list[int]:
-    """The process and what it started."""
-    found = [pid]
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found += family(int(child))
-    except OSError:
-        pass
-    return found
 
 
 def measure(federation: Load, seconds: float, profile: Path | None = None) -> dict[str, Any]:
@@ -218,7 +205,7 @@ def measure(federation: Load, seconds: float, profile: Path | None = None) -> di
     inner = len(marks) - 2  # rounds between the first and the last
     spent = {k: (v - marks[0][1].get(k, 0)) / max(1, inner) for k, v in marks[-2][1].items()}
     return {
-        "transport": federation.transport, "devices": federation.devices, "edges": federation.edges,
+        "devices": federation.devices, "edges": federation.edges,
         "round": statistics.median(times[1:-1]), "last": times[-1], "start": marks[0][0] - began,
         "missed": sum(len(e["failed"]) for e in events), "cpu": spent,
         "mb": {k: v / 2**20 for k, v in usage.of(usage.peak).items()}, "load": (busy, os.getloadavg()[0]),
@@ -233,18 +220,17 @@ def rounds_done(out: Path) -> int:
 
 
 def spy(federation: Load, folder: Path) -> None:
-    """Profiles of the cloud and its SuperLink for 20 s, if py-spy is there."""
+    """Profile the cloud for 20 s with py-spy, which must be installed."""
     folder.mkdir(parents=True, exist_ok=True)
-    for i, pid in enumerate(family(federation.children["cloud"].pid)):
-        out = folder / f"{federation.transport}-{federation.devices}-{i}.txt"
-        subprocess.Popen(["py-spy", "record", "-d", "20", "-f", "raw", "-t", "-o", str(out), "-p", str(pid)])
+    out, pid = folder / f"{federation.devices}.txt", federation.children["cloud"].pid
+    subprocess.Popen(["py-spy", "record", "-d", "20", "-f", "raw", "-t", "-o", str(out), "-p", str(pid)])
 
 
 def line(found: dict[str, Any]) -> str:
     cpu = " ".join(f"{k} {v:.2f}" for k, v in sorted(found["cpu"].items()))
     memory = " ".join(f"{k} {v:.0f}" for k, v in sorted(found["mb"].items()))
     return (
-        f"{found['transport']:7} {found['devices']:4} devices {found['edges']} edges: {found['round']:7.2f} s a round "
+        f"{found['devices']:4} devices {found['edges']} edges: {found['round']:7.2f} s a round "
         f"(last {found['last']:.1f}, first after {found['start']:.0f}, missed {found['missed']}); "
         f"CPU s a round: {cpu}; MB: {memory}; load average {found['load'][0]:.1f}-{found['load'][1]:.1f}"
     )
@@ -252,13 +238,12 @@ def line(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--transport", nargs="+", default=["grpc", "flower"], choices=["grpc", "flower"])
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 16, 64, 100, 256])
     parser.add_argument("--edges", nargs="+", type=int, default=[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=1800.0, help="for one size, after which it is given up")
     parser.add_argument("--out", type=Path, help="append the numbers to this file, as lines of JSON")
-    parser.add_argument("--profile", type=Path, help="profile cloud and SuperLink with py-spy into this folder")
+    parser.add_argument("--profile", type=Path, help="profile the cloud with py-spy into this folder")
     parser.add_argument("--real", action="store_true", help="real device processes on tiny data")
     parser.add_argument("--stagger", type=float, default=0.5, help="seconds between starts of real devices")
     parser.add_argument("--fake", help=argparse.SUPPRESS)
@@ -266,23 +251,22 @@ def main() -> None:
     if a.fake:
         fake([(i, address, Path(ca), Path(key)) for i, address, ca, key in json.loads(a.fake)])
         return
-    for transport in a.transport:
-        for edges in a.edges:
-            for devices in a.devices:
-                with tempfile.TemporaryDirectory() as tmp:
-                    federation = Load(
-                        Path(tmp), "digits", "fedavg", None, devices=devices, edges=edges, transport=transport,
-                        rounds=a.rounds, real=a.real, stagger=a.stagger,
-                    )  # fmt: skip
-                    try:
-                        found = measure(federation, a.seconds, a.profile)
-                    except CoterieError as e:
-                        print(f"{transport:7} {devices:4} devices {edges} edges: {e}", flush=True)
-                        continue
-                print(line(found), flush=True)
-                if a.out is not None:
-                    with a.out.open("a") as f:
-                        f.write(json.dumps(found) + "\n")
+    for edges in a.edges:
+        for devices in a.devices:
+            with tempfile.TemporaryDirectory() as tmp:
+                federation = Load(
+                    Path(tmp), "digits", "fedavg", None, devices=devices, edges=edges,
+                    rounds=a.rounds, real=a.real, stagger=a.stagger,
+                )  # fmt: skip
+                try:
+                    found = measure(federation, a.seconds, a.profile)
+                except CoterieError as e:
+                    print(f"{devices:4} devices {edges} edges: {e}", flush=True)
+                    continue
+            print(line(found), flush=True)
+            if a.out is not None:
+                with a.out.open("a") as f:
+                    f.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

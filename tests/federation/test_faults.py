@@ -22,7 +22,6 @@ pytest.importorskip("grpc", reason="a federation needs the extra federation")
 
 from coterie.federation.localhost import processes
 from coterie.federation.localhost.trial import Local
-from coterie.federation.transport import TRANSPORTS
 from support.replayed import same_as_replay
 
 pytestmark = pytest.mark.long
@@ -35,21 +34,17 @@ GIVEN: dict[str, Any] = {
 PATIENCE = 300.0  # seconds for a whole run on a busy machine
 
 
-over_both = pytest.mark.parametrize("transport", TRANSPORTS)
-
-
-def federation(folder: Path, transport: str = TRANSPORTS[0], edges: int = 0, **more: Any) -> Local:
+def federation(folder: Path, edges: int = 0, **more: Any) -> Local:
     given = {**GIVEN, **more}
-    return Local(folder / "federation", "fedrep", 4, edges, given, deadline=20.0, min_clients=3, transport=transport)
+    return Local(folder / "federation", "fedrep", 4, edges, given, deadline=20.0, min_clients=3)
 
 
 def failures(local: Local) -> dict[int, list[int]]:
     return {e["round"]: e["failed"] for e in local.events() if e["failed"]}
 
 
-@over_both
-def test_a_device_killed_inside_a_round_is_missed_and_comes_back_with_its_state(tmp_path: Path, transport: str) -> None:
-    with federation(tmp_path, transport) as f:
+def test_a_device_killed_inside_a_round_is_missed_and_comes_back_with_its_state(tmp_path: Path) -> None:
+    with federation(tmp_path) as f:
         f.wait(PATIENCE, round=2)
         os.kill(f.pids()["device-1"], signal.SIGSTOP)  # it takes part in the round and never answers
         time.sleep(1)
@@ -63,9 +58,8 @@ def test_a_device_killed_inside_a_round_is_missed_and_comes_back_with_its_state(
     same_as_replay(f, tmp_path / "replay")
 
 
-@over_both
-def test_a_killed_cloud_program_goes_on_from_its_checkpoint(tmp_path: Path, transport: str) -> None:
-    with federation(tmp_path, transport) as f:
+def test_a_killed_cloud_program_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    with federation(tmp_path) as f:
         f.wait(PATIENCE, round=2)
         time.sleep(0.2)  # inside round 3
         f.children["cloud"].kill()
@@ -73,17 +67,6 @@ def test_a_killed_cloud_program_goes_on_from_its_checkpoint(tmp_path: Path, tran
         f.wait(PATIENCE)
     same_as_replay(f, tmp_path / "replay")
     assert not failures(f), "devices were there all the time"
-
-
-def test_a_killed_superlink_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
-    with federation(tmp_path, "flower") as f:
-        f.wait(PATIENCE, round=2)
-        before = f.pids()["cloud-superlink"]
-        os.kill(before, signal.SIGKILL)
-        f.wait(PATIENCE, round=4)
-        assert f.pids()["cloud-superlink"] != before
-        f.wait(PATIENCE)
-    same_as_replay(f, tmp_path / "replay")
 
 
 class Proxy:
@@ -132,9 +115,8 @@ class Proxy:
         self.listener.close()
 
 
-@over_both
-def test_a_device_that_is_cut_off_for_two_rounds_goes_on_with_its_state(tmp_path: Path, transport: str) -> None:
-    f = federation(tmp_path, transport)
+def test_a_device_that_is_cut_off_for_two_rounds_goes_on_with_its_state(tmp_path: Path) -> None:
+    f = federation(tmp_path)
     proxy = Proxy(f.ports["cloud"])
     straight = f._device
 
@@ -186,9 +168,8 @@ def test_a_device_whose_disk_is_full_is_missed_and_goes_on_when_there_is_room(tm
         same_as_replay(f, tmp_path / "replay")
 
 
-@over_both
-def test_a_killed_edge_is_missed_with_its_devices_and_comes_back(tmp_path: Path, transport: str) -> None:
-    f = federation(tmp_path, transport, edges=2)
+def test_a_killed_edge_is_missed_with_its_devices_and_comes_back(tmp_path: Path) -> None:
+    f = federation(tmp_path, edges=2)
     f.min_clients = 2
     with f:
         f.wait(PATIENCE, round=2)
@@ -202,28 +183,11 @@ def test_a_killed_edge_is_missed_with_its_devices_and_comes_back(tmp_path: Path,
     same_as_replay(f, tmp_path / "replay")
 
 
-def test_a_newcomer_gets_a_model_and_a_leaver_is_not_waited_for(tmp_path: Path) -> None:
-    f = federation(tmp_path, "flower")  # over gRPC the rounds are over before a process has started
-    f.late = (3,)
-    with f:
-        f.wait(PATIENCE, round=2)
-        assert all(3 in e["failed"] for e in f.events())
-        f.launch("device-3")
-        f.children["device-0"].stop()
-        f.wait(PATIENCE)
-        assert f.model(3).exists()
-    assert 3 not in f.events()[-1]["failed"]
-    assert 0 in f.events()[-1]["failed"]
-    same_as_replay(f, tmp_path / "replay")
-
-
-@over_both
-def test_everything_is_stopped_that_was_started(tmp_path: Path, transport: str) -> None:
-    with federation(tmp_path, transport, edges=2, rounds=2, eval_every=2) as f:
+def test_everything_is_stopped_that_was_started(tmp_path: Path) -> None:
+    with federation(tmp_path, edges=2, rounds=2, eval_every=2) as f:
         f.wait(PATIENCE, round=1)
         pids = f.pids()
         assert {"cloud", "edge-0", "device-3"} <= set(pids)
-        assert ({"cloud-superlink", "edge-1-superlink"} <= set(pids)) is (transport == "flower")
     time.sleep(0.5)
     assert not [name for name, pid in pids.items() if Path(f"/proc/{pid}/cmdline").exists()]
     assert not processes._running or not any(c.alive for c in f.children.values())

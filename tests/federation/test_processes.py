@@ -24,7 +24,6 @@ from coterie.federation.localhost import processes
 from coterie.federation.localhost.processes import Child
 from coterie.federation.localhost.trial import Local
 from coterie.federation.protocol.version import PROTOCOL
-from coterie.federation.transport import flower_env
 from coterie.methods import find
 from coterie.results.run import Run
 from coterie.storage import checkpoint
@@ -45,22 +44,18 @@ def same_bits(local: Local, run: Run) -> None:
         assert all(torch.equal(model[k], v) for k, v in params.items()), f"client {i}"
 
 
-def played(
-    tmp_path: Path, method: str, devices: int, edges: int, rounds: int, seconds: float, transport: str = "grpc",
-    **more: Any,
-) -> Local:  # fmt: skip
+def played(tmp_path: Path, method: str, devices: int, edges: int, rounds: int, seconds: float, **more: Any) -> Local:
     given = {**SMALL, "rounds": rounds, "eval_every": rounds, **more}
     folder = tmp_path / "federation"
-    with Local(folder, method, devices, edges, given, deadline=seconds, transport=transport) as local:
+    with Local(folder, method, devices, edges, given, deadline=seconds) as local:
         local.wait(seconds)
     assert not any(child.alive for child in local.children.values())
     same_bits(local, simulated(tmp_path / "simulation", method, devices, given))
     return local
 
 
-@pytest.mark.parametrize("transport", ["grpc", pytest.param("flower", marks=pytest.mark.long)])
-def test_fedrep_on_two_devices_has_the_events_of_the_simulation(tmp_path: Path, transport: str) -> None:
-    local = played(tmp_path, "fedrep", 2, 0, 2, 120, transport)
+def test_fedrep_on_two_devices_has_the_events_of_the_simulation(tmp_path: Path) -> None:
+    local = played(tmp_path, "fedrep", 2, 0, 2, 120)
     assert local.status()["state"] == "ended" and local.status()["round"] == 2
     for i in range(2):  # each device has its own state, the cloud has none
         assert len(list(local.state(i).rglob("*.state"))) == 2
@@ -107,10 +102,9 @@ def test_what_devices_cannot_name_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "edges", "merged", "more"),
     [
-        ("fedavg", 0, False, {"join": 0.5, "transport": "flower"}),
+        ("fedavg", 0, False, {"join": 0.5}),
         ("cd2-pfed", 0, False, {}),
         ("fedpc", 2, True, {"partition": "rotate(2)"}),
-        ("fedpc", 2, True, {"partition": "rotate(2)", "transport": "flower"}),
         ("sc-fpfl", 2, True, {"partition": "rotate(2)", "public": 40, "k0": 2, "isodata": "off", "seed": 1}),
         ("ecs-fl", 2, False, {"n_edges": 2}),  # its edges 0, 2 and 1, 3 are not where 0, 1 and 2, 3 are attached
     ],
@@ -138,29 +132,9 @@ def test_a_killed_cloud_goes_on_where_it_was_to_the_same_events(tmp_path: Path) 
     same_bits(local, simulated(tmp_path / "simulation", "fedrep", 2, given))
 
 
-@pytest.mark.long
-def test_a_device_that_comes_later_takes_its_place_and_a_newcomer_gets_a_model(tmp_path: Path) -> None:
-    given = {**SMALL, "rounds": 20, "eval_every": 1, "newcomers": 1}  # time enough for a process to start
-    with Local(
-        tmp_path, "fedrep", 4, 0, given, deadline=120, min_clients=2, late=(2, 3), transport="flower"
-    ) as local:  # device-3 is the newcomer
-        local.wait(120, round=2)
-        assert local.events()[-1]["failed"] == [2] and not local.model(3).exists()
-        local.launch("device-2")
-        local.launch("device-3")
-        local.wait(240)
-    last = local.events()[-1]
-    assert last["participants"] == [0, 1, 2] and last["failed"] == []
-    assert last["eval"]["personal/test"]["clients"] == 3 and last["eval"]["newcomers/personal/test"]["clients"] == 1
-    assert local.model(3).exists()
-
-
 # ---- nodes and clouds that are not to be trusted -------------------------------------------------------------------
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["grpc", "flower"])
-def test_wrong_answers_other_versions_and_claimed_roles_are_refused_and_the_others_go_on(
-    tmp_path: Path, transport: str
-) -> None:
+def test_wrong_answers_other_versions_and_claimed_roles_are_refused_and_the_others_go_on(tmp_path: Path) -> None:
     given = {**SMALL, "rounds": max(HONEST), "eval_every": max(HONEST), "final_trained": False}
 
     class Patient(Local):
@@ -168,9 +142,7 @@ def test_wrong_answers_other_versions_and_claimed_roles_are_refused_and_the_othe
             return [*super().arguments(name), *(["--quarantine-after", "0"] if name == "cloud" else [])]
 
     everybody = (0, 1, 2, 3, 4)
-    f = Patient(
-        tmp_path / "federation", "fedrep", 5, 0, given, deadline=60, min_clients=2, late=everybody, transport=transport
-    )
+    f = Patient(tmp_path / "federation", "fedrep", 5, 0, given, deadline=60, min_clients=2, late=everybody)
     with f:
         for i, mode in ((1, "wrong"), (2, "package"), (3, "protocol"), (4, "hijack")):
             argv = [
@@ -179,7 +151,7 @@ def test_wrong_answers_other_versions_and_claimed_roles_are_refused_and_the_othe
                 mode,
                 *f.arguments(f"device-{i}")[1:],
             ]
-            env = processes.bound({**flower_env(f.folder / "flwr"), "OMP_NUM_THREADS": "1"})
+            env = processes.bound({**os.environ, "OMP_NUM_THREADS": "1"})
             f.children[f"device-{i}"] = Child(f"device-{i}", argv, f.folder / "logs" / f"device-{i}.log", env).start()
             until = time.monotonic() + 120
             while mode == "wrong" and "device-1 is client 1" not in f.children["cloud"].tail(50):

@@ -1,4 +1,4 @@
-"""A cloud whose method has an error; run as a process by test_flower_outages.py."""
+"""A cloud whose method has an error; run as a process by test_outages.py."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""Devices that answer wrongly, or are of other versions; run as processes by test_flower_federation.py."""
+"""Devices that answer wrongly, or are of other versions; run as processes by test_processes.py and others."""
 
 import argparse
 import logging
@@ -16,7 +16,7 @@ from coterie.federation.localhost import processes
 from coterie.federation.protocol import plan
 from coterie.federation.protocol import version as protocol
 from coterie.federation.protocol.messages import Attached, DeviceJob, Hello
-from coterie.federation.transport import grpc_node, grpc_wire, wire
+from coterie.federation.transport import grpc_node, grpc_wire
 
 MARK = 0.015625  # what a marked upload begins with
 HONEST = (1, 5)
@@ -112,15 +112,6 @@ def main() -> None:
         protocol.version = plan.version = lambda name: "9.9.9"  # type: ignore[attr-defined]
     if a.mode == "protocol":
         protocol.PROTOCOL = 99
-    content, kept = wire.content, {}
-
-    def replaying(head: wire.Head, parts: Any) -> Any:
-        made = content(head, parts)
-        if a.mode == "wrong" and head.kind == "train" and head.round in (1, 3):
-            return kept.setdefault("first", made)  # in round 3 the answer of round 1 is sent again
-        return made
-
-    wire.content = replaying  # type: ignore[assignment]
     honest = grpc_node.Reply.offer.fget  # type: ignore[attr-defined]
 
     def offer(self: grpc_node.Reply) -> bytes:
