@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("grpc", reason="a federation needs the extra federation")
+
 from coterie.errors import CoterieError
 from coterie.federation.identity import authority as certs
-
-pytest.importorskip("cryptography", reason="certificates need the extra flower")
+from coterie.federation.transport import grpc_wire as w
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +74,11 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert before == {p: p.read_bytes() for p in found.root.rglob("*") if p.is_file()}
 
 
-def test_a_node_key_is_one_flower_takes(made: certs.Certs) -> None:
-    asymmetric = pytest.importorskip("flwr.supercore.primitives.asymmetric")
+def test_a_node_key_is_on_a_nist_curve_and_matches_its_public_half(made: certs.Certs) -> None:
     key = certs.load_key(made.key("alice"))
-    public = asymmetric.bytes_to_public_key(made.nodes()["alice"])
-    assert asymmetric.uses_nist_ec_curve(public)
-    assert asymmetric.verify_signature(public, b"now", asymmetric.sign_message(key, b"now"))
+    assert key.curve.name == "secp256r1"
+    public, signature = w.sign(key, bytes(32), bytes(16), bytes(32))
+    assert public == made.nodes()["alice"] and w.signed(public, signature, bytes(32), bytes(16), bytes(32))
 
 
 def test_a_key_made_on_the_device_is_registered_by_its_public_half_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("grpc", reason="a federation needs the extra flower")
+pytest.importorskip("grpc", reason="a federation needs the extra federation")
 
 from safetensors.torch import load_file
 
@@ -233,10 +233,10 @@ def test_hosts_are_upgraded_one_after_the_other_and_another_protocol_is_refused(
 @pytest.mark.parametrize("edges", [0, 2])
 def test_fedpc_takes_no_absurd_numbers_of_labels(tmp_path: Path, edges: int) -> None:
     more = {"partition": "rotate(2)", "rounds": 12}
-    f = Paced(tmp_path, "fedpc", 6, edges, min_clients=3, given=more, late=(1,))
+    f = Paced(tmp_path, "fedpc", 6, edges, min_clients=5, given=more, late=(1,))
     f.modes["device-1"] = "labels"
     with f:
-        f.until(lambda: len(f.events()) > 1, "a round of three honest clients")
+        f.until(lambda: len(f.events()) > 1, "a round of the five honest clients")
         f.launch("device-1")
         f.until(lambda: "device-1 is client 1" in f.log("cloud"), "the liar's hello")
         f.finish()

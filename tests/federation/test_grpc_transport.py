@@ -20,7 +20,7 @@ import pytest
 
 from support.in_process_link import reasons
 
-pytest.importorskip("grpc", reason="a federation needs the extra flower")
+pytest.importorskip("grpc", reason="a federation needs the extra federation")
 
 import numpy as np
 

@@ -30,7 +30,7 @@ from coterie.federation.localhost.trial import Local
 from coterie.federation.policy.audit import NAME, read
 from coterie.federation.protocol.messages import Common, DeviceJob, PlanText
 from coterie.federation.protocol.plan import Plan
-from coterie.federation.transport import flower_env, listening
+from coterie.federation.transport import listening
 from support.federations import SMALL, simulated
 
 pytestmark = pytest.mark.long
@@ -69,13 +69,11 @@ def test_a_hostile_cloud_gets_nothing_that_a_device_does_not_allow(tmp_path: Pat
     port = processes.free_port()
     join = [sys.executable, "-m", "coterie", "join", "--cloud", f"127.0.0.1:{port}", "--ca", str(made.ca)]
     join += ["--key", str(key), "--data", str(tmp_path / "mine.npz"), "--state", str(tmp_path / "state")]
-    env = processes.bound(
-        {**flower_env(tmp_path / "flwr"), "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    )
+    env = processes.bound({**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
     device = Child("alice", [*join, "--allow", str(tmp_path / "allow.toml")], tmp_path / "alice.log", env)
     job = DeviceJob(RUN, -1, TrainRequest(1, 1, shared=shared))
     reasons: list[str] = []
-    with listening(made, tmp_path / "link", "127.0.0.1", port) as link:
+    with listening(made, "127.0.0.1", port) as link:
 
         def wait(nodes: list[str]) -> None:
             until = time.monotonic() + 300
@@ -156,11 +154,10 @@ class Again(Local):
         self.launch("cloud")
 
 
-@pytest.mark.parametrize("transport", ["grpc", "flower"])
-def test_runs_one_after_another_with_the_same_keys_and_states_are_kept_apart(tmp_path: Path, transport: str) -> None:
+def test_runs_one_after_another_with_the_same_keys_and_states_are_kept_apart(tmp_path: Path) -> None:
     given = {**SMALL, "rounds": 2, "eval_every": 2}
     runs: dict[int, tuple[str, dict[str, Any]]] = {}
-    with Again(tmp_path / "federation", "fedrep", 2, 0, given, deadline=120, transport=transport) as f:
+    with Again(tmp_path / "federation", "fedrep", 2, 0, given, deadline=120) as f:
         for n in range(3):
             if n == 2:  # the third finds devices that were started again
                 f.launch("device-0")
@@ -183,12 +180,11 @@ def test_runs_one_after_another_with_the_same_keys_and_states_are_kept_apart(tmp
     assert any(not np.array_equal(models[0, 0][k], models[1, 0][k]) for k in models[0, 0])
 
 
-@pytest.mark.parametrize("transport", ["grpc", "flower"])
-def test_only_tls_1_3_is_answered(tmp_path: Path, transport: str) -> None:
+def test_only_tls_1_3_is_answered(tmp_path: Path) -> None:
     made, port = certs.init(tmp_path / "certs", []), processes.free_port()
     serve = [sys.executable, "-m", "coterie", "serve", "fedavg", "--certs", str(made.root), "--host", "127.0.0.1"]
-    serve += ["--port", str(port), "--shape", "1,4,4", "--classes", "3", "--clients", "2", "--transport", transport]
-    env = processes.bound(flower_env(tmp_path / "flwr"))
+    serve += ["--port", str(port), "--shape", "1,4,4", "--classes", "3", "--clients", "2"]
+    env = processes.bound(os.environ)
     cloud = Child("cloud", [*serve, "--out", str(tmp_path / "run")], tmp_path / "cloud.log", env).start()
     until = time.monotonic() + 200
     while "waiting for" not in cloud.log.read_text():
