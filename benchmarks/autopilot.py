@@ -30,7 +30,6 @@ from coterie.data.sources import load
 from coterie.engine.edge_steps import preview
 from coterie.engine.session import execute, prepare, rebuild
 from coterie.errors import CoterieError
-from coterie.export.run_models import Saved
 from coterie.methods import find
 from coterie.methods.autopilot import Autopilot
 from coterie.results.run import Run
@@ -188,7 +187,7 @@ def summary(out: Path, federations: Sequence[Federation], methods: Sequence[str]
 
 def headroom(folder: Path) -> float:
     """What the best candidate of each client, chosen on its test part, adds to the mean accuracy."""
-    saved = Saved(Run(folder))
+    saved = Run(folder).saved()
     method, federation = saved.method, saved.session.federation
     assert isinstance(method, Autopilot)
     gains = []

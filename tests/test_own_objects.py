@@ -9,8 +9,8 @@ from torch import nn
 
 import coterie
 from coterie.engine import provenance as origins
+from coterie.engine.personal_models import mean_model
 from coterie.errors import CoterieError
-from coterie.export.run_models import Saved, mean_model, personal_trees
 from coterie.methods import find
 from support.own_objects import OwnMethod, OwnNet, no_data, own_data
 
@@ -130,7 +130,7 @@ def test_a_method_that_plans_by_rounds_keeps_its_plan_and_says_so(tmp_path, capl
 def test_a_run_starts_from_another_runs_global_model(made, tmp_path):
     first = coterie.run("fedavg", own_data, OwnNet, out=tmp_path / "first", **FEW)
     warm = coterie.run("fedper", own_data, OwnNet, out=tmp_path / "warm", warm_start=str(first.path), **FEW)
-    want = Saved(first).checkpoint.server["w"]
+    want = first.saved().checkpoint.server["w"]
     w0 = warm.session().method.ctx.w0
     assert all(torch.equal(w0[k], want[k]) for k in w0)
     shutil.rmtree(first.path)  # its models are kept with the run
@@ -140,7 +140,7 @@ def test_a_run_starts_from_another_runs_global_model(made, tmp_path):
 
 
 def test_without_a_global_model_it_is_the_mean_of_the_personal_ones(made, tmp_path):
-    trees = list(personal_trees(made)[1].values())
+    trees = list(made.saved().personal_trees().values())
     got = mean_model(made.path)
     assert all(torch.allclose(got[k], torch.stack([t[k] for t in trees]).mean(0), atol=1e-6) for k in got)
 

@@ -26,7 +26,6 @@ from coterie.data.sources import load
 from coterie.engine import codec
 from coterie.engine.session import execute, prepare, rebuild
 from coterie.errors import CoterieError
-from coterie.export.run_models import export
 from coterie.methods import find, known
 from coterie.results.report import page
 from coterie.results.run import Run
@@ -78,7 +77,7 @@ def commands(path: Path) -> dict[str, Callable[[], Any]]:
     """What people do with a run's folder."""
 
     def exported() -> bytes:
-        export(Run(path), 1, path.parent / "client")
+        Run(path).export(1, path.parent / "client")
         return (path.parent / "client").read_bytes()
 
     def reported() -> str:
@@ -289,7 +288,7 @@ def test_two_exports_are_equal_in_bytes_and_name_their_round(originals: dict[str
     from safetensors import safe_open
 
     for name in ("a", "b"):
-        export(Run(originals["half"]), 1, tmp_path / name)
+        Run(originals["half"]).export(1, tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     with safe_open(str(tmp_path / "a"), framework="pt") as f:
         assert f.metadata()["round"] == "4"

@@ -6,7 +6,6 @@ import torch
 import coterie
 from coterie import testing
 from coterie.errors import CoterieError
-from coterie.export.run_models import export
 from support.own_objects import OwnNet, own_data
 
 FEW = {"clients": 4, "rounds": 2, "epochs": 1, "join": 1.0, "partition": "iid", "workers": 1, "eval_every": 2}
@@ -26,7 +25,7 @@ def test_the_printed_code_loads_the_file_just_written(method, tmp_path):
     run = coterie.run(method, testing.small_data(200), "mlp-bn", out=tmp_path / "r", **FEW)
     path = tmp_path / "one.safetensors"
     names: dict[str, object] = {}
-    exec(export(run, 1, path), names)
+    exec(run.export(1, path), names)
     module, own = names["model"].network, run.personal(1)
     state = own.state_dict()
     assert state and all(torch.equal(v, state[k]) for k, v in module.state_dict().items())
@@ -42,7 +41,7 @@ def test_a_plain_file_loads_into_a_fresh_module_of_ones_own(tmp_path):
 
     run = coterie.run("fedper", own_data, OwnNet, out=tmp_path / "r", **FEW)
     path = tmp_path / "one.safetensors"
-    code = export(run, 2, path)
+    code = run.export(2, path)
     assert "model=OwnNet" in code
     fresh = OwnNet(3)
     fresh.load_state_dict(load_file(path))  # strict: counters and frozen tensors are there
@@ -69,7 +68,7 @@ def test_a_composed_model_can_be_trained_further(tmp_path):
 def test_files_and_models_that_do_not_fit_get_a_sentence(tmp_path):
     run = coterie.run("fedper", own_data, OwnNet, out=tmp_path / "r", **FEW)
     path = tmp_path / "one.safetensors"
-    export(run, 0, path)
+    run.export(0, path)
     with pytest.raises(CoterieError, match="the model does not fit"):
         coterie.load_model(path, model=lambda classes: torch.nn.Linear(6, classes))
     (tmp_path / "bad").write_bytes(b"no such file")

@@ -16,7 +16,6 @@ from coterie.data.arrays import items_like
 from coterie.data.target_types import like
 from coterie.errors import CoterieError
 from coterie.export.deployment import deploy
-from coterie.export.run_models import export, predictor
 
 FEW = {"clients": 4, "rounds": 2, "epochs": 2, "partition": "dirichlet(1)", "workers": 1, "eval_every": 2, "lr": 0.1}
 
@@ -49,7 +48,7 @@ def test_raw_items_score_as_in_the_run_from_run_and_file(run, tmp_path: Path) ->
     found = run.predict(2, x, y)
     assert found.scores["accuracy"] == pytest.approx(run.clients().loc[2, "personal/test"])
     assert np.mean(np.array(found.labels) == y) == pytest.approx(found.scores["accuracy"])
-    export(run, 2, tmp_path / "m.safetensors")
+    run.export(2, tmp_path / "m.safetensors")
     again = coterie.load_model(tmp_path / "m.safetensors")
     about = again.about
     assert about.items.type == "uint8" and about.items.shape == (1, 8, 8) and len(about.items.mean or ()) == 1
@@ -62,7 +61,7 @@ def test_raw_items_score_as_in_the_run_from_run_and_file(run, tmp_path: Path) ->
 def test_the_command_writes_predictions_and_scores(run, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     x, y = its_test(run, 1)
     np.savez(tmp_path / "new.npz", x=x, y=y)
-    export(run, 1, tmp_path / "m.safetensors")
+    run.export(1, tmp_path / "m.safetensors")
 
     def call(*words: object) -> str:
         app.app([str(w) for w in ("predict", *words, "--data", tmp_path / "new.npz")], standalone_mode=False)
@@ -136,8 +135,8 @@ def test_labels_are_names_or_numbers_of_the_classes() -> None:
 
 def test_a_damaged_description_and_an_old_file_get_a_sentence(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path, tensors = tmp_path / "m.safetensors", {"a": torch.zeros(1)}
-    export(run, 0, path)
-    whole = json.loads(predictor(run, 0).about.model_dump_json())
+    run.export(0, path)
+    whole = json.loads(run.predictor(0).about.model_dump_json())
     for change, sentence in (
         ({"format": 1}, "written by another version"), ({"items": {}}, "its description: items.type is missing"),
         ({"extra": 1}, "is damaged"), ({"method": "no-such"}, 'method "no-such", which is not installed'),
@@ -154,7 +153,7 @@ def test_a_damaged_description_and_an_old_file_get_a_sentence(run, tmp_path: Pat
 
 def test_torchscript_contains_the_preprocessing(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     x, _ = its_test(run, 3)
-    deploy(predictor(run, 3), tmp_path / "m.pt", "torchscript")
+    deploy(run.predictor(3), tmp_path / "m.pt", "torchscript")
     found = torch.jit.load(tmp_path / "m.pt")(torch.from_numpy(x[:, None]))
     assert np.allclose(found.numpy(), run.predict(3, x).outputs, atol=1e-5)
 
@@ -168,8 +167,8 @@ def test_onnx_contains_the_preprocessing(method: str, model: str, tmp_path: Path
     x, y = bytes_of_digits()
     x = x.repeat(2, 1).repeat(2, 2)
     run = coterie.run(method, coterie.from_arrays(x, y), model, out=tmp_path / "r", **{**FEW, "rounds": 1})
-    deploy(predictor(run, 0), tmp_path / "m.onnx", "onnx")
-    deploy(predictor(run, 0), tmp_path / "m.pt", "torchscript")
+    deploy(run.predictor(0), tmp_path / "m.onnx", "onnx")
+    deploy(run.predictor(0), tmp_path / "m.pt", "torchscript")
     (found,) = onnx.reference.ReferenceEvaluator(str(tmp_path / "m.onnx")).run(None, {"x": x[:7, None]})
     assert np.allclose(found, run.predict(0, x[:7]).outputs, atol=1e-5)
     runtime = pytest.importorskip("onnxruntime")  # what most people run such a file with
@@ -182,7 +181,7 @@ def test_without_its_packages_onnx_gets_one_sentence(run, tmp_path: Path, monkey
         with monkeypatch.context() as m:
             m.setitem(sys.modules, name, None)
             with pytest.raises(CoterieError, match=r"needs two more packages: pip install 'coterie\[onnx\]'"):
-                deploy(predictor(run, 0), tmp_path / "m.onnx", "onnx")
+                deploy(run.predictor(0), tmp_path / "m.onnx", "onnx")
 
 
 def test_what_cannot_be_exported_gets_one_sentence(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -190,7 +189,7 @@ def test_what_cannot_be_exported_gets_one_sentence(run, tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.flatten(1)[:, :10] * (1 if len(x) == 2 else 2)
 
-    model = predictor(run, 0)
+    model = run.predictor(0)
     model.network = Odd()
     with pytest.raises(CoterieError, match="cannot be written as torchscript: the file gives other outputs"):
         deploy(model, tmp_path / "m.pt", "torchscript")

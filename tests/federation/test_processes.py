@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 import coterie
 from coterie.engine import codec
 from coterie.errors import CoterieError
-from coterie.export.run_models import personal_trees
 from coterie.federation.localhost import processes
 from coterie.federation.localhost.processes import Child
 from coterie.federation.localhost.trial import Local
@@ -38,7 +37,7 @@ def same_bits(local: Local, run: Run) -> None:
     assert (local.out / "events.jsonl").read_text() == (run.path / "events.jsonl").read_text()
     ours, theirs = checkpoint.newest(local.out, name), checkpoint.newest(run.path, name)
     assert codec.equal([ours.server, ours.edges, ours.bytes], [theirs.server, theirs.edges, theirs.bytes])
-    for i, params in personal_trees(run)[1].items():
+    for i, params in run.saved().personal_trees().items():
         model = load_file(local.model(i))
         assert model.keys() == params.keys()
         assert all(torch.equal(model[k], v) for k, v in params.items()), f"client {i}"

@@ -9,7 +9,6 @@ import coterie
 from coterie.core import tree as T
 from coterie.core.method import Batch, ClientData, Split
 from coterie.errors import CoterieError
-from coterie.export.run_models import export
 from coterie.methods.autopilot import CANDIDATES, PRIOR, UNTRAINED, Autopilot
 from coterie.parts.candidate_choice import TEMPERATURES, choose, is_behind, shrunk, temperatures
 from support import toy
@@ -179,7 +178,7 @@ def test_mistakes_get_a_sentence() -> None:
 def test_an_exported_choice_predicts_as_the_run_does(tmp_path: Path) -> None:
     run = coterie.run("autopilot", clients=4, rounds=2, epochs=1, out=tmp_path / "run", workers=1, eval_every=2)
     test = run.session().federation.test(1)
-    export(run, 1, tmp_path / "one.safetensors")
+    run.export(1, tmp_path / "one.safetensors")
     found = coterie.load_model(tmp_path / "one.safetensors")(test.x).argmax(1)
     hits = float((found == test.y).float().mean())
     assert hits == pytest.approx(float(run.clients().loc[1, "personal/test"]))

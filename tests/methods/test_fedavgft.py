@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 import coterie
 from coterie.core.method import Batch
-from coterie.export.run_models import Saved, export
 from coterie.methods import build
 from coterie.train.trainer import train
 from support.short_runs import HEAD, play, same, session
@@ -48,11 +47,11 @@ def test_lp_ft_trains_the_head_first_and_everything_after_it() -> None:
 def test_the_fine_tuned_model_is_the_one_that_is_exported(tmp_path: Path) -> None:
     run = coterie.run("fedavg-ft", "digits", clients=3, rounds=1, out=tmp_path / "run", workers=1, finetune_epochs=1)
     first, tuned = (dict(m.state_dict()) for m in (run.session().method.ctx.net.module, run.personal(0)))
-    assert export(run, 0, tmp_path / "0.safetensors").startswith("import coterie")
+    assert run.export(0, tmp_path / "0.safetensors").startswith("import coterie")
     saved = load_file(tmp_path / "0.safetensors")
     assert all(torch.equal(saved[k], tuned[k]) for k in saved)
     with torch.no_grad():
-        scores = Saved(run)
+        scores = run.saved()
         data = scores.session.federation.data(0)
         whole, _ = scores.personal(0)
         before, after = (float(scores.method.ctx.ce(w, Batch(*data.train))) for w in (whole, saved))

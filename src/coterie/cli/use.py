@@ -23,11 +23,11 @@ Allow = Annotated[
 
 def _run(folder: Path, data_dir: Path | None) -> Any:
     from coterie.config import engine
+    from coterie.engine.personal_models import refuse_devices
     from coterie.engine.session import rebuild
     from coterie.results.run import Run
 
-    found = Run(folder)
-    found.refuse_devices()  # before its data are looked for, which are on the devices too
+    refuse_devices(folder)  # before its data are loaded, which are on the devices too
     return Run(folder, rebuild(folder, engine(workers=1, data_dir=data_dir)))
 
 
@@ -44,8 +44,6 @@ def export(
     """Write a client's personal model as a file with its preprocessing, and say how to load it."""
     from coterie.errors import unknown
     from coterie.export.deployment import ENDINGS, deploy
-    from coterie.export.run_models import export as write
-    from coterie.export.run_models import predictor
 
     if format not in (*ENDINGS, "safetensors"):
         raise unknown("format", format, [*ENDINGS, "safetensors"])
@@ -53,11 +51,11 @@ def export(
     name = re.sub(r"[^\w.-]", "_", client)
     if format == "safetensors":
         target = out or folder / f"client-{name}.safetensors"
-        how = write(run, client, target)
+        how = run.export(client, target)
         say(f"wrote {target}; load it with\n")
         say(how)
         return
-    model = predictor(run, client)
+    model = run.predictor(client)
     kind = next(k for k in ENDINGS if k == format)
     target = out or folder / f"client-{name}{ENDINGS[kind]}"
     deploy(model, target, kind)
@@ -88,14 +86,13 @@ def predict(
     from coterie.data.files import new_items
     from coterie.errors import CoterieError
     from coterie.export.personal_model import load_model
-    from coterie.export.run_models import predictor
 
     if out is not None and out.suffix not in (".npz", ".csv"):
         raise CoterieError(f"--out {out} must end in .npz or .csv")
     if source.is_dir():
         if client is None:
             raise CoterieError(f"{source} is a run: say whose model, for example --client 0")
-        model = predictor(_run(source, data_dir), client)
+        model = _run(source, data_dir).predictor(client)
     elif client is not None:
         raise CoterieError(f"{source} holds one client's model; leave out --client")
     else:

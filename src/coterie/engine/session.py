@@ -251,7 +251,7 @@ def prepare(
 def _warm_start(path: Path) -> Tree:
     """The global model of another run, or the mean of its clients' models."""
     read: Callable[[Path], Tree] = resolve_name(
-        "coterie.export.run_models:mean_model"
+        "coterie.engine.personal_models:mean_model"
     )  # by name: runs are built on sessions
     return read(path)
 

@@ -6,6 +6,7 @@ its outputs). On its own validation data it keeps the fine-tuned model or the on
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ from coterie.data import target_types as targets
 from coterie.data.arrays import items_form
 from coterie.data.split import parts_of
 from coterie.engine.edge_steps import preview
+from coterie.engine.personal_models import model_in_use
 from coterie.engine.session import Session
 from coterie.errors import CoterieError
-from coterie.export.personal_model import About, PersonalModel, Predictor, Welcome, as_module, in_use
-from coterie.results.run import Run
+from coterie.export.personal_model import About, PersonalModel, Predictor, Welcome, as_module
 from coterie.storage.checkpoint import Checkpoint, read
 from coterie.storage.run_folder import checkpoints
 from coterie.train.clients import newcomer_phases
@@ -33,10 +34,21 @@ ALONE = 100  # epochs of local training at most, with which the model is compare
 Model = tuple[Tree, Extras]
 
 
-def welcome(run: Run, x: Any, y: Any = None, x_test: Any = None, y_test: Any = None, name: str = "stranger") -> Welcome:
-    """A personal model for somebody who was not there."""
-    session, saved = _opened(run)
-    about = About.of(session, session.federation.clients[0], saved.round, run.path.name)
+def welcome(
+    session: Session,
+    path: Path,
+    x: Any,
+    y: Any = None,
+    x_test: Any = None,
+    y_test: Any = None,
+    name: str = "stranger",
+) -> Welcome:
+    """Make a personal model for a newcomer from the newest checkpoint of the run in `path`."""
+    files = checkpoints(path)
+    if not files:
+        raise CoterieError(f"{path / 'checkpoints'} holds no checkpoint yet")
+    saved = read(files[-1], type(session.method).__name__)
+    about = About.of(session, session.federation.clients[0], saved.round, path.name)
     about = _items_of(session, about, name, x)
     data, test = _split(session, about, x, y, x_test, y_test)
     method, rule = session.method, session.clients().rule
@@ -44,7 +56,7 @@ def welcome(run: Run, x: Any, y: Any = None, x_test: Any = None, y_test: Any = N
     shared, own = preview(method, saved.server, saved.edges, [data.client], round)[data.client]
     try:
         with torch.no_grad():
-            received = in_use(method, rule, None, {**shared, **own}, data, round, adapt=False)
+            received = model_in_use(method, rule, None, {**shared, **own}, data, round, adapt=False)
         models: dict[str, Model] = {"received": received}
         if len(data.train):
             phases = method.adapt() or newcomer_phases(method, max(method.ctx.epochs, EPOCHS))
@@ -70,18 +82,13 @@ def welcome(run: Run, x: Any, y: Any = None, x_test: Any = None, y_test: Any = N
     return Welcome(Predictor(module, about).eval(), sizes, scores, kept, tuple(said))
 
 
-def _opened(run: Run) -> tuple[Session, Checkpoint]:
-    """The run as its newest checkpoint left it; of a federation, as its cloud knows it."""
-    if (run.path / "cloud.json").exists():
-        from coterie.federation.cloud.program import open_session, reopen
+def cloud_session(path: Path) -> Session | None:
+    """Return the session of a federation's cloud; None if the folder is not a cloud's."""
+    if not (path / "cloud.json").exists():
+        return None
+    from coterie.federation.cloud.program import open_session, reopen
 
-        session = open_session(*reopen(run.path))
-    else:
-        session = run.session()
-    files = checkpoints(run.path)
-    if not files:
-        raise CoterieError(f"{run.path / 'checkpoints'} holds no checkpoint yet")
-    return session, read(files[-1], type(session.method).__name__)
+    return open_session(*reopen(path))
 
 
 def _items_of(session: Session, about: About, name: str, x: Any) -> About:

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from coterie.core.method import ClientData, Context, Extras, Method, State
+from coterie.core.method import Context, Extras, Method
 from coterie.core.net import Net
 from coterie.core.tasks import Task
 from coterie.core.tasks import make as make_task
-from coterie.core.tree import Tree, clone
+from coterie.core.tree import Tree
 from coterie.data import target_types as targets
 from coterie.data.arrays import Array, items_like
 from coterie.data.dataset import Normalize, prepared
@@ -37,8 +37,6 @@ from coterie.methods import canonical, known, sentence
 from coterie.models.registry import Factory
 from coterie.models.registry import build as build_model
 from coterie.storage import atomic as disk
-from coterie.train.optimisers import Optimiser
-from coterie.train.trainer import train
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -185,26 +183,6 @@ def _held(root: nn.Module, name: str) -> Tensor:
     *inner, last = _path(name)
     found: Tensor = getattr(root.get_submodule(".".join(inner)), last)
     return found
-
-
-def in_use(
-    method: Method,
-    rule: Optimiser,
-    state: State | None,
-    download: Tree,
-    data: ClientData,
-    round: int,
-    adapt: bool = True,
-) -> tuple[Tree, Extras]:
-    """Parameters and extras of the model that a client uses before this round: the personal one, after the fine-tuning
-    that comes before use if the method has some. Without a state it has never trained.
-    """
-    ask = method.newcomer if state is None else method.personal
-    with torch.no_grad():
-        params, extras = ask(method.init_client(data) if state is None else state, download, data)
-    params = clone(params)
-    phases = method.adapt() if adapt else []
-    return train(method.ctx, rule, phases, params, extras, data, round)[:2] if phases else (params, extras)
 
 
 def as_module(method: Method, params: Tree, extras: Extras) -> nn.Module:
@@ -439,6 +417,5 @@ __all__ = [
     "Predictor",
     "Welcome",
     "as_module",
-    "in_use",
     "load_model",
 ]

@@ -15,9 +15,10 @@ from coterie.core.schema import NonFiniteError, weight
 from coterie.data.sources import load
 from coterie.engine import codec
 from coterie.engine.messages import Job, Remote, Score, TrainAnswer, TrainRequest, check
+from coterie.engine.personal_models import model_in_use
 from coterie.engine.session import Session
 from coterie.errors import CoterieError
-from coterie.export.personal_model import as_module, described, in_use, write
+from coterie.export.personal_model import as_module, described, write
 from coterie.federation.device_states import KEEP, States, lock
 from coterie.federation.payload_kinds import of_answer, of_request, total
 from coterie.federation.policy.allow import Allow, Spent
@@ -206,7 +207,7 @@ class DeviceHandler:
         """The personal model as a file of its own beside the state, for use on this device."""
         client, state = job.request.client, None if job.state is None else _held(job.state)
         method, data = session.method_of(client), session.federation.data(client)
-        tree = in_use(method, session.clients().rule, state, job.request.download, data, job.request.round)
+        tree = model_in_use(method, session.clients().rule, state, job.request.download, data, job.request.round)
         module = as_module(method, *tree)
         about = described(session, client, module, job.request.round - 1, run)
         write(self._folder(run) / "model.safetensors", module, about, durable=False)

@@ -21,8 +21,9 @@ from coterie.engine import codec
 from coterie.engine.edge_steps import preview
 from coterie.engine.loop import Loop
 from coterie.engine.messages import TrainAnswer, TrainRequest
+from coterie.engine.personal_models import model_in_use
 from coterie.engine.session import Session, client_states, make_loop, prepare
-from coterie.export.personal_model import as_module, in_use
+from coterie.export.personal_model import as_module
 from coterie.federation.cloud.program import reopen
 from coterie.federation.device_states import States
 from coterie.federation.identity.seats import Roster
@@ -146,7 +147,7 @@ def _personal(again: Replay, client: ClientId) -> dict[str, torch.Tensor]:
     session, loop = again.session, again.loop
     data, method, t = session.federation.data(client), session.method_of(client), loop.done + 1
     shared, own = preview(session.method, loop.server, loop.edges, [client], t)[client]
-    tree = in_use(method, session.clients().rule, again.states.get(client), {**shared, **own}, data, t)
+    tree = model_in_use(method, session.clients().rule, again.states.get(client), {**shared, **own}, data, t)
     return dict(as_module(method, *tree).state_dict())
 
 

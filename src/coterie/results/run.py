@@ -12,9 +12,12 @@ from torch import nn
 
 from coterie.core.tasks import Classification, Metric, Task, make
 from coterie.engine.evaluation import ALONE, statistics
+from coterie.engine.personal_models import SavedRun, refuse_devices
 from coterie.engine.session import Objects, Session, rebuild
 from coterie.errors import CoterieError
-from coterie.export.personal_model import Predictions, Welcome
+from coterie.export.newcomers import cloud_session, welcome
+from coterie.export.personal_model import Predictions, Predictor, Welcome
+from coterie.export.run_models import client_module, client_predictor, export_model
 from coterie.methods import find
 from coterie.results.statistics import summarise
 from coterie.storage import run_folder as folder
@@ -88,22 +91,8 @@ class Run:
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """One dictionary per finished round; a last line that a crash cut short is left out.
-
-        Raises if other lines are damaged, so that no number is silently missing from a table.
-        """
-        log = folder.read_log(self.path / folder.EVENTS)
-        saved = max((folder.round_of(p) for p in folder.checkpoints(self.path)), default=-1)
-        damage = log.damage
-        if not damage and (log.rows[-1]["round"] if log.rows else -1) < saved:
-            damage = f"{self.path / folder.EVENTS} ends before round {saved}, of which there is a checkpoint"
-        if damage:
-            raise CoterieError(f"{damage}; {self._mend}")
-        return log.rows
-
-    @property
-    def _mend(self) -> str:
-        return f"`coterie run --resume {self.path}` recomputes what is lost"
+        """One dictionary per finished round. Damaged events raise CoterieError."""
+        return folder.read_events(self.path)
 
     @cached_property
     def damage(self) -> list[str]:
@@ -177,7 +166,7 @@ class Run:
 
     def warnings(self) -> list[str]:
         """Warnings that a reader of the numbers must know, one sentence each."""
-        out = [f"{sentence}; {self._mend}" for sentence in self.damage]
+        out = [f"{sentence}; {folder.how_to_mend(self.path)}" for sentence in self.damage]
         out += [f"{self._timing.damage}; seconds are incomplete"] if self._timing.damage else []
         found = self.summary().get("personal", {})
         if found.get("nonfinite"):
@@ -229,35 +218,31 @@ class Run:
             self._session = rebuild(self.path, objects=self.objects)
         return self._session
 
-    def personal(self, client: int | str) -> nn.Module:
-        """The personal model of a client, by number or by the name the data give it, in evaluation mode."""
-        from coterie.export.run_models import personal_module
+    def saved(self) -> SavedRun:
+        """Return the run as its newest checkpoint left it."""
+        refuse_devices(self.path)  # before its data are loaded, which are on the devices too
+        return SavedRun(self.path, self.session())
 
-        return personal_module(self, client)
+    def personal(self, client: int | str) -> nn.Module:
+        """Return the personal model of a client, by number or by name, in evaluation mode."""
+        return client_module(self.saved(), client)
+
+    def predictor(self, client: int | str) -> Predictor:
+        """Return the personal model of a client with the run's preprocessing, in evaluation mode."""
+        return client_predictor(self.saved(), client)
 
     def predict(self, client: int | str, x: Any, y: Any = None) -> Predictions:
-        """What the client's model says about raw items, prepared as the run prepares its data; with targets y also the
-        task's metrics.
-        """
-        from coterie.export.run_models import predictor
+        """Return the predictions of a client's model for raw items; with targets `y`, the task's metrics too."""
+        return self.predictor(client).predict(x, y)
 
-        return predictor(self, client).predict(x, y)
+    def export(self, client: int | str, path: str | Path) -> str:
+        """Write the personal model of a client as a safetensors file; return code that loads the file."""
+        return export_model(self.predictor(client), Path(path))
 
     def welcome(self, x: Any, y: Any = None, x_test: Any = None, y_test: Any = None, name: str = "stranger") -> Welcome:
-        """A personal model for somebody who was not there, from raw samples of their own: labelled ones, few or many,
-        or none. The run stays as it is.
-        """
-        from coterie.export.newcomers import welcome
-
-        return welcome(self, x, y, x_test, y_test, name)
-
-    def refuse_devices(self) -> None:
-        """A sentence if the personal models are not here."""
-        if (self.description.get("engine") or {}).get("runtime") == "flower":
-            raise CoterieError(
-                f"the personal models of {self.path} are on the devices of the federation, each in model.safetensors "
-                "of its state folder; `coterie predict` works there"
-            )
+        """Make a personal model for a newcomer from its own raw samples; labels are optional."""
+        session = cloud_session(self.path) or self.session()
+        return welcome(session, self.path, x, y, x_test, y_test, name)
 
 
 def _clients(value: Any) -> dict[int, str]:

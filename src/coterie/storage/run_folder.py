@@ -242,6 +242,26 @@ def read_log(path: Path, length: int | None = None) -> Log:
     return Log(rows, crc, damage)
 
 
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of events.jsonl in a run's folder; a last line that a crash cut short is left out.
+
+    Raise CoterieError if other lines are damaged, so that no number is silently missing from a table.
+    """
+    log = read_log(path / EVENTS)
+    saved = max((round_of(p) for p in checkpoints(path)), default=-1)
+    damage = log.damage
+    if not damage and (log.rows[-1]["round"] if log.rows else -1) < saved:
+        damage = f"{path / EVENTS} ends before round {saved}, of which there is a checkpoint"
+    if damage:
+        raise CoterieError(f"{damage}; {how_to_mend(path)}")
+    return log.rows
+
+
+def how_to_mend(path: Path) -> str:
+    """Return the advice for a run with damaged files."""
+    return f"`coterie run --resume {path}` recomputes what is lost"
+
+
 def more_log(path: Path, before: Log, at: int) -> tuple[Log, int]:
     """What `read_log` gives, for somebody who has read the first `at` bytes already: only the rest is read.
 

@@ -187,10 +187,8 @@ def members(run: Run) -> dict[int, int]:
 
 def cosines(run: Run) -> tuple[list[int], Floats]:
     """Clients in the order of their clusters, and the cosines of how far their personal models went from the start."""
-    from coterie.export.run_models import personal_trees
-
-    of = members(run)
-    session, trees = personal_trees(run)
+    of, saved = members(run), run.saved()
+    session, trees = saved.session, saved.personal_trees()
     order = sorted(trees, key=lambda i: (of.get(i, len(of)), i))
     w0, names = session.method.ctx.w0, [k for k in session.method.ctx.w0 if k in session.method.ctx.net.trainable]
     names = [k for k in names if all(k in tree for tree in trees.values())]

@@ -1,0 +1,104 @@
+"""Personal models of a run as trees, read from its newest checkpoint. The run's folder is only read."""
+
+from pathlib import Path
+
+import torch
+
+from coterie.core.method import ClientData, Extras, Method, State
+from coterie.core.tree import Tree, clone, mean
+from coterie.engine.edge_steps import preview
+from coterie.engine.session import Session, client_states, rebuild
+from coterie.errors import CoterieError
+from coterie.storage.checkpoint import Checkpoint, read
+from coterie.storage.client_states import ClientStates
+from coterie.storage.run_folder import checkpoints, read_events, read_settings
+from coterie.train.optimisers import Optimiser
+from coterie.train.trainer import train
+
+
+def model_in_use(
+    method: Method,
+    rule: Optimiser,
+    state: State | None,
+    download: Tree,
+    data: ClientData,
+    round: int,
+    adapt: bool = True,
+) -> tuple[Tree, Extras]:
+    """Return parameters and extras of the model that a client uses before this round.
+
+    That is the personal model, fine-tuned first if the method adapts before use. A client without a state has never
+    trained.
+    """
+    personal = method.newcomer if state is None else method.personal
+    with torch.no_grad():
+        params, extras = personal(method.init_client(data) if state is None else state, download, data)
+    params = clone(params)
+    phases = method.adapt() if adapt else []
+    return train(method.ctx, rule, phases, params, extras, data, round)[:2] if phases else (params, extras)
+
+
+def refuse_devices(path: Path) -> None:
+    """Raise CoterieError if the personal models of the run in `path` are on the devices of a federation."""
+    if (read_settings(path).get("engine") or {}).get("runtime") == "flower":
+        raise CoterieError(
+            f"the personal models of {path} are on the devices of the federation, each in model.safetensors "
+            "of its state folder; `coterie predict` works there"
+        )
+
+
+class SavedRun:
+    """A run as its newest checkpoint left it: the session, the server's state and the clients' states."""
+
+    def __init__(self, path: Path, session: Session):
+        refuse_devices(path)
+        self.path, self.session, self.method = path, session, session.method
+        events, files = read_events(path), checkpoints(path)
+        if not files:
+            raise CoterieError(f"{path / 'checkpoints'} holds no checkpoint yet")
+        last_round = int(events[-1]["round"]) if events else 0
+        finished = last_round >= int(read_settings(path)["settings"]["rounds"]) or (events and events[-1].get("ended"))
+        last = files[-1].with_name(f"{last_round:06d}.state")
+        if finished and files[-1] != last:
+            raise CoterieError(f"{last} is missing; `coterie run --resume {path}` recomputes it")
+        self.checkpoint: Checkpoint = read(files[-1], type(self.method).__name__)
+        self.states: ClientStates = client_states(session, path)
+        self.states.look(self.checkpoint.clients)
+
+    def personal(self, client: int | str) -> tuple[Tree, Extras]:
+        """Return parameters and extras of a client's personal model."""
+        return self._model(client, adapt=False)
+
+    def adapted(self, client: int | str) -> tuple[Tree, Extras]:
+        """Return the personal model after the fine-tuning before use, if the method has one."""
+        return self._model(client, adapt=True)
+
+    def _model(self, client: int | str, adapt: bool) -> tuple[Tree, Extras]:
+        number, saved = self.session.federation.number(client), self.checkpoint
+        shared, own = preview(self.method, saved.server, saved.edges, [number], saved.round + 1)[number]
+        method, data = self.session.method_of(number), self.session.federation.data(number)
+        state, rule = self.states.get(number), self.session.clients().rule
+        return model_in_use(method, rule, state, {**shared, **own}, data, saved.round + 1, adapt)
+
+    def personal_trees(self) -> dict[int, Tree]:
+        """Return the parameters of every client's personal model; newcomers are left out."""
+        return {int(i): self.personal(i)[0] for i in self.method.ctx.clients}
+
+    def mean_model(self) -> Tree:
+        """Return the global model, or the mean of the clients' personal models where the method has no global model."""
+        names = self.method.ctx.w0
+        whole = self.method.global_model(self.checkpoint.server)
+        if whole is not None:
+            return {k: whole[k].clone() for k in names}
+        if type(self.method).predict is not Method.predict:
+            raise CoterieError(
+                f"{self.path} has no global model, and a model of {self.method.card.title} is more than its network; "
+                "it cannot be started from"
+            )
+        return mean([{k: params[k] for k in names} for params in self.personal_trees().values()])
+
+
+def mean_model(path: Path) -> Tree:
+    """Return the initial values that a run with `warm_start = path` begins with."""
+    refuse_devices(path)
+    return SavedRun(path, rebuild(path)).mean_model()
