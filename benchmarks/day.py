@@ -34,7 +34,7 @@ from coterie.errors import CoterieError
 from coterie.federation.device import DeviceHandler, join
 from coterie.federation.identity.authority import Certs
 from coterie.federation.localhost import processes
-from coterie.federation.localhost.trial import Local
+from coterie.federation.localhost.trial import LocalFederation
 from coterie.federation.policy.allow import Allow
 from coterie.federation.protocol.messages import Answer, DeviceJob
 from coterie.federation.replay import differences
@@ -111,7 +111,7 @@ def party(kind: str, rest: Sequence[str]) -> None:
 
 
 # ---- the federation --------------------------------------------------------------------------------------------------
-class Day(Local):
+class Day(LocalFederation):
     """Devices 0, 1, ... are behind edge-0, then behind edge-1, the last ones at the cloud."""
 
     def __init__(self, folder: Path, method: str, behind: int, direct: int, rounds: int, seed: int,

@@ -34,7 +34,7 @@ from coterie.engine import codec
 from coterie.engine.messages import Score, ScoreAnswer, TrainAnswer, TrainRequest, check
 from coterie.errors import CoterieError
 from coterie.federation.localhost import processes
-from coterie.federation.localhost.nodes import Parties
+from coterie.federation.localhost.nodes import LocalNodes
 from coterie.federation.localhost.processes import Child
 from coterie.federation.protocol.messages import Common, DeviceJob, Hello, joined
 from coterie.federation.transport import Node
@@ -92,7 +92,7 @@ def free_memory() -> int:
 
 # ---- a federation ----------------------------------------------------------------------------------------------------
 @dataclass
-class Load(Parties):
+class Load(LocalNodes):
     """A cloud, edges, and devices that are fake unless told otherwise."""
 
     rounds: int = 6
@@ -155,7 +155,7 @@ class Usage:
     peak: dict[int, int] = field(default_factory=dict)  # bytes resident
     kind: dict[int, str] = field(default_factory=dict)
 
-    def look(self, federation: Parties) -> None:
+    def look(self, federation: LocalNodes) -> None:
         for name, child in federation.children.items():
             if child.alive:
                 self._one(child.pid, name.partition("-")[0])

@@ -22,7 +22,7 @@ from coterie.board import control, metrics, runs, server
 from coterie.board.app import make, open_board
 from coterie.board.federation import Federation
 from coterie.errors import CoterieError
-from coterie.federation.cloud.liveness import Presence
+from coterie.federation.cloud.liveness import Liveness
 from coterie.storage import atomic as disk
 from coterie.storage import run_folder as folder
 
@@ -329,7 +329,7 @@ def test_metrics_are_in_the_format_of_prometheus(made) -> None:
 
 # ---- federations -----------------------------------------------------------------------------------------------------
 def status(now: float, **more: object) -> dict[str, object]:
-    seen = Presence()
+    seen = Liveness()
     seen.here({"edge-0", "device-9"}, {"edge-0": {"edge-0/a"}})
     seen.uploaded("edge-0/a", 4)
     seen.refused("device-9", 4, "device-9: the upload lacks fc.weight")

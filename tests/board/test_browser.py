@@ -174,12 +174,12 @@ def test_a_run_is_started_its_curve_grows_and_it_is_stopped_with_the_token(drive
 @pytest.mark.long
 def test_a_killed_device_is_shown_as_gone_within_30_seconds(driver, tmp_path) -> None:
     pytest.importorskip("grpc", reason="a federation needs the extra federation")
-    from coterie.federation.localhost.trial import Local
+    from coterie.federation.localhost.trial import LocalFederation
 
     given = {"data": "digits", "subset": 400, "model": "mlp", "epochs": 1, "join": 1.0, "rounds": 5000}
     resize(driver, 1400)
     with (
-        Local(tmp_path / "f", "fedavg", 3, 0, given, deadline=600, min_clients=2) as local,
+        LocalFederation(tmp_path / "f", "fedavg", 3, 0, given, deadline=600, min_clients=2) as local,
         serving(tmp_path, tmp_path / "f") as address,
     ):
         driver.get(address)

@@ -52,7 +52,7 @@ def test_a_plain_file_loads_into_a_fresh_module_of_ones_own(tmp_path):
     with pytest.raises(
         CoterieError, match=r'names the code "support\.own_objects:OwnNet" as its model; it is run only if'
     ):
-        coterie.load_model(path, allow_module=["support.own_objects:OwnData", "own:*"])
+        coterie.load_model(path, allow_module=["support.own_objects:DeviceFederation", "own:*"])
     assert torch.equal(coterie.load_model(path, model=OwnNet)(x), fresh(x))
 
 

@@ -18,7 +18,7 @@ from coterie.engine import codec
 from coterie.engine.messages import Score, TrainAnswer, TrainRequest, check
 from coterie.errors import CoterieError, sentence
 from coterie.federation.cloud import status as st
-from coterie.federation.cloud.dispatch import SHOWN, TOLD, Asking
+from coterie.federation.cloud.dispatch import SHOWN, TOLD, Dispatcher
 from coterie.federation.cloud.program import reopen
 from coterie.federation.identity import admin as nodes
 from coterie.federation.identity.roles import NodeRole
@@ -143,7 +143,7 @@ def test_a_damaged_list_of_freed_seats_is_named(tmp_path: Path) -> None:
 def test_a_hello_that_is_none_is_its_senders_error(tmp_path: Path, said: Any) -> None:
     """Twice, because the second is compared with the first; nothing of it is noted."""
     log = AuditLog(tmp_path / "audit.jsonl")
-    asks = Asking(None, "", "", None, log)  # type: ignore[arg-type]
+    asks = Dispatcher(None, "", "", None, log)  # type: ignore[arg-type]
     for _ in range(2):
         replies = {"mallory": codec.pack(said), "alice": codec.pack(Hello(0, 5))}
         found, errors = asks.heard(Replies(replies, {}, {}))
@@ -176,7 +176,7 @@ def test_an_edge_has_no_more_devices_than_connections() -> None:
 
 def test_an_edge_cannot_fill_the_audit_log_with_hellos(tmp_path: Path) -> None:
     log = AuditLog(tmp_path / "audit.jsonl")
-    asks = Asking(None, "", "", None, log)  # type: ignore[arg-type]
+    asks = Dispatcher(None, "", "", None, log)  # type: ignore[arg-type]
     for n in range(TOLD + 5):
         said = Attached({f"d{n}-{i}" + "x" * 100: Hello(None, 5) for i in range(SHOWN + 2)}, {})
         asks.heard(Replies({"north": codec.pack(said)}, {}, {}))

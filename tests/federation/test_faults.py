@@ -21,7 +21,7 @@ pytest.importorskip("grpc", reason="a federation needs the extra federation")
 
 
 from coterie.federation.localhost import processes
-from coterie.federation.localhost.trial import Local
+from coterie.federation.localhost.trial import LocalFederation
 from support.replayed import same_as_replay
 
 pytestmark = pytest.mark.long
@@ -34,12 +34,12 @@ GIVEN: dict[str, Any] = {
 PATIENCE = 300.0  # seconds for a whole run on a busy machine
 
 
-def federation(folder: Path, edges: int = 0, **more: Any) -> Local:
+def federation(folder: Path, edges: int = 0, **more: Any) -> LocalFederation:
     given = {**GIVEN, **more}
-    return Local(folder / "federation", "fedrep", 4, edges, given, deadline=20.0, min_clients=3)
+    return LocalFederation(folder / "federation", "fedrep", 4, edges, given, deadline=20.0, min_clients=3)
 
 
-def failures(local: Local) -> dict[int, list[int]]:
+def failures(local: LocalFederation) -> dict[int, list[int]]:
     return {e["round"]: e["failed"] for e in local.events() if e["failed"]}
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from coterie.federation.identity import admin as nodes
 from coterie.federation.identity import authority as certs
 from coterie.federation.localhost import processes
-from coterie.federation.localhost.trial import Local
+from coterie.federation.localhost.trial import LocalFederation
 from coterie.federation.protocol.version import PROTOCOL
 from coterie.federation.replay import differences
 from support.replayed import same_as_replay
@@ -41,7 +41,7 @@ main()
 """
 
 
-class Paced(Local):
+class Paced(LocalFederation):
     """device-0 is slow until `finish`, so that rounds last. `modes`: kinds of hostile devices;
     `upgraded`:
     parties of another version of the package, and by how much their protocol differs."""

@@ -25,7 +25,7 @@ from coterie.federation.identity import authority as certs
 from coterie.federation.identity.authority import Certs
 from coterie.federation.identity.roles import NodeRole
 from coterie.federation.identity.seats import Roster
-from coterie.federation.localhost.trial import Local
+from coterie.federation.localhost.trial import LocalFederation
 from coterie.federation.protocol.messages import Hello
 from coterie.federation.transport import Node
 from coterie.testing import events
@@ -328,7 +328,7 @@ def test_nodes_live_while_the_run_goes_on(tmp_path: Path) -> None:
         "eval_every": 1200,
         "watch": False,
     }
-    with Local(tmp_path / "f", "fedrep", 3, given=given, min_clients=2, deadline=60) as f:
+    with LocalFederation(tmp_path / "f", "fedrep", 3, given=given, min_clients=2, deadline=60) as f:
         root, pid = f.certs("cloud").root, f.children["cloud"].pid
 
         def failed() -> list[int]:
@@ -371,7 +371,7 @@ def test_nodes_live_while_the_run_goes_on(tmp_path: Path) -> None:
 def test_a_cloud_is_restored_from_a_back_up_that_is_older_than_its_devices(tmp_path: Path) -> None:
     """As docs/operations.md has it: run folder and certificates are copied during the run, then both are lost."""
     given = {"data": "digits", "rounds": 40, "model": "mlp", "join": 1.0, "epochs": 1, "eval_every": 40, "watch": False}
-    with Local(tmp_path / "f", "fedrep", 3, given=given, min_clients=3, deadline=60) as f:
+    with LocalFederation(tmp_path / "f", "fedrep", 3, given=given, min_clients=3, deadline=60) as f:
         f.wait(PATIENCE, round=5)
         kept = {path: tmp_path / f"kept-{path.name}" for path in (f.out, f.certs("cloud").root)}
         for path, copy in kept.items():
@@ -393,7 +393,7 @@ def test_a_cloud_is_restored_from_a_back_up_that_is_older_than_its_devices(tmp_p
 def test_cd2_pfed_federates_in_real_processes_beside_a_mute_node(tmp_path: Path) -> None:
     """A registered node connects, takes its hello and never answers: rounds go on, and nobody is refused."""
     given = {"data": "digits", "rounds": 8, "model": "mlp", "join": 1.0, "epochs": 1, "eval_every": 8, "watch": False}
-    with Local(tmp_path / "f", "cd2-pfed", 3, given=given, min_clients=3, deadline=60, late=(2,)) as f:
+    with LocalFederation(tmp_path / "f", "cd2-pfed", 3, given=given, min_clients=3, deadline=60, late=(2,)) as f:
         certs.add_node(f.certs("cloud").root, "mute")
         address, files = f"127.0.0.1:{f.ports['cloud']}", f.certs("cloud")
         over, asked = threading.Event(), threading.Event()

@@ -12,7 +12,7 @@ pytest.importorskip("grpc", reason="a federation needs the extra federation")
 
 from coterie.engine import codec
 from coterie.federation.cloud import status as st
-from coterie.federation.localhost.trial import Local
+from coterie.federation.localhost.trial import LocalFederation
 from coterie.storage import checkpoint
 from support.replayed import same_as_replay
 
@@ -26,7 +26,7 @@ GIVEN: dict[str, Any] = {
 PATIENCE = 600.0  # seconds for a whole run on a busy machine
 
 
-class Faulty(Local):
+class Faulty(LocalFederation):
     """`lies`: what a device sends instead, by number (hostile_device.py); `broken`: the cloud's method has an error."""
 
     lies: dict[int, str] = {}  # noqa: RUF012
@@ -46,7 +46,7 @@ class Faulty(Local):
 
 
 def federation(
-    folder: Path, min_clients: int = 3, more: tuple[str, ...] = (), kind: Any = Local, **changes: Any
+    folder: Path, min_clients: int = 3, more: tuple[str, ...] = (), kind: Any = LocalFederation, **changes: Any
 ) -> Any:
     given = {**GIVEN, **changes}
     return kind(folder / "federation", "fedrep", 4, 0, given, deadline=20.0, min_clients=min_clients, more=more)

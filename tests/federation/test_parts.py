@@ -25,7 +25,7 @@ from coterie.federation.policy.allow import Allow
 from coterie.federation.protocol.messages import Common, DeviceJob, EdgeJob, joined, split
 from coterie.federation.protocol.plan import Plan
 from coterie.federation.validation import check_answer
-from coterie.federation.wire_bytes import WireBook
+from coterie.federation.wire_bytes import WireBytesLog
 
 RUN = "0123456789abcdef" * 2
 
@@ -333,13 +333,13 @@ def test_what_all_jobs_have_in_common_is_taken_out_and_put_back() -> None:
 def test_bytes_of_repeated_rounds_are_counted_once(tmp_path: Path) -> None:
     from coterie.federation.protocol.messages import WireBytes
 
-    book = WireBook(tmp_path / "wire.jsonl")
+    book = WireBytesLog(tmp_path / "wire.jsonl")
     for t in (1, 2, 3):
         book.count("device-cloud", WireBytes(10, 20, 15, 22))
         book.close_round(t)
     with book.path.open("a") as f:
         f.write('{"round": 4, "li')  # a crash
-    again = WireBook(book.path)
+    again = WireBytesLog(book.path)
     again.count("device-cloud", WireBytes(1, 1, 1, 1))
     again.close_round(3)
     assert [json.loads(x)["round"] for x in book.path.read_text().splitlines()] == [1, 2, 3]

@@ -21,7 +21,7 @@ from coterie.engine import codec
 from coterie.errors import CoterieError
 from coterie.federation.localhost import processes
 from coterie.federation.localhost.processes import Child
-from coterie.federation.localhost.trial import Local
+from coterie.federation.localhost.trial import LocalFederation
 from coterie.federation.protocol.version import PROTOCOL
 from coterie.methods import find
 from coterie.results.run import Run
@@ -31,7 +31,7 @@ from support.hostile_device import HONEST, WRONGS
 from support.replayed import same_as_replay
 
 
-def same_bits(local: Local, run: Run) -> None:
+def same_bits(local: LocalFederation, run: Run) -> None:
     """Events, server and edges, and every personal model."""
     name = find(local.method).__name__
     assert (local.out / "events.jsonl").read_text() == (run.path / "events.jsonl").read_text()
@@ -43,10 +43,12 @@ def same_bits(local: Local, run: Run) -> None:
         assert all(torch.equal(model[k], v) for k, v in params.items()), f"client {i}"
 
 
-def played(tmp_path: Path, method: str, devices: int, edges: int, rounds: int, seconds: float, **more: Any) -> Local:
+def played(
+    tmp_path: Path, method: str, devices: int, edges: int, rounds: int, seconds: float, **more: Any
+) -> LocalFederation:
     given = {**SMALL, "rounds": rounds, "eval_every": rounds, **more}
     folder = tmp_path / "federation"
-    with Local(folder, method, devices, edges, given, deadline=seconds) as local:
+    with LocalFederation(folder, method, devices, edges, given, deadline=seconds) as local:
         local.wait(seconds)
     assert not any(child.alive for child in local.children.values())
     same_bits(local, simulated(tmp_path / "simulation", method, devices, given))
@@ -121,7 +123,7 @@ def test_a_federation_has_the_events_of_the_simulation(
 @pytest.mark.long
 def test_a_killed_cloud_goes_on_where_it_was_to_the_same_events(tmp_path: Path) -> None:
     given = {**SMALL, "rounds": 5, "eval_every": 5}
-    with Local(tmp_path / "federation", "fedrep", 2, 0, given, deadline=120) as local:
+    with LocalFederation(tmp_path / "federation", "fedrep", 2, 0, given, deadline=120) as local:
         local.wait(120, round=2)
         local.children["cloud"].kill()
         before = local.run
@@ -136,7 +138,7 @@ def test_a_killed_cloud_goes_on_where_it_was_to_the_same_events(tmp_path: Path) 
 def test_wrong_answers_other_versions_and_claimed_roles_are_refused_and_the_others_go_on(tmp_path: Path) -> None:
     given = {**SMALL, "rounds": max(HONEST), "eval_every": max(HONEST), "final_trained": False}
 
-    class Patient(Local):
+    class Patient(LocalFederation):
         def arguments(self, name: str) -> list[str]:
             return [*super().arguments(name), *(["--quarantine-after", "0"] if name == "cloud" else [])]
 
@@ -191,7 +193,7 @@ def test_a_device_runs_no_code_that_its_operator_did_not_allow(tmp_path: Path, m
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     given = {**SMALL, "model": "strange_models:SmallNet", "rounds": 2}
 
-    class Mixed(Local):
+    class Mixed(LocalFederation):
         def arguments(self, name: str) -> list[str]:
             made = super().arguments(name)
             return made[: made.index("--allow")] if name == "device-1" else made

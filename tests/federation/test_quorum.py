@@ -23,10 +23,10 @@ from coterie.engine.messages import TrainAnswer, TrainRequest
 from coterie.errors import CoterieError
 from coterie.federation.cloud import runtime as cloud
 from coterie.federation.cloud import status as st
-from coterie.federation.cloud.dispatch import Asking
+from coterie.federation.cloud.dispatch import Dispatcher
 from coterie.federation.cloud.program import CloudSettings, StatusFile, open_session
 from coterie.federation.cloud.runtime import QuorumError
-from coterie.federation.cloud.upload_bounds import Memory, judge
+from coterie.federation.cloud.upload_bounds import UsualSizes, judge
 from coterie.federation.policy import quarantine
 from coterie.federation.policy.quarantine import Quarantine
 from coterie.federation.protocol.messages import Attached, Hello
@@ -260,17 +260,17 @@ def round_of(changes: dict[int, float], samples: dict[int, int] | None = None) -
 
 def test_an_upload_far_larger_than_the_others_is_refused_and_no_other() -> None:
     for size in (10.0, 1e8, 3e38):
-        found = judge(*round_of({0: 0.1, 1: size, 2: 0.02, 3: 0.5}), factor=50.0, memory=Memory())
+        found = judge(*round_of({0: 0.1, 1: size, 2: 0.02, 3: 0.5}), factor=50.0, memory=UsualSizes())
         assert found.refused.keys() == {1} and "times as large as usual" in found.refused[1]
     honest = {0: 0.1, 1: 0.0, 2: 0.0, 3: 1.5, 4: 0.0}  # stragglers send what they got
-    assert not judge(*round_of(honest), factor=50.0, memory=Memory()).refused
-    assert not judge(*round_of({0: 0.1, 1: 1e8, 2: 0.02}), factor=0.0, memory=Memory()).refused
+    assert not judge(*round_of(honest), factor=50.0, memory=UsualSizes()).refused
+    assert not judge(*round_of({0: 0.1, 1: 1e8, 2: 0.02}), factor=0.0, memory=UsualSizes()).refused
     tiny = {0: 1e-9, 1: 1e-9, 2: 1e-9, 3: 0.01}  # a change by a hundredth of the model is never too large
-    assert not judge(*round_of(tiny), factor=50.0, memory=Memory()).refused
+    assert not judge(*round_of(tiny), factor=50.0, memory=UsualSizes()).refused
 
 
 def test_with_two_clients_only_earlier_rounds_tell_what_is_usual() -> None:
-    memory = Memory()
+    memory = UsualSizes()
     assert not judge(*round_of({0: 0.1, 1: 10.0}), factor=50.0, memory=memory).refused
     first = judge(*round_of({0: 0.1, 1: 1e8}), factor=50.0, memory=memory)
     assert first.refused.keys() == {1} and "as what was sent" in first.refused[1]
@@ -282,7 +282,7 @@ def test_with_two_clients_only_earlier_rounds_tell_what_is_usual() -> None:
 
 
 def test_a_claim_of_far_more_samples_than_others_have_is_refused() -> None:
-    found = judge(*round_of({0: 0.1, 1: 0.1, 2: 0.1}, {1: 10**9}), factor=50.0, memory=Memory())
+    found = judge(*round_of({0: 0.1, 1: 0.1, 2: 0.1}, {1: 10**9}), factor=50.0, memory=UsualSizes())
     assert found.refused == {1: "it claims 1000000000 samples, more than 1000 times the median of this round"}
 
 
@@ -404,7 +404,7 @@ def test_an_edge_that_was_silent_is_heard_as_soon_as_it_answers() -> None:
     """Also if it was never seen to be gone, as one that was killed and came back at once."""
     said = codec.pack(Attached({"alice": Hello(0, 5)}, {}))
     link = SlowLink({"north": lambda *_: said, "south": lambda *_: said}, mute={"north"})
-    asking = Asking(link, "", "", None)  # type: ignore[arg-type]
+    asking = Dispatcher(link, "", "", None)  # type: ignore[arg-type]
     found, errors = asking.edges({"north", "south"})
     assert list(found) == ["south"] and errors["north"].cause is Cause.LATE
     assert list(asking.edges({"north", "south"})[0]) == ["south"]

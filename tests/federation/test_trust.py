@@ -26,7 +26,7 @@ from coterie.federation.cloud.program import CloudSettings, open_session
 from coterie.federation.identity import authority as certs
 from coterie.federation.localhost import processes
 from coterie.federation.localhost.processes import Child
-from coterie.federation.localhost.trial import Local
+from coterie.federation.localhost.trial import LocalFederation
 from coterie.federation.policy.audit import NAME, read
 from coterie.federation.protocol.messages import Common, DeviceJob, PlanText
 from coterie.federation.protocol.plan import Plan
@@ -135,7 +135,7 @@ def test_a_hostile_cloud_gets_nothing_that_a_device_does_not_allow(tmp_path: Pat
     assert all("\n" not in reason and reason in log for reason in refused[-2:])
 
 
-class Again(Local):
+class Again(LocalFederation):
     """Further clouds with the same certificates, for the same devices."""
 
     number = 0

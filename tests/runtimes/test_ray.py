@@ -74,7 +74,7 @@ def test_an_actor_answers_as_the_clients_do_and_keeps_their_states_apart(tmp_pat
     for a in answers:
         assert codec.equal(a.answer, expected[a.answer.client])
         assert codec.equal(module._unpacked(states[a.answer.client]), runtime._pending[a.answer.client])
-    runtime.keep(1, [0, 1, 2], {})
+    runtime.keep(1, [0, 1, 2])
     again, _ = done(2, states)
     expected, _ = runtime.train([replace(r, round=2) for r in first])
     assert all(codec.equal(a.answer, expected[a.answer.client]) for a in again)

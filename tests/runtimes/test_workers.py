@@ -97,9 +97,9 @@ def test_new_states_count_only_when_the_round_keeps_them(workers, tmp_path):
     loop = begin(open_toy(Ditto, tmp_path, workers=workers))
     loop.runtime.train([TrainRequest(i, 1, loop.server["w"]) for i in range(5)])
     assert all(loop.runtime.states.get(i) is None for i in range(5))
-    loop.runtime.keep(1, [1, 4], dict.fromkeys((0, 2, 3), "refused"))
+    loop.runtime.keep(1, [1, 4])
     assert [i for i in range(5) if loop.runtime.states.get(i) is not None] == [1, 4]
-    loop.runtime.keep(1, [], {})  # what was not kept is gone
+    loop.runtime.keep(1, [])  # what was not kept is gone
     assert loop.runtime._pending == {}
     close_loop(loop)
 

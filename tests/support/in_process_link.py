@@ -12,7 +12,7 @@ from coterie.engine.loop import Loop
 from coterie.engine.session import Session, client_states, make_loop
 from coterie.errors import CoterieError
 from coterie.federation.cloud.program import CloudSettings, open_session
-from coterie.federation.cloud.runtime import FlowerRuntime, Patience
+from coterie.federation.cloud.runtime import FederationRuntime, WaitingRules
 from coterie.federation.device import DeviceHandler
 from coterie.federation.edge import EdgeHandler
 from coterie.federation.identity.roles import NodeRole
@@ -118,8 +118,8 @@ class Federation:
     loop: Loop
 
     @property
-    def runtime(self) -> FlowerRuntime:
-        assert isinstance(self.loop.runtime, FlowerRuntime)
+    def runtime(self) -> FederationRuntime:
+        assert isinstance(self.loop.runtime, FederationRuntime)
         return self.loop.runtime
 
     def device_link(self, i: int) -> HandLink:
@@ -148,8 +148,8 @@ def federation(
         link.handlers[name] = EdgeHandler(below, ALLOW, AuditLog(folder / name / AUDIT)).handle
         roles[name] = NodeRole.of("edge", below.nodes())
     (folder / "run").mkdir(parents=True, exist_ok=True)
-    runtime = FlowerRuntime(
-        session.method, link, Plan.of(session, RUN), lambda: roles, folder / "run", Patience(1, 60.0, seconds=20.0)
+    runtime = FederationRuntime(
+        session.method, link, Plan.of(session, RUN), lambda: roles, folder / "run", WaitingRules(1, 60.0, seconds=20.0)
     )
     loop = make_loop(session, Folder(folder / "run"), runtime)
     try:

@@ -376,7 +376,7 @@ def up(
     """Try a whole federation on this machine, each party as a separate process."""
     from coterie.federation.cloud.screen import watch
     from coterie.federation.localhost.processes import owner_only
-    from coterie.federation.localhost.trial import Local
+    from coterie.federation.localhost.trial import LocalFederation
     from coterie.storage.new_folder import fresh_folder
 
     given = o.gather(config, set_, data=data, model=model, partition=partition, join=join, rounds=rounds,
@@ -384,7 +384,7 @@ def up(
     folder = out or fresh_folder(f"{method}-up")
     stop = Stop()
     o.check_transport(transport)
-    local = Local(folder, method, devices, edges, given, deadline=deadline, data_dir=data_dir)
+    local = LocalFederation(folder, method, devices, edges, given, deadline=deadline, data_dir=data_dir)
     owner_only(folder)
     with stop.listening(), local:
         ended = watch(local, console, quiet, stop)

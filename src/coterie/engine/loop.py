@@ -20,7 +20,7 @@ from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer
 from coterie.engine.official_test import Official
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult, Rules, close, plan
 from coterie.errors import CoterieError
-from coterie.runtimes.base import Runtime
+from coterie.runtimes.base import Conclusion, Runtime
 from coterie.storage import checkpoint
 from coterie.storage.checkpoint import Checkpoint
 from coterie.storage.client_states import Index
@@ -127,7 +127,7 @@ class Loop:
         t, schedule = self.done + 1, self.schedule
         planned = self._planned(self.server, self.edges, t)
         answers, result = self._settled(planned)
-        self.runtime.keep(t, result.accepted, result.left_out)
+        self.runtime.keep(t, result.accepted)
         self.server, self.edges = result.server, result.edges
         self.bytes = ledger.total([self.bytes, result.bytes])
         self.done = t
@@ -182,7 +182,7 @@ class Loop:
                 return answers, result
             result = close_contained(self.method, self.server, self.edges, planned, answers, self._probe)
             result = replace(result, reasons={i: self.runtime.named(i, why) for i, why in result.reasons.items()})
-            if self.runtime.settled(planned, result):
+            if self.runtime.conclude(planned, answers, result) is Conclusion.ACCEPT:
                 return answers, result
 
     def _planned(self, server: State, edges: Mapping[EdgeId, State], t: int) -> RoundPlan:

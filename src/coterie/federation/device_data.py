@@ -14,7 +14,7 @@ from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError
 
 
-class OwnData(Federation):
+class DeviceFederation(Federation):
     """`places` clients, of whom at most one is here: `own` holds its data as the only client of a small federation.
 
     With `edge` not even public items are here: an edge computes nothing that needs them.

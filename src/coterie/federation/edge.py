@@ -15,10 +15,10 @@ from coterie.core.method import ClientId, Method
 from coterie.engine import codec
 from coterie.engine.messages import TrainAnswer, check
 from coterie.errors import CoterieError
-from coterie.federation.cloud.dispatch import OVER, Asking, Greeting, Link, lost
-from coterie.federation.cloud.upload_bounds import Memory, judge
+from coterie.federation.cloud.dispatch import OVER, Dispatcher, Greeting, Link, lost
+from coterie.federation.cloud.upload_bounds import UsualSizes, judge
 from coterie.federation.device import NO_PLAN
-from coterie.federation.edge_stage import Tier
+from coterie.federation.edge_stage import EdgeStage
 from coterie.federation.identity.admin import SUSPENDED
 from coterie.federation.identity.authority import Certs
 from coterie.federation.identity.roles import NodeRole
@@ -56,11 +56,11 @@ class Current:
 
     plan: Plan
     method: Method
-    asking: Asking
+    asking: Dispatcher
     greeting: Greeting
     hellos: dict[str, Hello] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    memory: Memory = field(default_factory=Memory)  # how large uploads usually are
+    memory: UsualSizes = field(default_factory=UsualSizes)  # how large uploads usually are
 
 
 @dataclass
@@ -132,7 +132,7 @@ class EdgeHandler:
         self._refused = ""
         self._note(Line(run, 0, "hello", "in", self.peer, about=plan.summary))
         log.info("run %s: %s", run[:8], method.card.title)
-        asking = Asking(self.link, text, run, method, self.audit)
+        asking = Dispatcher(self.link, text, run, method, self.audit)
         return Current(plan, method, asking, Greeting(asking))
 
     def _note(self, *lines: Line) -> None:
@@ -167,7 +167,7 @@ class EdgeHandler:
                 requests.append(r)
             except CoterieError as e:
                 missing[r.client] = str(e)
-        tier = Tier(now.method)
+        tier = EdgeStage(now.method)
         for task in job.merges:
             check_task(now.method, task, job.names)
             tier.relay(task)

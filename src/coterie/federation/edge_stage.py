@@ -15,7 +15,7 @@ log = logging.getLogger("coterie.edge")
 
 
 @dataclass
-class Tier:
+class EdgeStage:
     """The edges of one round that are computed here."""
 
     method: Method

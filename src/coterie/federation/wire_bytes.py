@@ -9,7 +9,7 @@ from coterie.storage.atomic import write_atomic
 Page = dict[str, dict[str, dict[str, int]]]  # link -> down, up -> payload, framing
 
 
-class WireBook:
+class WireBytesLog:
     """A file with a line per round. Rounds that are repeated after a crash replace what it says about them."""
 
     def __init__(self, path: Path):

@@ -1,7 +1,8 @@
 """What every runtime does: it takes requests and returns answers, and alone owns transport, client state and edges."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import TypeVar
 
 from coterie.core.edges import EdgeMethod
@@ -29,6 +30,13 @@ class Interrupted(Exception):  # noqa: N818  # not an error: a stop was requeste
     """A stop was requested while the runtime waited; this round does not count."""
 
 
+class Conclusion(Enum):
+    """The decision about a round that was aggregated."""
+
+    ACCEPT = auto()  # its result counts
+    REPEAT = auto()  # too few clients count: its result is dropped, and the same plan is run again
+
+
 class Runtime(ABC):
     """Answers come in any order, or with a reason why not; the round does not know which runtime it is."""
 
@@ -43,11 +51,8 @@ class Runtime(ABC):
     def score(self, requests: Sequence[ScoreRequest]) -> Replies[ScoreAnswer]: ...
 
     @abstractmethod
-    def keep(self, round: int, clients: Sequence[ClientId], left_out: Mapping[ClientId, str]) -> None:
-        """The round has taken the answers of these clients: their new states count, those of others are dropped.
-
-        `left_out`: who was asked and is not among them, and why.
-        """
+    def keep(self, round: int, clients: Sequence[ClientId]) -> None:
+        """Keep the new states of these clients, whose answers the round accepted; drop those of all others."""
 
     @abstractmethod
     def save(self) -> Index:
@@ -64,9 +69,12 @@ class Runtime(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
-    def settled(self, plan: RoundPlan, result: RoundResult) -> bool:
-        """Do enough clients count? If not, the same round is asked for again."""
-        return True
+    def conclude(self, plan: RoundPlan, answers: RoundAnswers, result: RoundResult) -> Conclusion:
+        """Record the clients that the round excludes, and decide whether its result counts.
+
+        `answers` is what `run` returned. Only called for a runtime whose clients are not `trusted`.
+        """
+        return Conclusion.ACCEPT
 
     def named(self, client: ClientId, reason: str) -> str:
         """The reason with the client's name, where it has one."""
@@ -122,7 +130,7 @@ class Simulation(Runtime):
         answers = self._score([Job(r, self.states.handle(r.client)) for r in requests])
         return {a.client: a for a in answers}, {}
 
-    def keep(self, round: int, clients: Sequence[ClientId], left_out: Mapping[ClientId, str]) -> None:
+    def keep(self, round: int, clients: Sequence[ClientId]) -> None:
         for i in clients:
             self.states.put(i, self._pending[i], round)
         self._pending = {}

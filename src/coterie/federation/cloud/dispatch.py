@@ -1,4 +1,4 @@
-"""Asking the nodes of one SuperLink about one run: hello first, then jobs. The same in the cloud and in an edge."""
+"""Dispatcher the nodes of one SuperLink about one run: hello first, then jobs. The same in the cloud and in an edge."""
 
 import logging
 import time
@@ -54,7 +54,7 @@ class Link(Protocol):
     ) -> Replies: ...  # fmt: skip
 
 
-class Asking:
+class Dispatcher:
     def __init__(self, link: Link, plan: str, run: str, method: Method, audit: AuditLog | None = None):
         self.link, self.plan, self.run, self.method, self.audit = link, plan, run, method, audit
         self.traffic: list[tuple[str, WireBytes]] = []  # of the jobs since somebody took them, by node
@@ -164,7 +164,7 @@ class Spare:
 class Greeting:
     """Hellos that are asked for once and answered whenever the node likes: nobody waits for a node without a seat."""
 
-    def __init__(self, asking: Asking, largest: int = HELLO_BYTES):
+    def __init__(self, asking: Dispatcher, largest: int = HELLO_BYTES):
         self.asking, self.largest = asking, largest
         self._open: list[tuple[float, Exchange]] = []  # since when
         self._again: dict[str, float] = {}  # when a node that did not answer is asked again

@@ -9,7 +9,7 @@ KEPT = 5  # refusals of a node that are told
 
 
 @dataclass
-class Seen:
+class NodeHistory:
     last: float = 0.0  # wall clock; 0: never
     round: int | None = None  # of its last accepted upload
     uploads: int = 0
@@ -18,9 +18,9 @@ class Seen:
 
 
 @dataclass
-class Presence:
+class Liveness:
     connected: set[str] = field(default_factory=set)  # nodes, by the cloud's names
-    nodes: dict[str, Seen] = field(default_factory=dict)
+    nodes: dict[str, NodeHistory] = field(default_factory=dict)
     doing: str = ""
     waiting_for: list[str] = field(default_factory=list)
 
@@ -41,5 +41,5 @@ class Presence:
         entry = {"round": round, "reason": reason.removeprefix(f"{name}: "), "time": time.time()}
         seen.refused = [*seen.refused, entry][-KEPT:]
 
-    def _of(self, name: str) -> Seen:
-        return self.nodes.setdefault(name, Seen())
+    def _of(self, name: str) -> NodeHistory:
+        return self.nodes.setdefault(name, NodeHistory())

@@ -20,9 +20,9 @@ from coterie.engine.ledger import Page
 from coterie.engine.loop import Progress
 from coterie.engine.session import Session, bind, execute, prepare
 from coterie.errors import CoterieError
-from coterie.federation.cloud.liveness import Seen
-from coterie.federation.cloud.runtime import FlowerRuntime, Patience
-from coterie.federation.device_data import OwnData, example
+from coterie.federation.cloud.liveness import NodeHistory
+from coterie.federation.cloud.runtime import FederationRuntime, WaitingRules
+from coterie.federation.device_data import DeviceFederation, example
 from coterie.federation.identity.authority import Certs
 from coterie.federation.protocol.plan import Plan
 from coterie.federation.transport import listening
@@ -67,7 +67,7 @@ def open_session(settings: RunSettings, cloud: CloudSettings) -> Session:
     like = example(cloud.shape, names, "float32", None, None, None, task, targets)
     places = settings.federation.clients or cloud.min_clients
     check_quorum(cloud.min_clients, places)
-    made = OwnData(like, settings.federation, settings.seed, places)
+    made = DeviceFederation(like, settings.federation, settings.seed, places)
     return bind(settings, engine, build(settings.method, settings.settings), made)
 
 
@@ -93,14 +93,16 @@ def open_cloud(
     session: Session,
     cloud: CloudSettings,
     folder: Path,
-    patience: Patience,
-    seen: Callable[[FlowerRuntime], None] = lambda runtime: None,
-) -> Iterator[FlowerRuntime]:
+    patience: WaitingRules,
+    seen: Callable[[FederationRuntime], None] = lambda runtime: None,
+) -> Iterator[FederationRuntime]:
     """Start the server and yield the runtime that reaches devices through it."""
     certs = Certs(Path(cloud.certs))
     certs.check()
     with listening(certs, cloud.host, cloud.port) as link:
-        runtime = FlowerRuntime(session.method, link, Plan.of(session, cloud.run), certs.roles, folder, patience, seen)
+        runtime = FederationRuntime(
+            session.method, link, Plan.of(session, cloud.run), certs.roles, folder, patience, seen
+        )
         try:
             yield runtime
         finally:
@@ -126,7 +128,7 @@ def serve(
 
     def opened(session: Session, folder: Path, stopped: Callable[[], bool]) -> AbstractContextManager[Runtime]:
         seconds = math.inf if cloud.patience is None else cloud.patience
-        patience = Patience(
+        patience = WaitingRules(
             cloud.min_clients, cloud.deadline, stopped, seconds=seconds, norm_bound=cloud.norm_bound,
             quarantine_after=cloud.quarantine_after,
         )  # fmt: skip
@@ -172,13 +174,13 @@ class StatusFile:
     def __init__(self, path: Path, session: Session):
         self.path, self.session = path, session
         self._state, self._reason = "waiting", ""
-        self._runtime: FlowerRuntime | None = None
+        self._runtime: FederationRuntime | None = None
         self._last = Progress(0, session.settings.rounds, None, 0.0)
         self._found: dict[str, Any] = {}
         self._lock, self._over = threading.Lock(), threading.Event()
         threading.Thread(target=self._beat, name="status", daemon=True).start()
 
-    def seen(self, runtime: FlowerRuntime) -> None:
+    def seen(self, runtime: FederationRuntime) -> None:
         self._runtime = runtime
         self._state = "paused" if runtime.paused else "running" if runtime.begun else "waiting"
         self._reason = runtime.paused
@@ -199,7 +201,7 @@ class StatusFile:
             self._found = {**self._about(), "places": 0, "clients": {}, "nodes": {}, "edges": {}, "wire": {}}
             self._put()
 
-    def _write(self, runtime: FlowerRuntime) -> None:
+    def _write(self, runtime: FederationRuntime) -> None:
         last = self._last
         found = {
             **self._about(), "places": runtime.roster.places, "min_clients": runtime.patience.min_clients,
@@ -236,7 +238,7 @@ class StatusFile:
                     self._put()
 
     @staticmethod
-    def _nodes(runtime: FlowerRuntime) -> dict[str, dict[str, Any]]:
+    def _nodes(runtime: FederationRuntime) -> dict[str, dict[str, Any]]:
         """Every node that is registered, was seen or was refused."""
         roles, presence = runtime.known_roles, runtime.presence
         clients = {entry.name: c for c, entry in runtime.roster.entries.items()}
@@ -244,7 +246,7 @@ class StatusFile:
         out = {}
         left_out = runtime.out
         for name in sorted({*roles, *presence.nodes, *clients, *left_out}):
-            seen = presence.nodes.get(name, Seen())
+            seen = presence.nodes.get(name, NodeHistory())
             out[name] = {
                 "role": "edge" if name in roles and roles[name].is_edge else "device",
                 "client": clients.get(name), "connected": name in presence.connected,

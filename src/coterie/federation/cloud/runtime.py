@@ -23,10 +23,10 @@ from coterie.engine.messages import (
 )
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult
 from coterie.errors import CoterieError, sentence
-from coterie.federation.cloud.dispatch import Asking, Greeting, Link, lost
-from coterie.federation.cloud.liveness import Presence
-from coterie.federation.cloud.upload_bounds import Judged, judge, judge_uploads
-from coterie.federation.edge_stage import Tier
+from coterie.federation.cloud.dispatch import Dispatcher, Greeting, Link, lost
+from coterie.federation.cloud.liveness import Liveness
+from coterie.federation.cloud.upload_bounds import Judgement, judge, judge_uploads
+from coterie.federation.edge_stage import EdgeStage
 from coterie.federation.identity.admin import SUSPENDED, orders
 from coterie.federation.identity.roles import NodeRole, scoped
 from coterie.federation.identity.seats import Roster, read_attached, read_hello
@@ -37,8 +37,8 @@ from coterie.federation.protocol.messages import Answer, DeviceJob, EdgeAnswer, 
 from coterie.federation.protocol.plan import Plan
 from coterie.federation.transport import Cause, Failure, UnreachableError
 from coterie.federation.validation import SamplesError, check_answer, check_merged, check_wire, room
-from coterie.federation.wire_bytes import WireBook
-from coterie.runtimes.base import Interrupted, Replies, Runtime
+from coterie.federation.wire_bytes import WireBytesLog
+from coterie.runtimes.base import Conclusion, Interrupted, Replies, Runtime
 from coterie.storage.client_states import Index
 
 RETRY = 60.0  # seconds after which a refused node is asked again
@@ -49,7 +49,7 @@ log = logging.getLogger("coterie.cloud")
 
 
 @dataclass(frozen=True)
-class Patience:
+class WaitingRules:
     """How many clients the cloud waits for and how long, and what it takes from them."""
 
     min_clients: int = 1  # connected before a round, and of those who are asked so many must count
@@ -77,7 +77,7 @@ class _Found:
     by_edge: set[ClientId] = field(default_factory=set)  # and those of them that their edge answers for
 
 
-class FlowerRuntime(Runtime):
+class FederationRuntime(Runtime):
     """Client states are on the devices; the cloud only knows which version of each counts."""
 
     def __init__(
@@ -87,14 +87,14 @@ class FlowerRuntime(Runtime):
         plan: Plan,
         roles: Callable[[], Mapping[str, NodeRole]],  # of all registered nodes, as they are now
         folder: Path,  # for roster.json and wire.jsonl
-        patience: Patience,
-        seen: Callable[["FlowerRuntime"], None] = lambda runtime: None,  # told whenever something has changed
+        patience: WaitingRules,
+        seen: Callable[["FederationRuntime"], None] = lambda runtime: None,  # told whenever something has changed
     ):
         self.method, self.link, self.plan, self.roles, self.patience, self.seen = (
             method, link, plan, roles, patience, seen
         )  # fmt: skip
         self.roster = Roster(folder / "roster.json", len(method.ctx.clients))
-        self.wire = WireBook(folder / "wire.jsonl")
+        self.wire = WireBytesLog(folder / "wire.jsonl")
         self.audit = AuditLog(folder / AUDIT)
         self.here: set[ClientId] = set()  # who is connected now
         self.edges: dict[str, list[str]] = {}  # edges that are connected, with their connected devices (EDGE/DEVICE)
@@ -106,12 +106,12 @@ class FlowerRuntime(Runtime):
         self._attempts = 0  # of the present round that did not count
         self._asked: set[ClientId] = set()  # connected clients that the present round asked
         self._found = _Found()  # what came of asking the last time
-        self._judged = Judged({}, {})  # of the present round's uploads,
-        self._judged_merged = Judged({}, {})  # and of what edges have merged,
+        self._judged = Judgement({}, {})  # of the present round's uploads,
+        self._judged_merged = Judgement({}, {})  # and of what edges have merged,
         self._merged_from: dict[EdgeId, tuple[ClientId, ...]] = {}  # from whom
-        self.presence = Presence()  # for a person; decisions rest on `here`
+        self.presence = Liveness()  # for a person; decisions rest on `here`
         link.looked = self._waiting
-        self._asking = Asking(link, plan.model_dump_json(), plan.run, method, self.audit)
+        self._asking = Dispatcher(link, plan.model_dump_json(), plan.run, method, self.audit)
         self._greeting = Greeting(self._asking)
         self._silent: dict[str, int] = {}  # nodes that let a deadline pass, and how often in a row
         self._version = torch.full((plan.places,), -1, dtype=torch.int64)
@@ -127,7 +127,7 @@ class FlowerRuntime(Runtime):
         self._again: set[str] = set()  # devices that say hello again, because they have other data than they said
 
     # ---- what counts -------------------------------------------------------------------------------------------------
-    def settled(self, plan: RoundPlan, result: RoundResult) -> bool:
+    def conclude(self, plan: RoundPlan, answers: RoundAnswers, result: RoundResult) -> Conclusion:
         """Count refusals, and see whether enough of the clients that were asked count for the round.
 
         Uploads with NaN count as answers: asked again, their senders would answer the same.
@@ -147,7 +147,12 @@ class FlowerRuntime(Runtime):
             self._go_on()
             edges = [e for e, senders in self._merged_from.items() if set(senders) <= set(result.accepted)]
             self.quarantine.remember(t, self._judged.usual(result.accepted), self._judged_merged.usual(edges))
-            return True
+            for client, reason in result.left_out.items():
+                self._trouble(f"round {t}: {self._named(client, reason)}")
+                self._note_lost(t, "train", client, reason)
+                if client not in self._found.passing and not self.quarantine.holds(self._name(client)):
+                    self.presence.refused(self._name(client), t, reason)
+            return Conclusion.ACCEPT
         self._attempts += 1
         for client, reason in result.left_out.items():
             self._trouble(f"round {t}: {self._named(client, reason)}")
@@ -156,7 +161,7 @@ class FlowerRuntime(Runtime):
         while time.monotonic() < until:
             self._check_patience()
             time.sleep(min(0.3, max(0.0, until - time.monotonic())))
-        return False
+        return Conclusion.REPEAT
 
     def _blamed(self, client: ClientId) -> str | None:
         """The sender of a refused answer: the device, or the edge whose own answer was refused."""
@@ -187,16 +192,11 @@ class FlowerRuntime(Runtime):
             log.info("enough clients are here, the run goes on")
         self.paused, self._paused_at = "", None
 
-    def keep(self, round: int, clients: Sequence[ClientId], left_out: Mapping[ClientId, str]) -> None:
+    def keep(self, round: int, clients: Sequence[ClientId]) -> None:
         self._version[list(clients)] = round
         self._round = round
         for client in clients:
             self.presence.uploaded(self._name(client), round)
-        for client, reason in left_out.items():
-            self._trouble(f"round {round}: {self._named(client, reason)}")
-            self._note_lost(round, "train", client, reason)
-            if client not in self._found.passing and not self.quarantine.holds(self._name(client)):
-                self.presence.refused(self._name(client), round, reason)
 
     def save(self) -> Index:
         """The states themselves are durable since the devices answered."""
@@ -471,7 +471,7 @@ class FlowerRuntime(Runtime):
         self._gather()
         asked = {r.client for r in plan.direct} | {r.client for task in plan.edges for r in task.requests}
         self._asked = asked & self.here
-        tier = Tier(self.method)
+        tier = EdgeStage(self.method)
         there: list[tuple[str, MergeRequest]] = []
         absent = {r.client for task in plan.edges for r in task.requests} - self.here
         for whole in plan.edges:

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from coterie.errors import CoterieError
-from coterie.federation.localhost.trial import Local
+from coterie.federation.localhost.trial import LocalFederation
 
 
-def watch(local: Local, console: Console, quiet: bool, stopped: Callable[[], bool]) -> bool:
+def watch(local: LocalFederation, console: Console, quiet: bool, stopped: Callable[[], bool]) -> bool:
     """Show it until it ends; returns False if a stop was requested. A dead device is shown, not restarted."""
     cloud = local.children["cloud"]
     terminal = sys.stdout.isatty() and not quiet
@@ -62,7 +62,7 @@ def line(status: dict[str, Any]) -> str:
     return ", ".join(words + ([status["errors"][-1]] if status["errors"] else []))
 
 
-def view(local: Local, status: dict[str, Any]) -> Group:
+def view(local: LocalFederation, status: dict[str, Any]) -> Group:
     parts: list[Any] = [Text(line(status))]
     table = Table("process", "pid", "alive", "connected", "as")
     connected = {c["name"]: (c["connected"], f"client {n}") for n, c in status.get("clients", {}).items()}

@@ -25,7 +25,7 @@ Sizes = dict[str, float]  # by entry
 
 
 @dataclass
-class Memory:
+class UsualSizes:
     """The usual size of every entry in the last rounds whose uploads were accepted."""
 
     rounds: dict[int, Sizes] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Judgement:
     refused: dict[int, str]  # why, by sender
     sizes: Mapping[int, Sizes]
 
@@ -50,15 +50,17 @@ class Judged:
 
 
 def judge(
-    requests: Iterable[TrainRequest], answers: Mapping[int, TrainAnswer], factor: float, memory: Memory
-) -> Judged:
+    requests: Iterable[TrainRequest], answers: Mapping[int, TrainAnswer], factor: float, memory: UsualSizes
+) -> Judgement:
     """The uploads of clients, and their numbers of samples."""
     sent = {r.client: r.download for r in requests if r.client in answers}
     judged = judge_uploads(sent, {i: answers[i].upload for i in sent}, factor, memory)
-    return Judged({**judged.refused, **_samples({i: answers[i].samples for i in sent})}, judged.sizes)
+    return Judgement({**judged.refused, **_samples({i: answers[i].samples for i in sent})}, judged.sizes)
 
 
-def judge_uploads(sent: Mapping[int, Tree], uploads: Mapping[int, Tree], factor: float, memory: Memory) -> Judged:
+def judge_uploads(
+    sent: Mapping[int, Tree], uploads: Mapping[int, Tree], factor: float, memory: UsualSizes
+) -> Judgement:
     """Refuse uploads larger than `factor` times what is usual (0: none).
 
     Uploads with NaN or infinity are left to the schema, which knows where NaN is allowed.
@@ -79,7 +81,7 @@ def judge_uploads(sent: Mapping[int, Tree], uploads: Mapping[int, Tree], factor:
             size, what, typical = math.hypot(*(each[k] for k in model)), "as what was sent", start
         if typical > 0 and size > factor * typical:
             refused[i] = f"the upload is {size / typical:.3g} times as large {what}, the bound is {factor:g} times"
-    return Judged(refused, found)
+    return Judgement(refused, found)
 
 
 def _usual(found: Sequence[Sizes], least: int) -> Sizes:
@@ -124,4 +126,4 @@ def _samples(counts: Mapping[int, int]) -> dict[int, str]:
     }
 
 
-__all__ = ["Judged", "Memory", "judge", "judge_uploads"]
+__all__ = ["Judgement", "UsualSizes", "judge", "judge_uploads"]

@@ -25,7 +25,7 @@ DEATHS = 3  # of one process, after which it is not started again
 
 
 @dataclass
-class Parties:
+class LocalNodes:
     """`children` holds every process by name: edge-0, ..., device-0, ...."""
 
     folder: Path
@@ -157,7 +157,7 @@ class Parties:
 
 
 @dataclass
-class Tended(Parties):
+class SupervisedNodes(LocalNodes):
     """Processes that are started again when they die."""
 
     stay: bool = True
@@ -187,4 +187,4 @@ class Tended(Parties):
         super().stop()
 
 
-__all__ = ["Parties", "Tended"]
+__all__ = ["LocalNodes", "SupervisedNodes"]

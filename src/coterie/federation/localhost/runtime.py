@@ -12,8 +12,8 @@ from pathlib import Path
 from coterie.engine.session import Session
 from coterie.errors import CoterieError
 from coterie.federation.cloud.program import CloudSettings, check_possible, open_cloud
-from coterie.federation.cloud.runtime import FlowerRuntime, Patience
-from coterie.federation.localhost.nodes import Tended
+from coterie.federation.cloud.runtime import FederationRuntime, WaitingRules
+from coterie.federation.localhost.nodes import SupervisedNodes
 from coterie.storage.atomic import write_atomic
 
 WAIT = 600.0  # seconds that rounds are repeated in which no device answers
@@ -21,7 +21,7 @@ DAY = 86_400.0  # seconds; devices of this machine that die are started again, s
 
 
 @contextmanager
-def open_here(session: Session, folder: Path, stopped: Callable[[], bool]) -> Iterator[FlowerRuntime]:
+def open_localhost(session: Session, folder: Path, stopped: Callable[[], bool]) -> Iterator[FederationRuntime]:
     s = session.settings
     check_possible(s)
     for what, origin in session.objects.described().items():
@@ -33,7 +33,7 @@ def open_here(session: Session, folder: Path, stopped: Callable[[], bool]) -> It
     clients = session.federation.clients
     home = folder / "flower"
     home.mkdir(exist_ok=True, mode=0o700)
-    parties = Tended(home, s.data, s.method, s.model, len(clients), 0, session.engine.data_dir)
+    parties = SupervisedNodes(home, s.data, s.method, s.model, len(clients), 0, session.engine.data_dir)
     parties.certify()
     about = home / "run.json"
     if not about.is_file():
@@ -46,9 +46,11 @@ def open_here(session: Session, folder: Path, stopped: Callable[[], bool]) -> It
             raise CoterieError(parties.broken)
         return stopped()
 
-    patience = Patience(1, DAY, over, frozenset(clients), WAIT, norm_bound=0.0, quarantine_after=0)
+    patience = WaitingRules(1, DAY, over, frozenset(clients), WAIT, norm_bound=0.0, quarantine_after=0)
     with open_cloud(session, cloud, home, patience) as runtime, parties:
         yield runtime
 
 
-__all__ = ["open_here"]
+open_here = open_localhost  # the name that the engine resolves
+
+__all__ = ["open_here", "open_localhost"]

@@ -10,11 +10,11 @@ from typing import Any
 
 from coterie.config import settings
 from coterie.errors import CoterieError
-from coterie.federation.localhost.nodes import Parties
+from coterie.federation.localhost.nodes import LocalNodes
 
 
-class Local(Parties):
-    """`with Local(folder, "fedrep", devices=4, given={"rounds": 3}) as federation: federation.wait(60)`"""
+class LocalFederation(LocalNodes):
+    """`with LocalFederation(folder, "fedrep", devices=4, given={"rounds": 3}) as federation: federation.wait(60)`"""
 
     def __init__(
         self,
@@ -89,4 +89,4 @@ class Local(Parties):
         return {name: child.pid for name, child in self.children.items() if child.alive}
 
 
-__all__ = ["Local"]
+__all__ = ["LocalFederation"]

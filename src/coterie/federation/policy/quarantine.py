@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import CoterieError, unknown
-from coterie.federation.cloud.upload_bounds import Memory, Sizes
+from coterie.federation.cloud.upload_bounds import Sizes, UsualSizes
 from coterie.storage.atomic import write_atomic
 
 FILE, RELEASES = "quarantine.json", "release"
@@ -33,8 +33,8 @@ class Quarantine:
     folder: Path
     after: int = 3  # refusals; 0: never
     offenders: dict[str, Offender] = field(default_factory=dict)
-    memory: Memory = field(default_factory=Memory)
-    merged: Memory = field(default_factory=Memory)  # the same of what edges have merged
+    memory: UsualSizes = field(default_factory=UsualSizes)
+    merged: UsualSizes = field(default_factory=UsualSizes)  # the same of what edges have merged
 
     def __post_init__(self) -> None:
         found = read(self.folder)
@@ -46,7 +46,7 @@ class Quarantine:
             raise CoterieError(f"{self.folder / FILE} is damaged ({e}); restore it from a back-up") from None
 
     @property
-    def _memories(self) -> tuple[tuple[Memory, str], ...]:
+    def _memories(self) -> tuple[tuple[UsualSizes, str], ...]:
         return (self.memory, "usual"), (self.merged, "usual_merged")
 
     @property

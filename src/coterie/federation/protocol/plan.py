@@ -24,7 +24,7 @@ from coterie.data.target_types import with_task
 from coterie.engine.session import Session, bind, prepare
 from coterie.errors import CoterieError
 from coterie.errors import sentence as one_line
-from coterie.federation.device_data import OwnData, example, only_client
+from coterie.federation.device_data import DeviceFederation, example, only_client
 from coterie.federation.policy.allow import Allow
 from coterie.federation.protocol.version import PROTOCOL, check_protocol
 from coterie.methods import build, find, sentence
@@ -75,7 +75,7 @@ class Plan(BaseModel):
 
     @staticmethod
     def of(session: Session, run: str) -> "Plan":
-        data, own = session.federation.dataset, isinstance(session.federation, OwnData)
+        data, own = session.federation.dataset, isinstance(session.federation, DeviceFederation)
         return Plan(
             run=run, coterie=version("coterie"), source=source(type(session.method)),
             settings=session.settings.model_dump(mode="json"), places=len(session.federation.clients),
@@ -147,7 +147,7 @@ class Plan(BaseModel):
             )
             fed, seed = settings.federation, settings.seed
             own = None if data is None else only_client(with_task(load(data, data_dir), like.kind), like, fed, seed)
-            made = OwnData(like, fed, seed, self.places, own, edge=data is None)
+            made = DeviceFederation(like, fed, seed, self.places, own, edge=data is None)
             session = bind(settings, engine, build(settings.method, settings.settings), made)
         if digest(session.method.ctx.w0) != self.w0:
             raise CoterieError(f"the first model differs from the cloud's (torch {torch.__version__} here)")
