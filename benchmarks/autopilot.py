@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from coterie.config import Engine, settings
-from coterie.data.sources import load
+from coterie.data.sources import load_dataset
 from coterie.engine.edge_steps import preview
 from coterie.engine.session import execute, prepare, rebuild
 from coterie.errors import CoterieError
@@ -243,7 +243,7 @@ def main() -> None:
                 left = [m for m in methods if not done(place(args.out, f, seed, m))]
                 if at >= f.seeds or not left:
                     continue
-                data = load(f.given["data"], args.data_dir, f.given.get("subset"))
+                data = load_dataset(f.given["data"], args.data_dir, f.given.get("subset"))
                 for method in left:
                     try:
                         advance(f, seed, method, args.out, engine, data)

@@ -190,13 +190,13 @@ def pairs(w: Workload, data_dir: Path | None, seed: int = 0) -> tuple[list[Pair]
             (a[50:], b[50:]) for a, b in zip(x, y, strict=True)
         ]
     from coterie.data.federation import PartitionSettings, federate  # the partition only
-    from coterie.data.sources import load
+    from coterie.data.sources import load_dataset
 
     least = 10 if w.data == "digits" else 40
     settings = PartitionSettings(
         partition="dirichlet(0.1)", clients=w.clients, val_share=0, min_size=least, short="fill"
     )
-    federation = federate(load(w.data, data_dir), settings, seed)
+    federation = federate(load_dataset(w.data, data_dir), settings, seed)
     clients = federation.clients
     return [(*federation.data(i).train,) for i in clients], [(*federation.test(i),) for i in clients]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from coterie.config import Engine, settings
-from coterie.data.sources import load
+from coterie.data.sources import load_dataset
 from coterie.engine.loop import Loop
 from coterie.engine.session import prepare
 from coterie.errors import CoterieError
@@ -67,7 +67,7 @@ def main() -> None:
         args.workers = 1
     clock = time.process_time if args.cpu else time.perf_counter
     torch.set_num_threads(1)
-    args.dataset = load(args.data, args.data_dir)
+    args.dataset = load_dataset(args.data, args.data_dir)
     print("| method | FedAvg's time per round | round 0, in rounds of FedAvg |\n|---|---|---|")
     for name in args.names or known():
         with tempfile.TemporaryDirectory() as tmp:

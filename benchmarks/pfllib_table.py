@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.config import Engine, settings
-from coterie.data.sources import load
+from coterie.data.sources import load_dataset
 from coterie.engine.session import execute, prepare, rebuild
 from coterie.errors import CoterieError
 from coterie.methods import find
@@ -106,7 +106,7 @@ def main() -> None:
     methods = args.methods.split(",")
     if not args.show:
         engine = Engine(workers=args.workers, data_dir=args.data_dir)
-        data = load(PROTOCOL["data"], args.data_dir, args.subset)
+        data = load_dataset(PROTOCOL["data"], args.data_dir, args.subset)
         for until in range(args.step, args.rounds + args.step, args.step):
             for method in methods:
                 advance(method, min(until, args.rounds), args.out, engine, args.subset, data)

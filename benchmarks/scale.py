@@ -23,10 +23,10 @@ def measure(clients: int, samples: int, join: int, method: str, rounds: int) -> 
 
     from coterie.config import Engine, settings
     from coterie.data.dataset import Dataset
-    from coterie.data.sources import load
+    from coterie.data.sources import load_dataset
     from coterie.engine.session import Objects, execute, prepare
 
-    base = load("digits")
+    base = load_dataset("digits")
     pick = torch.randint(len(base), (clients * samples,), generator=torch.Generator().manual_seed(0))
     owner = torch.arange(clients).repeat_interleave(samples)
     data = Dataset(

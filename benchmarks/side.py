@@ -52,7 +52,7 @@ def session_of(w: Workload, data_dir: Path | None, engine: dict[str, Any], watch
 def dataset_of(w: Workload, data_dir: Path | None) -> Any:
     """Real data where they are at hand, else made ones of the same shape and sizes."""
     from coterie.data.dataset import Dataset
-    from coterie.data.sources import load
+    from coterie.data.sources import load_dataset
     from coterie.errors import CoterieError
 
     g = torch.Generator().manual_seed(0)
@@ -63,7 +63,7 @@ def dataset_of(w: Workload, data_dir: Path | None) -> Any:
         owner = torch.arange(w.clients).repeat_interleave(60)
         return Dataset("noise", x, y, names, torch.zeros(n, dtype=torch.bool), owner)
     try:
-        return load(w.data, data_dir)
+        return load_dataset(w.data, data_dir)
     except CoterieError:
         x = torch.randint(256, (70_000, 1, 28, 28), generator=g, dtype=torch.uint8)
         test = torch.arange(70_000) >= 60_000

@@ -21,7 +21,7 @@ from floor import WORKLOADS, Floor, Pair, Workload, pairs
 from coterie.config import Engine, settings
 from coterie.core.rng import torch_rng
 from coterie.data.dataset import Dataset
-from coterie.data.sources import load
+from coterie.data.sources import load_dataset
 from coterie.engine.loop import Loop
 from coterie.engine.session import Objects, prepare
 from coterie.testing import close_loop, open_loop
@@ -135,7 +135,7 @@ def main() -> None:
     for name in args.workloads:
         w = WORKLOADS[name]
         if w.data == "fmnist":
-            load("fmnist", args.data_dir)  # says where to put the files if they are missing
+            load_dataset("fmnist", args.data_dir)  # says where to put the files if they are missing
         scaled = argparse.Namespace(**{**vars(args), "rounds": args.rounds * (10 if name == "W2" else 1)})
         with tempfile.TemporaryDirectory() as tmp:
             against_floor(name, w, scaled, Path(tmp))

@@ -21,7 +21,7 @@ from nets import for_hapt
 import coterie
 import coterie.export.newcomers
 from coterie.core.rng import numpy_rng
-from coterie.data import load
+from coterie.data import load_dataset
 from coterie.errors import CoterieError
 from coterie.methods import find, known
 
@@ -51,7 +51,7 @@ def measure(name: str, out: Path, data_dir: Path | None, rounds: int, seed: int)
             workers=1, rounds=rounds, epochs=1, join=0.4, lr=0.05, momentum=0.5, eval_every=rounds, watch=False,
             out=folder, data_dir=data_dir, final_trained=False, seed=seed,
         )  # fmt: skip
-    data, fed = load("hapt", data_dir), run.session().federation
+    data, fed = load_dataset("hapt", data_dir), run.session().federation
     # training alone is the same for every method: once is enough
     coterie.export.newcomers._alone = TRAIN_ALONE if name == "fedavg" else lambda *_: {"accuracy": math.nan}
     rows = []

@@ -19,12 +19,12 @@ from coterie.core.method import Context, Method
 from coterie.core.schema import LARGEST, LINKS, Entry, Link, Schema
 from coterie.core.tree import Tree
 from coterie.data.arrays import from_arrays
-from coterie.data.catalogue import KNOWN
+from coterie.data.catalogue import DATASETS
 from coterie.data.settings import PartitionSettings
 from coterie.engine.session import Objects, prepare
 from coterie.errors import CoterieError
 from coterie.methods import find, known
-from coterie.models.registry import known as known_models
+from coterie.models.registry import list_models
 
 HERE = Path(__file__).parent
 SETTINGS_TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
@@ -255,8 +255,8 @@ def counts() -> dict[str, int]:
         "methods": len(found) - len(variants),
         "variants": len(variants),
         "registered": len(found),
-        "data sets": len(KNOWN) + 1,  # and the digits of scikit-learn
-        "models": len(known_models()),
+        "data sets": len(DATASETS) + 1,  # and the digits of scikit-learn
+        "models": len(list_models()),
     }
 
 

@@ -22,7 +22,7 @@ import coterie
 from coterie.cli import main
 from coterie.config import Engine, RunSettings, settings
 from coterie.data.settings import PartitionSettings
-from coterie.data.sources import load
+from coterie.data.sources import load_dataset
 from coterie.engine import codec
 from coterie.engine.session import execute, prepare, rebuild
 from coterie.errors import CoterieError
@@ -462,7 +462,7 @@ def test_odd_sources_get_a_sentence(tmp_path: Path) -> None:
     wrong = ["texts.npz", "member.npz", "thin.npz", "deep", "nothing.npz"]
     for name in [*(str(tmp_path / w) for w in wrong), "///", "/", "x" * 300, "a\0b", ":", "os:getcwd", "", ".."]:
         with pytest.raises(CoterieError):
-            load(name)
+            load_dataset(name)
 
 
 def test_a_model_that_changes_its_input_is_refused() -> None:

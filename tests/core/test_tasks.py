@@ -33,7 +33,7 @@ from coterie.core.tasks import (
     Task,
     make,
 )
-from coterie.data import Dataset, PartitionSettings, federate, from_arrays, load, save
+from coterie.data import Dataset, PartitionSettings, federate, from_arrays, load_dataset, save_dataset
 from coterie.data.target_types import with_task
 from coterie.engine.evaluation import statistics
 from coterie.engine.messages import Score, check_score
@@ -243,8 +243,8 @@ def test_classes_that_are_numbers_can_be_targets_and_others_not() -> None:
 @pytest.mark.parametrize(("y", "task"), [(SURVIVAL, "survival"), (RNG.normal(size=6), "regression")])
 def test_a_file_keeps_the_task(y: Any, task: str, tmp_path: Path) -> None:
     d = from_arrays(X, y, name="kept", task=task)
-    save(d, tmp_path / "kept.npz")
-    again = load(str(tmp_path / "kept.npz"))
+    save_dataset(d, tmp_path / "kept.npz")
+    again = load_dataset(str(tmp_path / "kept.npz"))
     assert again.kind == task and torch.equal(again.y, d.y) and again.digest == d.digest
 
 
@@ -418,7 +418,7 @@ def test_a_device_brings_targets_of_the_federations_task() -> None:
 
 @pytest.mark.long
 def test_a_federation_of_devices_gives_the_same_numbers(tmp_path: Path) -> None:
-    save(made("regression", 90), tmp_path / "numbers.npz")
+    save_dataset(made("regression", 90), tmp_path / "numbers.npz")
     runs = [
         coterie.run("fedper", str(tmp_path / "numbers.npz"), out=tmp_path / w, runtime=w, workers=1, **RUN)  # type: ignore[arg-type]
         for w in ("local", "flower")

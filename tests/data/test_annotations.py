@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import coterie
-from coterie.data import PartitionSettings, federate, from_arrays, load, save
+from coterie.data import PartitionSettings, federate, from_arrays, load_dataset, save_dataset
 from coterie.errors import CoterieError
 from coterie.results.report.page import render
 
@@ -120,8 +120,8 @@ def test_clients_are_found_by_name_and_by_number():
 def test_what_is_saved_is_read_back(tmp_path):
     x, y, who = arrays()
     data = from_arrays(x, y, client=who, split=split(), group=np.tile(np.repeat(np.arange(6), 10), 3))
-    save(data, tmp_path / "mine.npz")
-    again = load(str(tmp_path / "mine.npz"))
+    save_dataset(data, tmp_path / "mine.npz")
+    again = load_dataset(str(tmp_path / "mine.npz"))
     assert again.client_names == data.client_names and again.digest == data.digest
     for name in ("part", "group", "owner", "is_test"):
         assert torch.equal(getattr(again, name), getattr(data, name))

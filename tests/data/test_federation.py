@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.data import Dataset, PartitionSettings, federate, from_arrays, load
-from coterie.data.rotation import turned
+from coterie.data import Dataset, PartitionSettings, federate, from_arrays, load_dataset
+from coterie.data.rotation import rotate
 from coterie.errors import CoterieError
 
 
@@ -171,12 +171,12 @@ def test_rotated_clients_see_turned_pictures_in_every_part():
 
 def test_interpolated_turns_agree_with_exact_ones_and_fill_with_zero():
     x = torch.rand(3, 2, 9, 9)
-    near = turned(x, 90 + 1e-4)
-    assert torch.allclose(near[:, :, 1:-1, 1:-1], turned(x, 90)[:, :, 1:-1, 1:-1], atol=1e-3)
-    assert torch.equal(turned(x, 360), x)
-    ones = turned(torch.ones(1, 1, 9, 9), 45)
+    near = rotate(x, 90 + 1e-4)
+    assert torch.allclose(near[:, :, 1:-1, 1:-1], rotate(x, 90)[:, :, 1:-1, 1:-1], atol=1e-3)
+    assert torch.equal(rotate(x, 360), x)
+    ones = rotate(torch.ones(1, 1, 9, 9), 45)
     assert ones[0, 0, 0, 0] == 0 and ones[0, 0, 4, 4] == 1
-    assert set(turned(torch.ones(1, 1, 9, 9), 45, "nearest").unique().tolist()) == {0.0, 1.0}
+    assert set(rotate(torch.ones(1, 1, 9, 9), 45, "nearest").unique().tolist()) == {0.0, 1.0}
 
 
 def test_natural_clients_come_from_the_data():
@@ -230,7 +230,7 @@ def test_rotation_is_refused_for_what_is_not_a_square_picture():
 
 
 def test_papers_protocols_work_on_the_embedded_digits():
-    digits = load("digits")
+    digits = load_dataset("digits")
     cpmd = PartitionSettings(partition="dirichlet(0.5)", clients=10, test_share=0.5, val_share=0, min_size=40, cap=True)
     f = federate(digits, cpmd, 0)
     assert f.sizes("all").min() >= 40 and f.sizes("val").sum() == 0

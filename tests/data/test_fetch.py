@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from coterie.data import fetch
-from coterie.data.catalogue import KNOWN, locate
-from coterie.data.fetch import Source
-from coterie.data.sources import load
+from coterie.data.catalogue import DATASETS, locate
+from coterie.data.fetch import SourceFile
+from coterie.data.sources import load_dataset
 from coterie.errors import CoterieError
 
 
@@ -53,9 +53,9 @@ class Server:
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
-    def source(self, name: str, body: bytes, **more: bool) -> Source:
+    def source(self, name: str, body: bytes, **more: bool) -> SourceFile:
         self.files[name] = body
-        return Source(f"{self.url}/{name}", hashlib.md5(body).hexdigest(), **more)
+        return SourceFile(f"{self.url}/{name}", hashlib.md5(body).hexdigest(), **more)
 
 
 @pytest.fixture
@@ -84,21 +84,21 @@ def test_a_data_set_is_fetched_once_and_can_be_used(
 ) -> None:
     mnist(server, monkeypatch)
     told: list[tuple[str, int, int]] = []
-    found = fetch.get("mnist", tmp_path, lambda *t: told.append(t))
+    found = fetch.fetch_dataset("mnist", tmp_path, lambda *t: told.append(t))
     assert len(found) == 4 and len(server.asked) == 4 and told[-1][1] == told[-1][2] > 0
-    assert len(load("mnist", tmp_path).y) == 25
-    assert fetch.get("mnist", tmp_path) == found and len(server.asked) == 4
+    assert len(load_dataset("mnist", tmp_path).y) == 25
+    assert fetch.fetch_dataset("mnist", tmp_path) == found and len(server.asked) == 4
 
 
 def test_an_interrupted_file_is_continued(server: Server, tmp_path: Path) -> None:
     body = np.random.default_rng(0).bytes(3 << 20)
     source, server.cut = server.source("big.bin", body), 2 << 20
     with pytest.raises(CoterieError):
-        fetch.fetch(source, tmp_path)
+        fetch.fetch_file(source, tmp_path)
     kept = (tmp_path / "big.bin.part").stat().st_size
     assert 0 < kept < len(body) and not (tmp_path / "big.bin").exists()
     server.cut = None
-    assert fetch.fetch(source, tmp_path).read_bytes() == body
+    assert fetch.fetch_file(source, tmp_path).read_bytes() == body
     assert server.asked[-1] == ("big.bin", f"bytes={kept}-") and not list(tmp_path.glob("*.part"))
 
 
@@ -106,20 +106,20 @@ def test_a_file_with_another_checksum_is_not_kept(server: Server, tmp_path: Path
     source = server.source("a.bin", b"right")
     server.files["a.bin"] = b"wrong"
     with pytest.raises(CoterieError, match="another checksum"):
-        fetch.fetch(source, tmp_path)
+        fetch.fetch_file(source, tmp_path)
     assert not list(tmp_path.iterdir())
     server.files["a.bin"] = b"right"
-    assert fetch.fetch(source, tmp_path).read_bytes() == b"right"
+    assert fetch.fetch_file(source, tmp_path).read_bytes() == b"right"
 
 
 def test_a_missing_network_and_a_missing_file_get_a_sentence(server: Server, tmp_path: Path) -> None:
     with pytest.raises(CoterieError, match="cannot be reached"):
-        fetch.fetch(Source("http://127.0.0.1:1/a.bin", ""), tmp_path)
+        fetch.fetch_file(SourceFile("http://127.0.0.1:1/a.bin", ""), tmp_path)
     with pytest.raises(CoterieError, match="answered 404"):
-        fetch.fetch(Source(f"{server.url}/none.bin", ""), tmp_path)
+        fetch.fetch_file(SourceFile(f"{server.url}/none.bin", ""), tmp_path)
     for name, words in (("digits", "always there"), ("cifr10", 'did you mean "cifar10"')):
         with pytest.raises(CoterieError, match=words):
-            fetch.get(name, tmp_path)
+            fetch.fetch_dataset(name, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
@@ -134,12 +134,12 @@ def test_an_archive_cannot_write_outside_of_its_folder(kind: str, tmp_path: Path
     file = tmp_path / "archive"
     file.write_bytes(blob.getvalue())
     with pytest.raises(CoterieError, match="outside"):
-        fetch.unpack(file, inside)
+        fetch._unpack(file, inside)
     assert not (tmp_path / "outside.txt").exists()
 
 
 def test_every_source_names_a_known_set_with_the_files_it_needs() -> None:
-    assert fetch.SOURCES.keys() <= KNOWN.keys()
+    assert fetch.SOURCES.keys() <= DATASETS.keys()
     for _, sources in fetch.SOURCES.values():
         assert all(len(s.md5) == 32 and s.name for s in sources)
 
@@ -153,7 +153,7 @@ def test_common_caches_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    assert locate(KNOWN["mnist"], None) is None
+    assert locate(DATASETS["mnist"], None) is None
     hub = tmp_path / "home/.cache/huggingface/hub/datasets--ylecun--mnist/snapshots/abc/mnist"
     hub.mkdir(parents=True)
     for part, n in (("train", 12), ("test", 6)):
@@ -163,15 +163,15 @@ def test_common_caches_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             Image.fromarray(np.full((28, 28), i, np.uint8)).save(blob, "PNG")
             pictures.append({"bytes": blob.getvalue(), "path": None})
         pq.write_table(pa.table({"image": pictures, "label": [i % 10 for i in range(n)]}), hub / f"{part}-0.parquet")
-    got = load("mnist")
+    got = load_dataset("mnist")
     assert len(got.y) == 18 and int(got.is_test.sum()) == 6 and int(got.x[3].float().mean()) in (3, 0)
     keras = tmp_path / "home/.keras/datasets"
     keras.mkdir(parents=True)
     x, y = np.zeros((9, 28, 28), np.uint8), np.arange(9)
     np.savez(keras / "mnist.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    assert locate(KNOWN["mnist"], None) == [keras / "mnist.npz"]
+    assert locate(DATASETS["mnist"], None) == [keras / "mnist.npz"]
     torchvision = Path("data/MNIST/raw")
     torchvision.mkdir(parents=True)
-    for name in KNOWN["mnist"].needs:
+    for name in DATASETS["mnist"].needs:
         (torchvision / name).touch()
-    assert [p.parent for p in locate(KNOWN["mnist"], None) or []] == [torchvision] * 4
+    assert [p.parent for p in locate(DATASETS["mnist"], None) or []] == [torchvision] * 4

@@ -11,7 +11,7 @@ import scipy.io
 import torch
 from PIL import Image
 
-from coterie.data import load, save, unpickle
+from coterie.data import load_dataset, save_dataset, unpickle
 from coterie.errors import CoterieError
 
 RNG = np.random.default_rng(0)
@@ -42,14 +42,14 @@ EMNIST = [f"emnist-byclass-{p}-{w}-ubyte" for p in ("train", "test") for w in ("
 def test_idx_files_are_read_packed_or_not(tmp_path, name, below, pack):
     (tmp_path / below).mkdir(parents=True, exist_ok=True)
     x, y = idx_files(tmp_path / below, MNIST, pack)
-    d = load(name, tmp_path)
+    d = load_dataset(name, tmp_path)
     assert torch.equal(d.x, torch.from_numpy(x)[:, None]) and d.y.tolist() == y.tolist()
     assert d.is_test.tolist() == [False] * 15 + [True] * 5 and len(d.classes) == 10
 
 
 def test_emnist_pictures_are_set_upright(tmp_path):
     x, _ = idx_files(tmp_path, EMNIST)
-    d = load("emnist", tmp_path)
+    d = load_dataset("emnist", tmp_path)
     assert torch.equal(d.x[:, 0], torch.from_numpy(x).transpose(1, 2)) and len(d.classes) == 62
 
 
@@ -60,7 +60,7 @@ def test_damaged_idx_files_get_a_sentence(tmp_path, damage):
         path = tmp_path / (MNIST[0] + (".gz" if pack else ""))
         path.write_bytes(damage(path.read_bytes()))
         with pytest.raises(CoterieError, match=f"{path.name} cannot be read as an idx file") as e:
-            load("mnist", tmp_path)
+            load_dataset("mnist", tmp_path)
         assert "\n" not in str(e.value)
         path.unlink()
 
@@ -80,7 +80,7 @@ def test_cifar10_is_read_without_running_its_pickles(tmp_path, protocol, monkeyp
     x, y = cifar10_files(tmp_path / "cifar-10-batches-py", protocol)
     monkeypatch.setattr(pickle, "loads", None)
     monkeypatch.setattr(pickle, "Unpickler", None)
-    d = load("cifar10", tmp_path)
+    d = load_dataset("cifar10", tmp_path)
     assert torch.equal(d.x, torch.from_numpy(x)) and d.y.tolist() == y
     assert int(d.is_test.sum()) == 5 and d.classes[0] == "airplane"
 
@@ -91,14 +91,14 @@ def test_cifar100_uses_fine_labels_and_the_names_of_its_meta_file(tmp_path):
     for name in ("train", "test"):
         value = {"data": pictures(4, 3072), "fine_labels": [0, 99, 5, 7], "coarse_labels": [1, 1, 1, 1]}
         (folder / name).write_bytes(pickle.dumps(value, 2))
-    assert load("cifar100", tmp_path).y.tolist() == [0, 99, 5, 7] * 2
+    assert load_dataset("cifar100", tmp_path).y.tolist() == [0, 99, 5, 7] * 2
     (folder / "meta").write_bytes(pickle.dumps({b"fine_label_names": [f"c{i}".encode() for i in range(100)]}, 2))
-    assert load("cifar100", tmp_path).classes[99] == "c99"
+    assert load_dataset("cifar100", tmp_path).classes[99] == "c99"
 
 
 def test_python_2_pickles_with_byte_strings_are_read():
     raw = b"\x80\x02}q\x00(U\x06labelsq\x01]q\x02(K\x01K\x02eU\x04noteT\x02\x00\x00\x00\xffau."
-    assert unpickle.read(raw) == {b"labels": [1, 2], b"note": b"\xffa"}
+    assert unpickle.plain_values(raw) == {b"labels": [1, 2], b"note": b"\xffa"}
 
 
 class Hostile:
@@ -117,7 +117,7 @@ def test_a_hostile_cifar_file_is_refused_and_not_run(tmp_path, protocol):
         bad = {b"data": call, b"labels": [1]}
         (tmp_path / "data_batch_3").write_bytes(pickle.dumps(bad, protocol))
         with pytest.raises(CoterieError, match=r"data_batch_3 cannot be read .* it wants to call") as e:
-            load("cifar10", tmp_path)
+            load_dataset("cifar10", tmp_path)
         assert "\n" not in str(e.value) and not witness.exists()
 
 
@@ -138,7 +138,7 @@ def test_a_hostile_cifar_file_is_refused_and_not_run(tmp_path, protocol):
 )
 def test_no_pickle_but_plain_data_is_understood(raw):
     try:
-        got = unpickle.read(raw)
+        got = unpickle.plain_values(raw)
     except (CoterieError, ValueError):
         return
     assert isinstance(got, unpickle._Dtype)
@@ -151,10 +151,10 @@ def test_object_arrays_and_cut_cifar_files_are_refused(tmp_path):
     for raw in (whole[: len(whole) // 2], whole[:-1], b"", pickle.dumps([1, 2]), pickle.dumps({b"data": 3})):
         path.write_bytes(raw)
         with pytest.raises(CoterieError, match="test_batch cannot be read as a CIFAR file"):
-            load("cifar10", tmp_path)
+            load_dataset("cifar10", tmp_path)
     path.write_bytes(pickle.dumps({b"data": np.array([Hostile(os.getcwd)], object), b"labels": [1]}, 2))
     with pytest.raises(CoterieError, match=r"wants to call|other than numbers"):
-        load("cifar10", tmp_path)
+        load_dataset("cifar10", tmp_path)
 
 
 def test_svhn_calls_ten_zero(tmp_path):
@@ -162,17 +162,17 @@ def test_svhn_calls_ten_zero(tmp_path):
     for name in ("train", "test"):
         y = np.array([[10], [1], [2], [9], [10], [3]], np.uint8)
         scipy.io.savemat(tmp_path / f"{name}_32x32.mat", {"X": x.transpose(1, 2, 3, 0), "y": y})
-    d = load("svhn", tmp_path)
+    d = load_dataset("svhn", tmp_path)
     assert d.y.tolist() == [0, 1, 2, 9, 0, 3] * 2
     assert torch.equal(d.x[:6], torch.from_numpy(x).permute(0, 3, 1, 2))
     path = tmp_path / "train_32x32.mat"
     for raw in (path.read_bytes()[:1000], b"", b"not a matrix" * 50):
         path.write_bytes(raw)
         with pytest.raises(CoterieError, match=r"train_32x32.mat cannot be read as an SVHN"):
-            load("svhn", tmp_path)
+            load_dataset("svhn", tmp_path)
     scipy.io.savemat(path, {"Z": x})
     with pytest.raises(CoterieError, match="lacks the arrays"):
-        load("svhn", tmp_path)
+        load_dataset("svhn", tmp_path)
 
 
 def picture(path, size=(8, 8), mode="RGB", colour=None):
@@ -185,7 +185,7 @@ def test_picture_folders_of_cinic10(tmp_path):
     for part in ("train", "valid", "test"):
         for i, c in enumerate(names):
             picture(tmp_path / "CINIC-10" / part / c / f"{i}.png", colour=(i, 0, 0))
-    d = load("cinic10", tmp_path)
+    d = load_dataset("cinic10", tmp_path)
     assert d.y.tolist() == [0, 1, 2] * 3 and int(d.is_test.sum()) == 3 and d.classes == tuple(names)
     assert d.x[:, 0, 0, 0].tolist() == [0, 1, 2] * 3
 
@@ -198,27 +198,27 @@ def test_picture_folders_of_tiny_imagenet_with_grey_ones_among_coloured(tmp_path
     picture(root / "val" / "images" / "val_0.JPEG")
     picture(root / "test" / "images" / "test_0.JPEG")
     (root / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn02\t0\t0\t1\t1\n")
-    d = load("tinyimagenet", tmp_path)
+    d = load_dataset("tinyimagenet", tmp_path)
     assert d.y.tolist() == [0, 1, 1] and d.is_test.tolist() == [False, False, True] and d.shape == (3, 8, 8)
     (root / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn77\n")
     with pytest.raises(CoterieError, match=r"val_annotations.txt cannot be read"):
-        load("tinyimagenet", tmp_path)
+        load_dataset("tinyimagenet", tmp_path)
 
 
 def test_plain_class_folders_and_what_is_wrong_with_them(tmp_path):
     for c in ("cat", "dog"):
         picture(tmp_path / "pets" / c / "1.png", mode="L")
-    d = load(str(tmp_path / "pets"))
+    d = load_dataset(str(tmp_path / "pets"))
     assert d.name == "pets" and d.classes == ("cat", "dog") and d.shape == (1, 8, 8)
     (tmp_path / "empty").mkdir()
     with pytest.raises(CoterieError, match="holds no pictures"):
-        load(str(tmp_path / "empty"))
+        load_dataset(str(tmp_path / "empty"))
     picture(tmp_path / "pets" / "dog" / "2.png", (9, 8))
     with pytest.raises(CoterieError, match="must be of one size"):
-        load(str(tmp_path / "pets"))
+        load_dataset(str(tmp_path / "pets"))
     (tmp_path / "pets" / "dog" / "2.png").write_bytes(b"not a picture")
     with pytest.raises(CoterieError, match=r"2.png cannot be read as a picture"):
-        load(str(tmp_path / "pets"))
+        load_dataset(str(tmp_path / "pets"))
 
 
 def test_npz_in_our_form_with_clients_and_in_that_of_medmnist(tmp_path):
@@ -228,22 +228,22 @@ def test_npz_in_our_form_with_clients_and_in_that_of_medmnist(tmp_path):
         client_train=np.array([5, 5, 5, 5, 2, 2, 2, 2]), client_test=np.array([5, 2]),
     )  # fmt: skip
     for name, where in (("mine", tmp_path), (str(tmp_path / "mine.npz"), None)):
-        d = load(name, where)
+        d = load_dataset(name, where)
         assert d.name == "mine" and d.shape == (3, 8, 8) and d.classes == ("a", "b")
         assert d.owner.tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 1, 0]
     parts = {f"{p}_images": pictures(4, 28, 28) for p in ("train", "val", "test")}
     labels = {f"{p}_labels": np.array([[0], [3], [10], [1]], np.uint8) for p in ("train", "val", "test")}
     np.savez(tmp_path / "organamnist.npz", **parts, **labels)
-    d = load("organamnist", tmp_path)
+    d = load_dataset("organamnist", tmp_path)
     assert d.x.shape == (12, 1, 28, 28) and int(d.is_test.sum()) == 4 and len(d.classes) == 11
 
 
 def test_a_saved_set_reads_back_the_same(tmp_path):
     x, y = pictures(10, 8, 8, 3), np.arange(10) % 2
     np.savez(tmp_path / "a.npz", x_train=x[:8], y_train=y[:8], x_test=x[8:], y_test=y[8:])
-    a = load("a", tmp_path)
-    save(a, tmp_path / "b.npz")
-    b = load("b", tmp_path)
+    a = load_dataset("a", tmp_path)
+    save_dataset(a, tmp_path / "b.npz")
+    b = load_dataset("b", tmp_path)
     assert torch.equal(a.x, b.x) and torch.equal(a.y, b.y) and torch.equal(a.is_test, b.is_test) and a.mean == b.mean
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.npz", "b.npz"]
 
@@ -255,14 +255,14 @@ def test_damaged_wrong_and_hostile_npz_files_get_a_sentence(tmp_path):
     for raw in (whole[: len(whole) // 2], whole[:-30], b"", b"hello", b"PK hello", pickle.dumps({"x": 1})):
         path.write_bytes(raw)
         with pytest.raises(CoterieError, match=r"mine.npz cannot be read as an .npz data file") as e:
-            load("mine", tmp_path)
+            load_dataset("mine", tmp_path)
         assert "\n" not in str(e.value) and "allow_pickle" not in str(e.value)
     np.savez(path, x_train=np.array([Hostile(os.getcwd)], object), y_train=[1])
     with pytest.raises(CoterieError, match="Python objects"):
-        load("mine", tmp_path)
+        load_dataset("mine", tmp_path)
     np.savez(path, x_train=pictures(5, 8, 8))
     with pytest.raises(CoterieError, match="lacks y_train"):
-        load("mine", tmp_path)
+        load_dataset("mine", tmp_path)
     np.savez(path, x_train=pictures(5, 8, 8), y_train=[0, 1])
     with pytest.raises(CoterieError, match="5 items but 2 labels"):
-        load("mine", tmp_path)
+        load_dataset("mine", tmp_path)

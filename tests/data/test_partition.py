@@ -7,7 +7,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from coterie.data.partition import deal
-from coterie.data.partition_spec import parse
+from coterie.data.partition_spec import parse_scheme
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError
 
@@ -181,6 +181,6 @@ def test_impossible_partitions_get_one_sentence(scheme, kw, says):
 
 
 def test_schemes_are_read_in_every_spelling():
-    assert parse(" exdir( C=2 , alpha=0.5 ) ") == parse("exdir(2, 0.5)") == parse("ExDir(2,0.50)")
-    assert str(parse("rotate(4)")) == "rotate(4, 1)"
-    assert str(parse("iid")) == "iid"
+    assert parse_scheme(" exdir( C=2 , alpha=0.5 ) ") == parse_scheme("exdir(2, 0.5)") == parse_scheme("ExDir(2,0.50)")
+    assert str(parse_scheme("rotate(4)")) == "rotate(4, 1)"
+    assert str(parse_scheme("iid")) == "iid"

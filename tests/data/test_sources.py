@@ -9,9 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from coterie.data import Dataset, PartitionSettings, federate, from_arrays, from_torch, known, load
-from coterie.data.catalogue import KNOWN
-from coterie.data.overview import draw, table
+from coterie.data import Dataset, PartitionSettings, federate, from_arrays, from_torch, list_datasets, load_dataset
+from coterie.data.catalogue import DATASETS
+from coterie.data.overview import draw_partition, partition_table
 from coterie.data.text import LENGTH, VOCABULARY, tokens
 from coterie.errors import CoterieError
 
@@ -25,7 +25,7 @@ def not_a_data_set():
 
 
 def test_digits_are_always_there_as_small_pictures():
-    d = load("digits")
+    d = load_dataset("digits")
     assert d.x.shape == (1797, 1, 8, 8) and d.x.dtype == torch.float32 and float(d.x.max()) == 1
     assert int(d.is_test.sum()) == 359 and len(d.classes) == 10
     train = d.ready((~d.is_test).nonzero().flatten())
@@ -34,23 +34,23 @@ def test_digits_are_always_there_as_small_pictures():
 
 def test_all_sets_of_the_papers_are_known_by_name(tmp_path):
     papers = ["cifar10", "cifar100", "cinic10", "emnist", "fmnist", "organamnist", "mnist", "svhn", "tinyimagenet"]
-    assert set(papers) | {"digits"} == set(KNOWN)
-    listed = {k.name: k for k in known(tmp_path)}
+    assert set(papers) | {"digits"} == set(DATASETS)
+    listed = {k.name: k for k in list_datasets(tmp_path)}
     assert listed["digits"].available and not listed["cifar10"].available
     assert listed["emnist"].classes == 62 and listed["tinyimagenet"].shape == (3, 64, 64)
     for name in papers:
         words = f"{name} is not on this machine: run `coterie data get {name}`, put {name}.npz"
         with pytest.raises(CoterieError, match=words) as e:
-            load(name, tmp_path)
+            load_dataset(name, tmp_path)
         assert str(tmp_path) in str(e.value) and "\n" not in str(e.value)
 
 
 def test_the_data_folder_is_that_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("COTERIE_DATA", str(tmp_path))
     np.savez(tmp_path / "mnist.npz", x_train=np.zeros((4, 28, 28), np.uint8), y_train=[1, 2, 3, 4])
-    d = load("mnist")
+    d = load_dataset("mnist")
     assert d.y.tolist() == [1, 2, 3, 4] and d.classes == tuple("0123456789")
-    assert {k.name: k.available for k in known()}["mnist"]
+    assert {k.name: k.available for k in list_datasets()}["mnist"]
 
 
 @pytest.mark.parametrize(
@@ -66,22 +66,22 @@ def test_the_data_folder_is_that_of_the_environment(tmp_path, monkeypatch):
 )
 def test_unknown_data_get_one_sentence(name, says, tmp_path):
     with pytest.raises(CoterieError, match=says) as e:
-        load(name, tmp_path)
+        load_dataset(name, tmp_path)
     assert "\n" not in str(e.value)
 
 
 def test_a_users_function_is_called(tmp_path):
-    assert load(f"{__name__}:made_by_a_user").name == "made"
+    assert load_dataset(f"{__name__}:made_by_a_user").name == "made"
     with pytest.raises(CoterieError, match="is not a folder"):
-        load("digits", tmp_path / "none")
+        load_dataset("digits", tmp_path / "none")
     with pytest.raises(CoterieError, match="subset must be at least 1"):
-        load("digits", subset=0)
+        load_dataset("digits", subset=0)
 
 
 def test_a_subset_is_the_same_every_time_and_keeps_the_shares():
-    a, b = load("digits", subset=500), load("digits", subset=500)
+    a, b = load_dataset("digits", subset=500), load_dataset("digits", subset=500)
     assert len(a) == 500 and torch.equal(a.x, b.x) and int(a.is_test.sum()) == 100 and a.name == "digits[500]"
-    assert len(load("digits", subset=10**6)) == 1797
+    assert len(load_dataset("digits", subset=10**6)) == 1797
 
 
 @pytest.mark.parametrize(
@@ -174,37 +174,37 @@ class FakePart(dict):
 def test_the_hub_is_read_through_datasets_and_its_failures_are_sentences(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(CoterieError, match=r"pip install 'coterie\[hub\]'"):
-        load("hub:me/mine")
+        load_dataset("hub:me/mine")
     part = FakePart(image=[np.zeros((4, 5, 3), np.uint8), np.ones((4, 5), np.uint8)], label=[0, 1], client=["a", "b"])
     part.features = {"label": types.SimpleNamespace(names=["x", "y"])}
     asked = []
 
-    def load_dataset(name, configuration):
+    def load_from_hub(name, configuration):
         asked.append((name, configuration))
         if name == "me/broken":
             raise RuntimeError("no such set\nmore")
         return {"train": part, "test": part} if name == "me/mine" else {"all": part}
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    d = load("hub:me/mine:small")
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_from_hub))
+    d = load_dataset("hub:me/mine:small")
     assert asked == [("me/mine", "small")] and d.shape == (3, 4, 5) and d.classes == ("x", "y")
     assert d.owner.tolist() == [0, 1, 0, 1] and d.is_test.tolist() == [False, False, True, True]
     for name, says in (("me/broken", "could not be loaded: no such set$"), ("me/other", "no part called train")):
         with pytest.raises(CoterieError, match=says):
-            load(f"hub:{name}")
+            load_dataset(f"hub:{name}")
     del part["label"]
     with pytest.raises(CoterieError, match="no column for labels"):
-        load("hub:me/mine")
+        load_dataset("hub:me/mine")
 
 
 def printed(fed):
     console = Console(width=160, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
-    console.print(table(fed))
+    console.print(partition_table(fed))
     return " ".join(console.export_text().split())
 
 
 def test_the_table_names_every_client_or_says_how_many_it_shows():
-    digits = load("digits")
+    digits = load_dataset("digits")
     text = printed(federate(digits, PartitionSettings(partition="rotate(2)", clients=8, public=10), 0))
     assert "8 clients, 1787 samples" in text and "180°" in text and "10 public items" in text
     assert "30 of 100 clients shown" in printed(federate(digits, PartitionSettings(partition="iid", clients=100), 0))
@@ -212,10 +212,12 @@ def test_the_table_names_every_client_or_says_how_many_it_shows():
 
 @pytest.mark.parametrize(("clients", "suffix"), [(8, ".png"), (100, ".svg")])
 def test_the_picture_is_written_or_refused_in_a_sentence(tmp_path, clients, suffix):
-    fed = federate(load("digits"), PartitionSettings(partition="rotate(4, 100)", clients=clients, min_size=2), 0)
-    path = draw(fed, tmp_path / f"who{suffix}")
+    fed = federate(
+        load_dataset("digits"), PartitionSettings(partition="rotate(4, 100)", clients=clients, min_size=2), 0
+    )
+    path = draw_partition(fed, tmp_path / f"who{suffix}")
     assert path.stat().st_size > 5000
     with pytest.raises(CoterieError, match=r"png, .svg or .pdf"):
-        draw(fed, tmp_path / "who.docx")
+        draw_partition(fed, tmp_path / "who.docx")
     with pytest.raises(CoterieError, match="does not exist"):
-        draw(fed, tmp_path / "none" / "who.png")
+        draw_partition(fed, tmp_path / "none" / "who.png")

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import coterie
 from coterie.cli import app
-from coterie.data import load
+from coterie.data import load_dataset
 from coterie.data.arrays import items_like
-from coterie.data.target_types import like
+from coterie.data.target_types import targets_like
 from coterie.errors import CoterieError
 from coterie.export.deployment import deploy
 
@@ -25,7 +25,7 @@ NAMES = np.array(["zero", "one", "two", "three", "four", "five", "six", "seven",
 
 def bytes_of_digits() -> tuple[np.ndarray, np.ndarray]:
     """[n, 8, 8] bytes from 0 to 255 and digits by their names."""
-    data = load("digits")
+    data = load_dataset("digits")
     x = (data.x[:600, 0].numpy() * 255).round().astype(np.uint8)
     return x, NAMES[data.y[:600].numpy()]
 
@@ -123,14 +123,14 @@ def test_items_become_what_a_data_set_makes_of_them() -> None:
 
 
 def test_labels_are_names_or_numbers_of_the_classes() -> None:
-    assert like("new", np.array(["b", "a"]), "classification", ("a", "b"), 2).tolist() == [1, 0]
-    assert like("new", np.array([1, 0]), "classification", ("a", "b"), 2).tolist() == [1, 0]
-    assert like("new", np.array([6.0, 3.0]), "classification", ("3", "6"), 2).tolist() == [1, 0]
+    assert targets_like("new", np.array(["b", "a"]), "classification", ("a", "b"), 2).tolist() == [1, 0]
+    assert targets_like("new", np.array([1, 0]), "classification", ("a", "b"), 2).tolist() == [1, 0]
+    assert targets_like("new", np.array([6.0, 3.0]), "classification", ("3", "6"), 2).tolist() == [1, 0]
     for wrong, classes in ((np.array(["c"]), ("a", "b")), (np.array([2]), ("a", "b")), (np.array([1]), ("3", "6"))):
         with pytest.raises(CoterieError, match="is none of the 2 classes of the model"):
-            like("new", wrong, "classification", classes, 2)
+            targets_like("new", wrong, "classification", classes, 2)
     with pytest.raises(CoterieError, match="are 1 numbers each, and the model gives 2"):
-        like("new", np.zeros(3), "regression", (), 2)
+        targets_like("new", np.zeros(3), "regression", (), 2)
 
 
 def test_a_damaged_description_and_an_old_file_get_a_sentence(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -107,8 +107,8 @@ def test_the_command_writes_the_model_and_a_table(tmp_path: Path, capsys: pytest
                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     coterie.run("fedper", "digits", out="r", **{**FEW, "rounds": 1, "eval_every": 1})
-    x = coterie.data.load("digits").x[:40].numpy()
-    np.savez("mine.npz", x_train=x, y_train=coterie.data.load("digits").y[:40].numpy())
+    x = coterie.data.load_dataset("digits").x[:40].numpy()
+    np.savez("mine.npz", x_train=x, y_train=coterie.data.load_dataset("digits").y[:40].numpy())
     app.app(["welcome", "r", "--data", "mine.npz", "--name", "eve"], standalone_mode=False)
     out = capsys.readouterr().out
     assert "local training alone" in out and "FedPer has no global model" in out

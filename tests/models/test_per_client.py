@@ -13,7 +13,7 @@ from coterie.engine import codec
 from coterie.engine.session import prepare
 from coterie.errors import CoterieError
 from coterie.federation.policy.allow import Allow
-from coterie.models.per_client import PerClient, assigned
+from coterie.models.per_client import PerClient, assign_models
 from coterie.testing import close_loop, decided, open_loop
 from coterie.train.engine_choice import choose
 from support.in_process_link import federation, simulated
@@ -119,7 +119,7 @@ def test_an_option_goes_to_the_models_that_know_it() -> None:
 
 
 def test_one_model_for_everybody_is_an_ordinary_run() -> None:
-    assert assigned("0-4=mlp", range(5)) == dict.fromkeys(range(5), "mlp")
+    assert assign_models("0-4=mlp", range(5)) == dict.fromkeys(range(5), "mlp")
     assert not session("fedproto", "0-4=mlp").others
 
 

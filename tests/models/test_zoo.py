@@ -14,7 +14,7 @@ from coterie.core.net import Net, initial
 from coterie.errors import CoterieError
 from coterie.models import registry
 from coterie.models.blocks import Conv, ConvBlock
-from coterie.models.registry import build, default_for, known
+from coterie.models.registry import build, default_for, list_models
 from coterie.models.zoo import ZOO
 from coterie.train import native
 
@@ -317,7 +317,7 @@ class Points(list):
 def test_another_package_s_model_is_built_listed_and_suggested(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: Points([Point()]) if group == "coterie.models" else [])
     assert len(build("theirs", (1, 8, 8), 10, options={"depth": 3})) == 5
-    info = {m.name: m for m in known()}["theirs"]
+    info = {m.name: m for m in list_models()}["theirs"]
     assert (info.description, dict(info.options)) == ("A model of another package.", {"depth": 1})
     with pytest.raises(CoterieError, match='did you mean "theirs"'):
         build("theirz", (1, 8, 8), 10)
@@ -326,7 +326,7 @@ def test_another_package_s_model_is_built_listed_and_suggested(monkeypatch):
 
 
 def test_known_lists_every_model_with_a_line_and_its_options():
-    listed = known()
+    listed = list_models()
     assert [m.name for m in listed] == sorted(m.name for m in listed) and {m.name for m in listed} >= set(ZOO)
     assert all(m.description for m in listed)
     assert dict({m.name: m for m in listed}["lenet5"].options) == {"batch_norm": True, "fc": 3}

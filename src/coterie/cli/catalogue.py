@@ -154,7 +154,7 @@ def _methods(
 
 
 def _data(data_dir: Path | None) -> list[dict[str, Any]]:
-    from coterie.data.sources import known
+    from coterie.data.sources import list_datasets
 
     return [
         {
@@ -164,13 +164,13 @@ def _data(data_dir: Path | None) -> list[dict[str, Any]]:
             "here": d.available,
             "description": d.description,
         }
-        for d in known(data_dir)
+        for d in list_datasets(data_dir)
         if not d.clients
     ]
 
 
 def _federations() -> list[dict[str, Any]]:
-    from coterie.data.sources import known
+    from coterie.data.sources import list_datasets
 
     return [
         {
@@ -182,7 +182,7 @@ def _federations() -> list[dict[str, Any]]:
             "here": d.available,
             "install": d.install,
         }
-        for d in known()
+        for d in list_datasets()
         if d.clients
     ]
 
@@ -198,9 +198,9 @@ def _natural_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _models() -> list[dict[str, Any]]:
-    from coterie.models.registry import known
+    from coterie.models.registry import list_models
 
-    return [{"name": m.name, "description": m.description, "options": dict(m.options)} for m in known()]
+    return [{"name": m.name, "description": m.description, "options": dict(m.options)} for m in list_models()]
 
 
 @catalogue.command()
@@ -291,11 +291,11 @@ def data_get(
 ) -> None:
     """Fetch data sets from their official sources; checked, and continued after an interruption."""
     from coterie.cli.screen import download_bar
-    from coterie.data.fetch import get
+    from coterie.data.fetch import fetch_dataset
 
     for name in names:
         with download_bar(quiet) as tell:
-            found = get(name, data_dir, tell)
+            found = fetch_dataset(name, data_dir, tell)
         if not quiet:
             console.print(f"{name}: {found[0].parent}", soft_wrap=True, highlight=False)
 
@@ -326,18 +326,18 @@ def data_show(
     """Show a partition: a table, and a picture of labels by client."""
     from coterie.config import settings
     from coterie.data.federation import federate
-    from coterie.data.overview import draw, rows, table
-    from coterie.data.sources import load
+    from coterie.data.overview import draw_partition, partition_rows, partition_table
+    from coterie.data.sources import load_dataset
     from coterie.data.target_types import with_task
 
     given = o.gather(config, set_, data=data, task=task, partition=partition, clients=clients, seed=seed)
     s = settings(**{"method": "fedavg", **given})
-    federation = federate(with_task(load(s.data, data_dir, s.subset), s.task), s.federation, s.seed)
-    drawn = draw(federation, out)
+    federation = federate(with_task(load_dataset(s.data, data_dir, s.subset), s.task), s.federation, s.seed)
+    drawn = draw_partition(federation, out)
     if as_json:
-        typer.echo(json.dumps({"picture": str(drawn), "clients": rows(federation)}))
+        typer.echo(json.dumps({"picture": str(drawn), "clients": partition_rows(federation)}))
         return
-    console.print(table(federation))
+    console.print(partition_table(federation))
     console.print(f"picture: {drawn}", soft_wrap=True, highlight=False)
 
 

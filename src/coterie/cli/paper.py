@@ -36,7 +36,7 @@ def paper(
     """Rerun a paper's table or figure; printed and measured values side by side."""
     from coterie.cli.app import engine_from
     from coterie.config import parse_assignment
-    from coterie.data.catalogue import size
+    from coterie.data.catalogue import dataset_size
     from coterie.errors import CoterieError
     from coterie.papers import output, presets
     from coterie.results.grid import Status, sweep
@@ -51,7 +51,7 @@ def paper(
     chosen = presets.choose(presets.item(name, item), o.commas(data), [] if methods == "all" else o.commas(methods))
     changes, stand_in = dict(parse_assignment(a) for a in set_ or []), _pairs(instead)
     used = [(stand_in or {}).get(d, d) for d in presets.needs(chosen).data]
-    shrink = presets.Shrink(rounds, subset, changes, stand_in, {d: sum(size(d, data_dir)) for d in used})
+    shrink = presets.Shrink(rounds, subset, changes, stand_in, {d: sum(dataset_size(d, data_dir)) for d in used})
     folder = out or Path("runs") / name
     cells = presets.cells(chosen, seeds, shrink, folder)
     distinct = list({c.out: c for c in cells.values()}.values())
@@ -102,13 +102,13 @@ def _left(status: object) -> str:
 
 def _list(only: str | None, data_dir: Path | None, workers: int | None, calibrate: bool) -> None:
     """Every item, what it needs and about how long it takes here."""
-    from coterie.data.catalogue import size
-    from coterie.data.sources import known
+    from coterie.data.catalogue import dataset_size
+    from coterie.data.sources import list_datasets
     from coterie.papers import estimate, presets
 
     if only is not None and only not in presets.PAPERS:
         presets.items(only)  # says what is known
-    found = {k.name for k in known(data_dir) if k.available}
+    found = {k.name for k in list_datasets(data_dir) if k.available}
     clock = estimate.Calibration(fresh=calibrate)
     n, sizes = workers or os.cpu_count() or 1, dict[str, tuple[int, int]]()
     for name in [only] if only else presets.PAPERS:
@@ -117,7 +117,7 @@ def _list(only: str | None, data_dir: Path | None, workers: int | None, calibrat
             table.add_column(column)
         for i in sorted(presets.items(name), key=_order):
             needs = presets.needs(i)
-            sizes |= {d: size(d, data_dir) for d in needs.data if d not in sizes}
+            sizes |= {d: dataset_size(d, data_dir) for d in needs.data if d not in sizes}
             here, gone = ([d for d in needs.data if (d in found) == there] for there in (True, False))
             words = [", ".join(here)] if here else []
             words += [f"not here: {', '.join(gone)}"] if gone else []

@@ -2,7 +2,7 @@
 
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, PartitionSettings, federate
-from coterie.data.sources import from_arrays, from_torch, known, load, save
+from coterie.data.sources import from_arrays, from_torch, list_datasets, load_dataset, save_dataset
 
 __all__ = [
     "Dataset",
@@ -11,7 +11,7 @@ __all__ = [
     "federate",
     "from_arrays",
     "from_torch",
-    "known",
-    "load",
-    "save",
+    "list_datasets",
+    "load_dataset",
+    "save_dataset",
 ]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from coterie.errors import CoterieError
 
 Ints = NDArray[np.int64]
-WORDS = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "test": 2, "testing": 2}
+_SPLIT_CODES = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "test": 2, "testing": 2}
 PART_WORDS = ("training", "validation", "test")
 
 
@@ -20,10 +20,10 @@ def split_codes(name: str, split: NDArray[Any], n: int) -> Ints:
     if split.dtype.kind in "US":
         words = np.char.lower(np.char.strip(split.astype(str)))
         found, at = np.unique(words, return_inverse=True)
-        unknown = [str(w) for w in found if str(w) not in WORDS]
+        unknown = [str(w) for w in found if str(w) not in _SPLIT_CODES]
         if unknown:
             raise CoterieError(f'the split of {name} says "{unknown[0]}"; an item is in train, val or test')
-        codes: Ints = np.array([WORDS[str(w)] for w in found], np.int64)[at]
+        codes: Ints = np.array([_SPLIT_CODES[str(w)] for w in found], np.int64)[at]
         return codes
     if split.dtype.kind not in "bui" or not np.isin(split, (0, 1, 2)).all():
         raise CoterieError(f"the split of {name} must be train, val and test, or 0, 1 and 2 for them")

@@ -18,7 +18,7 @@ from coterie.errors import CoterieError
 Array = NDArray[Any]
 
 
-class Raw(NamedTuple):
+class RawData(NamedTuple):
     """What a reader finds; the test part may be empty."""
 
     x: Array
@@ -58,18 +58,18 @@ def from_arrays(
     if many[0] is None or many[1] is None:
         raise CoterieError(f"{name} needs both x and y")
     more = [None if a is None else _plain(a) for a in (split, group, group_test)]
-    raw = Raw(many[0], many[1], many[2], many[3], classes, many[4], many[5], task)
-    return dataset(name, raw._replace(split=more[0], group=more[1], group_test=more[2]))
+    raw = RawData(many[0], many[1], many[2], many[3], classes, many[4], many[5], task)
+    return make_dataset(name, raw._replace(split=more[0], group=more[1], group_test=more[2]))
 
 
 def from_torch(train: Any, test: Any = None, *, name: str = "torch", classes: Sequence[str] | None = None) -> Dataset:
     """A map-style torch data set of (x, y), and one for the official test part; each item is read once."""
     x, y = _items(train, name)
     x_test, y_test = (None, None) if test is None else _items(test, name)
-    return dataset(name, Raw(x, y, x_test, y_test, classes or getattr(train, "classes", None)))
+    return make_dataset(name, RawData(x, y, x_test, y_test, classes or getattr(train, "classes", None)))
 
 
-def dataset(name: str, raw: Raw) -> Dataset:
+def make_dataset(name: str, raw: RawData) -> Dataset:
     """Check what was read and bring it into the form of a Dataset."""
     if (raw.x_test is None) != (raw.y_test is None):
         raise CoterieError(f"{name} has only one of x_test and y_test")
@@ -98,8 +98,8 @@ def dataset(name: str, raw: Raw) -> Dataset:
                 f"training and test labels of {name} differ in shape: {y.shape[1:]} and {more.shape[1:]}"
             )
         y = np.concatenate([y, more])
-    kind, labels, classes = targets.read(name, y, raw.classes, raw.task)
-    items = _items_form(name, x)
+    kind, labels, classes = targets.read_targets(name, y, raw.classes, raw.task)
+    items = _channels_first_items(name, x)
     is_test = torch.arange(len(labels)) >= n_train
     part = _part(name, raw, n_train)
     is_test = is_test if part is None else part == 2
@@ -128,10 +128,10 @@ def moments(x: Tensor, train: Tensor) -> tuple[tuple[float, ...] | None, tuple[f
 
 def items_form(name: str, x: Any) -> Tensor:
     """Items as a data set of their own would have them."""
-    return _items_form(name, _plain(x))
+    return _channels_first_items(name, _plain(x))
 
 
-def _items_form(name: str, x: Array) -> Tensor:
+def _channels_first_items(name: str, x: Array) -> Tensor:
     """Channels first; bytes stay bytes, half and double become float32, texts become token ids."""
     if x.size == 0:
         raise CoterieError(f"items of {name} are empty: one has shape {x.shape[1:]}")
@@ -220,7 +220,7 @@ def _channels_first(x: Array) -> Array:
     return x
 
 
-def _part(name: str, raw: Raw, n_train: int) -> Tensor | None:
+def _part(name: str, raw: RawData, n_train: int) -> Tensor | None:
     if raw.split is None:
         return None
     if raw.y_test is not None and len(raw.y_test):
@@ -231,7 +231,7 @@ def _part(name: str, raw: Raw, n_train: int) -> Tensor | None:
     return torch.from_numpy(part)
 
 
-def _group(name: str, raw: Raw, n_train: int) -> Tensor | None:
+def _group(name: str, raw: RawData, n_train: int) -> Tensor | None:
     if raw.group is None:
         return None
     n_test = 0 if raw.y_test is None else len(raw.y_test)
@@ -241,7 +241,7 @@ def _group(name: str, raw: Raw, n_train: int) -> Tensor | None:
     return torch.from_numpy(group_codes(name, group, n_train + n_test))
 
 
-def _owner(name: str, raw: Raw, n_train: int) -> tuple[Tensor | None, tuple[str, ...] | None]:
+def _owner(name: str, raw: RawData, n_train: int) -> tuple[Tensor | None, tuple[str, ...] | None]:
     """Client numbers, and the names that they stand for in sorted order."""
     if raw.client is None:
         return None, None

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from coterie.data import files
-from coterie.data.arrays import Raw
+from coterie.data.arrays import RawData
 
 _DIGITS = tuple("0123456789")
 _UPPER = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
@@ -27,7 +27,7 @@ _EMNIST = tuple(
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownDataset:
     """A data set with a name. `needs` are files (or folders) of its original form, packed by gzip or not."""
 
     name: str
@@ -37,7 +37,7 @@ class Known:
     samples: tuple[int, int]  # of the original's train and test parts
     needs: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()  # subfolders of the data folder in which the files may be
-    read: Callable[[Sequence[Path]], Raw] | None = None
+    read: Callable[[Sequence[Path]], RawData] | None = None
     system: tuple[str, ...] = ()  # folders a Linux distribution installs it in
     hub: tuple[str, ...] = ()  # repositories of the Hugging Face hub with the same pictures
 
@@ -51,7 +51,7 @@ class Known:
                 return [p for p in got if p is not None]
         return None
 
-    def load(self, paths: Sequence[Path]) -> Raw:
+    def load(self, paths: Sequence[Path]) -> RawData:
         if paths[0].suffix == ".parquet":
             raw = files.parquet(paths)
         else:
@@ -59,11 +59,11 @@ class Known:
         return raw if raw.classes is not None else raw._replace(classes=self.classes)
 
 
-def _cifar10(found: Sequence[Path]) -> Raw:
+def _cifar10(found: Sequence[Path]) -> RawData:
     return files.cifar(found[:-1], found[-1], found[-1].parent / "batches.meta", "labels")
 
 
-def _cifar100(found: Sequence[Path]) -> Raw:
+def _cifar100(found: Sequence[Path]) -> RawData:
     return files.cifar(found[:1], found[1], found[1].parent / "meta", "fine_labels")
 
 
@@ -71,47 +71,49 @@ def _numbers(n: int) -> tuple[str, ...]:
     return tuple(map(str, range(n)))
 
 
-KNOWN: dict[str, Known] = {
+DATASETS: dict[str, KnownDataset] = {
     k.name: k
     for k in (
-        Known("digits", "8x8 handwritten digits of scikit-learn; always available", _DIGITS, (1, 8, 8), (1438, 359)),
-        Known(
+        KnownDataset(
+            "digits", "8x8 handwritten digits of scikit-learn; always available", _DIGITS, (1, 8, 8), (1438, 359),
+        ),
+        KnownDataset(
             "mnist", "handwritten digits", _DIGITS, (1, 28, 28), (60_000, 10_000), _IDX, ("MNIST/raw",), files.idx_set,
             hub=("ylecun/mnist", "mnist"),
         ),
-        Known(
+        KnownDataset(
             "fmnist", "Fashion-MNIST: pieces of clothing", _CLOTHES, (1, 28, 28), (60_000, 10_000), _IDX,
             ("FashionMNIST/raw", "fashion-mnist"), files.idx_set, ("/usr/share/datasets/fashion-mnist",),
             hub=("zalando-datasets/fashion_mnist", "fashion_mnist"),
         ),
-        Known(
+        KnownDataset(
             "emnist", "EMNIST ByClass: digits and letters", _DIGITS + _UPPER + tuple(c.lower() for c in _UPPER),
             (1, 28, 28), (697_932, 116_323), _EMNIST, ("EMNIST/raw", "gzip"),
             lambda found: files.idx_set(found, transpose=True),
         ),
-        Known(
+        KnownDataset(
             "cifar10", "CIFAR-10: small photographs", _CIFAR10, (3, 32, 32), (50_000, 10_000),
             (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"), ("cifar-10-batches-py",), _cifar10,
             hub=("uoft-cs/cifar10", "cifar10"),
         ),
-        Known(
+        KnownDataset(
             "cifar100", "CIFAR-100: small photographs, fine labels", _numbers(100), (3, 32, 32), (50_000, 10_000),
             ("train", "test"), ("cifar-100-python",), _cifar100,
             hub=("uoft-cs/cifar100", "cifar100"),
         ),
-        Known(
+        KnownDataset(
             "cinic10", "CINIC-10: CIFAR-10 and more of ImageNet", _CIFAR10, (3, 32, 32), (180_000, 90_000),
             ("train", "valid", "test"), ("CINIC-10", "cinic-10"), lambda found: files.folder(found[0].parent),
         ),
-        Known(
+        KnownDataset(
             "svhn", "street view house numbers", _DIGITS, (3, 32, 32), (73_257, 26_032),
             ("train_32x32.mat", "test_32x32.mat"), ("SVHN",), files.svhn,
         ),
-        Known(
+        KnownDataset(
             "organamnist", "MedMNIST OrganA: organs in CT slices", _ORGANS, (1, 28, 28), (34_581, 24_269), (),
             ("medmnist",),
         ),
-        Known(
+        KnownDataset(
             "tinyimagenet", "Tiny-ImageNet: photographs", _numbers(200), (3, 64, 64), (100_000, 10_000),
             ("train", "val/val_annotations.txt"), ("tiny-imagenet-200",),
             lambda found: files.tiny_imagenet(found[0].parent),
@@ -126,7 +128,7 @@ def data_dir() -> Path:
     return Path(named).expanduser() if named else Path.home() / ".cache" / "coterie" / "data"
 
 
-def locate(known: Known, folder: Path | None) -> list[Path] | None:
+def locate(known: KnownDataset, folder: Path | None) -> list[Path] | None:
     """Files of a known set below `folder`, or below the usual folders when none is given: Coterie's own, those of Linux
     distributions, `data` of the working directory (torchvision's habit), and the caches of Keras and Hugging Face.
     """
@@ -143,7 +145,7 @@ def _keras() -> list[Path]:
     return [root, *sorted(root.glob("*-target"))] if root.is_dir() else []
 
 
-def _hub_cache(known: Known) -> list[Path] | None:
+def _hub_cache(known: KnownDataset) -> list[Path] | None:
     """Parquet files of the newest snapshot in Hugging Face's cache: those of the train part, then of the test part."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     root = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
@@ -156,19 +158,19 @@ def _hub_cache(known: Known) -> list[Path] | None:
     return None
 
 
-def size(name: str, folder: Path | None = None) -> tuple[int, int]:
+def dataset_size(name: str, folder: Path | None = None) -> tuple[int, int]:
     """Samples of the train and test parts: of the file that is there if it is an npz, else of the original."""
-    found = locate(KNOWN[name], folder) if name in KNOWN else None
+    found = locate(DATASETS[name], folder) if name in DATASETS else None
     if found and found[0].suffix == ".npz":
         try:
             with np.load(found[0], allow_pickle=False) as z:
                 return len(z["y_train"]), len(z["y_test"]) if "y_test" in z else 0
         except (KeyError, ValueError, OSError):
             pass  # another layout of names; the original's size will do
-    return KNOWN[name].samples if name in KNOWN else (60_000, 10_000)
+    return DATASETS[name].samples if name in DATASETS else (60_000, 10_000)
 
 
-def missing(known: Known, folder: Path | None) -> str:
+def missing_message(known: KnownDataset, folder: Path | None) -> str:
     """Which files to put where."""
     root = folder or data_dir()
     forms = f"{known.name}.npz with x_train, y_train, x_test, y_test"

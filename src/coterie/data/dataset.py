@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coterie.core.rng import torch_rng
 from coterie.core.tasks import Task, make
-from coterie.data.rotation import Interp, turned
+from coterie.data.rotation import Interp, rotate
 
 Ints = NDArray[np.int64]
 Normalize = Literal["standard", "unit", "none"]
@@ -79,7 +79,7 @@ class Dataset:
     ) -> Tensor:
         """Items as the model takes them: gathered, turned by `turn` degrees, scaled to 0..1 and standardised."""
         x = self.x.index_select(0, index)
-        return prepared(x, normalize, self.mean, self.std, turn, interp)
+        return prepare_items(x, normalize, self.mean, self.std, turn, interp)
 
     def subset(self, n: int) -> "Dataset":
         """N items, the same ones every time; training and test parts keep their shares."""
@@ -103,7 +103,7 @@ class Dataset:
         )
 
 
-def prepared(
+def prepare_items(
     x: Tensor,
     normalize: Normalize,
     mean: tuple[float, ...] | None,
@@ -116,7 +116,7 @@ def prepared(
         return x
     is_bytes = x.dtype == torch.uint8
     if turn:  # before standardising, so that the corners filled with zero are black
-        x = turned(x, turn, interp)
+        x = rotate(x, turn, interp)
     if is_bytes:
         x = x.float() if normalize == "none" else x.float().div_(255)
     if normalize == "standard" and mean is not None and std is not None:

@@ -15,7 +15,7 @@ from coterie.data.annotations import PART_WORDS, client_number
 from coterie.data.dataset import Dataset
 from coterie.data.partition import Ints, deal
 from coterie.data.settings import PartitionSettings
-from coterie.data.split import grouped_parts, like_training, parts_of, public_items
+from coterie.data.split import deal_official_test, draw_grouped_parts, draw_parts, hold_out_public
 from coterie.errors import CoterieError
 
 Part = Literal["train", "val", "test"]
@@ -186,7 +186,7 @@ def federate(dataset: Dataset, settings: PartitionSettings, seed: int) -> Federa
     test_from = _test_from(dataset, settings)
     pool = np.arange(len(dataset)) if settings.pool == "merged" else np.flatnonzero(~is_test)
     official = None if settings.pool == "merged" else np.flatnonzero(is_test)
-    pool, official, public = public_items(pool, official, settings, seed)
+    pool, official, public = hold_out_public(pool, official, settings, seed)
 
     n = settings.clients or DEFAULT_CLIENTS
     turns = _turns(dataset, n, int(scheme["K"])) if scheme.name == "rotate" else None
@@ -202,7 +202,7 @@ def federate(dataset: Dataset, settings: PartitionSettings, seed: int) -> Federa
         pool, client = np.concatenate([pool, official[whose >= 0]]), np.concatenate([client, whose[whose >= 0]])
         part = np.concatenate([part, np.full(int((whose >= 0).sum()), 2)])
     elif test_from == "official" and official is not None:
-        dealt, whose = like_training(client, labels[pool], labels[official], len(names), seed)
+        dealt, whose = deal_official_test(client, labels[pool], labels[official], len(names), seed)
         pool, client = np.concatenate([pool, official[dealt]]), np.concatenate([client, whose])
         part = np.concatenate([part, np.full(len(dealt), 2)])
     n = int(client.max()) + 1
@@ -249,8 +249,8 @@ def _parts(
 
     def drawn(own_test: bool, where: Ints | slice) -> Ints:
         if group is None or names is None:
-            return parts_of(client[where], strata[where], settings, own_test, seed)
-        return grouped_parts(client[where], strata[where], group[where], settings, own_test, seed, names)
+            return draw_parts(client[where], strata[where], settings, own_test, seed)
+        return draw_grouped_parts(client[where], strata[where], group[where], settings, own_test, seed, names)
 
     if test_from != "given" or dataset.part is None:
         return drawn(test_from == "own", slice(None))

@@ -9,17 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from coterie.data.catalogue import KNOWN, data_dir, locate
+from coterie.data.catalogue import DATASETS, data_dir, locate
 from coterie.errors import CoterieError, unknown
 
-BLOCK = 1 << 20
-TIMEOUT = 30.0  # seconds without a byte
+_BLOCK = 1 << 20
+_TIMEOUT = 30.0  # seconds without a byte
 
 Tell = Callable[[str, int, int], None]  # the file, bytes there, bytes in all (0: nobody said)
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """A file on the network. Its MD5, as publisher or torchvision state it, finds damage, not forgery."""
 
     url: str
@@ -31,13 +31,13 @@ class Source:
         return self.url.rpartition("/")[2].partition("?")[0]
 
 
-def _idx(base: str, *sums: str) -> tuple[Source, ...]:
+def _idx(base: str, *sums: str) -> tuple[SourceFile, ...]:
     parts = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-    return tuple(Source(f"{base}/{part}-ubyte.gz", md5) for part, md5 in zip(parts, sums, strict=True))
+    return tuple(SourceFile(f"{base}/{part}-ubyte.gz", md5) for part, md5 in zip(parts, sums, strict=True))
 
 
 # name -> the folder below the data folder, and the files
-SOURCES: dict[str, tuple[str, tuple[Source, ...]]] = {
+SOURCES: dict[str, tuple[str, tuple[SourceFile, ...]]] = {
     "mnist": (
         "MNIST/raw",
         _idx(
@@ -61,7 +61,7 @@ SOURCES: dict[str, tuple[str, tuple[Source, ...]]] = {
     "emnist": (
         "",
         (
-            Source(
+            SourceFile(
                 "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "58c8d27c78d21e728a6bc7b3cc06412e", unpack=True
             ),
         ),
@@ -69,7 +69,7 @@ SOURCES: dict[str, tuple[str, tuple[Source, ...]]] = {
     "cifar10": (
         "",
         (
-            Source(
+            SourceFile(
                 "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
                 "c58f30108f718f92721af3b95e74349a",
                 unpack=True,
@@ -79,7 +79,7 @@ SOURCES: dict[str, tuple[str, tuple[Source, ...]]] = {
     "cifar100": (
         "",
         (
-            Source(
+            SourceFile(
                 "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
                 "eb9058c3a382ffc7106e4002c42a8d85",
                 unpack=True,
@@ -89,7 +89,7 @@ SOURCES: dict[str, tuple[str, tuple[Source, ...]]] = {
     "cinic10": (
         "CINIC-10",
         (
-            Source(
+            SourceFile(
                 "https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz",
                 "6ee4d0c996905fe93221de577967a372",
                 unpack=True,
@@ -99,49 +99,53 @@ SOURCES: dict[str, tuple[str, tuple[Source, ...]]] = {
     "svhn": (
         "SVHN",
         (
-            Source("http://ufldl.stanford.edu/housenumbers/train_32x32.mat", "e26dedcc434d2e4c54c9b2d4a06d8373"),
-            Source("http://ufldl.stanford.edu/housenumbers/test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3"),
+            SourceFile("http://ufldl.stanford.edu/housenumbers/train_32x32.mat", "e26dedcc434d2e4c54c9b2d4a06d8373"),
+            SourceFile("http://ufldl.stanford.edu/housenumbers/test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3"),
         ),
     ),
     "organamnist": (
         "",
         (
-            Source(
+            SourceFile(
                 "https://zenodo.org/record/6496656/files/organamnist.npz?download=1", "866b832ed4eeba67bfb9edee1d5544e6"
             ),
         ),
     ),
     "tinyimagenet": (
         "",
-        (Source("http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de", unpack=True),),
+        (
+            SourceFile(
+                "http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de", unpack=True
+            ),
+        ),
     ),
 }
 
 
-def get(name: str, folder: Path | None = None, tell: Tell = lambda file, done, total: None) -> list[Path]:
+def fetch_dataset(name: str, folder: Path | None = None, tell: Tell = lambda file, done, total: None) -> list[Path]:
     """The files of a data set; what is on this machine already is not fetched again."""
-    if name not in KNOWN:
+    if name not in DATASETS:
         raise unknown("data", name, SOURCES)
     if name == "digits":
         raise CoterieError("digits come with scikit-learn and are always there")
     if name not in SOURCES:
         raise CoterieError(f"{name} has no official source on the network; `coterie list data` says what it is")
-    found = locate(KNOWN[name], folder)
+    found = locate(DATASETS[name], folder)
     if found is not None:
         return found
     root = folder or data_dir()
     below, sources = SOURCES[name]
     for source in sources:
-        file = fetch(source, root / below, tell)
+        file = fetch_file(source, root / below, tell)
         if source.unpack:
-            unpack(file, root / below)
-    found = locate(KNOWN[name], folder)
+            _unpack(file, root / below)
+    found = locate(DATASETS[name], folder)
     if found is None:
-        raise CoterieError(f"{name} was fetched into {root}, but files are missing: {', '.join(KNOWN[name].needs)}")
+        raise CoterieError(f"{name} was fetched into {root}, but files are missing: {', '.join(DATASETS[name].needs)}")
     return found
 
 
-def fetch(source: Source, folder: Path, tell: Tell = lambda file, done, total: None) -> Path:
+def fetch_file(source: SourceFile, folder: Path, tell: Tell = lambda file, done, total: None) -> Path:
     """One file. What a broken connection left is continued; a file with another checksum is never kept."""
     target = folder / source.name
     if target.exists() and _md5(target) == source.md5:
@@ -158,17 +162,17 @@ def fetch(source: Source, folder: Path, tell: Tell = lambda file, done, total: N
     return target
 
 
-def _receive(source: Source, part: Path, tell: Tell) -> None:
+def _receive(source: SourceFile, part: Path, tell: Tell) -> None:
     there = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(source.url, headers={"Range": f"bytes={there}-"} if there else {})
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
             if there and answer.status != 206:  # the server begins from the start
                 there = 0
             length = int(answer.headers.get("Content-Length") or 0)
             total = there + length if length else 0
             with part.open("ab" if there else "wb") as f:
-                while block := answer.read(BLOCK):
+                while block := answer.read(_BLOCK):
                     f.write(block)
                     there += len(block)
                     tell(source.name, there, total)
@@ -185,7 +189,7 @@ def _receive(source: Source, part: Path, tell: Tell) -> None:
         ) from None
 
 
-def unpack(file: Path, folder: Path) -> None:
+def _unpack(file: Path, folder: Path) -> None:
     """An archive's files below `folder`, and nowhere else."""
     try:
         if zipfile.is_zipfile(file):
@@ -204,6 +208,6 @@ def unpack(file: Path, folder: Path) -> None:
 def _md5(path: Path) -> str:
     found = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as f:
-        while block := f.read(BLOCK):
+        while block := f.read(_BLOCK):
             found.update(block)
     return found.hexdigest()

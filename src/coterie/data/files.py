@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from coterie.data import unpickle
-from coterie.data.arrays import Array, Raw
+from coterie.data.arrays import Array, RawData
 from coterie.errors import CoterieError
 
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
@@ -33,7 +33,7 @@ def reading(path: Path, kind: str) -> Iterator[None]:
         ) from e
 
 
-def npz(path: Path) -> Raw:
+def npz(path: Path) -> RawData:
     """x_train, y_train, x_test, y_test (classes, client_train, client_test, group_train, group_test, task); x, y
     (client, group, split); or MedMNIST's names.
     """
@@ -54,7 +54,7 @@ def npz(path: Path) -> Raw:
         clients = have.get("client_train"), have.get("client_test")
         task = str(have["task"]) if "task" in have else None
         tests = have.get("x_test"), have.get("y_test")
-        raw = Raw(have["x_train"], have["y_train"], *tests, classes, *clients, task)
+        raw = RawData(have["x_train"], have["y_train"], *tests, classes, *clients, task)
         return raw._replace(split=have.get("split"), group=have.get("group_train"), group_test=have.get("group_test"))
 
 
@@ -116,7 +116,7 @@ def idx(path: Path) -> Array:
         return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="))
 
 
-def idx_set(files: Sequence[Path], transpose: bool = False) -> Raw:
+def idx_set(files: Sequence[Path], transpose: bool = False) -> RawData:
     """Training pictures and labels, test pictures and labels; EMNIST's pictures are stored on their side."""
     x, y, x_test, y_test = (idx(f) for f in files)
     for pictures, f in ((x, files[0]), (x_test, files[2])):
@@ -124,25 +124,25 @@ def idx_set(files: Sequence[Path], transpose: bool = False) -> Raw:
             raise CoterieError(f"{f} holds an array of {pictures.ndim} dimensions; pictures need 3")
     if transpose:
         x, x_test = x.transpose(0, 2, 1), x_test.transpose(0, 2, 1)
-    return Raw(x, y, x_test, y_test)
+    return RawData(x, y, x_test, y_test)
 
 
-def cifar(train: Sequence[Path], test: Path, meta: Path, label: str) -> Raw:
+def cifar(train: Sequence[Path], test: Path, meta: Path, label: str) -> RawData:
     """CIFAR's python folders; `label` is labels or fine_labels."""
     parts = [_cifar_batch(p, label) for p in train]
     x_test, y_test = _cifar_batch(test, label)
     names: list[str] | None = None
     if meta.exists():
         with reading(meta, "CIFAR's list of class names"):
-            found = _text_keys(unpickle.read(meta.read_bytes()))
+            found = _text_keys(unpickle.plain_values(meta.read_bytes()))
             key = "fine_label_names" if label == "fine_labels" else "label_names"
             names = [n.decode() if isinstance(n, bytes) else str(n) for n in found[key]]
-    return Raw(np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]), x_test, y_test, names)
+    return RawData(np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]), x_test, y_test, names)
 
 
 def _cifar_batch(path: Path, label: str) -> tuple[Array, Array]:
     with reading(path, "a CIFAR file"):
-        found = _text_keys(unpickle.read(path.read_bytes()))
+        found = _text_keys(unpickle.plain_values(path.read_bytes()))
         if "data" not in found or label not in found:
             raise ValueError(f"it has no data or no {label}")
         return np.asarray(found["data"], np.uint8).reshape(-1, 3, 32, 32), np.asarray(found[label], np.int64)
@@ -154,7 +154,7 @@ def _text_keys(found: object) -> dict[str, list[object]]:
     return {k.decode("latin-1") if isinstance(k, bytes) else str(k): v for k, v in found.items()}
 
 
-def svhn(files: Sequence[Path]) -> Raw:
+def svhn(files: Sequence[Path]) -> RawData:
     """train_32x32.mat and test_32x32.mat, where the digit 0 is called 10."""
     import scipy.io  # slow to import, and only needed here
 
@@ -165,10 +165,10 @@ def svhn(files: Sequence[Path]) -> Raw:
             if "X" not in found or "y" not in found or found["X"].ndim != 4:
                 raise ValueError("it lacks the arrays X and y")
             got += [found["X"].transpose(3, 2, 0, 1), found["y"].reshape(-1).astype(np.int64) % 10]
-    return Raw(got[0], got[1], got[2], got[3])
+    return RawData(got[0], got[1], got[2], got[3])
 
 
-def folder(root: Path) -> Raw:
+def folder(root: Path) -> RawData:
     """Pictures in train/CLASS and test/CLASS (valid counts as training), or just in CLASS folders."""
     if root.resolve() == Path(root.anchor or "/"):
         raise CoterieError(f"{root} is the whole disk; name the folder that the data are in")
@@ -187,7 +187,7 @@ def folder(root: Path) -> Raw:
     return _pictures(train, tests, classes)
 
 
-def parquet(paths: Sequence[Path]) -> Raw:
+def parquet(paths: Sequence[Path]) -> RawData:
     """Pictures and labels of a data set of the Hugging Face hub: parts train and test, by their files' names."""
     parts: dict[str, tuple[list[Array], list[Array]]] = {"train": ([], []), "test": ([], [])}
     for path in paths:
@@ -201,10 +201,10 @@ def parquet(paths: Sequence[Path]) -> Raw:
             x += [np.asarray(Image.open(io.BytesIO(v["bytes"]))) for v in table[item].to_pylist()]
             y.append(np.asarray(table[label]))
     (x, y), (x_test, y_test) = parts["train"], parts["test"]
-    return Raw(np.stack(x), np.concatenate(y), np.stack(x_test), np.concatenate(y_test), None)
+    return RawData(np.stack(x), np.concatenate(y), np.stack(x_test), np.concatenate(y_test), None)
 
 
-def tiny_imagenet(root: Path) -> Raw:
+def tiny_imagenet(root: Path) -> RawData:
     """train/CLASS/images, and val/images with val_annotations.txt as the test part: labels of test are not public."""
     classes = sorted(d.name for d in (root / "train").iterdir() if d.is_dir())
     notes = root / "val" / "val_annotations.txt"
@@ -231,7 +231,7 @@ def _labelled(part: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
     return found
 
 
-def _pictures(train: list[tuple[Path, int]], test: list[tuple[Path, int]], classes: Sequence[str]) -> Raw:
+def _pictures(train: list[tuple[Path, int]], test: list[tuple[Path, int]], classes: Sequence[str]) -> RawData:
     files = [f for f, _ in train + test]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # decoding leaves Python's lock
         pictures = list(pool.map(_picture, files, chunksize=256))
@@ -246,7 +246,7 @@ def _pictures(train: list[tuple[Path, int]], test: list[tuple[Path, int]], class
     x, y = np.stack(pictures), np.array([c for _, c in train + test], np.int64)
     x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
     n = len(train)
-    return Raw(x[:n], y[:n], x[n:] if test else None, y[n:] if test else None, classes)
+    return RawData(x[:n], y[:n], x[n:] if test else None, y[n:] if test else None, classes)
 
 
 def _picture(path: Path) -> Array:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.data.arrays import Array, Raw
+from coterie.data.arrays import Array, RawData
 from coterie.errors import CoterieError
 
 _ITEMS = ("image", "img", "pixel_values", "x", "text", "sentence", "content", "features")
@@ -12,7 +12,7 @@ _LABELS = ("label", "labels", "fine_label", "y", "target", "class")
 _CLIENTS = ("client", "client_id", "user", "user_id", "writer_id", "domain")
 
 
-def read(name: str) -> Raw:
+def read_hub(name: str) -> RawData:
     """`owner/name` or `owner/name:configuration`."""
     try:
         import datasets
@@ -34,7 +34,7 @@ def read(name: str) -> Raw:
     (x, y, _), other = parts[0] or (None, None, None), parts[1]
     names = getattr(train.features.get(label), "names", None)
     owner = [None if client is None or p is None else np.asarray(p[2][client]) for p in parts]
-    return Raw(x, y, other and other[0], other and other[1], names, *owner)  # type: ignore[arg-type]
+    return RawData(x, y, other and other[0], other and other[1], names, *owner)  # type: ignore[arg-type]
 
 
 def _column(name: str, part: Any, wanted: tuple[str, ...], what: str) -> str:

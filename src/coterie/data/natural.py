@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.data.arrays import Raw
+from coterie.data.arrays import RawData
 from coterie.data.files import reading
 from coterie.errors import CoterieError
 
@@ -39,7 +39,7 @@ class Natural:
     package: str  # on PyPI
     module: str
     file: str  # in the module's folder
-    read: Callable[[Path], Raw]
+    read: Callable[[Path], RawData]
 
     @property
     def install(self) -> str:
@@ -57,7 +57,7 @@ class Natural:
                 return found
         return None
 
-    def load(self) -> Raw:
+    def load(self) -> RawData:
         path = self.path()
         if path is None:
             raise CoterieError(f"{self.name} is in the package {self.package}; install it with: {self.install}")
@@ -65,10 +65,10 @@ class Natural:
             return self.read(path)._replace(task=self.task)
 
 
-def _ratings(person: "pd.Series", item: "pd.Series", rating: "pd.Series") -> Raw:
+def _ratings(person: "pd.Series", item: "pd.Series", rating: "pd.Series") -> RawData:
     """Item numbers in the order of their sorted ids; the person is the client."""
     numbers = np.unique(item.to_numpy(), return_inverse=True)[1]
-    return Raw(numbers[:, None].astype(np.int64), rating.to_numpy(np.float32), client=person.to_numpy())
+    return RawData(numbers[:, None].astype(np.int64), rating.to_numpy(np.float32), client=person.to_numpy())
 
 
 def _scaled(columns: "list[pd.Series]") -> Array:
@@ -76,7 +76,7 @@ def _scaled(columns: "list[pd.Series]") -> Array:
     return np.where(np.isnan(x), np.float32(0), x)
 
 
-def movielens(path: Path) -> Raw:
+def movielens(path: Path) -> RawData:
     import pandas as pd
 
     d = pd.read_csv(path, sep="\t")
@@ -93,19 +93,19 @@ def _of_archive(path: Path, inside: str) -> "pd.DataFrame":
         return pd.read_csv(io.BytesIO(found.read()), index_col=0)
 
 
-def insteval(path: Path) -> Raw:
+def insteval(path: Path) -> RawData:
     d = _of_archive(path, "lme4/InstEval")
     return _ratings(d["s"].astype(str), d["d"], d["y"])
 
 
-def nlschools(path: Path) -> Raw:
+def nlschools(path: Path) -> RawData:
     """Targets in tens of points from 40."""
     d = _of_archive(path, "MASS/nlschools")
     x = _scaled([(d["IQ"] - 12) / 2, (d["SES"] - 28) / 11, (d["GS"] - 26) / 6, d["COMB"] - 0.5])
-    return Raw(x, ((d["lang"] - 40) / 10).to_numpy(np.float32), client=d["class"].astype(str).to_numpy())
+    return RawData(x, ((d["lang"] - 40) / 10).to_numpy(np.float32), client=d["class"].astype(str).to_numpy())
 
 
-def flights(path: Path) -> Raw:
+def flights(path: Path) -> RawData:
     """Arrival delay in hours, from what is known when an aircraft leaves."""
     import pandas as pd
 
@@ -114,10 +114,10 @@ def flights(path: Path) -> Raw:
     origin = [(d["origin"] == o).astype(float) for o in ("EWR", "JFK", "LGA")]
     turn = [f(2 * np.pi * v) for v in (d["month"] / 12, d["hour"] / 24, weekday / 7) for f in (np.sin, np.cos)]
     x = _scaled([d["dep_delay"] / 60, d["distance"] / 1000 - 1, *turn, *origin])
-    return Raw(x, (d["arr_delay"] / 60).to_numpy(np.float32), client=d["carrier"].to_numpy(str))
+    return RawData(x, (d["arr_delay"] / 60).to_numpy(np.float32), client=d["carrier"].to_numpy(str))
 
 
-def lung(path: Path) -> Raw:
+def lung(path: Path) -> RawData:
     """Time in years; ECOG and Karnofsky scores by physician and patient."""
     import pandas as pd
 
@@ -127,10 +127,10 @@ def lung(path: Path) -> Raw:
         (d["meal.cal"] - 1000) / 400, (d["wt.loss"] - 10) / 15,
     ])  # fmt: skip
     y = np.stack([d["time"] / 365.25, d["status"]], 1).astype(np.float32)
-    return Raw(x, y, client=d["inst"].astype(int).astype(str).to_numpy())
+    return RawData(x, y, client=d["inst"].astype(int).astype(str).to_numpy())
 
 
-def flchain(path: Path) -> Raw:
+def flchain(path: Path) -> RawData:
     """Time in years; free light chains on a logarithmic scale."""
     from scipy.io import arff
 
@@ -139,7 +139,7 @@ def flchain(path: Path) -> Raw:
     logs = [np.log(np.maximum(rows[k], 0.01)) for k in ("kappa", "lambda")]
     x = np.stack([(rows["age"] - 65) / 10, sex - 0.5, *logs, rows["creatinine"] - 1, mgus], 1)
     y = np.stack([rows["futime"] / 365.25, death], 1)
-    return Raw(np.nan_to_num(x).astype(np.float32), y.astype(np.float32), client=rows["sample.yr"].astype(str))
+    return RawData(np.nan_to_num(x).astype(np.float32), y.astype(np.float32), client=rows["sample.yr"].astype(str))
 
 
 def _without_last(path: Path) -> str:

@@ -19,7 +19,7 @@ _HEAT_ROWS = 300  # clients a heat map has room for
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")  # Okabe and Ito's
 
 
-def table(fed: Federation) -> Table:
+def partition_table(fed: Federation) -> Table:
     """Sizes and labels of each client; an even spread of them if there are many."""
     counts = fed.label_counts("all")
     total = counts.sum(axis=1)
@@ -40,7 +40,7 @@ def table(fed: Federation) -> Table:
     return out
 
 
-def rows(fed: Federation) -> list[dict[str, Any]]:
+def partition_rows(fed: Federation) -> list[dict[str, Any]]:
     """The same as plain values, for all clients."""
     counts, names = fed.label_counts("all"), fed.dataset.strata[1]
     sizes = {part: fed.sizes(part) for part in ("train", "val", "test")}
@@ -54,17 +54,17 @@ def rows(fed: Federation) -> list[dict[str, Any]]:
     ]
 
 
-def draw(fed: Federation, path: Path) -> Path:
+def draw_partition(fed: Federation, path: Path) -> Path:
     """The picture of labels by client as PNG, SVG or PDF by the suffix."""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise CoterieError(f'a picture is written as .png, .svg or .pdf, not "{path.suffix}"')
     if not path.absolute().parent.is_dir():
         raise CoterieError(f"the folder {path.absolute().parent} for the picture does not exist")
-    picture(fed).savefig(path, dpi=150)
+    partition_figure(fed).savefig(path, dpi=150)
     return path
 
 
-def picture(fed: Federation) -> "Figure":
+def partition_figure(fed: Federation) -> "Figure":
     """Bubbles of labels by client, or a heat map when there are too many for bubbles."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.core.rng import numpy_rng
-from coterie.data.partition_spec import Scheme, parse
+from coterie.data.partition_spec import Scheme, parse_scheme
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError
 
@@ -232,4 +232,4 @@ def _filled(client: Ints, n_clients: int, least: int, rng: np.random.Generator) 
     return given
 
 
-__all__ = ["Scheme", "deal", "parse"]
+__all__ = ["Scheme", "deal", "parse_scheme"]

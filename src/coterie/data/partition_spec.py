@@ -30,7 +30,7 @@ class Scheme:
         return self.name + (f"({', '.join(f'{v:g}' for _, v in self.args)})" if self.args else "")
 
 
-def parse(text: str) -> Scheme:
+def parse_scheme(text: str) -> Scheme:
     """Read a scheme, with every parameter filled in and checked."""
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", text)
     if match is None:

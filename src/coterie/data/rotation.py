@@ -10,7 +10,7 @@ from torch import Tensor
 Interp = Literal["bilinear", "nearest"]
 
 
-def turned(x: Tensor, degrees: float, interp: Interp = "bilinear") -> Tensor:
+def rotate(x: Tensor, degrees: float, interp: Interp = "bilinear") -> Tensor:
     """Counter-clockwise, about the centre; x is [n, C, S, S]. Bytes stay bytes for multiples of 90 degrees."""
     quarters = degrees / 90
     if quarters == round(quarters):

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coterie.data.dataset import Normalize
-from coterie.data.partition_spec import Scheme, parse
+from coterie.data.partition_spec import Scheme, parse_scheme
 from coterie.data.rotation import Interp
 from coterie.errors import CoterieError, unknown
 
@@ -89,7 +89,7 @@ class PartitionSettings(BaseModel):
 
     @property
     def scheme(self) -> Scheme:
-        return parse(self.partition)
+        return parse_scheme(self.partition)
 
 
 def _need(ok: bool, sentence: str) -> None:

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from coterie.data import files, hub
-from coterie.data.arrays import dataset, from_arrays, from_torch
-from coterie.data.catalogue import KNOWN, data_dir, locate, missing
+from coterie.data.arrays import from_arrays, from_torch, make_dataset
+from coterie.data.catalogue import DATASETS, data_dir, locate, missing_message
 from coterie.data.dataset import Dataset
 from coterie.data.natural import NATURAL
 from coterie.errors import CoterieError, unknown
 
 
-class Listed(NamedTuple):
+class DatasetInfo(NamedTuple):
     """One line of `coterie list data`."""
 
     name: str
@@ -29,7 +29,7 @@ class Listed(NamedTuple):
     install: str = ""  # how to get it, if a package has it
 
 
-def load(name: str, data_dir: Path | None = None, subset: int | None = None) -> Dataset:
+def load_dataset(name: str, data_dir: Path | None = None, subset: int | None = None) -> Dataset:
     """A known name (natural federations too), NAME.npz of the data folder, a path, `hub:owner/name` or
     `package.module:callable`.
     """
@@ -41,18 +41,18 @@ def load(name: str, data_dir: Path | None = None, subset: int | None = None) -> 
     return got if subset is None else got.subset(subset)
 
 
-def known(folder: Path | None = None) -> list[Listed]:
+def list_datasets(folder: Path | None = None) -> list[DatasetInfo]:
     """The known names, and whether their files were found."""
     return [
-        Listed(k.name, k.text, len(k.classes), k.shape, k.name == "digits" or locate(k, folder) is not None)
-        for k in KNOWN.values()
+        DatasetInfo(k.name, k.text, len(k.classes), k.shape, k.name == "digits" or locate(k, folder) is not None)
+        for k in DATASETS.values()
     ] + [
-        Listed(n.name, n.text, 0, (), n.path() is not None, n.task, n.clients, n.licence, n.install)
+        DatasetInfo(n.name, n.text, 0, (), n.path() is not None, n.task, n.clients, n.licence, n.install)
         for n in NATURAL.values()
     ]
 
 
-def save(data: Dataset, path: Path) -> None:
+def save_dataset(data: Dataset, path: Path) -> None:
     """Write NAME.npz, which opens much faster than thousands of picture files."""
     test = data.is_test.numpy() if data.part is None else np.zeros(len(data), bool)
     arrays = {"classes": np.array(data.classes)} if data.classes else {}
@@ -83,29 +83,29 @@ def digits() -> Dataset:
     train = pictures[~is_test].double()
     labels = torch.from_numpy(y.astype(np.int64))
     mean, std = (float(train.mean()),), (float(train.std(unbiased=False)),)
-    return Dataset("digits", pictures, labels, KNOWN["digits"].classes, is_test, None, mean, std)
+    return Dataset("digits", pictures, labels, DATASETS["digits"].classes, is_test, None, mean, std)
 
 
 def _load(name: str, folder: Path | None) -> Dataset:
     if name == "digits":
         return digits()
-    if name in KNOWN:
-        found = locate(KNOWN[name], folder)
+    if name in DATASETS:
+        found = locate(DATASETS[name], folder)
         if found is None:
-            raise CoterieError(missing(KNOWN[name], folder))
-        return dataset(name, KNOWN[name].load(found))
+            raise CoterieError(missing_message(DATASETS[name], folder))
+        return make_dataset(name, DATASETS[name].load(found))
     if name in NATURAL:
-        return dataset(name, NATURAL[name].load())
+        return make_dataset(name, NATURAL[name].load())
     if name.startswith("hub:"):
-        return dataset(name, hub.read(name.removeprefix("hub:")))
+        return make_dataset(name, hub.read_hub(name.removeprefix("hub:")))
     beside = (folder or data_dir()) / f"{name}.npz"
     if "/" not in name and _path(str(beside))[1] == "file":
-        return dataset(name, files.npz(beside))
+        return make_dataset(name, files.npz(beside))
     path, kind = _path(name)
     if kind == "folder":
-        return dataset(path.resolve().name, files.folder(path))
+        return make_dataset(path.resolve().name, files.folder(path))
     if kind == "file" or path.suffix == ".npz":
-        return dataset(path.stem, files.npz(path))
+        return make_dataset(path.stem, files.npz(path))
     if ":" in name and not kind:
         return _called(name)
     if "/" in name:
@@ -113,7 +113,7 @@ def _load(name: str, folder: Path | None) -> Dataset:
             f"{name} does not exist; data are a known name, an .npz file, a folder of pictures or hub:NAME"
         )
     root = folder or data_dir()
-    raise unknown("data", name, [*KNOWN, *NATURAL, *(p.stem for p in root.glob("*.npz"))])
+    raise unknown("data", name, [*DATASETS, *NATURAL, *(p.stem for p in root.glob("*.npz"))])
 
 
 def _path(name: str) -> tuple[Path, Literal["file", "folder", ""]]:
@@ -143,4 +143,4 @@ def _called(name: str) -> Dataset:
     return got
 
 
-__all__ = ["Listed", "digits", "from_arrays", "from_torch", "known", "load", "save"]
+__all__ = ["DatasetInfo", "digits", "from_arrays", "from_torch", "list_datasets", "load_dataset", "save_dataset"]

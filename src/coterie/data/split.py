@@ -12,7 +12,7 @@ from coterie.errors import CoterieError
 _TOO_FEW = "test_from = official has too few test samples to give every client one; lower clients"
 
 
-def public_items(
+def hold_out_public(
     pool: Ints, official: Ints | None, settings: PartitionSettings, seed: int
 ) -> tuple[Ints, Ints | None, Ints]:
     """(pool, official, public): the public items leave the part they are drawn from."""
@@ -27,7 +27,7 @@ def public_items(
     return (rest, official, picked) if source is pool else (pool, rest, picked)
 
 
-def grouped_parts(
+def draw_grouped_parts(
     client: Ints,
     labels: Ints,
     group: Ints,
@@ -45,10 +45,10 @@ def grouped_parts(
         raise CoterieError(
             f"client {names[few[0]]} has all its samples in one group and cannot have both training and test data"
         )
-    return parts_of(found[0], counts.argmax(1), settings, own_test, seed)[at]
+    return draw_parts(found[0], counts.argmax(1), settings, own_test, seed)[at]
 
 
-def parts_of(client: Ints, labels: Ints, settings: PartitionSettings, own_test: bool, seed: int) -> Ints:
+def draw_parts(client: Ints, labels: Ints, settings: PartitionSettings, own_test: bool, seed: int) -> Ints:
     """0 train, 1 validation, 2 test for each sample. Train and test are never empty."""
     size = np.bincount(client)
     if own_test and size.min() < 2:
@@ -87,7 +87,7 @@ def _picked(client: Ints, labels: Ints, wanted: Ints, stratify: bool, seed: int,
     return order[taken]
 
 
-def like_training(client: Ints, labels: Ints, test_labels: Ints, classes: int, seed: int) -> tuple[Ints, Ints]:
+def deal_official_test(client: Ints, labels: Ints, test_labels: Ints, classes: int, seed: int) -> tuple[Ints, Ints]:
     """Deal test samples by each client's share of every class: (positions of dealt samples, their clients).
 
     Samples of a class nobody trains on are not dealt. A client whose shares round to nothing takes one sample of its

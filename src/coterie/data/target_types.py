@@ -27,9 +27,9 @@ class Targets(NamedTuple):
     classes: tuple[str, ...]  # names of classes or labels
 
 
-def read(name: str, y: Array, classes: Sequence[str] | None = None, task: str | None = None) -> Targets:
+def read_targets(name: str, y: Array, classes: Sequence[str] | None = None, task: str | None = None) -> Targets:
     """Targets [n, k] of any type as the task has them; without a task, the one that the data show."""
-    task = found(name, y) if task is None else known(task)
+    task = infer_task(name, y) if task is None else known(task)
     if task in ("classification", "binary"):
         labels, names = _labels(name, y, classes)
         if task == "binary" and len(names) != 2:
@@ -50,11 +50,11 @@ def read(name: str, y: Array, classes: Sequence[str] | None = None, task: str | 
     return Targets(task, numbers, ())
 
 
-def like(name: str, y: Array, task: str, classes: Sequence[str], outputs: int) -> Tensor:
+def targets_like(name: str, y: Array, task: str, classes: Sequence[str], outputs: int) -> Tensor:
     """Targets in the form of a data set that is known: labels are its class names, or numbers of its classes."""
     y = y.reshape(len(y), -1)
     if task not in ("classification", "binary"):
-        numbers = read(name, y, None, task).y
+        numbers = read_targets(name, y, None, task).y
         if task != "survival" and numbers.shape[1] != outputs:
             raise CoterieError(f"targets of {name} are {numbers.shape[1]} numbers each, and the model gives {outputs}")
         return numbers
@@ -73,7 +73,7 @@ def like(name: str, y: Array, task: str, classes: Sequence[str], outputs: int) -
     return torch.tensor([at[v] for v in values], dtype=torch.int64)
 
 
-def found(name: str, y: Array) -> str:
+def infer_task(name: str, y: Array) -> str:
     """The task that targets [n, k] show: classes are whole numbers or names, labels several columns of 0 and 1."""
     if y.shape[1] == 1:
         whole = y.dtype.kind in "USbui" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all()))
@@ -115,7 +115,7 @@ def with_task(data: "Dataset", task: str | None) -> "Dataset":
         numbers = data.y.numpy().astype(np.float64)
     if task in ("classification", "binary"):
         raise CoterieError(f"the task {task} needs one class per item, and {data.name} is for {data.kind}")
-    got = read(data.name, numbers, None, task)
+    got = read_targets(data.name, numbers, None, task)
     return replace(data, y=got.y, classes=got.classes, kind=task)
 
 
@@ -160,4 +160,4 @@ def _check_survival(name: str, y: Tensor) -> None:
         raise CoterieError(f"{name} has no event, so there is nothing that the task survival could learn")
 
 
-__all__ = ["Targets", "found", "like", "read", "with_task"]
+__all__ = ["Targets", "infer_task", "read_targets", "targets_like", "with_task"]

@@ -47,7 +47,7 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
 _MARK = object()
 
 
-def read(raw: bytes) -> Any:
+def plain_values(raw: bytes) -> Any:
     """The value a pickle describes; ValueError or CoterieError if it is cut short or asks for anything else."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}

@@ -24,7 +24,7 @@ from coterie.core.rng import key
 from coterie.core.tree import Tree
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
-from coterie.data.sources import load
+from coterie.data.sources import load_dataset
 from coterie.data.target_types import with_task
 from coterie.engine import official_test as official
 from coterie.engine.loop import Loop, Progress, Schedule
@@ -34,7 +34,7 @@ from coterie.engine.round import Rules
 from coterie.errors import CoterieError
 from coterie.methods import build as build_method
 from coterie.methods import find
-from coterie.models.per_client import PerClient, assigned, is_assignment
+from coterie.models.per_client import PerClient, assign_models, is_assignment
 from coterie.models.registry import WITH_NORM, default_for, options_of
 from coterie.models.registry import build as build_model
 from coterie.runtimes.base import Interrupted, Runtime
@@ -163,7 +163,7 @@ class Session:
         """The client's model: a name, also where nobody named one, or the user's own."""
         own, name = self.objects.model, self.settings.model
         if isinstance(own, PerClient) or (own is None and is_assignment(name)):
-            return assigned(own or str(name), self.federation.clients)[client]
+            return assign_models(own or str(name), self.federation.clients)[client]
         return own or _source(self.settings, self.federation, "bn" in self.method.needs)
 
     def tensors(self) -> str:
@@ -239,7 +239,7 @@ def prepare(
     torch.set_num_threads(1)
     engine = engine or Engine()
     bound = build_method(objects.method or settings.method, settings.settings)
-    dataset = objects.dataset or loaded or load(settings.data, engine.data_dir, settings.subset)
+    dataset = objects.dataset or loaded or load_dataset(settings.data, engine.data_dir, settings.subset)
     dataset = with_task(dataset, settings.task)
     federation = federate(dataset, settings.federation, settings.seed)
     if settings.warm_start is not None and start is None:
@@ -334,7 +334,7 @@ def _bind_each(
             raise CoterieError(f"{name} = true needs the same model at every client")
     made: dict[object, Session] = {}
     of = {}
-    for i, source in assigned(models, federation.clients).items():
+    for i, source in assign_models(models, federation.clients).items():
         key = source if isinstance(source, str) else id(source)
         if key not in made:
             fits = _options_of(source, settings.model_options) if isinstance(source, str) else {}

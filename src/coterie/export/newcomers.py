@@ -17,7 +17,7 @@ from coterie.core.method import Batch, ClientData, Extras, Method, Phase, Split
 from coterie.core.tree import Tree
 from coterie.data import target_types as targets
 from coterie.data.arrays import items_form
-from coterie.data.split import parts_of
+from coterie.data.split import draw_parts
 from coterie.engine.edge_steps import preview
 from coterie.engine.personal_models import model_in_use
 from coterie.engine.session import Session
@@ -120,7 +120,7 @@ def _split(session: Session, about: About, x: Any, y: Any, x_test: Any, y_test: 
     if own_test and len(raw) < 2:
         raise CoterieError("one sample cannot be both learned from and tested on; give more, or x_test and y_test")
     strata, _ = fed.task.strata(labels)
-    part = parts_of(np.zeros(len(raw), np.int64), strata, fed.settings, own_test, fed.seed)
+    part = draw_parts(np.zeros(len(raw), np.int64), strata, fed.settings, own_test, fed.seed)
     splits = [Split(items.ready(raw[at]), labels[at]) for k in range(3) for at in [torch.from_numpy(part == k)]]
     if "val" in session.method.needs and not len(splits[1]):
         raise CoterieError(
@@ -140,7 +140,7 @@ def _labels(session: Session, about: About, y: np.ndarray, name: str = "the data
     if not len(y):
         dataset = session.federation.dataset
         return dataset.y[:0]
-    return targets.like(name, y, about.task, about.classes, about.outputs)
+    return targets.targets_like(name, y, about.task, about.classes, about.outputs)
 
 
 def _client(session: Session, train: Split, val: Split) -> ClientData:

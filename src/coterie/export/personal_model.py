@@ -27,14 +27,14 @@ from coterie.core.tasks import make as make_task
 from coterie.core.tree import Tree
 from coterie.data import target_types as targets
 from coterie.data.arrays import Array, items_like
-from coterie.data.dataset import Normalize, prepared
+from coterie.data.dataset import Normalize, prepare_items
 from coterie.data.rotation import Interp
 from coterie.engine.provenance import origin, recalled
 from coterie.engine.session import Session
 from coterie.errors import CoterieError
 from coterie.methods import build as build_method
 from coterie.methods import canonical, known, sentence
-from coterie.models.registry import Factory
+from coterie.models.registry import ModelFactory
 from coterie.models.registry import build as build_model
 from coterie.storage import atomic as disk
 
@@ -77,7 +77,7 @@ class Items(BaseModel):
     def ready(self, x: Tensor) -> Tensor:
         """Raw items as the network takes them, exactly as in training."""
         x = x.clone() if x.is_floating_point() else x
-        return prepared(x, self.normalize, self.mean, self.std, self.turn, self.interp)
+        return prepare_items(x, self.normalize, self.mean, self.std, self.turn, self.interp)
 
 
 class About(BaseModel):
@@ -238,7 +238,7 @@ class Predictor(nn.Module):
         outputs = torch.cat(parts)
         scores: dict[str, float] = {}
         if y is not None:
-            true = targets.like(name, np.asarray(y), self.about.task, classes, self.about.outputs)
+            true = targets.targets_like(name, np.asarray(y), self.about.task, classes, self.about.outputs)
             counts = {k: v[None].numpy() for k, v in task.count(outputs, true).items()}
             scores = {k: float(v[0]) for k, v in task.measured(counts).items()}
         values, proba = _read(task, outputs)
@@ -300,7 +300,7 @@ def described(session: Session, client: int, module: nn.Module, round: int, run:
 def load_model(
     path: str | Path,
     *,
-    model: nn.Module | Factory | None = None,
+    model: nn.Module | ModelFactory | None = None,
     method: type[Method] | None = None,
     allow_module: Sequence[str] = (),
 ) -> Predictor:
@@ -346,7 +346,7 @@ def _about(path: Path, text: str) -> About:
         raise CoterieError(f"{path} is damaged: its description cannot be read ({e})") from None
 
 
-def _module(path: Path, about: About, model: nn.Module | Factory | None, allow: Sequence[str]) -> nn.Module:
+def _module(path: Path, about: About, model: nn.Module | ModelFactory | None, allow: Sequence[str]) -> nn.Module:
     """The network that a file is of."""
     source: Any = model
     if source is None and about.model is not None:

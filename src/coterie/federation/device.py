@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coterie.core.method import ClientId, State
 from coterie.core.schema import NonFiniteError, weight
-from coterie.data.sources import load
+from coterie.data.sources import load_dataset
 from coterie.engine import codec
 from coterie.engine.messages import Job, Remote, Score, TrainAnswer, TrainRequest, check
 from coterie.engine.personal_models import model_in_use
@@ -217,7 +217,7 @@ def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler) -> None:
     """Answer the cloud until the run has ended, or told to stop (SIGTERM, Ctrl-C)."""
     from coterie.federation.transport import LARGEST, Node
 
-    load(handler.data, handler.data_dir)  # a wrong name is found now, not when the cloud first asks
+    load_dataset(handler.data, handler.data_dir)  # a wrong name is found now, not when the cloud first asks
     handler.peer = cloud
     largest = min(LARGEST, handler.allow.bytes_down + ROOM)  # what could not be allowed is not fetched
     node = Node(cloud, ca, key, handler.handle, int(largest))

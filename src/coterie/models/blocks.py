@@ -84,7 +84,7 @@ class ConvNet(Dense):
         for spec in blocks:
             sides = [spec.side(n) for n in sides]
             if min(sides) < 1:
-                raise CoterieError(f"items of shape {text(shape)} are too small for this model's convolutions")
+                raise CoterieError(f"items of shape {shape_text(shape)} are too small for this model's convolutions")
         inputs = [channels, *(spec.out for spec in blocks[:-1])]
         made = [ConvBlock(c, spec, len(sides)) for c, spec in zip(inputs, blocks, strict=True)]
         super().__init__(blocks[-1].out * prod(to or sides), hidden, classes, bias, made)
@@ -109,5 +109,5 @@ def _mean_pool(x: Tensor, size: tuple[int, ...]) -> Tensor:
     return F.adaptive_avg_pool2d(x, (size[0], size[1])) if len(size) == 2 else F.adaptive_avg_pool1d(x, size[0])
 
 
-def text(shape: Shape) -> str:
+def shape_text(shape: Shape) -> str:
     return "x".join(map(str, shape))

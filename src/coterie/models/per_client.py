@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from torch import nn
 
 from coterie.errors import CoterieError
-from coterie.models.registry import Factory, Source
+from coterie.models.registry import ModelFactory, ModelSource
 
-PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?=(.+)")
+_PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?=(.+)")
 
 
 @dataclass(frozen=True)
 class PerClient:
     """A model for each client, chosen by a function of its number: a name, a factory or an nn.Module."""
 
-    pick: Callable[[int], Source]
+    pick: Callable[[int], ModelSource]
 
 
 def is_assignment(model: str | None) -> bool:
     return model is not None and "=" in model
 
 
-def named(text: str) -> list[tuple[range, str]]:
+def parse_assignment(text: str) -> list[tuple[range, str]]:
     """The parts of an assignment: which clients, and the name of their model."""
     found = []
     for part in text.split(","):
-        match = PART.fullmatch(part.strip())
+        match = _PART.fullmatch(part.strip())
         if match is None:
             raise CoterieError(f'model "{text[:80]}": "{part.strip()[:40]}" is not clients=name, such as 0-9=mlp')
         first, last, name = match.groups()
@@ -35,12 +35,12 @@ def named(text: str) -> list[tuple[range, str]]:
     return found
 
 
-def assigned(model: str | PerClient, clients: Sequence[int]) -> dict[int, str | nn.Module | Factory]:
+def assign_models(model: str | PerClient, clients: Sequence[int]) -> dict[int, str | nn.Module | ModelFactory]:
     """The model of every client; each must have exactly one."""
     if isinstance(model, PerClient):
         return {i: model.pick(i) for i in clients}
-    out: dict[int, str | nn.Module | Factory] = {}
-    for ids, name in named(model):
+    out: dict[int, str | nn.Module | ModelFactory] = {}
+    for ids, name in parse_assignment(model):
         if ids and max(ids) >= len(clients):
             raise CoterieError(
                 f'model "{model}" names client {max(ids)}, but they are numbered 0 to {len(clients) - 1}'

@@ -20,14 +20,14 @@ from coterie.errors import CoterieError, unknown
 from coterie.models.blocks import Shape
 from coterie.models.zoo import ZOO
 
-GROUP = "coterie.models"  # entry points: name -> factory(shape, classes, **options)
+ENTRY_POINT_GROUP = "coterie.models"  # entry points: name -> factory(shape, classes, **options)
 
-FACTS = ("shape", "classes", "num_classes")  # what a factory may ask for by name
+_FACTS = ("shape", "classes", "num_classes")  # what a factory may ask for by name
 
-CLASSES = ("classification", "binary")  # tasks whose outputs are scores of classes
+_CLASS_TASKS = ("classification", "binary")  # tasks whose outputs are scores of classes
 
-Factory = Callable[..., nn.Module]
-Source = str | nn.Module | Factory
+ModelFactory = Callable[..., nn.Module]
+ModelSource = str | nn.Module | ModelFactory
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ModelInfo:
 
 
 def build(
-    source: Source,
+    source: ModelSource,
     shape: tuple[int, ...],
     classes: int,
     *,
@@ -102,31 +102,31 @@ def default_for(
     return _NORMED.get(name, name) if batch_norm else name
 
 
-def known() -> list[ModelInfo]:
+def list_models() -> list[ModelInfo]:
     """Every model there is a name for, by name."""
-    return [_info(name, _factory(name)) for name in sorted({*ZOO, *entry_points(group=GROUP).names})]
+    return [_info(name, _factory(name)) for name in sorted({*ZOO, *entry_points(group=ENTRY_POINT_GROUP).names})]
 
 
 def options_of(name: str) -> set[str]:
     """The options that a model takes."""
-    return {k for k in _parameters(_factory(name)) if k not in FACTS}
+    return {k for k in _parameters(_factory(name)) if k not in _FACTS}
 
 
-def _info(name: str, factory: nn.Module | Factory) -> ModelInfo:
+def _info(name: str, factory: nn.Module | ModelFactory) -> ModelInfo:
     options = {k: p.default for k, p in _parameters(factory).items() if p.default is not p.empty}
     return ModelInfo(name, (inspect.getdoc(factory) or "").partition("\n")[0], options)
 
 
-def _name(source: Source) -> str:
+def _name(source: ModelSource) -> str:
     if isinstance(source, str):
         return source
     return type(source).__name__ if isinstance(source, nn.Module) else getattr(source, "__name__", repr(source))
 
 
-def _factory(name: str) -> nn.Module | Factory:
+def _factory(name: str) -> nn.Module | ModelFactory:
     if name in ZOO:
         return ZOO[name]
-    plugins = {ep.name: ep for ep in entry_points(group=GROUP)}
+    plugins = {ep.name: ep for ep in entry_points(group=ENTRY_POINT_GROUP)}
     try:
         if name in plugins:
             found = plugins[name].load()
@@ -159,12 +159,12 @@ def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {}
 
 
-def _checked(name: str, factory: Factory, options: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(name: str, factory: ModelFactory, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options, known to the factory and, for the built-in ones, converted to the types it names."""
     parameters = _parameters(factory)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(options)
-    allowed = [k for k in parameters if k not in FACTS]
+    allowed = [k for k in parameters if k not in _FACTS]
     checked = dict(options)
     hints = get_type_hints(factory, include_extras=True) if name in ZOO else {}
     for key, value in options.items():
@@ -182,10 +182,10 @@ def _checked(name: str, factory: Factory, options: Mapping[str, Any]) -> dict[st
     return checked
 
 
-def _call(name: str, factory: Factory, shape: Shape, classes: int, options: Mapping[str, Any]) -> nn.Module:
+def _call(name: str, factory: ModelFactory, shape: Shape, classes: int, options: Mapping[str, Any]) -> nn.Module:
     """factory(shape, classes), factory(classes) or factory(): by the names of its parameters, else by their number."""
     parameters = [p for p in _parameters(factory).values() if p.name not in options]
-    facts = dict(zip(FACTS, (shape, classes, classes), strict=True))
+    facts = dict(zip(_FACTS, (shape, classes, classes), strict=True))
     named = {p.name: facts[p.name] for p in parameters if p.name in facts and p.kind is not p.POSITIONAL_ONLY}
     args: tuple[Any, ...] = ()
     if not named:
@@ -217,7 +217,7 @@ def _fit(name: str, module: nn.Module, shape: Shape, classes: int, dtype: torch.
             failures.append(e)
             continue
         if width != classes:
-            wanted = f"the data have {classes} classes" if task in CLASSES else f"the task {task} takes {classes}"
+            wanted = f"the data have {classes} classes" if task in _CLASS_TASKS else f"the task {task} takes {classes}"
             raise CoterieError(f"the model {name} gives {width} scores per item, but {wanted}")
         _keeps_input(name, module, torch.zeros(2, *shape, dtype=kind))
         return

@@ -10,16 +10,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coterie.errors import CoterieError
-from coterie.models.blocks import Conv, ConvNet, Shape, text
+from coterie.models.blocks import Conv, ConvNet, Shape, shape_text
 
 WIDTHS = (64, 128, 256, 256, 512, 512, 512, 512)
-POOLED = (1, 2, 4, 6, 8)  # blocks that end in a max-pool
-SMALLEST = 32  # five pools leave nothing of a smaller picture
-SIDES = {512: 1, 2048: 2, 25088: 7}  # input of fc1 -> side of what the convolutions hand over
+_POOLED = (1, 2, 4, 6, 8)  # blocks that end in a max-pool
+_SMALLEST = 32  # five pools leave nothing of a smaller picture
+_SIDES = {512: 1, 2048: 2, 25088: 7}  # input of fc1 -> side of what the convolutions hand over
 
 # torchvision's names of the same layers
-FOREIGN = {f"features.{n}": f"block{i}.conv" for i, n in enumerate((0, 3, 6, 8, 11, 13, 16, 18), 1)}
-FOREIGN |= {"classifier.0": "fc1", "classifier.3": "fc2", "classifier.6": "classifier"}
+_TORCHVISION_NAMES = {f"features.{n}": f"block{i}.conv" for i, n in enumerate((0, 3, 6, 8, 11, 13, 16, 18), 1)}
+_TORCHVISION_NAMES |= {"classifier.0": "fc1", "classifier.3": "fc2", "classifier.6": "classifier"}
 
 
 class VGG11(ConvNet):
@@ -27,10 +27,12 @@ class VGG11(ConvNet):
 
     def __init__(self, shape: Shape, classes: int, head_input: int | None, resize: Literal["pad", "bilinear"]):
         if shape[0] not in (1, 3):
-            raise CoterieError(f"vgg11 takes pictures of 1 or 3 channels; the data's items have shape {text(shape)}")
-        height, width = (max(n, SMALLEST) for n in shape[1:])
-        to = None if head_input is None else (SIDES[head_input], SIDES[head_input])
-        blocks = [Conv(out, 3, padding=1, pool=i in POOLED) for i, out in enumerate(WIDTHS, 1)]
+            raise CoterieError(
+                f"vgg11 takes pictures of 1 or 3 channels; the data's items have shape {shape_text(shape)}"
+            )
+        height, width = (max(n, _SMALLEST) for n in shape[1:])
+        to = None if head_input is None else (_SIDES[head_input], _SIDES[head_input])
+        blocks = [Conv(out, 3, padding=1, pool=i in _POOLED) for i, out in enumerate(WIDTHS, 1)]
         super().__init__((3, height, width), classes, blocks, [4096, 4096], to=to)
         self.size = (height, width)
         self.resize = resize
@@ -49,11 +51,11 @@ class VGG11(ConvNet):
 
     def load_pretrained(self, path: str) -> None:
         """Takes every layer that fits by name and size; all convolutions must. What is left keeps its own values."""
-        weights = read(path)
+        weights = _read_weights(path)
         renamed = {}
         for name, value in weights.items():
             layer, _, local = name.rpartition(".")
-            renamed[f"{FOREIGN.get(layer, layer)}.{local}"] = value
+            renamed[f"{_TORCHVISION_NAMES.get(layer, layer)}.{local}"] = value
         own = dict(self.named_parameters())
         fits = {k: renamed[k] for k, p in own.items() if k in renamed and renamed[k].shape == p.shape}
         missing = [k for k in own if k.startswith("block") and k not in fits]
@@ -65,7 +67,7 @@ class VGG11(ConvNet):
                 self.get_submodule(name.rpartition(".")[0]).keep_initial = True  # type: ignore[assignment]
 
 
-def read(path: str) -> dict[str, Tensor]:
+def _read_weights(path: str) -> dict[str, Tensor]:
     """The tensors of a safetensors file; other formats hold pickled code and are not opened."""
     if Path(path).suffix != ".safetensors":
         raise CoterieError(f'the model option pretrained_path "{path}" must name a .safetensors file')

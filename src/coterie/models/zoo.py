@@ -13,10 +13,10 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from coterie.errors import CoterieError
-from coterie.models.blocks import Conv, ConvNet, Dense, Shape, text
+from coterie.models.blocks import Conv, ConvNet, Dense, Shape, shape_text
 from coterie.models.vgg import VGG11
 
-Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1)]
 
 
 def _listed(value: Any) -> Any:
@@ -26,7 +26,7 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, int) else value
 
 
-Widths = Annotated[tuple[Count, ...], BeforeValidator(_listed)]
+Widths = Annotated[tuple[Positive, ...], BeforeValidator(_listed)]
 
 
 def lenet5(shape: Shape, classes: int, *, batch_norm: bool = True, fc: Literal[3, 2] = 3) -> nn.Module:
@@ -152,18 +152,22 @@ def text_net(
     shape: Shape,
     classes: int,
     *,
-    vocab: Count = 8192,
-    width: Count = 64,
+    vocab: Positive = 8192,
+    width: Positive = 64,
     hidden: Widths = (64,),
     batch_norm: bool = False,
 ) -> nn.Module:
     """Word vectors, their mean, a small MLP; items are token numbers below `vocab`, 0 is padding."""
     if len(shape) != 1:
-        raise CoterieError(f"the model text takes items of token numbers [tokens]; the data's have shape {text(shape)}")
+        raise CoterieError(
+            f"the model text takes items of token numbers [tokens]; the data's have shape {shape_text(shape)}"
+        )
     return TextNet(classes, vocab, width, list(hidden), batch_norm)
 
 
-def text_bn(shape: Shape, classes: int, *, vocab: Count = 8192, width: Count = 64, hidden: Widths = (64,)) -> nn.Module:
+def text_bn(
+    shape: Shape, classes: int, *, vocab: Positive = 8192, width: Positive = 64, hidden: Widths = (64,)
+) -> nn.Module:
     """The same with batch norm on the mean of the word vectors."""
     return text_net(shape, classes, vocab=vocab, width=width, hidden=hidden, batch_norm=True)
 
@@ -205,10 +209,14 @@ class RatingNet(nn.Module):
         return self.classifier(self.items(x[:, 0]))  # type: ignore[no-any-return]
 
 
-def ratings(shape: Shape, classes: int, *, vocab: Count = 8192, width: Count = 8, start: float = 3.0) -> nn.Module:
+def ratings(
+    shape: Shape, classes: int, *, vocab: Positive = 8192, width: Positive = 8, start: float = 3.0
+) -> nn.Module:
     """Matrix factorisation: an item is a number below `vocab`, the client a person; `start`: middle of the scale."""
     if shape != (1,):
-        raise CoterieError(f"the model ratings takes one item number each; the data's items have shape {text(shape)}")
+        raise CoterieError(
+            f"the model ratings takes one item number each; the data's items have shape {shape_text(shape)}"
+        )
     return RatingNet(vocab, width, classes, start)
 
 
@@ -216,7 +224,8 @@ def signal(shape: Shape, classes: int, *, batch_norm: bool = True, hidden: Width
     """Three 1-D convolutions (32, 64, 64), mean over time, a small MLP; items are [channels, time]."""
     if len(shape) != 2 or shape[1] < 8:
         raise CoterieError(
-            f"the model signal takes items [channels, time] with 8 or more steps; the data's have shape {text(shape)}"
+            "the model signal takes items [channels, time] with 8 or more steps; "
+            f"the data's items have shape {shape_text(shape)}"
         )
     blocks = [Conv(out, 5, padding=2, batch_norm=batch_norm) for out in (32, 64, 64)]
     return ConvNet(shape, classes, blocks, list(hidden), to=(1,))
@@ -227,7 +236,7 @@ def _picture(name: str, shape: Shape, side: int) -> None:
     if len(shape) != 3 or min(shape[1:]) < side:
         least = f" of {side}x{side} or more" if side > 1 else ""
         wants = f"the model {name} takes pictures [channels, height, width]{least}"
-        raise CoterieError(f"{wants}; the data's items have shape {text(shape)}")
+        raise CoterieError(f"{wants}; the data's items have shape {shape_text(shape)}")
 
 
 ZOO: dict[str, Callable[..., nn.Module]] = {

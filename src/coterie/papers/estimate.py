@@ -17,7 +17,7 @@ import torch
 
 from coterie.config import Engine, RunSettings, settings
 from coterie.data.arrays import from_arrays
-from coterie.data.catalogue import KNOWN
+from coterie.data.catalogue import DATASETS
 from coterie.engine.session import prepare
 from coterie.methods import find
 from coterie.papers.presets import Item, Shrink, cell
@@ -62,7 +62,7 @@ class Calibration:
                 self.known = {}  # a damaged cache is only measured again
 
     def seconds_per_sample(self, s: RunSettings) -> float:
-        known = KNOWN.get(s.data)
+        known = DATASETS.get(s.data)
         shape, classes = (known.shape, len(known.classes)) if known else ((1, 28, 28), 10)
         name = f"{s.model} {'x'.join(map(str, shape))} {classes} classes, batch {s.batch}, {s.optimizer}"
         mine = self.known.setdefault(self.machine, {})

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from coterie.config import RunSettings, settings
-from coterie.data.catalogue import KNOWN
+from coterie.data.catalogue import DATASETS
 from coterie.engine.session import recorded, resolved
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build, find
@@ -64,7 +64,7 @@ class Shrink:
 
     def samples(self, data: str) -> tuple[int, int]:
         """Of a data set: how many are used, and how many the original has."""
-        original = sum(KNOWN[data].samples) if data in KNOWN else 0
+        original = sum(DATASETS[data].samples) if data in DATASETS else 0
         here = min((self.held or {}).get(data, original), original)
         return min(here, self.subset or here), original
 

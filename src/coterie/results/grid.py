@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from coterie.config import Engine, RunSettings
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
-from coterie.data.sources import load
+from coterie.data.sources import load_dataset
 from coterie.engine.loop import Progress
 from coterie.engine.session import Objects, bind, execute, prepare, recorded, resolved
 from coterie.errors import CoterieError
@@ -214,6 +214,6 @@ class _Loaded:
     def get(self, settings: RunSettings) -> Dataset:
         key = (settings.data, settings.subset)
         if key not in self.loaded:
-            self.loaded[key] = load(settings.data, self.engine.data_dir, settings.subset)
+            self.loaded[key] = load_dataset(settings.data, self.engine.data_dir, settings.subset)
             _ = self.loaded[key].digest  # computed once, here
         return self.loaded[key]

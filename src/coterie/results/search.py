@@ -21,7 +21,7 @@ from coterie.config import Engine, RunSettings, method_class, owner, settings
 from coterie.core.method import Method
 from coterie.core.rng import numpy_rng
 from coterie.data.settings import PartitionSettings
-from coterie.data.sources import load
+from coterie.data.sources import load_dataset
 from coterie.engine.session import Objects, prepare
 from coterie.errors import CoterieError, unknown
 from coterie.results.grid import Cell, Status, sweep
@@ -408,7 +408,7 @@ def _check(trials: Sequence[Trial], engine: Engine) -> None:
             if k in PartitionSettings.model_fields or not isinstance(v, int | float):
                 first[t.method, k, str(v)] = t
     s = trials[0].cell.settings  # all have its data
-    dataset = trials[0].cell.objects.dataset or load(s.data, engine.data_dir, s.subset)
+    dataset = trials[0].cell.objects.dataset or load_dataset(s.data, engine.data_dir, s.subset)
     for t in {t.number: t for t in first.values()}.values():
         session = prepare(t.cell.settings, engine, t.cell.objects, None if "subset" in t.chosen else dataset)
         if not session.federation.sizes("val").any():

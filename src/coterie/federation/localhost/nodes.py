@@ -17,7 +17,7 @@ from coterie.federation.identity import authority as c
 from coterie.federation.identity.authority import Certs
 from coterie.federation.localhost import processes
 from coterie.federation.localhost.processes import Child
-from coterie.models.per_client import is_assignment, named
+from coterie.models.per_client import is_assignment, parse_assignment
 from coterie.models.registry import WITH_NORM
 from coterie.storage.atomic import write_atomic
 
@@ -138,7 +138,7 @@ class LocalNodes:
         """On one machine the operator of all parties is who named method and model."""
         path = self.folder / "allow.toml"
         model = str(self.code)
-        models = [name for _, name in named(model)] if is_assignment(model) else [model]
+        models = [name for _, name in parse_assignment(model)] if is_assignment(model) else [model]
         allowed = {"methods": [self.method], **({} if self.code in (None, WITH_NORM) else {"models": models})}
         write_atomic(path, "".join(f"{k} = {json.dumps(v)}\n" for k, v in allowed.items()).encode(), durable=False)
         return ["--allow", str(path)]

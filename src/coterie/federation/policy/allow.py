@@ -47,8 +47,8 @@ from coterie.engine.session import Session
 from coterie.errors import CoterieError, unknown
 from coterie.federation.payload_kinds import Sizes
 from coterie.federation.protocol.messages import Request
-from coterie.models.per_client import is_assignment, named
-from coterie.models.registry import GROUP, WITH_NORM
+from coterie.models.per_client import is_assignment, parse_assignment
+from coterie.models.registry import ENTRY_POINT_GROUP, WITH_NORM
 from coterie.models.zoo import ZOO
 
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
@@ -147,7 +147,7 @@ class Allow:
         """Refuse settings beyond what is allowed, before anything that they name is imported or built."""
         self._check_method(s.method)
         if s.model is not None:
-            for name in [n for _, n in named(s.model)] if is_assignment(s.model) else [s.model]:
+            for name in [n for _, n in parse_assignment(s.model)] if is_assignment(s.model) else [s.model]:
                 self._check_model(name)
         for name, value in s.model_options.items():
             values = value if isinstance(value, list) else [value]
@@ -181,7 +181,7 @@ class Allow:
 
     def _check_model(self, name: str) -> None:
         if WORD.fullmatch(name):
-            if self.models is None and name not in ZOO and _theirs(GROUP, name):
+            if self.models is None and name not in ZOO and _theirs(ENTRY_POINT_GROUP, name):
                 raise CoterieError(f'the model "{name}" is not one of Coterie\'s own, and this host does not allow it')
             if self.models is not None and name not in self.models and name != WITH_NORM:
                 raise CoterieError(f'this host does not allow the model "{name}"')
@@ -304,7 +304,7 @@ def _model(name: str) -> str:
         return name
     if ":" in name:
         raise CoterieError(f'model "{name}" must be a name, package.module:name or package.module:*')
-    names = [*ZOO, *_origins(GROUP)]
+    names = [*ZOO, *_origins(ENTRY_POINT_GROUP)]
     if name not in names:
         raise unknown("model", name, names)
     return name

@@ -19,7 +19,7 @@ from coterie.config import Engine, RunSettings
 from coterie.core import tasks
 from coterie.core.method import Method
 from coterie.core.tree import Tree
-from coterie.data.sources import load
+from coterie.data.sources import load_dataset
 from coterie.data.target_types import with_task
 from coterie.engine.session import Session, bind, prepare
 from coterie.errors import CoterieError
@@ -146,7 +146,11 @@ class Plan(BaseModel):
                 self.targets,
             )
             fed, seed = settings.federation, settings.seed
-            own = None if data is None else only_client(with_task(load(data, data_dir), like.kind), like, fed, seed)
+            own = (
+                None
+                if data is None
+                else only_client(with_task(load_dataset(data, data_dir), like.kind), like, fed, seed)
+            )
             made = DeviceFederation(like, fed, seed, self.places, own, edge=data is None)
             session = bind(settings, engine, build(settings.method, settings.settings), made)
         if digest(session.method.ctx.w0) != self.w0:

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from coterie.core.edges import EdgeMethod
-from coterie.data.overview import picture
+from coterie.data.overview import partition_figure
 from coterie.errors import CoterieError
 from coterie.results.report.figures import style
 from coterie.results.run import Run
@@ -242,4 +242,4 @@ def similarity(runs: Sequence[Run]) -> Figure:
 
 def labels(runs: Sequence[Run]) -> Figure:
     """Labels by client of the first run's partition."""
-    return picture(runs[0].session().federation)
+    return partition_figure(runs[0].session().federation)
