@@ -1,9 +1,11 @@
 """Where a user's own classes and functions come from, what their code is, and how they are found again."""
 
+import ast
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import sys
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -47,6 +49,63 @@ def code_digest(thing: object) -> str:
                 seen.append(part)
                 found.update(_code(part).encode())
     return found.hexdigest()
+
+
+def method_digest(method: type) -> str:
+    """Return a digest of the source code of a method, by which hosts can tell whether theirs is the same.
+
+    It covers the modules of the class and of its bases and, transitively, the modules that these import from
+    `coterie.methods`, `coterie.parts` and their own top-level packages. Compiled modules are left out.
+    """
+    bases = [cls for cls in method.__mro__ if _top_level(cls.__module__) not in _KNOWN_BY_VERSION]
+    own = {_top_level(cls.__module__) for cls in bases} - {"coterie"}
+    sources: dict[str, str] = {}
+    pending = [cls.__module__ for cls in bases]
+    while pending:
+        name = pending.pop()
+        if name not in sources and (module := _read_module(name)) is not None:
+            sources[name], package = module
+            pending += [
+                other
+                for other in _imports(sources[name], package)
+                if other.startswith(("coterie.methods.", "coterie.parts.")) or _top_level(other) in own
+            ]
+    sources |= {f"{cls.__module__}:{cls.__qualname__}": _code(cls) for cls in bases if cls.__module__ not in sources}
+    digest = hashlib.sha256()
+    for name in sorted(sources):
+        digest.update(f"{name} {len(sources[name])}\n{sources[name]}".encode())
+    return digest.hexdigest()
+
+
+# top-level packages that are not digested: their versions are recorded
+_KNOWN_BY_VERSION = {"torch", *sys.stdlib_module_names}
+
+
+def _top_level(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _read_module(name: str) -> tuple[str, str] | None:
+    """Return a module's source code, read again from its file, and its package; None if there is no source."""
+    try:
+        spec = importlib.util.find_spec(name)
+        source: str | None = spec.loader.get_source(name)  # type: ignore[union-attr]  # AttributeError: no source
+    except Exception:  # not only ImportError: a user's package may raise anything while it is imported
+        return None
+    return None if spec is None or source is None else (source, spec.parent or "")
+
+
+@cache
+def _imports(source: str, package: str) -> tuple[str, ...]:
+    """Return the names of everything that source code in a package imports: modules, and what may be in them."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return tuple(names)
 
 
 def _is_users(thing: object) -> bool:

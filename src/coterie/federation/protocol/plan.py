@@ -1,12 +1,9 @@
 """The plan that the cloud sends to every party: settings, model, versions. JSON, checked on arrival."""
 
-import ast
 import hashlib
 import json
 import math
 import re
-import sys
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,13 +11,12 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from coterie import methods, parts
 from coterie.config import Engine, RunSettings
 from coterie.core import tasks
-from coterie.core.method import Method
 from coterie.core.tree import Tree
 from coterie.data.sources import load_dataset
 from coterie.data.target_types import with_task
+from coterie.engine.provenance import method_digest
 from coterie.engine.session import Session, bind, prepare
 from coterie.errors import CoterieError
 from coterie.errors import sentence as one_line
@@ -77,7 +73,7 @@ class Plan(BaseModel):
     def of(session: Session, run: str) -> "Plan":
         data, own = session.federation.dataset, isinstance(session.federation, DeviceFederation)
         return Plan(
-            run=run, coterie=version("coterie"), source=source(type(session.method)),
+            run=run, coterie=version("coterie"), source=method_digest(type(session.method)),
             settings=session.settings.model_dump(mode="json"), places=len(session.federation.clients),
             partition=None if own else session.federation.identity, shape=data.shape,
             task=data.kind, targets=data.targets, classes=data.classes,
@@ -116,7 +112,7 @@ class Plan(BaseModel):
         """Is it allowed here, and the same method? A sentence if not."""
         settings = self.run_settings
         allow.check_plan(settings)
-        if source(find(settings.method)) != self.source:
+        if method_digest(find(settings.method)) != self.source:
             here = version("coterie")
             raise CoterieError(
                 f'the method "{settings.method}" has other code here (Coterie {here}) than at the cloud '
@@ -157,54 +153,6 @@ class Plan(BaseModel):
             raise CoterieError(f"the first model differs from the cloud's (torch {torch.__version__} here)")
         allow.check_session(session, None if data is None else len(session.federation.data(client or 0).train))
         return session
-
-
-def source(method: type[Method]) -> str:
-    """Digest of the code of a method and its bases as installed here, with the folders and parts it is made of.
-
-    Parts that it does not import are left out: another version of the package may have changed them.
-    """
-    files: set[Path] = set()
-    found = hashlib.sha256()
-    for cls in method.__mro__:
-        if not issubclass(cls, Method):
-            continue
-        module = sys.modules[cls.__module__]
-        file = getattr(module, "__file__", None)
-        if file is None:
-            found.update(cls.__qualname__.encode())
-        elif module.__package__ in ("", "coterie", methods.__name__):
-            files.add(Path(file))
-        else:
-            files |= set(Path(file).parent.glob("*.py"))
-    for path in sorted(files | _parts(files), key=lambda p: (p.parent.name, p.name)):
-        found.update(f"{path.parent.name}/{path.name}".encode() + path.read_bytes())
-    return found.hexdigest()
-
-
-def _parts(files: set[Path]) -> set[Path]:
-    """The files of coterie.parts that these import, and those that these import in turn."""
-    folder, found, left = Path(parts.__file__).parent, set[Path](), list(files)
-    while left:
-        for name in _imported(left.pop().read_bytes()):
-            if name.startswith(f"{parts.__name__}."):
-                path = folder / f"{name.split('.')[2]}.py"
-                if path.is_file() and path not in found:
-                    found.add(path)
-                    left.append(path)
-    return found
-
-
-@cache
-def _imported(code: bytes) -> tuple[str, ...]:
-    """Names of modules, or of what is in them, that this code imports."""
-    names: list[str] = []
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            names += [a.name for a in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names += [str(node.module), *(f"{node.module}.{a.name}" for a in node.names)]
-    return tuple(names)
 
 
 def digest(tree: Tree) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from coterie.errors import CoterieError
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 def check_protocol(plan: Any) -> None:
