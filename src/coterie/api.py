@@ -2,21 +2,21 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from torch import nn
 
-from coterie.config import PUBLIC, RunSettings, method_class, owner, settings, table
+from coterie.config import PUBLIC, RunSettings, given_reading, method_class, owner, settings, table
 from coterie.config import engine as engine_of
 from coterie.core.method import Method
 from coterie.data.dataset import Dataset
 from coterie.engine.provenance import origin
 from coterie.engine.session import Factory, Objects, Session, execute, prepare, rebuild
 from coterie.errors import CoterieError, unknown
-from coterie.methods import canonical, controls, known
+from coterie.methods import canonical, controls, fields, known, resolve
 from coterie.models.per_client import PerClient
 from coterie.models.registry import WITH_NORM
 from coterie.results.callbacks import OnRound, listening
@@ -183,7 +183,9 @@ def comparison_cells(
         chosen = {"local": "local", **chosen}
     added = _controls(chosen, against)
     chosen |= {name: name for name in added}
-    classes = {name: method_class(m) for name, m in chosen.items()}
+    readings = {name: given_reading(more, name, added.get(name, "")) for name in chosen}
+    classes = {name: resolve(m, readings[name])[0] for name, m in chosen.items()}
+    has = {name: fields(m, readings[name]) for name, m in chosen.items()}
     if model is None and any("bn" in m.needs for m in classes.values()):
         named["model"] = WITH_NORM  # all methods train the same model
     given = {**more, **table("federation", more.get("federation"))}
@@ -195,15 +197,15 @@ def comparison_cells(
         whose, _, setting = k.partition(".")
         if whose not in classes:
             raise unknown("method in the setting", whose, classes)
-        if owner(setting, classes[whose]) == "federation" and setting not in APART:
+        if owner(setting, has[whose]) == "federation" and setting not in APART:
             raise CoterieError(f"{k} is invalid: {setting} is a setting of the federation, and all methods share it")
-    some = {k for k in shared if k not in ("settings", "federation") and owner(k, *classes.values()) == "method"}
+    some = {k for k in shared if k not in ("settings", "federation") and owner(k, *has.values()) == "method"}
     cells = []
     for name, method in chosen.items():
-        mine = {k: v for k, v in shared.items() if k not in some or k in classes[name].Settings.model_fields}
+        mine = {k: v for k, v in shared.items() if k not in some or k in has[name]}
         for whose in (added.get(name, ""), name):  # a control is set as its method is, as far as it can be
             its = {k.removeprefix(f"{whose}."): v for k, v in single.items() if whose and k.startswith(f"{whose}.")}
-            mine |= {k: v for k, v in its.items() if whose == name or _free(classes[name], k)}
+            mine |= {k: v for k, v in its.items() if whose == name or _free(classes[name], has[name], k)}
         theirs = replace(objects, method=None if isinstance(method, str) else method)
         for seed in _seeds(seeds):
             cell = settings(**{**mine, "method": method, "seed": seed, **named})
@@ -237,9 +239,9 @@ def _controls(chosen: Mapping[str, str | type[Method]], against: str | Sequence[
     return out
 
 
-def _free(cls: type[Method], setting: str) -> bool:
+def _free(cls: type[Method], has: Collection[str], setting: str) -> bool:
     """Can this setting of a method be set for its control too? Not what makes the control one."""
-    if setting in cls.Settings.model_fields:
+    if setting in has:
         return setting not in getattr(cls.Settings, "fixed", {})
     return setting in RunSettings.model_fields or setting in APART
 

@@ -1,6 +1,7 @@
 """The settings of a run: one typed class, from Python, TOML or the command line."""
 
 import tomllib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from coterie.core.tasks import known
 from coterie.data.natural import NATURAL
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError, unknown
-from coterie.methods import build, find, sentence
+from coterie.methods import READINGS, build, canonical, fields, find, resolve, sentence
 
 PUBLIC = 200  # unlabelled items that are set aside for a method that needs some, if nobody says how many
 LARGEST = 1e6  # of rates and epochs; larger values are typing errors
@@ -132,12 +133,16 @@ def settings(method: str | type[Method], **given: Any) -> RunSettings:
     """Check settings; each name may belong to the run, the federation or the method."""
     cls = method_class(method)
     own, fed = (table(name, given.pop(name, None)) for name in ("settings", "federation"))
+    if isinstance(method, str) and canonical(method) in READINGS:
+        own |= {"reading": given.pop("reading")} if "reading" in given else {}
+        cls, _ = resolve(method, own)  # the reading decides which settings there are
     run: dict[str, Any] = {}
+    has = fields(method, own)
     for name, value in given.items():
-        {"run": run, "federation": fed, "method": own}[owner(name, cls)][name] = value
+        {"run": run, "federation": fed, "method": own}[owner(name, has)][name] = value
     if twice := shared_names(cls):
         raise CoterieError(f'{cls.__name__} calls a setting "{twice[0]}", which runs have already; it must rename it')
-    build(cls, own)
+    build(method, own)
     if run.get("data") in NATURAL:
         fed.setdefault("partition", "natural")
     if "public" in cls.needs:
@@ -157,16 +162,22 @@ def method_class(method: str | type[Method]) -> type[Method]:
     raise CoterieError(f"method = {method!r} is invalid: it must be the name of a method or a Method class")
 
 
-def owner(name: str, *methods: type[Method]) -> Literal["run", "federation", "method"]:
-    """Say whether a setting belongs to the run, the federation or the method."""
+def owner(name: str, *methods: Collection[str]) -> Literal["run", "federation", "method"]:
+    """Say whether a setting belongs to the run, the federation or one of these methods' settings."""
     if name in RunSettings.model_fields:
         return "run"
     if name in PartitionSettings.model_fields:
         return "federation"
-    own = [field for m in methods for field in m.Settings.model_fields]
+    own = [field for names in methods for field in names]
     if name in own:
         return "method"
     raise unknown("setting", name, [*RunSettings.model_fields, *PartitionSettings.model_fields, *own])
+
+
+def given_reading(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return the setting `NAME.reading` of the first of these names that has one, or else `reading`, as a table."""
+    keys = [key for key in (*(f"{name}.reading" for name in names if name), "reading") if key in given]
+    return {"reading": given[keys[0]]} if keys else {}
 
 
 def shared_names(method: type[Method]) -> list[str]:

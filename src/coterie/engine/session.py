@@ -33,7 +33,7 @@ from coterie.engine.provenance import code_digest, origin, plans_by_rounds, reca
 from coterie.engine.round import Rules
 from coterie.errors import CoterieError
 from coterie.methods import build as build_method
-from coterie.methods import find
+from coterie.methods import fields, restored, unusual_reading, written_out
 from coterie.models.per_client import PerClient, assign_models, is_assignment
 from coterie.models.registry import WITH_NORM, default_for, options_of
 from coterie.models.registry import build as build_model
@@ -186,13 +186,14 @@ class Session:
 
     def described(self) -> dict[str, Any]:
         """The content of settings.json."""
+        named = self.objects.method or self.settings.method
         return {
             "settings": self.settings.model_dump(mode="json"),
             "method": {
                 "name": type(self.method).__name__,
                 "title": self.method.card.title or type(self.method).__name__,
-                "settings": self.method.hp.model_dump(mode="json"),
-                "reading": _reading(self.method),
+                "settings": written_out(named, self.method),
+                "reading": unusual_reading(named, self.method),
                 "weighting": self.settings.weighting or self.method.weighting,
                 "certainty": self.method.card.certainty,
             },
@@ -214,12 +215,6 @@ class Session:
                 "convolutions": native.status(),
             },
         }
-
-
-def _reading(method: Method) -> str:
-    """The reading of the paper, if the method has several and this is not its default."""
-    field = method.Settings.model_fields.get("reading")
-    return "" if field is None or method.hp.reading == field.default else str(method.hp.reading)
 
 
 def prepare(
@@ -585,10 +580,10 @@ def _kept(session: Session, out: Path) -> Choice:
 
 def resolved(settings: RunSettings, method: type[Method] | None = None) -> RunSettings:
     """With everything that a reading sets written out; other methods' settings as they are."""
-    cls = method or find(settings.method)
-    if "reading" not in cls.Settings.model_fields:
+    named = method or settings.method
+    if "reading" not in fields(named):
         return settings
-    return settings.model_copy(update={"settings": build_method(cls, settings.settings).hp.model_dump(mode="json")})
+    return settings.model_copy(update={"settings": written_out(named, build_method(named, settings.settings))})
 
 
 def recorded(found: Mapping[str, Any], method: type[Method] | None = None) -> RunSettings:
@@ -596,10 +591,11 @@ def recorded(found: Mapping[str, Any], method: type[Method] | None = None) -> Ru
     values stand, and those of a run from before there were readings are of the text.
     """
     settings = RunSettings(**found["settings"])
-    if "reading" not in (method or find(settings.method)).Settings.model_fields:
+    if "reading" not in fields(method or settings.method):
         return settings
     own = found.get("method", {}).get("settings", settings.settings)
-    return resolved(settings.model_copy(update={"settings": {"reading": "paper", **own}}), method)
+    own = restored(method or settings.method, {"reading": "paper", **own})
+    return resolved(settings.model_copy(update={"settings": own}), method)
 
 
 def rebuild(

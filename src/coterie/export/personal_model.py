@@ -33,7 +33,7 @@ from coterie.engine.provenance import origin, recalled
 from coterie.engine.session import Session
 from coterie.errors import CoterieError
 from coterie.methods import build as build_method
-from coterie.methods import canonical, known, sentence
+from coterie.methods import canonical, known, restored, sentence, written_out
 from coterie.models.registry import ModelFactory
 from coterie.models.registry import build as build_model
 from coterie.storage import atomic as disk
@@ -129,7 +129,7 @@ class About(BaseModel):
         own = session.objects.method
         return self.model_copy(update={
             "method": canonical(session.settings.method) if own is None else origin(own),
-            "settings": session.method.hp.model_dump(mode="json"),
+            "settings": written_out(own or session.settings.method, session.method),
             "names": tuple(module.names), "extras": tuple(module.given), "numbers": disk.finite(module.numbers),
         })  # fmt: skip
 
@@ -326,7 +326,8 @@ def load_model(
     frozen = {k.removeprefix("frozen."): v for k, v in tensors.items() if k.startswith("frozen.")}
     module.load_state_dict(frozen, strict=False)
     net = Net(module, torch.zeros(2, *about.items.shape, dtype=about.items.input_dtype))
-    bound = build_method(method or _method(path, about.method, allow_module), about.settings)
+    named = method or _method(path, about.method, allow_module)
+    bound = build_method(named, restored(named, about.settings))
     task = make_task(about.task, about.outputs)
     bound.ctx = Context(net, net.state(), (0,), task, rounds=1, join=1, epochs=1, batch=1, lr=0.1, seed=0)
     params = {k: _found(tensors, "model", k, path) for k in about.names}

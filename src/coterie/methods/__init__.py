@@ -1,15 +1,20 @@
-"""Methods, one file or folder each. BUILT_IN lists those of Coterie; other packages add theirs by the entry point group
-`coterie.methods`.
+"""Methods, one file or folder each.
+
+BUILT_IN lists the methods of Coterie; other packages add theirs by the entry point group `coterie.methods`. Where a
+paper has been read in several ways, READINGS lists the class of each reading, and the setting `reading` chooses one.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from coterie.core.method import Method
 from coterie.errors import CoterieError, unknown
+from coterie.methods.stored import ALWAYS
 
 GROUP = "coterie.methods"  # entry points of other packages
 # name of a method: module below coterie.methods and class
@@ -98,31 +103,46 @@ BUILT_IN = {
 }
 
 
+# Name of a method: reading of its paper: module and class. BUILT_IN says which one runs without the setting `reading`.
+# A class that has a preset of that name (parts/readings.py) gets the reading as a setting.
+READINGS: dict[str, dict[str, str]] = {}
+
+
 @cache
 def _points() -> dict[str, EntryPoint]:
     """All methods by name. A built-in name cannot be replaced by an entry point."""
     others = {p.name: p for p in entry_points(group=GROUP)}
-    ours = {name: EntryPoint(name, f"coterie.methods.{where}", GROUP) for name, where in BUILT_IN.items()}
+    ours = {name: _point(name, where) for name, where in BUILT_IN.items()}
     return {**others, **ours}
 
 
+def _point(name: str, where: str) -> EntryPoint:
+    return EntryPoint(name, f"coterie.methods.{where}", GROUP)
+
+
 def known() -> list[str]:
+    """Return the names of all methods, sorted."""
     return sorted(_points())
 
 
 def canonical(name: str) -> str:
-    """As it is registered: spelling differs only by case, dashes and underscores. Unknown names stay as they are."""
+    """Return a name as it is registered; case, dashes and underscores may differ. An unknown name stays as it is."""
     plain = name.lower().replace("_", "-")
     return next((key for key in (plain, plain.replace("-", "")) if key in _points()), name)
 
 
-def find(name: str) -> type[Method]:
-    """The class behind a name."""
+def find(name: str, reading: str | None = None) -> type[Method]:
+    """Return the class behind a name, or behind one reading of its paper."""
     key = canonical(name)
     if key not in _points():
         raise unknown("method", name, _points())
+    point = _points()[key]
+    if reading is not None:
+        if reading not in (classes := READINGS.get(key, {})):
+            raise unknown(f"reading of {key}", str(reading), classes)
+        point = _point(key, classes[reading])
     try:
-        method = _points()[key].load()
+        method = point.load()
     except (ImportError, AttributeError) as e:
         raise CoterieError(f'the method "{key}" is registered but cannot be loaded: {e}') from e
     if not (isinstance(method, type) and issubclass(method, Method)):
@@ -131,26 +151,88 @@ def find(name: str) -> type[Method]:
 
 
 def controls(method: str | type[Method]) -> tuple[str, ...]:
-    """The controls that a method names itself; those of its base class are not its own."""
+    """Return the controls that a method names itself; those of its base class are not its own."""
     cls = find(method) if isinstance(method, str) else method
     return tuple(vars(cls).get("controls", ()))
 
 
-def build(method: str | type[Method], settings: dict[str, Any] | None = None) -> Method:
-    """An unbound method with its settings checked."""
-    cls = find(method) if isinstance(method, str) else method
-    fields = cls.Settings.model_fields
-    for key in settings or {}:
-        if key not in fields:
+# ---- settings --------------------------------------------------------------------------------------------------------
+def resolve(
+    method: str | type[Method], settings: Mapping[str, Any] | None = None
+) -> tuple[type[Method], dict[str, Any]]:
+    """Return the class that runs a method with these settings, and the settings that this class takes."""
+    own = dict(settings or {})
+    if not isinstance(method, str):
+        return method, own
+    if "reading" not in own or canonical(method) not in READINGS:
+        return find(method), own
+    cls = find(method, own["reading"])
+    if own["reading"] not in getattr(cls.Settings, "readings", {}):
+        del own["reading"]
+    return cls, own
+
+
+def fields(method: str | type[Method], settings: Mapping[str, Any] | None = None) -> dict[str, FieldInfo]:
+    """Return the settings that a method has, by name; of the given settings only the reading matters."""
+    cls, _ = resolve(method, {k: v for k, v in (settings or {}).items() if k == "reading"})
+    own = dict(cls.Settings.model_fields)
+    if not isinstance(method, str) or (key := canonical(method)) not in READINGS:
+        return own
+    options: Any = Literal[tuple(READINGS[key])]
+    default = next((r for r, where in READINGS[key].items() if where == BUILT_IN[key]), None)
+    return {**own, "reading": FieldInfo(annotation=options, default=default, description="reading of the paper")}
+
+
+def written_out(name: str | type[Method], method: Method) -> dict[str, Any]:
+    """Return the settings of a method for JSON, with its reading: `build(name, ...)` makes the same method of them."""
+    own: dict[str, Any] = method.hp.model_dump(mode="json")
+    if not isinstance(name, str):
+        return own
+    readings = [r for r in READINGS.get(canonical(name), {}) if find(name, r) is type(method)]
+    return {"reading": readings[0], **own} if readings else own
+
+
+def unusual_reading(name: str | type[Method], method: Method) -> str:
+    """Return the reading of the paper, if the method has several and this is not its default; else an empty string."""
+    reading = written_out(name, method).get("reading")
+    usual = fields(name).get("reading") if reading else None
+    return "" if usual is None or reading == usual.default else str(reading)
+
+
+def build(method: str | type[Method], settings: Mapping[str, Any] | None = None) -> Method:
+    """Return an unbound method with its settings checked."""
+    cls, own = resolve(method, settings)
+    known_settings = cls.Settings.model_fields
+    for key in own:
+        if key not in known_settings:
             raise (
-                unknown(f"setting of {cls.__name__}", key, fields)
-                if fields
+                unknown(f"setting of {cls.__name__}", key, known_settings)
+                if known_settings
                 else CoterieError(f'{cls.__name__} has no settings, so "{key}" cannot be set')
             )
     try:
-        return cls(**(settings or {}))
+        return cls(**own)
     except ValidationError as e:
         raise CoterieError(sentence(cls.__name__, e)) from None
+
+
+def restored(name: str | type[Method], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a file, also of version 0.1, so that `build(name, ...)` makes a method that does the same."""
+    if not isinstance(name, str) or (readings := READINGS.get(canonical(name))) is None:
+        return dict(stored)
+    odd: dict[str, Any] = {}
+    for reading in dict.fromkeys((stored["reading"], *readings)):
+        has = fields(name, {"reading": reading})
+        bases = find(name, reading).__mro__
+        always = {k: v for base in reversed(bases) for k, v in ALWAYS.get(base.__name__, {}).items()}
+        odd = {k: v for k, v in stored.items() if k not in has and always.get(k, v) != v}
+        if not odd:
+            return {k: v for k, v in {**stored, "reading": reading}.items() if k in has}
+    setting, value = next(iter(odd.items()))
+    raise CoterieError(
+        f'the method "{canonical(name)}" ran with {setting} = {value!r} in another version of Coterie, and no class of '
+        "this version combines that with its other settings"
+    )
 
 
 def sentence(where: str, error: ValidationError) -> str:

@@ -17,7 +17,7 @@ from coterie.config import RunSettings, settings
 from coterie.data.catalogue import DATASETS
 from coterie.engine.session import recorded, resolved
 from coterie.errors import CoterieError, unknown
-from coterie.methods import build, find
+from coterie.methods import build, fields, written_out
 from coterie.results.grid import Cell
 from coterie.storage.run_folder import read_settings
 
@@ -202,8 +202,8 @@ def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSetti
     """The settings of one run: protocol, then item, column and method, then what the reader changes."""
     preset = _preset(it.paper)
     given = {**preset["protocol"], **it.settings, **preset["columns"][column], **preset["methods"][row]}
-    fields = find(given["method"]).Settings.model_fields
-    told = {k: v for k, v in given.pop("own", {}).items() if k in fields}  # what the scenario tells methods that ask
+    has = fields(given["method"], given)
+    told = {k: v for k, v in given.pop("own", {}).items() if k in has}  # what the scenario tells methods that ask
     given = {**told, **given}
     for word in ("statistic", "ours"):
         given.pop(word, None)
@@ -241,7 +241,7 @@ def cells(it: Item, seeds: int, shrink: Shrink, out: Path) -> dict[tuple[str, st
 
 def _written_out(s: RunSettings) -> RunSettings:
     """With the method's defaults: `distance=js` and nothing said are the same run."""
-    return s.model_copy(update={"settings": build(s.method, s.settings).hp.model_dump(mode="json")})
+    return s.model_copy(update={"settings": written_out(s.method, build(s.method, s.settings))})
 
 
 def _earlier(wanted: RunSettings, out: Path, name: str) -> Cell | None:

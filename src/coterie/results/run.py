@@ -18,7 +18,7 @@ from coterie.errors import CoterieError
 from coterie.export.newcomers import cloud_session, welcome
 from coterie.export.personal_model import Predictions, Predictor, Welcome
 from coterie.export.run_models import client_module, client_predictor, export_model
-from coterie.methods import find
+from coterie.methods import fields
 from coterie.results.statistics import summarise
 from coterie.storage import run_folder as folder
 
@@ -72,7 +72,7 @@ class Run:
         if "reading" in about:
             return str(about["reading"])
         try:  # from before it was written down
-            field = find(self.settings["method"]).Settings.model_fields.get("reading")
+            field = fields(self.settings["method"]).get("reading")
         except CoterieError:
             return ""
         used = str(about["settings"].get("reading", "paper"))

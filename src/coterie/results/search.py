@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from coterie.config import Engine, RunSettings, method_class, owner, settings
+from coterie.config import Engine, RunSettings, given_reading, method_class, owner, settings
 from coterie.core.method import Method
 from coterie.core.rng import numpy_rng
 from coterie.data.settings import PartitionSettings
 from coterie.data.sources import load_dataset
 from coterie.engine.session import Objects, prepare
 from coterie.errors import CoterieError, unknown
+from coterie.methods import fields
 from coterie.results.grid import Cell, Status, sweep
 from coterie.results.run import Run
 from coterie.storage.atomic import write_atomic
@@ -212,7 +213,7 @@ def make_trials(
     if not methods:
         raise CoterieError("name at least one method to tune")
     names = [m if isinstance(m, str) else m.__name__ for m in methods if method_class(m)]
-    classes = {n: method_class(m) for n, m in zip(names, methods, strict=True)}
+    classes = {n: fields(m, given_reading(fixed, n)) for n, m in zip(names, methods, strict=True)}
     if len(classes) < len(methods):
         raise CoterieError(f"a method is named twice: {', '.join(names)}")
     for k in (*space, *fixed):
@@ -230,7 +231,7 @@ def make_trials(
             raise CoterieError(f"{k} has the value {twice[0]!r} twice")
     if any(k.rpartition(".")[2] == "stop_after" and v is not None for k, v in fixed.items()):
         raise CoterieError("stop_after cannot be set: tune itself says which trials end early")
-    many = sum(math.prod(len(v) for k, v in space.items() if _has(k, name, cls)) for name, cls in classes.items())
+    many = sum(math.prod(len(v) for k, v in space.items() if _has(k, name, own)) for name, own in classes.items())
     if many > MOST:
         raise CoterieError(f"there are {many} combinations, more than {MOST}; give fewer values")
     first = Plan.of(budget.fits(many, rounds), rounds, budget.eta).rounds[0]  # all later steps are multiples of it
@@ -249,16 +250,16 @@ def make_trials(
     return trials
 
 
-def _has(setting: str, name: str, cls: type[Method]) -> bool:
+def _has(setting: str, name: str, own: Collection[str]) -> bool:
     whose, dot, plain = setting.rpartition(".")
     if dot:
         return whose == name
-    return plain in ("settings", "federation") or owner_or_none(plain, cls) is not None
+    return plain in ("settings", "federation") or owner_or_none(plain, own) is not None
 
 
-def owner_or_none(setting: str, cls: type[Method]) -> str | None:
+def owner_or_none(setting: str, own: Collection[str]) -> str | None:
     try:
-        return owner(setting, cls)
+        return owner(setting, own)
     except CoterieError:
         return None
 

@@ -159,8 +159,11 @@ class Allow:
         if self.settings is not None:
             _check_rules(self.settings, {n: getattr(s, n) for n in GOVERNED}, {n: _default(n) for n in GOVERNED})
         if (rules := self.of_method.get(m.canonical(s.method))) is not None:
-            chosen, usual = m.build(s.method, s.settings).hp, m.build(s.method).hp
-            _check_rules(rules, chosen.model_dump(), usual.model_dump())
+            reading = {k: v for k, v in s.settings.items() if k == "reading"}
+            chosen, usual = (m.written_out(s.method, m.build(s.method, own)) for own in (s.settings, reading))
+            if "reading" in usual:
+                usual["reading"] = m.fields(s.method)["reading"].default
+            _check_rules(rules, chosen, usual)
         if s.rounds > self.rounds:
             raise CoterieError(f"the plan asks for {s.rounds} rounds, this host allows {self.rounds:g}")
         if s.epochs > self.epochs:
@@ -318,7 +321,7 @@ def _settings(given: Mapping[str, Any]) -> tuple[Rules, dict[str, Rules]]:
         if name in GOVERNED:
             of_run[name] = _rule(name, value, RunSettings.model_fields[name])
         elif m.canonical(name) in m.known():
-            fields = m.find(name).Settings.model_fields
+            fields = m.fields(name)
             table = _table(f"settings.{name}", value)
             _known(f"setting of {name}", table, fields)
             of_method[m.canonical(name)] = {k: _rule(k, v, fields[k]) for k, v in table.items()}

@@ -33,8 +33,8 @@ def example(name: str) -> str:
         *_values(RunSettings.model_fields, {n: RunSettings.model_fields[n].default for n in GOVERNED}),
         "",
     ]
-    if fields := type(method.hp).model_fields:
-        lines += [f"[settings.{key}]", *_values(fields, type(method.hp)().model_dump()), ""]
+    if fields := methods.fields(key):
+        lines += [f"[settings.{key}]", *_values(fields, methods.written_out(key, methods.build(key))), ""]
     lines += [
         "[bounds]",
         f"rounds = {session.settings.rounds}",

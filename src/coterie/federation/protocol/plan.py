@@ -23,7 +23,7 @@ from coterie.errors import sentence as one_line
 from coterie.federation.device_data import DeviceFederation, example, only_client
 from coterie.federation.policy.allow import Allow
 from coterie.federation.protocol.version import PROTOCOL, check_protocol
-from coterie.methods import build, find, sentence
+from coterie.methods import build, resolve, sentence
 
 RUN = re.compile("[0-9a-f]{32}")
 LONGEST = 2**24  # characters of a plan
@@ -112,7 +112,7 @@ class Plan(BaseModel):
         """Is it allowed here, and the same method? A sentence if not."""
         settings = self.run_settings
         allow.check_plan(settings)
-        if method_digest(find(settings.method)) != self.source:
+        if method_digest(resolve(settings.method, settings.settings)[0]) != self.source:
             here = version("coterie")
             raise CoterieError(
                 f'the method "{settings.method}" has other code here (Coterie {here}) than at the cloud '

@@ -1,0 +1,11 @@
+"""Settings of version 0.1 that are no longer settings.
+
+In version 0.1 one class held all readings of a paper, with settings that chose between protocols. Files of that version
+hold every setting, so that `coterie.methods.restored` can find the class that does the same today.
+"""
+
+from typing import Any
+
+# Class: settings of version 0.1 that it has no longer, with the value that it acts on. All other settings of version
+# 0.1 which a class lacks have no effect on it.
+ALWAYS: dict[str, dict[str, Any]] = {}
