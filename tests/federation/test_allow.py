@@ -20,7 +20,7 @@ from coterie.errors import CoterieError
 from coterie.federation.device import DeviceHandler
 from coterie.federation.edge import EdgeHandler
 from coterie.federation.policy.allow import GOVERNED, KINDS, Allow, Spent
-from coterie.federation.policy.allow_example import example
+from coterie.federation.policy.allow_example import example_policy
 from coterie.federation.protocol.version import PROTOCOL
 from coterie.methods import known
 
@@ -271,7 +271,7 @@ def test_the_example_for_a_method_allows_it_as_it_is_and_nothing_more(name: str)
     from coterie.config import settings
     from coterie.engine.session import prepare
 
-    allow = Allow.of(tomllib.loads(example(name)))
+    allow = Allow.of(tomllib.loads(example_policy(name)))
     usual = {"data": "digits", "partition": "iid", "clients": 10, "join": 1.0, "val_share": 0.2, "public": 100}
     session = prepare(settings(name, **usual))
     allow.check_plan(session.settings)
@@ -288,7 +288,7 @@ def test_show_prints_it() -> None:
     from coterie.cli.app import app
 
     shown = CliRunner().invoke(app, ["show", "FedRep", "--allow"])
-    assert shown.exit_code == 0 and shown.stdout == example("fedrep")
+    assert shown.exit_code == 0 and shown.stdout == example_policy("fedrep")
 
 
 # ---- a real plan, on a device and on an edge -----------------------------------------------------------------------

@@ -22,11 +22,11 @@ from coterie.federation.cloud.dispatch import SHOWN, TOLD, Dispatcher
 from coterie.federation.cloud.program import reopen
 from coterie.federation.identity import admin as nodes
 from coterie.federation.identity.roles import NodeRole
-from coterie.federation.identity.seats import BEHIND, NAMED, Roster, read_attached
+from coterie.federation.identity.seats import MAX_DEVICES_OF_EDGE, MAX_NAMED_STRANGERS, Roster, read_attached
 from coterie.federation.policy.audit import AuditLog
 from coterie.federation.policy.quarantine import Quarantine
 from coterie.federation.protocol.messages import Attached, EdgeAnswer, EdgeJob, Hello
-from coterie.federation.transport import Replies
+from coterie.federation.transport import NodeReplies
 from coterie.federation.transport import grpc_wire as w
 from coterie.methods import find
 from coterie.testing import events
@@ -146,7 +146,7 @@ def test_a_hello_that_is_none_is_its_senders_error(tmp_path: Path, said: Any) ->
     asks = Dispatcher(None, "", "", None, log)  # type: ignore[arg-type]
     for _ in range(2):
         replies = {"mallory": codec.pack(said), "alice": codec.pack(Hello(0, 5))}
-        found, errors = asks.heard(Replies(replies, {}, {}))
+        found, errors = asks.heard(NodeReplies(replies, {}, {}))
         assert found == {"alice": Hello(0, 5)}
         assert errors["mallory"].why.startswith("mallory: ")
     log.close()
@@ -164,12 +164,12 @@ def test_an_edge_with_a_wildcard_speaks_for_names_of_nodes_only() -> None:
 def test_an_edge_cannot_flood_the_log_with_names() -> None:
     devices = {f"d{i}": Hello(None, 5) for i in range(300)}
     found = read_attached("north", NodeRole.of("edge", ["alice"]), Attached(devices, {}))
-    assert len(found.refused) == NAMED + 1
-    assert found.refused["north/*"] == f'edge "north" may not speak for {300 - NAMED} more devices'
+    assert len(found.refused) == MAX_NAMED_STRANGERS + 1
+    assert found.refused["north/*"] == f'edge "north" may not speak for {300 - MAX_NAMED_STRANGERS} more devices'
 
 
 def test_an_edge_has_no_more_devices_than_connections() -> None:
-    devices = {f"d{i}": Hello(None, 5) for i in range(BEHIND + 1)}
+    devices = {f"d{i}": Hello(None, 5) for i in range(MAX_DEVICES_OF_EDGE + 1)}
     with pytest.raises(CoterieError, match="speaks for 4097 devices, more than 4096"):
         read_attached("north", NodeRole.of("edge", ["*"]), Attached(devices, {}))
 
@@ -179,8 +179,8 @@ def test_an_edge_cannot_fill_the_audit_log_with_hellos(tmp_path: Path) -> None:
     asks = Dispatcher(None, "", "", None, log)  # type: ignore[arg-type]
     for n in range(TOLD + 5):
         said = Attached({f"d{n}-{i}" + "x" * 100: Hello(None, 5) for i in range(SHOWN + 2)}, {})
-        asks.heard(Replies({"north": codec.pack(said)}, {}, {}))
-    asks.heard(Replies({"alice": codec.pack(Hello(0, 5))}, {}, {}))
+        asks.heard(NodeReplies({"north": codec.pack(said)}, {}, {}))
+    asks.heard(NodeReplies({"alice": codec.pack(Hello(0, 5))}, {}, {}))
     log.close()
     lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
     assert [line["peer"] for line in lines] == ["north"] * TOLD + ["alice"]

@@ -14,21 +14,21 @@ from coterie.cli.app import app
 from coterie.engine.messages import TrainAnswer
 from coterie.errors import CoterieError
 from coterie.federation.policy.allow import Allow
-from coterie.federation.policy.audit import NAME, AuditLog, Line, located, read
+from coterie.federation.policy.audit import AUDIT_FILE, AuditLine, AuditLog, locate_audit_log, read_audit_log
 from support.in_process_link import NET, federation, simulated
 
 
 def filled(path: Path, rounds: int = 4) -> AuditLog:
     log = AuditLog(path)
     for t in range(1, rounds + 1):
-        log.write(Line("r", t, "train", "out", "cloud", {"model": 10 * t}, {"w": 10 * t}))
+        log.write(AuditLine("r", t, "train", "out", "cloud", {"model": 10 * t}, {"w": 10 * t}))
     return log
 
 
 def test_lines_are_read_back_with_what_they_say(tmp_path: Path) -> None:
-    path = tmp_path / NAME
-    filled(path).write(Line("r", 5, "score", "out", "cloud", refused="no\nmore"))
-    found = read(path)
+    path = tmp_path / AUDIT_FILE
+    filled(path).write(AuditLine("r", 5, "score", "out", "cloud", refused="no\nmore"))
+    found = read_audit_log(path)
     assert not found.damage and not found.torn and len(found.lines) == 5
     assert found.lines[1] | {"time": ""} == {
         "time": "", "run": "r", "round": 2, "message": "train", "way": "out", "peer": "cloud",
@@ -39,23 +39,23 @@ def test_lines_are_read_back_with_what_they_say(tmp_path: Path) -> None:
 
 
 def test_another_process_goes_on_with_the_chain(tmp_path: Path) -> None:
-    path = tmp_path / NAME
+    path = tmp_path / AUDIT_FILE
     filled(path).close()
     before = path.read_bytes()
     filled(path, 2).close()
     assert path.read_bytes().startswith(before)
-    assert not read(path).damage and len(read(path).lines) == 6
+    assert not read_audit_log(path).damage and len(read_audit_log(path).lines) == 6
 
 
 @pytest.mark.parametrize("keep", [1, 20, -3])
 def test_a_line_that_was_cut_short_is_no_damage(tmp_path: Path, keep: int) -> None:
-    path = tmp_path / NAME
+    path = tmp_path / AUDIT_FILE
     filled(path).close()
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]) + lines[-1][:keep])
-    assert (read(path).torn, read(path).damage, len(read(path).lines)) == (1, [], 3)
+    assert (read_audit_log(path).torn, read_audit_log(path).damage, len(read_audit_log(path).lines)) == (1, [], 3)
     filled(path, 2).close()
-    assert (read(path).torn, read(path).damage, len(read(path).lines)) == (1, [], 5)
+    assert (read_audit_log(path).torn, read_audit_log(path).damage, len(read_audit_log(path).lines)) == (1, [], 5)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_a_line_that_was_cut_short_is_no_damage(tmp_path: Path, keep: int) -> No
     ],
 )
 def test_a_line_that_was_removed_or_changed_is_noticed(tmp_path: Path, change: Any) -> None:
-    path = tmp_path / NAME
+    path = tmp_path / AUDIT_FILE
     filled(path).close()
     path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
-    assert read(path).damage and "\n" not in read(path).damage[0]
+    assert read_audit_log(path).damage and "\n" not in read_audit_log(path).damage[0]
     shown = CliRunner().invoke(app, ["audit-log", str(path)])
     assert shown.exit_code == 1 and "changed" in shown.stderr
 
@@ -82,27 +82,28 @@ def test_a_line_that_was_removed_or_changed_is_noticed(tmp_path: Path, change: A
 def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CoterieError, match=r"the audit log .* cannot be used"):
-        AuditLog(tmp_path / "file" / NAME)
-    log = AuditLog(tmp_path / NAME)
+        AuditLog(tmp_path / "file" / AUDIT_FILE)
+    log = AuditLog(tmp_path / AUDIT_FILE)
     log.close()
     with pytest.raises(CoterieError, match=r"the audit log .* cannot be written"):
-        log.write(Line("r", 1, "train", "out", "cloud"))
+        log.write(AuditLine("r", 1, "train", "out", "cloud"))
 
 
 def test_audit_log_shows_rounds_and_refusals(tmp_path: Path) -> None:
-    filled(tmp_path / NAME).write(Line("r", 2, "score", "out", "cloud", refused="not \x1b[31mallowed"))
+    filled(tmp_path / AUDIT_FILE).write(AuditLine("r", 2, "score", "out", "cloud", refused="not \x1b[31mallowed"))
     shown = CliRunner().invoke(app, ["audit-log", str(tmp_path), "--round", "2"])
     assert shown.exit_code == 0 and "model 20 B" in shown.stdout and "2 of 5 lines" in shown.stdout
     assert "?[31mallowed" in shown.stdout and "\x1b" not in shown.stdout
     found = json.loads(CliRunner().invoke(app, ["audit-log", str(tmp_path), "--refused", "--json"]).stdout)
-    assert [line["round"] for line in found["lines"]] == [2] and found["chain"] == read(tmp_path / NAME).chain
+    assert [line["round"] for line in found["lines"]] == [2]
+    assert found["chain"] == read_audit_log(tmp_path / AUDIT_FILE).chain
     with pytest.raises(CoterieError, match="holds no audit log"):
-        located(tmp_path / "nothing")
+        locate_audit_log(tmp_path / "nothing")
 
 
 # ---- a federation --------------------------------------------------------------------------------------------------
 def lines(folder: Path, **wanted: Any) -> list[dict[str, Any]]:
-    found = read(folder / NAME)
+    found = read_audit_log(folder / AUDIT_FILE)
     assert not found.damage and not found.torn
     return [line for line in found.lines if wanted.items() <= line.items()]
 

@@ -130,10 +130,10 @@ def test_a_freed_seat_gets_another_device_which_starts_without_the_state_of_the_
         first, f.state = f.state, lambda i: tmp_path / "successor" if i == 1 else first(i)  # type: ignore[method-assign]
         f.launch("device-1")
         f.until_failed()
-        assert nodes.orders(f.out) == [] and "seat 1 of device-1 is free for successor" in f.log("cloud")
+        assert nodes.seat_orders(f.out) == [] and "seat 1 of device-1 is free for successor" in f.log("cloud")
         f.finish()
-        assert {n.name: (n.client, n.state) for n in nodes.listing(root, f.out)}["successor"] == (1, "active")
-        assert "device-1" not in {n.name for n in nodes.listing(root, f.out)}
+        assert {n.name: (n.client, n.state) for n in nodes.list_nodes(root, f.out)}["successor"] == (1, "active")
+        assert "device-1" not in {n.name for n in nodes.list_nodes(root, f.out)}
         assert differences(f.out, tmp_path / "replay", {i: f.state(i) for i in range(3)}) == []
         last = f"{GIVEN['rounds']:06d}.state"
         assert (f.state(1) / f.run / "1" / last).exists() and not (first(1) / f.run / "1" / last).exists()
@@ -146,12 +146,12 @@ def test_a_suspended_edge_and_a_device_that_its_edge_suspends_are_not_asked(tmp_
         f.until_failed(2, 3)
         assert f.reason(2) == "edge-1/device-2: suspended by the operator"
         assert f.status()["nodes"]["edge-1"]["connected"] and f.status()["nodes"]["edge-1"]["out"]
-        nodes.release(f.certs("cloud").root, "edge-1")
+        nodes.end_suspension(f.certs("cloud").root, "edge-1")
         f.until_failed()
         nodes.suspend(f.certs("edge-0").root, "device-1")
         f.until_failed(1)
         assert f.reason(1) == "edge-0/device-1: suspended by the operator"
-        nodes.release(f.certs("edge-0").root, "device-1")
+        nodes.end_suspension(f.certs("edge-0").root, "device-1")
         f.until_failed()
         assert all(about["refusals"] == 0 for about in f.status()["nodes"].values())
         f.finish()

@@ -30,7 +30,7 @@ from coterie.federation.identity import authority as certs
 from coterie.federation.identity.authority import Certs
 from coterie.federation.localhost import processes
 from coterie.federation.localhost.processes import Child
-from coterie.federation.transport import Node, Replies
+from coterie.federation.transport import Node, NodeReplies
 from coterie.federation.transport import grpc_server as grpc_link
 from coterie.federation.transport import grpc_wire as w
 from coterie.federation.transport.grpc_server import GrpcLink
@@ -279,7 +279,7 @@ def test_a_node_that_does_not_trust_the_server_keeps_trying_and_reads_its_author
 
 def test_a_new_key_takes_the_place_of_the_old_when_it_is_seen(served: Served, tmp_path: Path) -> None:
     old = served.join("alice")
-    nodes.rotate(served.certs.root, "alice", certs.new_key(tmp_path / "new.key").with_suffix(".pub"))
+    nodes.rotate_key(served.certs.root, "alice", certs.new_key(tmp_path / "new.key").with_suffix(".pub"))
     served.cut("alice")
     served.until(lambda: old.connected.is_set() and served.link.nodes() == ["alice"])  # either is accepted
     served.leave("alice")
@@ -299,7 +299,7 @@ def test_an_exchange_that_waits_for_a_mute_node_delays_no_other(served: Served) 
         served.join(name)
     served.until(lambda: served.link.nodes() == ["alice", "mute"])
     asked = served.link.begin({"mute": b""}, "slow", 0, 60)
-    assert asked.poll() == Replies({}, {}, {}) and asked.waiting == {"mute"}
+    assert asked.poll() == NodeReplies({}, {}, {}) and asked.waiting == {"mute"}
     assert served.link.send({"alice": b"1"}, "train", 1, 20).answers == {"alice": b"1"}
     assert asked.waiting == {"mute"}
     served.pause.set()  # it answers after all

@@ -67,7 +67,7 @@ def test_suspension_is_written_and_taken_back(made: Certs) -> None:
         ("alice/x", 'no edge with a device "x"'),
     ):  # fmt: skip
         with pytest.raises(CoterieError, match=reason):
-            nodes.release(made.root, name)
+            nodes.end_suspension(made.root, name)
 
 
 def test_both_keys_hold_until_the_new_one_is_seen(made: Certs, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_both_keys_hold_until_the_new_one_is_seen(made: Certs, tmp_path: Path) -
     with pytest.raises(CoterieError, match='already that of node "alice"'):
         certs.add_node(made.root, "eve", tmp_path / "new.pub")
     with pytest.raises(CoterieError, match="is changing its key already"):
-        nodes.rotate(made.root, "alice")
+        nodes.rotate_key(made.root, "alice")
     assert not made.seen("alice", old) and made.accepted()[old] == "alice"
     assert made.seen("alice", new) and not made.seen("alice", new)
     assert old not in made.accepted() and made.nodes()["alice"] == new
@@ -88,7 +88,7 @@ def test_both_keys_hold_until_the_new_one_is_seen(made: Certs, tmp_path: Path) -
 
 def test_the_old_key_ends_with_the_overlap(made: Certs, monkeypatch: pytest.MonkeyPatch) -> None:
     old = made.nodes()["alice"]
-    path = nodes.rotate(made.root, "alice", overlap=3600)
+    path = nodes.rotate_key(made.root, "alice", overlap=3600)
     assert path == made.next_key("alice") and len(made.accepted()) == 3
     later = time.time() + 3601
     monkeypatch.setattr(certs.time, "time", lambda: later)
@@ -99,7 +99,7 @@ def test_the_old_key_ends_with_the_overlap(made: Certs, monkeypatch: pytest.Monk
 
 
 def test_a_node_that_is_removed_while_its_key_changes_is_gone_with_both(made: Certs) -> None:
-    nodes.rotate(made.root, "alice")
+    nodes.rotate_key(made.root, "alice")
     certs.remove_node(made.root, "alice")
     assert set(made.accepted().values()) == {"north"}
     assert list((made.root / "nodes").rglob("alice*")) == []
@@ -122,7 +122,7 @@ def test_the_list_says_who_is_what(made: Certs, tmp_path: Path) -> None:
         assert found["alice"]["key"] in listed.stdout.split()
     assert found["alice"]["key"].startswith("SHA256:") and "alice" in cli("list", made.root)
     with pytest.raises(CoterieError, match="holds no federation"):
-        nodes.listing(made.root, tmp_path)
+        nodes.list_nodes(made.root, tmp_path)
 
 
 def test_a_seat_is_freed_only_of_who_cannot_take_part(made: Certs, tmp_path: Path) -> None:
@@ -136,13 +136,13 @@ def test_a_seat_is_freed_only_of_who_cannot_take_part(made: Certs, tmp_path: Pat
     ):  # fmt: skip
         with pytest.raises(CoterieError, match=reason):
             nodes.free_seat(run, name, to)
-    assert nodes.orders(run) == []
+    assert nodes.seat_orders(run) == []
     certs.remove_node(made.root, "alice")
     nodes.suspend(made.root, "north/ward-1")
     assert "client 1 is free" in cli("free-seat", run, "alice", "--to", "bob")
     cli("free-seat", run, "north/ward-1")
-    assert [order for _, order in nodes.orders(run)] == [
-        nodes.Order("alice", "bob"), nodes.Order("north/ward-1", None),
+    assert [order for _, order in nodes.seat_orders(run)] == [
+        nodes.SeatOrder("alice", "bob"), nodes.SeatOrder("north/ward-1", None),
     ]  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def test_a_new_holder_of_a_seat_starts_without_the_state_of_the_old(tmp_path: Pa
         assert f.runtime.roster.numbers["other"] == 1 and "device-1" not in f.runtime.roster.numbers
         assert (4, -1) in bases and (5, 4) in bases and f.runtime.roster.emptied == {1: 2}
         assert sorted(p.stem for p in (tmp_path / "devices" / "other").rglob("*.state")) == ["000004", "000005"]
-        assert any("1.json is no order" in e for e in f.runtime.errors) and nodes.orders(tmp_path / "run") == []
+        assert any("1.json is no order" in e for e in f.runtime.errors) and nodes.seat_orders(tmp_path / "run") == []
 
 
 # ---- silent nodes ------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def test_nodes_live_while_the_run_goes_on(tmp_path: Path) -> None:
         nodes.suspend(root, "device-1")
         until(lambda: failed() == [1], "device-1 is still asked")
         assert f.status()["nodes"]["device-1"]["connected"]
-        nodes.release(root, "device-1")
+        nodes.end_suspension(root, "device-1")
         until(lambda: failed() == [], "device-1 is not asked again")
 
         kept = tmp_path / "device-1.pub"
@@ -351,7 +351,7 @@ def test_nodes_live_while_the_run_goes_on(tmp_path: Path) -> None:
         until(lambda: failed() == [], "device-1 does not come back with its key")
 
         new = certs.new_key(tmp_path / "new.key")
-        nodes.rotate(root, "device-1", new.with_suffix(".pub"))
+        nodes.rotate_key(root, "device-1", new.with_suffix(".pub"))
         f.wait(PATIENCE, round=f.events()[-1]["round"] + 2)
         assert failed() == []  # the old key still holds
         f.children["device-1"].stop()

@@ -22,8 +22,8 @@ from coterie.federation.cloud.program import CloudSettings, open_session
 from coterie.federation.device import NO_PLAN, DeviceHandler
 from coterie.federation.device_states import States
 from coterie.federation.policy.allow import Allow
-from coterie.federation.protocol.messages import Common, DeviceJob, EdgeJob, joined, split
-from coterie.federation.protocol.plan import Plan
+from coterie.federation.protocol.messages import Common, DeviceJob, EdgeJob, split_common, with_common
+from coterie.federation.protocol.plan import FederationPlan
 from coterie.federation.validation import check_answer
 from coterie.federation.wire_bytes import WireBytesLog
 
@@ -47,7 +47,7 @@ def member(tmp_path: Path, cloud: Any) -> DeviceHandler:
     x = rng.integers(0, 255, (40, 4, 4), dtype=np.uint8)
     np.savez(tmp_path / "mine.npz", x_train=x, y_train=rng.integers(0, 3, 40))
     made = DeviceHandler(str(tmp_path / "mine.npz"), tmp_path / "state")
-    made.hello(Plan.of(cloud, RUN).model_dump_json())
+    made.hello(FederationPlan.of(cloud, RUN).model_dump_json())
     return made
 
 
@@ -91,7 +91,7 @@ def test_a_restarted_device_goes_on_with_its_state_and_place(member: DeviceHandl
     assert codec.equal(trained(again, cloud, 2, base=1), expected)
     with pytest.raises(CoterieError, match="is client 1 of the run, not 0"):
         trained(again, cloud, 3, base=2, client=0)
-    assert again.hello(Plan.of(cloud, RUN).model_dump_json()).client == 1
+    assert again.hello(FederationPlan.of(cloud, RUN).model_dump_json()).client == 1
 
 
 def test_a_device_goes_back_as_far_as_it_keeps_its_states(member: DeviceHandler, cloud: Any) -> None:
@@ -211,7 +211,7 @@ def test_a_device_sends_nothing_that_its_method_does_not_declare(
     ],
 )  # fmt: skip
 def test_a_plan_that_does_not_fit_is_refused(member: DeviceHandler, cloud: Any, change: Any, reason: str) -> None:
-    plan = Plan.of(cloud, RUN).model_dump(mode="json") | change
+    plan = FederationPlan.of(cloud, RUN).model_dump(mode="json") | change
     with pytest.raises(CoterieError, match=reason):
         member.hello(json.dumps(plan))
 
@@ -225,21 +225,21 @@ def test_a_plan_that_does_not_fit_is_refused(member: DeviceHandler, cloud: Any, 
     ],
 )  # fmt: skip
 def test_a_plan_without_measure_is_refused_before_it_is_used(cloud: Any, change: Any) -> None:
-    plan = Plan.of(cloud, RUN).model_dump(mode="json") | change
+    plan = FederationPlan.of(cloud, RUN).model_dump(mode="json") | change
     with pytest.raises(CoterieError, match="the cloud's plan cannot be read") as e:
-        Plan.read(json.dumps(plan))
+        FederationPlan.read(json.dumps(plan))
     assert "\n" not in str(e.value) and len(str(e.value)) < 400
     with pytest.raises(CoterieError, match="more than"):
-        Plan.read(json.dumps(plan) + " " * 2**24)
+        FederationPlan.read(json.dumps(plan) + " " * 2**24)
 
 
 def test_another_package_with_the_same_protocol_takes_part(member: DeviceHandler, cloud: Any) -> None:
-    plan = Plan.of(cloud, RUN).model_dump(mode="json") | {"coterie": "9.9"}
+    plan = FederationPlan.of(cloud, RUN).model_dump(mode="json") | {"coterie": "9.9"}
     assert member.hello(json.dumps(plan)).samples == 27
 
 
 def test_an_unknown_method_is_refused(member: DeviceHandler, cloud: Any) -> None:
-    plan = Plan.of(cloud, RUN).model_dump(mode="json")
+    plan = FederationPlan.of(cloud, RUN).model_dump(mode="json")
     plan["settings"]["method"] = "fedrp"
     with pytest.raises(CoterieError, match='unknown method "fedrp"'):
         member.hello(json.dumps(plan))
@@ -322,11 +322,11 @@ def test_what_all_jobs_have_in_common_is_taken_out_and_put_back() -> None:
         "a": DeviceJob(RUN, 1, ScoreRequest(0, 2, {**w, "x": torch.ones(1)}, {"y": torch.ones(2)}, w)),
         "b": EdgeJob(RUN, 1.0, {1: "d"}, {1: -1}, (ScoreRequest(1, 2, {**w, "x": torch.ones(1)}, {}, w),), ()),
     }
-    common, rest = split(jobs)
+    common, rest = split_common(jobs)
     assert common.shared.keys() == {"w"} and common.global_model is w
     assert len(codec.tensors_of(common)) == 1 and len(codec.tensors_of(rest)) == 3
-    assert codec.equal({name: joined(common, job) for name, job in rest.items()}, jobs)
-    alone, _ = split({**jobs, "c": DeviceJob(RUN, 1, ScoreRequest(2, 2, mine, {}, w))})
+    assert codec.equal({name: with_common(common, job) for name, job in rest.items()}, jobs)
+    alone, _ = split_common({**jobs, "c": DeviceJob(RUN, 1, ScoreRequest(2, 2, mine, {}, w))})
     assert alone.shared == {}  # another tensor of the same name is not in common
 
 
@@ -359,7 +359,7 @@ def test_an_edge_needs_no_data(tmp_path: Path) -> None:
     """A method with a public set and a validation part can be built where there are neither."""
     chosen = settings(method="sc-fpfl", data="digits", subset=200, clients=3, public=20, rounds=2, model="mlp")
     session = open_session(chosen, CloudSettings("certs"))
-    edge = Plan.of(session, RUN).session(None, None, None, Allow())
+    edge = FederationPlan.of(session, RUN).session(None, None, None, Allow())
     assert edge.method.ctx.clients == session.method.ctx.clients
     assert codec.equal(edge.method.ctx.w0, session.method.ctx.w0)
     with pytest.raises(CoterieError, match="no data of its own"):

@@ -30,7 +30,7 @@ from coterie.federation.cloud.upload_bounds import UsualSizes, judge
 from coterie.federation.policy import quarantine
 from coterie.federation.policy.quarantine import Quarantine
 from coterie.federation.protocol.messages import Attached, Hello
-from coterie.federation.transport import Cause, Replies, UnreachableError
+from coterie.federation.transport import Cause, NodeReplies, UnreachableError
 from coterie.methods.fedavg import FedAvg
 from coterie.runtimes.base import Interrupted
 from coterie.testing import events
@@ -226,12 +226,12 @@ def test_an_error_in_a_hook_costs_its_sender_the_round_and_later_its_place(
         del f.link.spoil["device-1"]
         (tmp_path / "run/cloud.json").write_text("{}")
         with pytest.raises(CoterieError, match='did you mean "device-1"'):
-            quarantine.release(tmp_path / "run", "device-2")
-        quarantine.release(tmp_path / "run", "device-1")
+            quarantine.release_sender(tmp_path / "run", "device-2")
+        quarantine.release_sender(tmp_path / "run", "device-1")
         assert f.loop.run()
         assert events(tmp_path / "run")[-1]["failed"] == [] and f.runtime.out == {}
         with pytest.raises(CoterieError, match="nobody is in quarantine"):
-            quarantine.release(tmp_path / "run", "device-1")
+            quarantine.release_sender(tmp_path / "run", "device-1")
 
 
 def test_an_error_that_no_sender_causes_ends_the_run_in_one_sentence(
@@ -381,7 +381,7 @@ class SlowLink(HandLink):
 
     sent: list[list[str]] = field(default_factory=list)
 
-    def send(self, payloads: Any, *more: Any, **named: Any) -> Replies:
+    def send(self, payloads: Any, *more: Any, **named: Any) -> NodeReplies:
         self.sent.append(sorted(payloads))
         return super().send(payloads, *more, **named)
 
@@ -392,7 +392,7 @@ class SlowLink(HandLink):
             def __init__(self) -> None:
                 self.waiting = set(payloads)
 
-            def poll(self) -> Replies:
+            def poll(self) -> NodeReplies:
                 now = {n: payloads[n] for n in self.waiting - link.mute}
                 self.waiting -= now.keys()
                 return HandLink.send(link, now, kind, round, deadline, *more)

@@ -8,7 +8,7 @@ import pytest
 from coterie.core.tasks import MOST
 from coterie.errors import CoterieError
 from coterie.federation.identity.roles import NodeRole, scoped
-from coterie.federation.identity.seats import NEWCOMERS, Roster, read_attached, read_hello
+from coterie.federation.identity.seats import MAX_NEWCOMERS, Roster, read_attached, read_hello
 from coterie.federation.protocol.messages import Attached, Hello
 
 HELLO = Hello(None, 10)
@@ -139,5 +139,5 @@ def test_a_place_that_was_asked_for_is_not_given_to_another(tmp_path: Path) -> N
     assert roster.admit("b", Hello(0, 1)).client == 0
     assert roster.admit("a", Hello(None, 1)).client == 1
     with pytest.raises(CoterieError, match="beyond the 3 places"):
-        roster.admit("c", Hello(3 + NEWCOMERS, 1))
+        roster.admit("c", Hello(3 + MAX_NEWCOMERS, 1))
     assert roster.admit("c", Hello(None, 1)).client == 2

@@ -27,9 +27,9 @@ from coterie.federation.identity import authority as certs
 from coterie.federation.localhost import processes
 from coterie.federation.localhost.processes import Child
 from coterie.federation.localhost.trial import LocalFederation
-from coterie.federation.policy.audit import NAME, read
+from coterie.federation.policy.audit import AUDIT_FILE, read_audit_log
 from coterie.federation.protocol.messages import Common, DeviceJob, PlanText
-from coterie.federation.protocol.plan import Plan
+from coterie.federation.protocol.plan import FederationPlan
 from coterie.federation.transport import listening
 from support.federations import SMALL, simulated
 
@@ -64,7 +64,7 @@ def test_a_hostile_cloud_gets_nothing_that_a_device_does_not_allow(tmp_path: Pat
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     chosen = settings("fedrep", clients=2, rounds=4, batch=32, lr=0.05, model="mlp", head_epochs=2, epochs=1)
     cloud = open_session(chosen, CloudSettings("certs", shape=(1, 4, 4), classes=3))
-    plan = Plan.of(cloud, RUN).model_dump(mode="json")
+    plan = FederationPlan.of(cloud, RUN).model_dump(mode="json")
     shared = T.clone(cloud.method.setup()["w"])
     port = processes.free_port()
     join = [sys.executable, "-m", "coterie", "join", "--cloud", f"127.0.0.1:{port}", "--ca", str(made.ca)]
@@ -126,7 +126,7 @@ def test_a_hostile_cloud_gets_nothing_that_a_device_does_not_allow(tmp_path: Pat
         assert f"bytes, this host allows {up + 500} in a round" in send("train", 1, job)
         log = device.log.read_text()
     device.stop()
-    found = read(tmp_path / "state" / NAME)
+    found = read_audit_log(tmp_path / "state" / AUDIT_FILE)
     assert not found.damage
     left = [line for line in found.lines if line["way"] == "out" and "sizes" in line]
     assert [(line["message"], line["round"]) for line in left] == [("train", 1)]  # nothing else left the device
@@ -174,7 +174,7 @@ def test_runs_one_after_another_with_the_same_keys_and_states_are_kept_apart(tmp
         alone = simulated(tmp_path / f"alone-{n}", "fedrep", 2, more)
         assert (f.folder / f"run-{n}" / "events.jsonl").read_text() == (alone.path / "events.jsonl").read_text()
         for i in (0, 1):
-            lines = [line for line in read(f.state(i) / NAME).lines if line.get("run") == run]
+            lines = [line for line in read_audit_log(f.state(i) / AUDIT_FILE).lines if line.get("run") == run]
             trained = [line["round"] for line in lines if line["message"] == "train" and line["way"] == "out"]
             assert trained == list(range(1, chosen["rounds"] + 1))
     assert any(not np.array_equal(models[0, 0][k], models[1, 0][k]) for k in models[0, 0])

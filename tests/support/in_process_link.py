@@ -17,10 +17,9 @@ from coterie.federation.device import DeviceHandler
 from coterie.federation.edge import EdgeHandler
 from coterie.federation.identity.roles import NodeRole
 from coterie.federation.policy.allow import Allow
-from coterie.federation.policy.audit import NAME as AUDIT
-from coterie.federation.policy.audit import AuditLog
-from coterie.federation.protocol.plan import Plan
-from coterie.federation.transport import Cause, Failure, LinkBytes, Replies
+from coterie.federation.policy.audit import AUDIT_FILE, AuditLog
+from coterie.federation.protocol.plan import FederationPlan
+from coterie.federation.transport import Cause, Failure, LinkBytes, NodeReplies
 from coterie.methods import known
 from coterie.models.zoo import ZOO
 from coterie.runtimes.inline import Inline
@@ -39,7 +38,7 @@ Handle = Callable[[str, int, memoryview | None, memoryview], memoryview]
 Spoil = Callable[[Any], Any]  # an answer, to another one
 
 
-def reasons(replies: Replies) -> dict[str, str]:
+def reasons(replies: NodeReplies) -> dict[str, str]:
     """Why nodes gave no answer, in words."""
     return {name: failed.why for name, failed in replies.errors.items()}
 
@@ -47,10 +46,10 @@ def reasons(replies: Replies) -> dict[str, str]:
 @dataclass
 class HandExchange:
     waiting: set[str]
-    replies: Replies
+    replies: NodeReplies
 
-    def poll(self) -> Replies:
-        found, self.replies = self.replies, Replies({}, {}, {})
+    def poll(self) -> NodeReplies:
+        found, self.replies = self.replies, NodeReplies({}, {}, {})
         return found
 
 
@@ -79,8 +78,8 @@ class HandLink:
         deadline: float,
         shared: Any = None,
         largest: int = 2**30,
-    ) -> Replies:
-        found = Replies({}, {}, {})
+    ) -> NodeReplies:
+        found = NodeReplies({}, {}, {})
         for name, own in sorted(payloads.items()):
             if name in self.mute:
                 found.errors[name] = Failure(Cause.LATE, f"{name} did not answer within {deadline:g} s")
@@ -145,11 +144,16 @@ def federation(
         above.handlers[f"device-{i}"] = device.handle
     roles = {}
     for name, below in links.items():
-        link.handlers[name] = EdgeHandler(below, ALLOW, AuditLog(folder / name / AUDIT)).handle
+        link.handlers[name] = EdgeHandler(below, ALLOW, AuditLog(folder / name / AUDIT_FILE)).handle
         roles[name] = NodeRole.of("edge", below.nodes())
     (folder / "run").mkdir(parents=True, exist_ok=True)
     runtime = FederationRuntime(
-        session.method, link, Plan.of(session, RUN), lambda: roles, folder / "run", WaitingRules(1, 60.0, seconds=20.0)
+        session.method,
+        link,
+        FederationPlan.of(session, RUN),
+        lambda: roles,
+        folder / "run",
+        WaitingRules(1, 60.0, seconds=20.0),
     )
     loop = make_loop(session, Folder(folder / "run"), runtime)
     try:

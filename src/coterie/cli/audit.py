@@ -24,10 +24,10 @@ def audit_log(
     as_json: o.Json = False,
 ) -> None:
     """Show what came to a device, edge or cloud, what left it, for whom, and what was refused."""
-    from coterie.federation.policy.audit import located, read
+    from coterie.federation.policy.audit import locate_audit_log, read_audit_log
 
-    file = located(path)
-    found = read(file)
+    file = locate_audit_log(path)
+    found = read_audit_log(file)
     lines = [
         line
         for line in found.lines

@@ -213,9 +213,9 @@ def show(
     import inspect
 
     if allow:
-        from coterie.federation.policy.allow_example import example
+        from coterie.federation.policy.allow_example import example_policy
 
-        typer.echo(example(method), nl=False)
+        typer.echo(example_policy(method), nl=False)
         return
 
     from coterie.methods import find, known

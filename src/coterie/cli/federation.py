@@ -259,7 +259,7 @@ def release(
     """Free a sender from quarantine; a running cloud asks it again from the next round on."""
     from coterie.federation.policy import quarantine
 
-    quarantine.release(folder, name)
+    quarantine.release_sender(folder, name)
     console.print(f"{name} is free again", soft_wrap=True, highlight=False)
 
 

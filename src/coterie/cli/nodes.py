@@ -27,7 +27,7 @@ def nodes_list(
     """Show names, roles, key fingerprints and states."""
     from coterie.federation.identity import admin as nodes
 
-    found = nodes.listing(root, run)
+    found = nodes.list_nodes(root, run)
     if as_json:
         typer.echo(json.dumps([asdict(n) for n in found], indent=1))
         return
@@ -86,7 +86,7 @@ def nodes_release(root: Dir, name: Name) -> None:
     """End a node's suspension; it continues with the state it had."""
     from coterie.federation.identity import admin as nodes
 
-    nodes.release(root, name)
+    nodes.end_suspension(root, name)
 
 
 @nodes_app.command("rotate")
@@ -102,7 +102,7 @@ def nodes_rotate(
     """
     from coterie.federation.identity import admin as nodes
 
-    made = nodes.rotate(root, name, public, overlap * 86_400)
+    made = nodes.rotate_key(root, name, public, overlap * 86_400)
     console.print(f"{made}; start the node with its new key", soft_wrap=True, highlight=False)
 
 

@@ -22,10 +22,9 @@ from coterie.export.personal_model import as_module, described, write
 from coterie.federation.device_states import KEEP, States, lock
 from coterie.federation.payload_kinds import of_answer, of_request, total
 from coterie.federation.policy.allow import Allow, Spent
-from coterie.federation.policy.audit import NAME as AUDIT
-from coterie.federation.policy.audit import AuditLog, Line
-from coterie.federation.protocol.messages import Answer, Common, DeviceJob, Hello, PlanText, RunOver, joined
-from coterie.federation.protocol.plan import RUN, Plan
+from coterie.federation.policy.audit import AUDIT_FILE, AuditLine, AuditLog
+from coterie.federation.protocol.messages import Answer, Common, DeviceJob, Hello, PlanText, RunOver, with_common
+from coterie.federation.protocol.plan import RUN_ID, FederationPlan
 from coterie.federation.validation import check_request
 from coterie.storage.atomic import write_atomic
 
@@ -47,13 +46,13 @@ class DeviceHandler:
     stay: bool = False  # wait for the next run when one has ended
     peer: str = "cloud"  # who asks: the address of the cloud or the edge
     ended: Callable[[], None] = lambda: None  # called when a run has ended and there is nothing to wait for
-    _plan: Plan | None = None
+    _plan: FederationPlan | None = None
     _session: Session | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._lock = lock(self.state)
         self._spent = Spent(self.allow)
-        self._audit = AuditLog(self.state / AUDIT)
+        self._audit = AuditLog(self.state / AUDIT_FILE)
         self._offered = self._refused = ""  # the latest plan, and why it was refused; it is offered again and again
 
     def close(self) -> None:
@@ -68,7 +67,7 @@ class DeviceHandler:
         if kind == "over":
             return codec.pack(self.over(check(asked, RunOver)))
         common = Common() if shared is None else check(codec.unpack_foreign(shared), Common)
-        return codec.pack(self.answer(kind, round, joined(common, check(asked, DeviceJob))))
+        return codec.pack(self.answer(kind, round, with_common(common, check(asked, DeviceJob))))
 
     @contextmanager
     def _noting_refusal(self, run: str, round: int, kind: str) -> Iterator[None]:
@@ -78,7 +77,7 @@ class DeviceHandler:
         except Exception as e:
             reason = str(e) if isinstance(e, CoterieError) else f"{type(e).__name__}: {e}"
             if kind != "hello" or self._refused != run + reason:
-                self._audit.write(Line(run, round, kind, "out", self.peer, refused=reason))
+                self._audit.write(AuditLine(run, round, kind, "out", self.peer, refused=reason))
             if kind == "hello":
                 self._refused = run + reason
             raise
@@ -89,7 +88,7 @@ class DeviceHandler:
                 raise CoterieError(f'a device cannot answer "{kind}"')
             session = self.session(job.run)
             arrived = of_request(session.method, job.request)
-            self._audit.write(Line(job.run, round, kind, "in", self.peer, arrived))
+            self._audit.write(AuditLine(job.run, round, kind, "in", self.peer, arrived))
             check_request(session.method, job.request, round)
             if not job.base < round <= session.method.ctx.rounds + 1:
                 raise CoterieError(f"round {round} is over or never comes (my state: {job.base})")
@@ -108,12 +107,12 @@ class DeviceHandler:
         self.allow.check_leaving(session.method.schema("up"), upload, sizes)
         self._spent.count("up", run, round, total(sizes))
         entries = {name: weight(v.numel(), v.dtype) for name, v in upload.items()}
-        self._audit.write(Line(run, round, kind, "out", self.peer, sizes, entries))
+        self._audit.write(AuditLine(run, round, kind, "out", self.peer, sizes, entries))
 
     def over(self, told: RunOver) -> RunOver:
         """The cloud says that the run has ended."""
         self.session(told.run)  # another one's end is none of ours
-        self._audit.write(Line(told.run, told.rounds, "over", "in", self.peer))
+        self._audit.write(AuditLine(told.run, told.rounds, "over", "in", self.peer))
         model = self._folder(told.run) / "model.safetensors"
         where = f"; the personal model is {model}" if model.exists() else ""
         then = "waiting for the next run" if self.stay else "nothing more to do here"
@@ -125,10 +124,10 @@ class DeviceHandler:
     # ---- what the run is ---------------------------------------------------------------------------------------------
     def hello(self, text: str) -> Hello:
         with self._noting_refusal("", 0, "hello"):
-            plan = Plan.read(text)
+            plan = FederationPlan.read(text)
         with self._noting_refusal(plan.run, 0, "hello"):
             if self._offered != text:
-                self._audit.write(Line(plan.run, 0, "hello", "in", self.peer, about=plan.summary))
+                self._audit.write(AuditLine(plan.run, 0, "hello", "in", self.peer, about=plan.summary))
                 self._offered = text
             before = self._plan
             session = self._open(plan)
@@ -139,21 +138,21 @@ class DeviceHandler:
             place = self._place(plan.run)
             log.info("run %s: %s, %s rounds", plan.run[:8], session.method.card.title, session.settings.rounds)
             said = Hello(place, len(session.federation.data(place or 0).train))
-            self._audit.write(Line(plan.run, 0, "hello", "out", self.peer, about=vars(said)))
+            self._audit.write(AuditLine(plan.run, 0, "hello", "out", self.peer, about=vars(said)))
             return said
 
     def session(self, run: str) -> Session:
         """The run this message belongs to; after a restart its plan is read back and checked again."""
         if self._plan is None or self._plan.run != run or self._session is None:
-            if not RUN.fullmatch(run):
+            if not RUN_ID.fullmatch(run):
                 raise CoterieError("the message names no run")
             path = self._folder(run) / "plan.json"
             if not path.is_file():
                 raise CoterieError(NO_PLAN)
-            return self._open(Plan.read(path.read_text()))
+            return self._open(FederationPlan.read(path.read_text()))
         return self._session
 
-    def _open(self, plan: Plan) -> Session:
+    def _open(self, plan: FederationPlan) -> Session:
         if self._plan != plan or self._session is None:
             self._session, self._plan = plan.session(self.data, self.client, self.data_dir, self.allow), plan
         return self._session
@@ -215,11 +214,11 @@ class DeviceHandler:
 
 def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler) -> None:
     """Answer the cloud until the run has ended, or told to stop (SIGTERM, Ctrl-C)."""
-    from coterie.federation.transport import LARGEST, Node
+    from coterie.federation.transport import MAX_PAYLOAD, Node
 
     load_dataset(handler.data, handler.data_dir)  # a wrong name is found now, not when the cloud first asks
     handler.peer = cloud
-    largest = min(LARGEST, handler.allow.bytes_down + ROOM)  # what could not be allowed is not fetched
+    largest = min(MAX_PAYLOAD, handler.allow.bytes_down + ROOM)  # what could not be allowed is not fetched
     node = Node(cloud, ca, key, handler.handle, int(largest))
     handler.ended = node.leave
     node.stop_on_signals().run()

@@ -25,8 +25,7 @@ from coterie.federation.identity.roles import NodeRole
 from coterie.federation.identity.seats import read_hello
 from coterie.federation.payload_kinds import of_job, of_reply
 from coterie.federation.policy.allow import Allow
-from coterie.federation.policy.audit import NAME as AUDIT
-from coterie.federation.policy.audit import AuditLog, Line
+from coterie.federation.policy.audit import AUDIT_FILE, AuditLine, AuditLog
 from coterie.federation.protocol.messages import (
     Answer,
     Attached,
@@ -35,14 +34,14 @@ from coterie.federation.protocol.messages import (
     EdgeAnswer,
     EdgeJob,
     Hello,
-    Kind,
+    JobKind,
     PlanText,
     Request,
     RunOver,
     WireBytes,
-    joined,
+    with_common,
 )
-from coterie.federation.protocol.plan import Plan
+from coterie.federation.protocol.plan import FederationPlan
 from coterie.federation.transport import Cause, Node, listening
 from coterie.federation.validation import SamplesError, check_answer, check_request, check_task, room
 
@@ -54,7 +53,7 @@ log = logging.getLogger("coterie.edge")
 class Current:
     """The run an edge is in, and who of its devices is in it too."""
 
-    plan: Plan
+    plan: FederationPlan
     method: Method
     asking: Dispatcher
     greeting: Greeting
@@ -84,10 +83,10 @@ class EdgeHandler:
         if kind == "over":
             return codec.pack(self.over(check(asked, RunOver)))
         common = Common() if shared is None else check(codec.unpack_foreign(shared), Common)
-        job = joined(common, check(asked, EdgeJob))
-        if kind not in get_args(Kind):
+        job = with_common(common, check(asked, EdgeJob))
+        if kind not in get_args(JobKind):
             raise CoterieError(f'an edge cannot answer "{kind}"')
-        return codec.pack(self.answer(cast(Kind, kind), round, job))
+        return codec.pack(self.answer(cast(JobKind, kind), round, job))
 
     def hello(self, text: str) -> Attached:
         """Who is attached here, with the hellos that have come; new devices get the plan, and nobody waits for them."""
@@ -109,7 +108,7 @@ class EdgeHandler:
         now.refused.update(refused)
         self._note(
             *(
-                Line(now.plan.run, 0, "hello", "in", n, refused=r)
+                AuditLine(now.plan.run, 0, "hello", "in", n, refused=r)
                 for n, r in refused.items()
                 if now.asking.spare.allows(n)
             )
@@ -121,21 +120,21 @@ class EdgeHandler:
         """A plan that this edge has not seen, or has refused before."""
         run = ""
         try:
-            plan = Plan.read(text)
+            plan = FederationPlan.read(text)
             run = plan.run
             method = plan.session(None, None, None, self.allow).method
         except CoterieError as e:
             if self._refused != run + str(e):
-                self._note(Line(run, 0, "hello", "out", self.peer, refused=str(e)))
+                self._note(AuditLine(run, 0, "hello", "out", self.peer, refused=str(e)))
             self._refused = run + str(e)
             raise
         self._refused = ""
-        self._note(Line(run, 0, "hello", "in", self.peer, about=plan.summary))
+        self._note(AuditLine(run, 0, "hello", "in", self.peer, about=plan.summary))
         log.info("run %s: %s", run[:8], method.card.title)
         asking = Dispatcher(self.link, text, run, method, self.audit)
         return Current(plan, method, asking, Greeting(asking))
 
-    def _note(self, *lines: Line) -> None:
+    def _note(self, *lines: AuditLine) -> None:
         if self.audit is not None:
             self.audit.write(*lines)
 
@@ -151,11 +150,11 @@ class EdgeHandler:
             self.ended()
         return told
 
-    def answer(self, kind: Kind, round: int, job: EdgeJob) -> EdgeAnswer:
+    def answer(self, kind: JobKind, round: int, job: EdgeJob) -> EdgeAnswer:
         now = self._current
         if now is None or now.plan.run != job.run:
             raise CoterieError(NO_PLAN)
-        self._note(Line(job.run, round, kind, "in", self.peer, of_job(now.method, job)))
+        self._note(AuditLine(job.run, round, kind, "in", self.peer, of_job(now.method, job)))
         asked = [r.client for r in job.requests] + [r.client for task in job.merges for r in task.requests]
         if not set(asked) <= job.names.keys() & job.base.keys():
             raise CoterieError("the job does not name all devices that it asks")
@@ -194,14 +193,14 @@ class EdgeHandler:
                 for i, why in sorted({**missing, **refused}.items())
             )
         )
-        self._note(Line(job.run, round, kind, "out", self.peer, of_reply(now.method, made)))
+        self._note(AuditLine(job.run, round, kind, "out", self.peer, of_reply(now.method, made)))
         return made
 
     def _suspended(self) -> set[str]:
         return {name for name, role in self.roles().items() if role.suspended}
 
     def _ask(
-        self, now: Current, kind: Kind, round: int, job: EdgeJob, requests: Sequence[Request]
+        self, now: Current, kind: JobKind, round: int, job: EdgeJob, requests: Sequence[Request]
     ) -> tuple[dict[ClientId, Answer], dict[ClientId, str], dict[ClientId, str]]:
         """The answers of devices, all asked at once, why others gave none, and why those of others are refused."""
         suspended = self._suspended()
@@ -252,7 +251,7 @@ def bridge(
 ) -> None:
     """Be an edge until the run has ended, or told to stop."""
     with listening(Certs(certs), host, port) as link:
-        handler = EdgeHandler(link, allow, AuditLog(state / AUDIT), up, stay, roles=Certs(certs).roles)
+        handler = EdgeHandler(link, allow, AuditLog(state / AUDIT_FILE), up, stay, roles=Certs(certs).roles)
         node = Node(up, ca, key, handler.handle)
         handler.ended = node.leave
         node.stop_on_signals().run()

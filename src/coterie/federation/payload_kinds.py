@@ -9,7 +9,7 @@ from coterie.core.tree import Tree
 from coterie.engine import codec
 from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer, check
 from coterie.errors import CoterieError
-from coterie.federation.protocol.messages import Answer, DeviceJob, EdgeAnswer, Job, Request
+from coterie.federation.protocol.messages import Answer, DeviceJob, EdgeAnswer, NodeJob, Request
 
 Sizes = dict[str, int]  # bytes; "scores" are counts of predictions, "numbers" samples, steps, loss and notes
 NUMBER = 8
@@ -42,7 +42,7 @@ def of_answer(method: Method, answer: Answer) -> Sizes:
     return found | ({"scores": counted + NUMBER * len(scores)} if scores else {}) | {"numbers": NUMBER * numbers}
 
 
-def of_job(method: Method, job: Job) -> Sizes:
+def of_job(method: Method, job: NodeJob) -> Sizes:
     """What is sent to a device, or to an edge for its devices and for itself."""
     if isinstance(job, DeviceJob):
         return of_request(method, job.request)

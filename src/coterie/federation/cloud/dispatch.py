@@ -11,11 +11,20 @@ from coterie.engine.codec import Value
 from coterie.engine.messages import check
 from coterie.errors import CoterieError, sentence
 from coterie.federation.device import NO_PLAN
-from coterie.federation.identity.seats import ATTACHED_BYTES, HELLO_BYTES
+from coterie.federation.identity.seats import MAX_ATTACHED_BYTES, MAX_HELLO_BYTES
 from coterie.federation.payload_kinds import of_job, of_reply
-from coterie.federation.policy.audit import AuditLog, Line
-from coterie.federation.protocol.messages import Attached, Hello, Job, Kind, PlanText, RunOver, WireBytes, split
-from coterie.federation.transport import Buffer, Cause, Failure, Replies
+from coterie.federation.policy.audit import AuditLine, AuditLog
+from coterie.federation.protocol.messages import (
+    Attached,
+    Hello,
+    JobKind,
+    NodeJob,
+    PlanText,
+    RunOver,
+    WireBytes,
+    split_common,
+)
+from coterie.federation.transport import Buffer, Cause, Failure, NodeReplies
 
 OVER = 10.0  # seconds to hear that a run has ended; an edge, which passes it on, gives its devices half of that
 HELLO = 120.0  # seconds to load data and build a model; nobody else waits for it
@@ -33,7 +42,7 @@ class Exchange(Protocol):
     @property
     def waiting(self) -> set[str]: ...  # who has neither answered nor been given up
 
-    def poll(self) -> Replies: ...  # what is new; waits for nobody
+    def poll(self) -> NodeReplies: ...  # what is new; waits for nobody
 
 
 class Link(Protocol):
@@ -51,7 +60,7 @@ class Link(Protocol):
     def send(
         self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
         largest: int = ...,
-    ) -> Replies: ...  # fmt: skip
+    ) -> NodeReplies: ...  # fmt: skip
 
 
 class Dispatcher:
@@ -61,9 +70,9 @@ class Dispatcher:
         self.spare = Spare()
         self._heard: dict[str, Value] = {}  # the newest hello of every node; the same again is no news
         self._silent: set[str] = set()  # edges that did not answer in time,
-        self._late = Greeting(self, ATTACHED_BYTES)  # and may take as long as they like
+        self._late = Greeting(self, MAX_ATTACHED_BYTES)  # and may take as long as they like
 
-    def greet(self, nodes: Iterable[str], largest: int = HELLO_BYTES) -> Exchange:
+    def greet(self, nodes: Iterable[str], largest: int = MAX_HELLO_BYTES) -> Exchange:
         """Tell nodes the plan, without waiting for their hellos."""
         return self.link.begin(dict.fromkeys(sorted(nodes), self._hello), "hello", 0, HELLO, None, largest)
 
@@ -78,12 +87,12 @@ class Dispatcher:
         self._silent -= found.keys()
         asked = dict.fromkeys(sorted(nodes - self._silent - found.keys()), self._hello)
         if asked:
-            now, failed = self.heard(self.link.send(asked, "hello", 0, EDGE_HELLO, None, ATTACHED_BYTES))
+            now, failed = self.heard(self.link.send(asked, "hello", 0, EDGE_HELLO, None, MAX_ATTACHED_BYTES))
             self._silent |= {n for n, why in failed.items() if why.cause is Cause.LATE}
             found, errors = {**found, **now}, {**errors, **failed}
         return found, errors
 
-    def heard(self, replies: Replies) -> Answers:
+    def heard(self, replies: NodeReplies) -> Answers:
         """Hellos that have come, noted if they are news; anything else that came is an error."""
         came, errors = _read(replies)
         found: dict[str, Value] = {}
@@ -95,7 +104,7 @@ class Dispatcher:
                 continue
             if self._heard.get(name) != said:
                 if self.spare.allows(name):
-                    self._note(Line(self.run, 0, "hello", "in", name, about=_said(said)))
+                    self._note(AuditLine(self.run, 0, "hello", "in", name, about=_said(said)))
                 self._heard[name] = said
         return found, errors
 
@@ -103,30 +112,32 @@ class Dispatcher:
     def _hello(self) -> Buffer:
         return codec.pack(PlanText(self.plan))
 
-    def _note(self, *lines: Line) -> None:
+    def _note(self, *lines: AuditLine) -> None:
         if self.audit is not None:
             self.audit.write(*lines)
 
     def over(self, nodes: Iterable[str], run: str, rounds: int, seconds: float = OVER) -> dict[str, Failure]:
         """Tell them that the run has ended; who could not be told, and why."""
         asked = dict.fromkeys(sorted(nodes), codec.pack(RunOver(run, rounds)))
-        return _read(self.link.send(asked, "over", rounds, seconds, None, HELLO_BYTES))[1] if asked else {}
+        return _read(self.link.send(asked, "over", rounds, seconds, None, MAX_HELLO_BYTES))[1] if asked else {}
 
-    def jobs(self, jobs: Mapping[str, Job], kind: Kind, round: int, deadline: float, largest: int) -> Answers:
+    def jobs(self, jobs: Mapping[str, NodeJob], kind: JobKind, round: int, deadline: float, largest: int) -> Answers:
         """One exchange with all of them; a node that lost the plan is told again and asked again."""
         if not jobs:
             return {}, {}
         until = time.monotonic() + deadline
-        common, rest = split(jobs)
+        common, rest = split_common(jobs)
         shared, own = codec.pack(common), {name: codec.pack(job) for name, job in rest.items()}
 
         def ask(nodes: Iterable[str], seconds: float) -> Answers:
             asked = {n: own[n] for n in nodes}
-            self._note(*(Line(self.run, round, kind, "out", n, of_job(self.method, jobs[n])) for n in asked))
+            self._note(*(AuditLine(self.run, round, kind, "out", n, of_job(self.method, jobs[n])) for n in asked))
             found = self.link.send(asked, kind, round, seconds, shared, largest)
             self.traffic += [(name, WireBytes(**vars(taken))) for name, taken in found.traffic.items()]
             replies, errors = _read(found)
-            came = (Line(self.run, round, kind, "in", n, of_reply(self.method, reply)) for n, reply in replies.items())
+            came = (
+                AuditLine(self.run, round, kind, "in", n, of_reply(self.method, reply)) for n, reply in replies.items()
+            )
             self._note(*came)
             return replies, errors
 
@@ -134,7 +145,7 @@ class Dispatcher:
         forgot = [n for n, e in errors.items() if NO_PLAN in e.why]
         if forgot:
             left = max(1.0, until - time.monotonic())
-            told = self.link.send(dict.fromkeys(forgot, self._hello), "hello", 0, left, None, ATTACHED_BYTES)
+            told = self.link.send(dict.fromkeys(forgot, self._hello), "hello", 0, left, None, MAX_ATTACHED_BYTES)
             lost = told.errors
             again = [n for n in forgot if n not in lost]
             more, failed = ask(again, max(1.0, until - time.monotonic())) if again else ({}, {})
@@ -164,7 +175,7 @@ class Spare:
 class Greeting:
     """Hellos that are asked for once and answered whenever the node likes: nobody waits for a node without a seat."""
 
-    def __init__(self, asking: Dispatcher, largest: int = HELLO_BYTES):
+    def __init__(self, asking: Dispatcher, largest: int = MAX_HELLO_BYTES):
         self.asking, self.largest = asking, largest
         self._open: list[tuple[float, Exchange]] = []  # since when
         self._again: dict[str, float] = {}  # when a node that did not answer is asked again
@@ -201,7 +212,7 @@ class Greeting:
         return {n for since, x in self._open if now - since < recent for n in x.waiting}
 
 
-def _read(replies: Replies) -> Answers:
+def _read(replies: NodeReplies) -> Answers:
     found, errors = {}, dict(replies.errors)
     for name, answer in replies.answers.items():
         try:
@@ -222,8 +233,8 @@ def _said(hello: Value) -> dict[str, object]:
     return {"devices": [sentence(n, 63) for n in names[:SHOWN]], **more}
 
 
-def lost(run: str, round: int, message: str, name: str, why: str, passing: bool) -> Line:
+def lost(run: str, round: int, message: str, name: str, why: str, passing: bool) -> AuditLine:
     """Of an answer that did not come or was refused, for the audit log."""
     if passing:
-        return Line(run, round, message, "in", name, missing=why)
-    return Line(run, round, message, "in", name, refused=why)
+        return AuditLine(run, round, message, "in", name, missing=why)
+    return AuditLine(run, round, message, "in", name, refused=why)

@@ -24,7 +24,7 @@ from coterie.federation.cloud.liveness import NodeHistory
 from coterie.federation.cloud.runtime import FederationRuntime, WaitingRules
 from coterie.federation.device_data import DeviceFederation, example
 from coterie.federation.identity.authority import Certs
-from coterie.federation.protocol.plan import Plan
+from coterie.federation.protocol.plan import FederationPlan
 from coterie.federation.transport import listening
 from coterie.methods import build
 from coterie.runtimes.base import Runtime
@@ -101,7 +101,7 @@ def open_cloud(
     certs.check()
     with listening(certs, cloud.host, cloud.port) as link:
         runtime = FederationRuntime(
-            session.method, link, Plan.of(session, cloud.run), certs.roles, folder, patience, seen
+            session.method, link, FederationPlan.of(session, cloud.run), certs.roles, folder, patience, seen
         )
         try:
             yield runtime

@@ -27,14 +27,22 @@ from coterie.federation.cloud.dispatch import Dispatcher, Greeting, Link, lost
 from coterie.federation.cloud.liveness import Liveness
 from coterie.federation.cloud.upload_bounds import Judgement, judge, judge_uploads
 from coterie.federation.edge_stage import EdgeStage
-from coterie.federation.identity.admin import SUSPENDED, orders
+from coterie.federation.identity.admin import SUSPENDED, seat_orders
 from coterie.federation.identity.roles import NodeRole, scoped
 from coterie.federation.identity.seats import Roster, read_attached, read_hello
-from coterie.federation.policy.audit import NAME as AUDIT
-from coterie.federation.policy.audit import AuditLog, Line
+from coterie.federation.policy.audit import AUDIT_FILE, AuditLine, AuditLog
 from coterie.federation.policy.quarantine import Quarantine
-from coterie.federation.protocol.messages import Answer, DeviceJob, EdgeAnswer, EdgeJob, Hello, Job, Kind, Request
-from coterie.federation.protocol.plan import Plan
+from coterie.federation.protocol.messages import (
+    Answer,
+    DeviceJob,
+    EdgeAnswer,
+    EdgeJob,
+    Hello,
+    JobKind,
+    NodeJob,
+    Request,
+)
+from coterie.federation.protocol.plan import FederationPlan
 from coterie.federation.transport import Cause, Failure, UnreachableError
 from coterie.federation.validation import SamplesError, check_answer, check_merged, check_wire, room
 from coterie.federation.wire_bytes import WireBytesLog
@@ -84,7 +92,7 @@ class FederationRuntime(Runtime):
         self,
         method: Method,
         link: Link,
-        plan: Plan,
+        plan: FederationPlan,
         roles: Callable[[], Mapping[str, NodeRole]],  # of all registered nodes, as they are now
         folder: Path,  # for roster.json and wire.jsonl
         patience: WaitingRules,
@@ -95,7 +103,7 @@ class FederationRuntime(Runtime):
         )  # fmt: skip
         self.roster = Roster(folder / "roster.json", len(method.ctx.clients))
         self.wire = WireBytesLog(folder / "wire.jsonl")
-        self.audit = AuditLog(folder / AUDIT)
+        self.audit = AuditLog(folder / AUDIT_FILE)
         self.here: set[ClientId] = set()  # who is connected now
         self.edges: dict[str, list[str]] = {}  # edges that are connected, with their connected devices (EDGE/DEVICE)
         self.errors: list[str] = []  # the latest, for a person
@@ -327,7 +335,7 @@ class FederationRuntime(Runtime):
 
     def _obey(self) -> None:
         """Do what the operator has ordered about seats since the last look."""
-        for path, order in orders(self.roster.path.parent):
+        for path, order in seat_orders(self.roster.path.parent):
             try:
                 if order is None:
                     raise CoterieError(f"{path} is no order")
@@ -374,7 +382,7 @@ class FederationRuntime(Runtime):
         if self._told.get(name) != reason and self._asking.spare.allows(name):
             why = reason.removeprefix(f"{name}: ")
             self._trouble(f"{name} is not in the run: {why}")
-            self.audit.write(Line(self.plan.run, 0, "hello", "in", name, refused=sentence(why)))
+            self.audit.write(AuditLine(self.plan.run, 0, "hello", "in", name, refused=sentence(why)))
         self._told[name] = reason
 
     def _ask_edges(self, edges: Collection[str]) -> None:
@@ -524,10 +532,12 @@ class FederationRuntime(Runtime):
         return f"{name} is not connected"
 
     # ---- the way there and back --------------------------------------------------------------------------------------
-    def _ask(self, kind: Kind, requests: Sequence[Request], tasks: Sequence[tuple[str, MergeRequest]] = ()) -> _Found:
+    def _ask(
+        self, kind: JobKind, requests: Sequence[Request], tasks: Sequence[tuple[str, MergeRequest]] = ()
+    ) -> _Found:
         """Ask all clients at once; those behind an edge through the edge."""
         found = _Found()
-        jobs: dict[str, Job] = {}
+        jobs: dict[str, NodeJob] = {}
         asked: dict[str, list[Request]] = {}  # by node
         passed: dict[str, list[Request]] = {}  # through an edge, as they are
         merges: dict[str, list[MergeRequest]] = {}
@@ -611,7 +621,7 @@ class FederationRuntime(Runtime):
             self._again.add(entry.name)
             raise
 
-    def _room(self, job: Job) -> int:
+    def _room(self, job: NodeJob) -> int:
         """Bytes that the answer may have; nobody knows how large the state of an edge may get."""
         each = room(self.method, ["up"])
         if isinstance(job, DeviceJob):

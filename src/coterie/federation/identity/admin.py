@@ -18,8 +18,8 @@ from coterie.federation.identity.authority import Certs, check_unused, new_key
 from coterie.federation.identity.roles import NodeRole, scoped
 from coterie.storage.atomic import write_atomic
 
-OVERLAP = 7 * 86_400.0  # seconds for which the old key of a node holds, unless the new one is seen before
-ORDERS = "orders"  # folder in a run's folder: what the operator wants of the running cloud, a file each
+_KEY_OVERLAP = 7 * 86_400.0  # seconds for which the old key of a node holds, unless the new one is seen before
+_ORDERS = "orders"  # folder in a run's folder: what the operator wants of the running cloud, a file each
 SUSPENDED = "suspended by the operator"
 
 
@@ -37,7 +37,7 @@ class NodeInfo:
     last_seen: float | None = None  # seconds since 1970
 
 
-def listing(root: Path, run: Path | None = None) -> list[NodeInfo]:
+def list_nodes(root: Path, run: Path | None = None) -> list[NodeInfo]:
     """All registered nodes, and those that have a seat in the run."""
     certs = _directory(root)
     status = _status(run)
@@ -46,7 +46,7 @@ def listing(root: Path, run: Path | None = None) -> list[NodeInfo]:
     for name, role in certs.roles().items():
         about = status.get(name, {})
         found.append(
-            NodeInfo(name, role.role, _state(certs, name, role), fingerprint(certs.public(name)), role.devices,
+            NodeInfo(name, role.role, _state(certs, name, role), key_fingerprint(certs.public(name)), role.devices,
                      numbers.get(name), None if run is None else bool(about.get("connected")), about.get("last_seen"))
         )  # fmt: skip
     for name, number in sorted(numbers.items(), key=lambda item: item[1]):
@@ -60,7 +60,7 @@ def listing(root: Path, run: Path | None = None) -> list[NodeInfo]:
     return found
 
 
-def fingerprint(public: Path) -> str:
+def key_fingerprint(public: Path) -> str:
     """SHA256:..., of a public key in OpenSSH format."""
     try:
         raw = base64.b64decode(public.read_bytes().split()[1])
@@ -74,12 +74,12 @@ def suspend(root: Path, name: str) -> None:
     _change(root, name, True)
 
 
-def release(root: Path, name: str) -> None:
+def end_suspension(root: Path, name: str) -> None:
     """End of suspension: from the next round on the node is asked again, with the state it had."""
     _change(root, name, False)
 
 
-def rotate(root: Path, name: str, public: Path | None = None, overlap: float = OVERLAP) -> Path:
+def rotate_key(root: Path, name: str, public: Path | None = None, overlap: float = _KEY_OVERLAP) -> Path:
     """Give a node a new key: made here (the private half is returned), or the `public` half of one made on the device.
 
     Either key is accepted until the new one was first seen, or for `overlap` seconds; then the old one is refused.
@@ -102,7 +102,7 @@ def rotate(root: Path, name: str, public: Path | None = None, overlap: float = O
 
 # ---- seats -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Order:
+class SeatOrder:
     """The seat of `name` is free; with `to` it is that node's from now on."""
 
     name: str
@@ -126,19 +126,19 @@ def free_seat(run: Path, name: str, to: str | None = None) -> int:
     if role is not None and attached and not role.suspended and device not in role.without:
         raise CoterieError(f'"{name}" may still take part; remove or suspend it first')
     text = json.dumps({"free": name, "to": to})
-    write_atomic(run / ORDERS / f"{time.time_ns():020d}-{secrets.token_hex(4)}.json", text.encode())
+    write_atomic(run / _ORDERS / f"{time.time_ns():020d}-{secrets.token_hex(4)}.json", text.encode())
     return numbers[name]
 
 
-def orders(run: Path) -> list[tuple[Path, Order | None]]:
+def seat_orders(run: Path) -> list[tuple[Path, SeatOrder | None]]:
     """What was ordered and not yet done, oldest first; None: a file that is no order."""
-    found: list[tuple[Path, Order | None]] = []
-    for path in sorted((run / ORDERS).glob("*.json")):
+    found: list[tuple[Path, SeatOrder | None]] = []
+    for path in sorted((run / _ORDERS).glob("*.json")):
         try:
             about = json.loads(path.read_text())
             name, to = about["free"], about["to"]
             good = isinstance(name, str) and (to is None or isinstance(to, str))
-            found.append((path, Order(name, to) if good else None))
+            found.append((path, SeatOrder(name, to) if good else None))
         except (OSError, ValueError, KeyError, TypeError):
             found.append((path, None))
     return found
@@ -180,7 +180,7 @@ def _state(certs: Certs, name: str, role: NodeRole) -> str:
     words = ["suspended" if role.suspended else "active"]
     if certs.next_public(name).exists() and role.old_key_until is not None:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(role.old_key_until))
-        words.append(f"new key {fingerprint(certs.next_public(name))}, the old one until {until}")
+        words.append(f"new key {key_fingerprint(certs.next_public(name))}, the old one until {until}")
     return "; ".join(words + [f"without {scoped(name, d)}" for d in role.without])
 
 

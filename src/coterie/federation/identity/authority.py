@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import CoterieError
-from coterie.federation.identity.roles import NAME, NodeRole, Role
+from coterie.federation.identity.roles import NODE_NAME, NodeRole, Role
 from coterie.storage.atomic import write_atomic
 
 SOON = 30  # days before the end of a certificate from which on it is said
@@ -279,7 +279,7 @@ def add_node(
     """
     certs = Certs(root)
     about = NodeRole.of(role, devices)
-    if not NAME.fullmatch(name):
+    if not NODE_NAME.fullmatch(name):
         raise CoterieError(f'node name "{name}" must be letters, digits, dot, dash or underscore, at most 63')
     if not certs.ca.is_file():
         raise CoterieError(f"{root} is not a certificate directory; create one with coterie certs init")

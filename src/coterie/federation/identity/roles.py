@@ -19,8 +19,8 @@ from typing import Literal, get_args
 from coterie.errors import CoterieError
 
 Role = Literal["device", "edge"]
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # of a node
-PATTERN = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,62}")  # a node's name, or one with * and ?
+NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # of a node
+_DEVICE_PATTERN = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,62}")  # a node's name, or one with * and ?
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class NodeRole:
         if role == "device" and devices:
             raise CoterieError("only an edge speaks for devices")
         for name in devices:
-            if not isinstance(name, str) or not PATTERN.fullmatch(name):
+            if not isinstance(name, str) or not _DEVICE_PATTERN.fullmatch(name):
                 raise CoterieError(f'device "{name}" must be letters, digits, dot, dash or underscore, or hold * or ?')
         return NodeRole(role, tuple(devices))
 
@@ -76,7 +76,7 @@ class NodeRole:
         return self.role == "edge"
 
     def speaks_for(self, device: str) -> bool:
-        known = self.is_edge and NAME.fullmatch(device) is not None
+        known = self.is_edge and NODE_NAME.fullmatch(device) is not None
         return known and any(fnmatch.fnmatchcase(device, name) for name in self.devices)
 
 

@@ -14,11 +14,11 @@ from coterie.federation.identity.roles import NodeRole, scoped
 from coterie.federation.protocol.messages import Attached, Hello
 from coterie.storage.atomic import write_atomic
 
-NEWCOMERS = 10_000  # no run has more of these
-BEHIND = 4096  # devices of an edge, whose server has no more connections
-NAMED = 20  # devices that an edge may not speak for are named one by one up to this number
-HELLO_BYTES = 2**16  # a device's hello, with room to spare
-ATTACHED_BYTES = 2**22  # an edge's, with those of its devices
+MAX_NEWCOMERS = 10_000  # no run has more of these
+MAX_DEVICES_OF_EDGE = 4096  # devices of an edge, whose server has no more connections
+MAX_NAMED_STRANGERS = 20  # devices that an edge may not speak for are named one by one up to this number
+MAX_HELLO_BYTES = 2**16  # a device's hello, with room to spare
+MAX_ATTACHED_BYTES = 2**22  # an edge's, with those of its devices
 
 
 class Behind(NamedTuple):
@@ -47,8 +47,8 @@ def read_attached(edge: str, role: NodeRole, value: Value) -> Behind:
     answer = check(value, Attached)
     found, strangers = Behind({}, {}), list[str]()
     names = answer.devices.keys() | answer.refused.keys()
-    if len(names) > BEHIND:
-        raise CoterieError(f"it speaks for {len(names)} devices, more than {BEHIND}")
+    if len(names) > MAX_DEVICES_OF_EDGE:
+        raise CoterieError(f"it speaks for {len(names)} devices, more than {MAX_DEVICES_OF_EDGE}")
     for device in sorted(names):
         name = scoped(edge, device)
         if not role.speaks_for(device):
@@ -60,9 +60,9 @@ def read_attached(edge: str, role: NodeRole, value: Value) -> Behind:
                 found.hellos[name] = _possible(answer.devices[device])
             except CoterieError as e:
                 found.refused[name] = str(e)
-    for device in strangers[:NAMED]:
+    for device in strangers[:MAX_NAMED_STRANGERS]:
         found.refused[scoped(edge, device)] = f'edge "{edge}" may not speak for device "{device}"'
-    if more := strangers[NAMED:]:
+    if more := strangers[MAX_NAMED_STRANGERS:]:
         found.refused[scoped(edge, "*")] = f'edge "{edge}" may not speak for {len(more)} more devices'
     return found
 
@@ -131,8 +131,8 @@ class Roster:
                 raise CoterieError(f"client {wanted} is {holder[wanted]} already")
             free = (n for n in range(len(holder) + 1) if n not in holder)
             number = next(free) if wanted is None else wanted
-            if number >= self.places + NEWCOMERS:
-                raise CoterieError(f"client {number} is beyond the {self.places} places and {NEWCOMERS} newcomers")
+            if number >= self.places + MAX_NEWCOMERS:
+                raise CoterieError(f"client {number} is beyond the {self.places} places and {MAX_NEWCOMERS} newcomers")
             self.numbers[name] = number
             if write:
                 self.write()

@@ -11,10 +11,10 @@ from coterie.engine.session import prepare
 from coterie.federation.policy.allow import GOVERNED, epochs_of
 from coterie.models.zoo import ZOO
 
-SAMPLES = 1000  # of a device, to compare phases that count steps with those that count epochs
+_SAMPLES = 1000  # of a device, to compare phases that count steps with those that count epochs
 
 
-def example(name: str) -> str:
+def example_policy(name: str) -> str:
     """The file as text."""
     key = methods.canonical(name)
     usual = {"partition": "iid", "clients": 10, "join": 1.0, "val_share": 0.2, "public": 100}
@@ -22,7 +22,7 @@ def example(name: str) -> str:
     method = session.method
     up, down = method.schema("up"), method.schema("down")
     kinds = [*sorted({e.kind for e in up.entries.values()}), "scores"]
-    epochs = max(epochs_of(method, phases, SAMPLES) for phases in (method.phases(1), method.phases(2), method.adapt()))
+    epochs = max(epochs_of(method, phases, _SAMPLES) for phases in (method.phases(1), method.phases(2), method.adapt()))
     lines = [
         f"# What a cloud may ask of this host: {method.card.title} with its default settings.",
         "# Allow more with a list of values, or with {min = 1, max = 2}; take out what you do not approve.",

@@ -18,13 +18,13 @@ from typing import Any, Literal
 from coterie.errors import CoterieError
 from coterie.storage import atomic as disk
 
-NAME = "audit.jsonl"
+AUDIT_FILE = "audit.jsonl"
 Way = Literal["in", "out"]
 _MARK = b', "chain": "'
 
 
 @dataclass(frozen=True)
-class Line:
+class AuditLine:
     """What happened with one message."""
 
     run: str
@@ -59,7 +59,7 @@ class AuditLog:
         self._torn = bool(old) and not old.endswith(b"\n")
         self._last = next((c for line in reversed(old.split(b"\n")[:-1]) if (c := _stated(line))), "")
 
-    def write(self, *lines: Line) -> None:
+    def write(self, *lines: AuditLine) -> None:
         if not lines:
             return
         with self._guard:
@@ -85,7 +85,7 @@ class AuditLog:
 
 
 @dataclass
-class Found:
+class AuditRecords:
     """An audit log as it was read."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -94,9 +94,9 @@ class Found:
     chain: str = ""  # hash of the last line
 
 
-def read(path: Path) -> Found:
+def read_audit_log(path: Path) -> AuditRecords:
     raw = bytes(disk.read(path))
-    found, cut = Found(), list[int]()
+    found, cut = AuditRecords(), list[int]()
     for number, line in enumerate(raw.split(b"\n"), 1):
         if not line:
             continue
@@ -120,15 +120,15 @@ def read(path: Path) -> Found:
     return found
 
 
-def located(path: Path) -> Path:
+def locate_audit_log(path: Path) -> Path:
     """The log that a folder or a file name means."""
-    for file in (path, path / NAME, path / "flower" / NAME):
+    for file in (path, path / AUDIT_FILE, path / "flower" / AUDIT_FILE):
         if file.is_file():
             return file
-    below = sorted(str(p) for p in path.rglob(NAME)) if path.is_dir() else []
+    below = sorted(str(p) for p in path.rglob(AUDIT_FILE)) if path.is_dir() else []
     if below:
         raise CoterieError(f"{path} has several audit logs; name one of {', '.join(below)}")
-    raise CoterieError(f"{path} is or holds no audit log ({NAME})")
+    raise CoterieError(f"{path} is or holds no audit log ({AUDIT_FILE})")
 
 
 def _chained(before: str, body: bytes) -> str:
@@ -150,4 +150,4 @@ def _fields(body: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-__all__ = ["NAME", "AuditLog", "Found", "Line", "located", "read"]
+__all__ = ["AUDIT_FILE", "AuditLine", "AuditLog", "AuditRecords", "locate_audit_log", "read_audit_log"]

@@ -14,8 +14,8 @@ from coterie.errors import CoterieError, unknown
 from coterie.federation.cloud.upload_bounds import Sizes, UsualSizes
 from coterie.storage.atomic import write_atomic
 
-FILE, RELEASES = "quarantine.json", "release"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+QUARANTINE_FILE, _RELEASES = "quarantine.json", "release"
+_SENDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
 @dataclass
@@ -37,13 +37,13 @@ class Quarantine:
     merged: UsualSizes = field(default_factory=UsualSizes)  # the same of what edges have merged
 
     def __post_init__(self) -> None:
-        found = read(self.folder)
+        found = read_quarantine(self.folder)
         try:
             self.offenders = {str(k): Offender(**v) for k, v in found.get("senders", {}).items()}
             for memory, name in self._memories:
                 memory.rounds = {int(r): dict(sizes) for r, sizes in found.get(name, {}).items()}
         except (TypeError, ValueError, AttributeError) as e:
-            raise CoterieError(f"{self.folder / FILE} is damaged ({e}); restore it from a back-up") from None
+            raise CoterieError(f"{self.folder / QUARANTINE_FILE} is damaged ({e}); restore it from a back-up") from None
 
     @property
     def _memories(self) -> tuple[tuple[UsualSizes, str], ...]:
@@ -83,7 +83,7 @@ class Quarantine:
     def released(self) -> list[str]:
         """Do what `coterie release` asked for since the last look; the names of those who are free again."""
         found = []
-        for path in sorted((self.folder / RELEASES).glob("*")):
+        for path in sorted((self.folder / _RELEASES).glob("*")):
             if path.name.startswith("."):
                 continue  # being written
             name = path.name.replace("=", "/")
@@ -98,11 +98,11 @@ class Quarantine:
             "senders": {k: asdict(o) for k, o in sorted(self.offenders.items())},
             **{name: {str(r): sizes for r, sizes in memory.rounds.items()} for memory, name in self._memories},
         }
-        write_atomic(self.folder / FILE, json.dumps(about, indent=1).encode(), durable=False, mode=0o600)
+        write_atomic(self.folder / QUARANTINE_FILE, json.dumps(about, indent=1).encode(), durable=False, mode=0o600)
 
 
-def read(folder: Path) -> dict[str, Any]:
-    path = folder / FILE
+def read_quarantine(folder: Path) -> dict[str, Any]:
+    path = folder / QUARANTINE_FILE
     try:
         found = json.loads(path.read_text()) if path.is_file() else {}
     except (OSError, ValueError) as e:
@@ -110,17 +110,17 @@ def read(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def release(folder: Path, name: str) -> None:
+def release_sender(folder: Path, name: str) -> None:
     """Ask the cloud of this run to take a sender back."""
     if not (folder / "cloud.json").is_file():
         raise CoterieError(f"{folder} holds no federation (cloud.json is missing)")
-    held = [str(k) for k, v in read(folder).get("senders", {}).items() if v.get("quarantined")]
-    if name not in held or not NAME.fullmatch(name):
+    held = [str(k) for k, v in read_quarantine(folder).get("senders", {}).items() if v.get("quarantined")]
+    if name not in held or not _SENDER_NAME.fullmatch(name):
         if not held:
             raise CoterieError(f"nobody is in quarantine in {folder}")
         raise unknown("sender in quarantine", name, held)
-    (folder / RELEASES).mkdir(exist_ok=True, mode=0o700)
-    write_atomic(folder / RELEASES / name.replace("/", "="), b"")
+    (folder / _RELEASES).mkdir(exist_ok=True, mode=0o700)
+    write_atomic(folder / _RELEASES / name.replace("/", "="), b"")
 
 
-__all__ = ["Quarantine", "release"]
+__all__ = ["Quarantine", "release_sender"]

@@ -14,7 +14,7 @@ from coterie.core.tree import Tree
 from coterie.engine.codec import register
 from coterie.engine.messages import MergeAnswer, MergeRequest, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest
 
-Kind = Literal["train", "score"]
+JobKind = Literal["train", "score"]
 Request = TrainRequest | ScoreRequest
 Answer = TrainAnswer | ScoreAnswer
 
@@ -108,11 +108,11 @@ class EdgeAnswer:
     refused: Mapping[ClientId, str] = field(default_factory=dict)  # answers of devices that were refused here
 
 
-Job = DeviceJob | EdgeJob
-J = TypeVar("J", bound=Job)
+NodeJob = DeviceJob | EdgeJob
+_J = TypeVar("_J", bound=NodeJob)
 
 
-def split(jobs: Mapping[str, Job]) -> tuple[Common, dict[str, Job]]:
+def split_common(jobs: Mapping[str, NodeJob]) -> tuple[Common, dict[str, NodeJob]]:
     """The part that all jobs have in common, and the jobs without it."""
     trees = [tree for job in jobs.values() for tree in _shared(job)]
     first = trees[0] if trees else {}
@@ -125,22 +125,22 @@ def split(jobs: Mapping[str, Job]) -> tuple[Common, dict[str, Job]]:
     return Common(shared, whole), {name: _changed(job, rest, None) for name, job in jobs.items()}
 
 
-def joined(common: Common, job: J) -> J:
-    """Inverse of split, for one job."""
-    return cast(J, _changed(job, lambda tree: {**common.shared, **tree}, common.global_model))
+def with_common(common: Common, job: _J) -> _J:
+    """Inverse of split_common, for one job."""
+    return cast(_J, _changed(job, lambda tree: {**common.shared, **tree}, common.global_model))
 
 
-def _requests(job: Job) -> Sequence[Request]:
+def _requests(job: NodeJob) -> Sequence[Request]:
     return (job.request,) if isinstance(job, DeviceJob) else job.requests
 
 
-def _shared(job: Job) -> Iterator[Tree]:
+def _shared(job: NodeJob) -> Iterator[Tree]:
     yield from (r.shared for r in _requests(job))
     if isinstance(job, EdgeJob):
         yield from (task.edge.download.shared for task in job.merges)
 
 
-def _changed(job: Job, change: Callable[[Tree], Tree], whole: Tree | None) -> Job:
+def _changed(job: NodeJob, change: Callable[[Tree], Tree], whole: Tree | None) -> NodeJob:
     """The job with other shared trees, and this global model to score."""
 
     def request(r: Request) -> Request:

@@ -25,34 +25,34 @@ from coterie.federation.policy.allow import Allow
 from coterie.federation.protocol.version import PROTOCOL, check_protocol
 from coterie.methods import build, resolve, sentence
 
-RUN = re.compile("[0-9a-f]{32}")
-LONGEST = 2**24  # characters of a plan
-MANY = 2**20  # classes, targets, numbers in one dimension of an item
-Length = Annotated[int, Field(ge=1, le=MANY)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(allow_inf_nan=False, gt=0)]
+RUN_ID = re.compile("[0-9a-f]{32}")
+_MAX_CHARACTERS = 2**24  # characters of a plan
+_MAX_LENGTH = 2**20  # classes, targets, numbers in one dimension of an item
+_Length = Annotated[int, Field(ge=1, le=_MAX_LENGTH)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Positive = Annotated[float, Field(allow_inf_nan=False, gt=0)]
 
 
-class Plan(BaseModel):
+class FederationPlan(BaseModel):
     """A run, as devices and edges know it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     protocol: int = PROTOCOL
     coterie: str  # version of the cloud's package, for people
-    run: str = Field(pattern=f"^{RUN.pattern}$")
+    run: str = Field(pattern=f"^{RUN_ID.pattern}$")
     source: str  # digest of the method's code
     settings: dict[str, Any]  # RunSettings
     places: int = Field(ge=1, le=10**7)
     partition: dict[str, Any] | None  # of named data that every party deals out itself; None: devices bring their own
-    shape: tuple[Length, ...] = Field(max_length=8)
+    shape: tuple[_Length, ...] = Field(max_length=8)
     task: str  # a name of tasks.py
-    targets: int = Field(ge=1, le=MANY)  # numbers per item; of a class one
-    classes: tuple[str, ...] = Field(max_length=MANY)
+    targets: int = Field(ge=1, le=_MAX_LENGTH)  # numbers per item; of a class one
+    classes: tuple[str, ...] = Field(max_length=_MAX_LENGTH)
     kind: Literal["float32", "uint8", "int64"]
     vocab: int | None = Field(ge=1, le=2**24)
-    mean: tuple[Finite, ...] | None = Field(max_length=MANY)
-    std: tuple[Positive, ...] | None = Field(max_length=MANY)
+    mean: tuple[_Finite, ...] | None = Field(max_length=_MAX_LENGTH)
+    std: tuple[_Positive, ...] | None = Field(max_length=_MAX_LENGTH)
     w0: str  # digest of the first model
 
     @field_validator("shape")
@@ -70,25 +70,25 @@ class Plan(BaseModel):
                 raise ValueError(f"{name} has {len(values)} numbers for {channels} channels")
 
     @staticmethod
-    def of(session: Session, run: str) -> "Plan":
+    def of(session: Session, run: str) -> "FederationPlan":
         data, own = session.federation.dataset, isinstance(session.federation, DeviceFederation)
-        return Plan(
+        return FederationPlan(
             run=run, coterie=version("coterie"), source=method_digest(type(session.method)),
             settings=session.settings.model_dump(mode="json"), places=len(session.federation.clients),
             partition=None if own else session.federation.identity, shape=data.shape,
             task=data.kind, targets=data.targets, classes=data.classes,
             kind=str(data.x.dtype).removeprefix("torch."), vocab=data.vocab, mean=data.mean, std=data.std,
-            w0=digest(session.method.ctx.w0),
+            w0=_tree_digest(session.method.ctx.w0),
         )  # fmt: skip
 
     @staticmethod
-    def read(text: str) -> "Plan":
-        if len(text) > LONGEST:
-            raise CoterieError(f"the cloud's plan cannot be read: it has more than {LONGEST} characters")
+    def read(text: str) -> "FederationPlan":
+        if len(text) > _MAX_CHARACTERS:
+            raise CoterieError(f"the cloud's plan cannot be read: it has more than {_MAX_CHARACTERS} characters")
         try:
             found = json.loads(text)
             check_protocol(found)
-            plan = Plan(**found)
+            plan = FederationPlan(**found)
             plan.check_moments()
             return plan
         except (ValidationError, ValueError, TypeError, RecursionError) as e:
@@ -149,13 +149,13 @@ class Plan(BaseModel):
             )
             made = DeviceFederation(like, fed, seed, self.places, own, edge=data is None)
             session = bind(settings, engine, build(settings.method, settings.settings), made)
-        if digest(session.method.ctx.w0) != self.w0:
+        if _tree_digest(session.method.ctx.w0) != self.w0:
             raise CoterieError(f"the first model differs from the cloud's (torch {torch.__version__} here)")
         allow.check_session(session, None if data is None else len(session.federation.data(client or 0).train))
         return session
 
 
-def digest(tree: Tree) -> str:
+def _tree_digest(tree: Tree) -> str:
     found = hashlib.sha256()
     for name in sorted(tree):
         v = tree[name].detach().contiguous()

@@ -10,20 +10,30 @@ does not answer is decided elsewhere. `flower_api.py` names everything that is u
 """
 
 from coterie.federation.transport.base import (
-    LARGEST,
+    MAX_PAYLOAD,
     Answering,
     Buffer,
     Cause,
     Failure,
     LinkBytes,
+    NodeReplies,
     RefusedError,
-    Replies,
     UnreachableError,
     address,
 )
 from coterie.federation.transport.choose import Node, listening
 
 __all__ = [
-    "LARGEST", "Answering", "Buffer", "Cause", "Failure", "LinkBytes", "Node", "RefusedError", "Replies",
-    "UnreachableError", "address", "listening",
+    "MAX_PAYLOAD",
+    "Answering",
+    "Buffer",
+    "Cause",
+    "Failure",
+    "LinkBytes",
+    "Node",
+    "NodeReplies",
+    "RefusedError",
+    "UnreachableError",
+    "address",
+    "listening",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from coterie.errors import CoterieError
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 Answering = Callable[[str, int, memoryview | None, memoryview], Buffer]  # (kind, round, shared, own) -> answer
-LARGEST = 8 * 2**30  # bytes of one payload, unless told otherwise
+MAX_PAYLOAD = 8 * 2**30  # bytes of one payload, unless told otherwise
 
 
 class UnreachableError(CoterieError):
@@ -91,7 +91,7 @@ class Failure:
         return self.cause in (Cause.ABSENT, Cause.LATE)
 
 
-class Replies(NamedTuple):
+class NodeReplies(NamedTuple):
     """The result of a request, by node: answers, reasons for missing answers, and traffic."""
 
     answers: dict[str, memoryview]

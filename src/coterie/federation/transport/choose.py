@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coterie.federation.identity.authority import Certs
-from coterie.federation.transport.base import LARGEST, Answering, Bell
+from coterie.federation.transport.base import MAX_PAYLOAD, Answering, Bell
 
 if TYPE_CHECKING:
     from coterie.federation.transport.grpc_server import GrpcLink
@@ -34,7 +34,7 @@ class Node:
     ca: Path
     key: Path
     handle: Answering
-    largest: int = LARGEST  # bytes of one download
+    largest: int = MAX_PAYLOAD  # bytes of one download
     patience: float = 30.0  # seconds a refused key is tried: not yet registered, or its last process died just now
     stopping: Bell = field(default_factory=Bell)
     connected: threading.Event = field(default_factory=threading.Event)

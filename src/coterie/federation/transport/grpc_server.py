@@ -38,12 +38,12 @@ from coterie.errors import CoterieError, sentence
 from coterie.federation.identity.authority import Certs
 from coterie.federation.transport import grpc_wire as w
 from coterie.federation.transport.base import (
-    LARGEST,
+    MAX_PAYLOAD,
     Buffer,
     Cause,
     Failure,
     LinkBytes,
-    Replies,
+    NodeReplies,
     UnreachableError,
     UntrustedError,
     address,
@@ -440,8 +440,8 @@ class GrpcLink:
     # ---- a round -----------------------------------------------------------------------------------------------------
     def send(
         self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
-        largest: int = LARGEST,
-    ) -> Replies:  # fmt: skip
+        largest: int = MAX_PAYLOAD,
+    ) -> NodeReplies:  # fmt: skip
         """Ask nodes; return who answered within `deadline` seconds, and for the others why they did not.
 
         `shared` goes to all. An answer over `largest` bytes is refused unread.
@@ -452,7 +452,7 @@ class GrpcLink:
             for node in sorted(payloads)
         })  # fmt: skip
         if not now.waiting:
-            return Replies({}, {}, {})
+            return NodeReplies({}, {}, {})
         try:
             self._looked = time.monotonic()
             w.run(self._begin(now))
@@ -461,11 +461,11 @@ class GrpcLink:
                 now.over.wait(max(0.0, min(LOOK, until - time.monotonic())))
         finally:
             w.run(self._end(now, deadline))
-        return Replies(by_name(now.answers), by_name(now.errors), by_name(now.traffic))
+        return NodeReplies(by_name(now.answers), by_name(now.errors), by_name(now.traffic))
 
     def begin(
         self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
-        largest: int = LARGEST,
+        largest: int = MAX_PAYLOAD,
     ) -> "GrpcExchange":  # fmt: skip
         """Ask nodes and wait for nobody: `poll` of what is returned fetches what has come."""
         until = time.monotonic() + deadline
@@ -476,7 +476,7 @@ class GrpcLink:
         w.run(self._begin(now))
         return GrpcExchange(self, now, until, deadline)
 
-    async def _taken(self, now: _Round, until: float, deadline: float) -> Replies:
+    async def _taken(self, now: _Round, until: float, deadline: float) -> NodeReplies:
         """What has come of an exchange since the last time; whoever is gone or late is given up."""
         moment, connected = time.monotonic(), await self._look()
         for node in list(now.waiting):
@@ -486,7 +486,7 @@ class GrpcLink:
                 now.failed(node, Cause.ABSENT, f"{node} is not connected any more")
         if moment >= until or not now.waiting:
             await self._end(now, deadline)
-        found = Replies(by_name(now.answers), by_name(now.errors), by_name(now.traffic))
+        found = NodeReplies(by_name(now.answers), by_name(now.errors), by_name(now.traffic))
         now.answers, now.errors, now.traffic = {}, {}, {}
         return found
 
@@ -542,9 +542,9 @@ class GrpcExchange:
         """Who has neither answered nor been given up; or has, and it was not fetched yet."""
         return {*self.now.waiting, *self.now.answers, *self.now.errors}
 
-    def poll(self) -> Replies:
+    def poll(self) -> NodeReplies:
         """What is new since the last call; waits for nobody."""
-        found: Replies = w.run(self.link._taken(self.now, self.until, self.deadline))
+        found: NodeReplies = w.run(self.link._taken(self.now, self.until, self.deadline))
         return found
 
 
