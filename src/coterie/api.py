@@ -63,7 +63,7 @@ def run(
     chosen = settings(**{**more, "method": method, **named})
     objects = replace(objects, method=None if isinstance(method, str) else method)
     session = prepare(chosen, how, objects)
-    for sentence in session.chosen():
+    for sentence in session.automatic_choices():
         log.info(sentence)
     folder = _path(out) or fresh_folder(f"{chosen.method}-{chosen.data}")
     _execute(session, folder, on_round, track)

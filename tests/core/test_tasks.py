@@ -329,7 +329,7 @@ def test_a_regression_run_is_the_same_with_workers_and_after_a_stop(tmp_path: Pa
 
 @pytest.mark.parametrize("method", ["fedproto", "fedcpmd", "sc-fpfl"])
 def test_methods_of_classes_refuse_numbers_before_any_work(method: str, tmp_path: Path) -> None:
-    with pytest.raises(CoterieError, match=r"needs class labels .* and the task here is regression"):
+    with pytest.raises(CoterieError, match=r"needs class labels .* and the task is regression"):
         coterie.run(method, made("regression"), "mlp-bn", out=tmp_path / "r", **RUN)
     assert not (tmp_path / "r").exists()
 

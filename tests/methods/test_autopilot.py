@@ -171,7 +171,7 @@ def test_mistakes_get_a_sentence() -> None:
         bound(without=",".join(UNTRAINED))
     with pytest.raises(CoterieError, match="needs validation parts to choose by"):
         session("autopilot", val_share=0.0)
-    few = session("autopilot", val_share=0.02).chosen()
+    few = session("autopilot", val_share=0.02).automatic_choices()
     assert few and "fewer than 10 such samples" in few[0]
 
 

@@ -13,7 +13,8 @@ from coterie.config import Engine, settings
 from coterie.core.method import Batch, ClientData, Download, Extras, Method, Phase, Split, State
 from coterie.core.tree import Tree
 from coterie.engine.loop import Loop
-from coterie.engine.session import Objects, Session, _kept, execute, prepare
+from coterie.engine.session import Objects, Session, execute, prepare
+from coterie.engine.session.resume import training_engine_at_start
 from coterie.methods import find, known
 from coterie.testing import CHECKS, Bench, SmallNet, close_loop, decided, events, open_loop, small_data
 from coterie.train import engine_choice as choose
@@ -277,7 +278,7 @@ def test_a_stack_stays_in_one_process_where_halving_it_saves_little(
     assert choose.choose(many, "auto").workers is None
     execute(session(FEDAVG, engine="auto"), tmp_path, stopped=lambda: True)
     assert json.loads((tmp_path / "settings.json").read_text())["engine"]["workers"] == 1
-    assert _kept(session(FEDAVG), tmp_path).workers == 1  # a resumed run keeps that too
+    assert training_engine_at_start(session(FEDAVG), tmp_path).workers == 1  # a resumed run keeps that too
 
 
 def test_auto_measures_both_and_takes_the_loop_for_convolutions() -> None:

@@ -115,7 +115,7 @@ def run(
             raise CoterieError("name a method, for example `coterie run fedrep`; `coterie list methods` shows them all")
         session = prepare(settings(**given), how)
         folder = out or fresh_folder(f"{given['method']}-{session.settings.data}")
-        for sentence in session.chosen():
+        for sentence in session.automatic_choices():
             if not silent:
                 console.print(sentence, soft_wrap=True, highlight=False)
     stop = Stop()

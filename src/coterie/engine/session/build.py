@@ -1,0 +1,218 @@
+"""Build a session: load the data, build the model and the method, and check everything before any work starts."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+
+import torch
+from torch import nn
+
+from coterie.config import Engine, RunSettings
+from coterie.core.method import Context, Method
+from coterie.core.net import Net
+from coterie.core.rng import key
+from coterie.core.tree import Tree
+from coterie.data.dataset import Dataset
+from coterie.data.federation import Federation, federate
+from coterie.data.sources import load_dataset
+from coterie.data.target_types import with_task
+from coterie.engine import official_test as official
+from coterie.engine.session.spec import Factory, Objects, Session, fitting_options, model_name
+from coterie.errors import CoterieError
+from coterie.methods import build as build_method
+from coterie.models.per_client import PerClient, assign_models, is_assignment
+from coterie.models.registry import build as build_model
+from coterie.train import native
+
+
+def prepare(
+    settings: RunSettings,
+    engine: Engine | None = None,
+    objects: Objects | None = None,
+    loaded: Dataset | None = None,
+    start: Tree | None = None,
+    planned_rounds: int | None = None,
+) -> Session:
+    """Load and partition the data, build model and method, and check everything.
+
+    `objects` replace names in the settings; `loaded` is the data set if it is in memory already; `start` holds initial
+    values that replace the drawn ones; `planned_rounds` is the number of rounds that the run began with.
+    """
+    objects = objects or Objects()
+    torch.set_num_threads(1)
+    engine = engine or Engine()
+    method = build_method(objects.method or settings.method, settings.settings)
+    dataset = objects.dataset or loaded or load_dataset(settings.data, engine.data_dir, settings.subset)
+    dataset = with_task(dataset, settings.task)
+    federation = federate(dataset, settings.federation, settings.seed)
+    if settings.warm_start is not None and start is None:
+        start = _warm_start(Path(settings.warm_start))
+    session = bind(settings, engine, method, federation, objects.model, start, planned_rounds)
+    return replace(session, objects=objects)
+
+
+def _warm_start(path: Path) -> Tree:
+    """Return the global model of a different run, or the mean of its clients' models."""
+    read: Callable[[Path], Tree] = resolve_name(
+        "coterie.engine.personal_models:mean_model"
+    )  # by name: runs are built on sessions
+    return read(path)
+
+
+def bind(
+    settings: RunSettings,
+    engine: Engine,
+    method: Method,
+    federation: Federation,
+    model: nn.Module | Factory | PerClient | None = None,
+    start: Tree | None = None,
+    planned_rounds: int | None = None,
+) -> Session:
+    """Give the method its model and its context on partitioned data, check both, and return the session."""
+    if isinstance(model, PerClient) or (model is None and is_assignment(settings.model)):
+        if start is not None:
+            raise CoterieError("warm_start needs one model for all clients")
+        return _bind_each(settings, engine, method, federation, model or str(settings.model), planned_rounds)
+    n = len(federation.clients)
+    if settings.newcomers >= n:
+        raise CoterieError(f"newcomers = {settings.newcomers} leaves none of the {n} clients for training")
+    net = _net(settings, federation, model, batch_norm="bn" in method.needs)
+    method.ctx = Context(
+        net=net,
+        w0=_started(net.state(), start, settings.warm_start),
+        clients=federation.clients[: n - settings.newcomers],
+        task=federation.task,
+        rounds=planned_rounds or settings.rounds,
+        join=settings.join,
+        epochs=settings.epochs,
+        batch=settings.batch,
+        lr=settings.lr,
+        seed=settings.seed,
+        weighting=settings.weighting,
+        bn_stats=settings.bn_stats,
+        lr_decay=settings.lr_decay,
+        public=settings.federation.public,
+        headline=settings.headline,
+        momentum=settings.momentum if settings.optimizer == "sgd" else 0.0,
+    )
+    _check_needs(method, federation)
+    if settings.official:
+        official.check(federation)
+    if settings.stop_after is not None and not federation.sizes("val").any():
+        raise CoterieError("stop_after needs a validation part, and no client has one (set val_share)")
+    method.check()
+    return Session(settings, engine, federation, method)
+
+
+def _started(drawn: Tree, start: Tree | None, where: str | None) -> Tree:
+    """Return the initial values: `start` if it is given and fits, otherwise the drawn ones."""
+    if start is None:
+        return drawn
+    unfit = [k for k in {**drawn, **start} if k not in drawn or k not in start or drawn[k].shape != start[k].shape]
+    if unfit:
+        name = unfit[0]
+        there, here = (tuple(t[name].shape) if name in t else "absent" for t in (start, drawn))
+        raise CoterieError(f"the models of {where} do not fit this run: {name} is {there} there and {here} here")
+    return {k: start[k].clone() for k in drawn}
+
+
+def _bind_each(
+    settings: RunSettings,
+    engine: Engine,
+    method: Method,
+    federation: Federation,
+    models: PerClient | str,
+    planned_rounds: int | None = None,
+) -> Session:
+    """Bind the method once for each distinct model; the server uses the model of the first client.
+
+    Raise CoterieError if the exchanged entries depend on which model a client has.
+    """
+    title = method.card.title or type(method).__name__
+    if method.agree == "model":
+        raise CoterieError(
+            f"{title} needs the same model at every client; different models work with methods that exchange only "
+            "prototypes, heads or predictions (fedproto, fedtgp, fedgh, fedgmh, fedmd)"
+        )
+    for option in ("official", "log_updates"):
+        if getattr(settings, option):
+            raise CoterieError(f"{option} = true needs the same model at every client")
+    sessions: dict[object, Session] = {}  # by model
+    method_of = {}
+    for i, source in assign_models(models, federation.clients).items():
+        key = source if isinstance(source, str) else id(source)
+        if key not in sessions:
+            name = source if isinstance(source, str) else None
+            options = fitting_options(source, settings.model_options) if isinstance(source, str) else {}
+            one = settings.model_copy(update={"model": name, "model_options": options})
+            own = None if isinstance(source, str) else source
+            sessions[key] = bind(one, engine, copy.copy(method), federation, own, planned_rounds=planned_rounds)
+        method_of[i] = sessions[key].method
+    used = {name for s in sessions.values() for name in s.settings.model_options}
+    if unused := set(settings.model_options) - used:
+        raise CoterieError(f'none of the models has an option "{min(unused)}"')
+    first = method_of[federation.clients[0]]
+    for i, other in method_of.items():
+        a, b = first.ctx.net, other.ctx.net
+        if method.agree == "head" and (a.width, a.head_names) != (b.width, b.head_names):
+            what = (
+                f"{a.width} and {b.width} features before the head"
+                if a.width != b.width
+                else f"heads with different names ({a.head_names[0]}, {b.head_names[0]})"
+            )
+            raise CoterieError(
+                f"the models of clients {federation.clients[0]} and {i} have {what}; {title} exchanges those, so they "
+                "must agree"
+            )
+    others = {i: other for i, other in method_of.items() if other is not first}
+    return Session(settings, engine, federation, first, others=others)
+
+
+def _net(
+    settings: RunSettings, federation: Federation, model: nn.Module | Factory | None, batch_norm: bool = False
+) -> Net:
+    """Build the model with initial values drawn from the seed; a module instance of the user keeps its own values.
+
+    Without a name, the default model for the data is built, with batch norm if the method needs it.
+    """
+    data = federation.dataset
+    example = data.ready(torch.arange(2), federation.settings.normalize)
+    task = federation.task
+    module = build_model(
+        model or model_name(settings, federation, batch_norm),
+        federation.shape,
+        task.outputs,
+        seed=key(settings.seed, "init"),
+        dtype=example.dtype,
+        vocab=data.vocab,
+        options=settings.model_options,
+        task=task.name,
+    )
+    net = Net(module, example)
+    if net.layout.of_kind("conv"):
+        native.available()  # compiles or loads the library once, before workers are forked
+    return net
+
+
+_NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {
+    "bn": (
+        lambda m, f: bool(m.ctx.net.layout.of_kind("bn")),
+        "a model with batch norm (such as mlp-bn, lenet5 or default-bn)",
+    ),
+    "head": (lambda m, f: m.ctx.net.layout.head is not None, "a model whose last layer is an nn.Linear (its head)"),
+    "val": (lambda m, f: bool((f.sizes("val") > 0).all()), "a validation part at every client (set val_share)"),
+    "some_val": (lambda m, f: f.settings.val_share > 0, "validation parts to choose by (set val_share)"),
+    "public": (lambda m, f: f.public() is not None, "a public set (set public to a number of items)"),
+    "classes": (lambda m, f: f.num_classes > 0, "class labels (task = classification or binary)"),
+    "full": (lambda m, f: m.ctx.join == 1, "full participation (set join to 1)"),
+}
+
+
+def _check_needs(method: Method, federation: Federation) -> None:
+    for need in method.needs:
+        holds, words = _NEEDS[need]
+        if not holds(method, federation):
+            task = f", and the task is {federation.task.name}" if need == "classes" else ""
+            raise CoterieError(f"{method.card.title} needs {words}{task}")

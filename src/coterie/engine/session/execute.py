@@ -1,0 +1,172 @@
+"""Execute a session: open its runtime and drive the loop, from the start or from a checkpoint."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from pkgutil import resolve_name
+
+import torch
+from safetensors.torch import save
+
+from coterie.engine.loop import Loop, Progress, Schedule
+from coterie.engine.official_test import Official
+from coterie.engine.round import Rules
+from coterie.engine.session.resume import training_engine_at_start
+from coterie.engine.session.spec import Session
+from coterie.errors import CoterieError
+from coterie.runtimes.base import Interrupted, Runtime
+from coterie.runtimes.inline import Inline
+from coterie.runtimes.workers import Workers, can_fork
+from coterie.storage import atomic as disk
+from coterie.storage.client_states import ClientStates, StateLostError
+from coterie.storage.run_folder import EVENTS, START, Folder, extend, read_log, read_settings
+from coterie.train.engine_choice import Choice, choose
+
+Opener = Callable[[Session, Path, Callable[[], bool]], AbstractContextManager[Runtime]]
+OPENERS = {"flower": "coterie.federation.localhost.runtime:open_here"}
+
+
+def open_runtime(
+    session: Session, folder: Path, stopped: Callable[[], bool] = lambda: False
+) -> AbstractContextManager[Runtime]:
+    """Open the runtime that computes a run's clients; the choice does not affect results."""
+    e = session.engine
+    if e.address is not None and e.runtime != "ray":
+        raise CoterieError("address is used only with runtime = ray")
+    if e.runtime in OPENERS:  # by name, because such a runtime is built on sessions
+        opener: Opener = resolve_name(OPENERS[e.runtime])
+        return opener(session, folder, stopped)
+    return _open_simulation(session, folder)
+
+
+@contextmanager
+def _open_simulation(session: Session, folder: Path) -> Iterator[Runtime]:
+    e = session.engine
+    states = client_states(session, folder)
+    workers = e.workers or os.cpu_count() or 1
+    torch.set_num_threads(1)
+    runtime: Runtime
+    if e.runtime == "ray":
+        from coterie.runtimes.ray import RayRuntime
+
+        runtime = RayRuntime(session.clients(), states, e.workers, e.address, session.cost)
+    elif workers > 1 and can_fork():
+        runtime = Workers(session.clients(), states, workers, session.cost)
+    else:
+        runtime = Inline(session.clients(), states, session.cost)
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+def client_states(session: Session, folder: Path) -> ClientStates:
+    """Return the store of the clients' private states in a run folder."""
+    return ClientStates(folder, len(session.federation.clients), session.engine.state == "disk")
+
+
+def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
+    """Return the loop over the rounds of a session."""
+    s = session.settings
+    schedule = Schedule(
+        rounds=s.rounds,
+        rules=Rules(s.seed, s.dropout, s.stragglers, s.watch, s.log_updates),
+        eval_every=s.eval_every,
+        checkpoint_every=1 if session.engine.runtime == "flower" else s.checkpoint_every,
+        final_trained=s.final_trained,
+        headline=s.headline,
+        newcomers=session.newcomers,
+        eval_clients=s.eval_clients,
+        stop_after=s.stop_after,
+    )
+    official = Official(session.method, session.federation, s.gm_head) if s.official else None
+    return Loop(session.method, runtime, folder, schedule, official)
+
+
+def execute(
+    session: Session,
+    out: Path,
+    *,
+    resume: bool = False,
+    tell: Callable[[Progress], None] = lambda p: None,
+    say: Callable[[str], None] = lambda text: None,
+    stopped: Callable[[], bool] = lambda: False,
+    opened: Opener = open_runtime,
+    from_round: int | None = None,
+) -> bool:
+    """Run in the folder `out`; return True if the run finished, False if `stopped` asked for a pause.
+
+    With `from_round`, a resumed run goes back to its checkpoint of that round, and later rounds are deleted.
+    """
+    if from_round is not None and not resume:
+        raise CoterieError("--from-round rolls a run back; name the run with --resume")
+    if session.engine.runtime == "flower" and session.engine.engine != "loop":
+        raise CoterieError(f"engine = {session.engine.engine} needs many clients in one process; a device has one")
+    if session.engine.runtime == "flower" and session.settings.warm_start is not None:
+        raise CoterieError("warm_start needs runtime = local or ray: devices draw initial values from the seed")
+    if not resume and (out / "settings.json").exists():
+        raise CoterieError(f"{out} already holds a run; continue it with --resume {out} or choose a different folder")
+    if warning := session.extension_warning():
+        say(warning)
+    choice = training_engine_at_start(session, out) if resume else choose(session.clients(), session.engine.engine)
+    if session.engine.engine != "loop" or choice.engine != "loop":
+        say(choice.sentence)
+    local = session.engine.runtime == "local"
+    workers = session.engine.workers or (choice.workers if local else None)
+    session = replace(session, engine=session.engine.model_copy(update={"engine": choice.engine, "workers": workers}))
+    with Folder(out, session.engine.keep) as folder:
+        try:
+            with opened(session, out, stopped) as runtime:
+                if resume:
+                    _extend(session, out)
+                else:
+                    _write_start(session, folder, choice)
+                return _drive(session, folder, runtime, resume, tell, say, stopped, from_round)
+        except Interrupted:
+            return False
+        except OSError as e:
+            raise CoterieError(f"writing to {out} failed ({e.strerror or e}); what was written before is kept") from e
+
+
+def _extend(session: Session, out: Path) -> None:
+    """Record that a resumed run gets more rounds; raise CoterieError if it ended early."""
+    if session.settings.rounds == read_settings(out)["settings"]["rounds"]:
+        return
+    if (rows := read_log(out / EVENTS).rows) and rows[-1].get("ended"):
+        raise CoterieError(f"{out} ended early because of stop_after; it cannot get more rounds")
+    extend(out, session.settings.rounds)
+
+
+def _write_start(session: Session, folder: Folder, choice: Choice) -> None:
+    """Write settings.json, and the initial values if they are not drawn from the seed."""
+    if session.settings.warm_start is not None:
+        w0 = {k: v.contiguous() for k, v in session.method.ctx.w0.items()}
+        disk.write_atomic(folder.path / START, save(w0))
+    e = session.engine
+    engine = {**asdict(choice), "state": e.state, "runtime": e.runtime, "keep": e.keep}
+    folder.write_settings({**session.described(), "engine": engine})
+
+
+def _drive(
+    session: Session,
+    folder: Folder,
+    runtime: Runtime,
+    resume: bool,
+    tell: Callable[[Progress], None],
+    say: Callable[[str], None],
+    stopped: Callable[[], bool],
+    from_round: int | None,
+) -> bool:
+    """Run the loop; start again from the newest checkpoint if a cluster loses client states."""
+    while True:
+        loop = make_loop(session, folder, runtime)
+        for warning in loop.resume(from_round) if resume else []:
+            say(warning)
+        from_round = None
+        try:
+            return loop.run(tell, stopped)
+        except StateLostError as e:  # on a cluster only; repeated rounds give the same result
+            say(f"{e}; continuing from the newest checkpoint")
+            resume = True

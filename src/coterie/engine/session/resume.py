@@ -1,0 +1,109 @@
+"""Rebuild the session of a run folder, and refuse data, models and code that have changed since the run began."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from coterie.config import Engine, RunSettings
+from coterie.core.method import Method
+from coterie.engine.session.build import prepare
+from coterie.engine.session.spec import Objects, Session
+from coterie.errors import CoterieError
+from coterie.methods import build as build_method
+from coterie.methods import fields, restored, written_out
+from coterie.storage.run_folder import START, read_settings
+from coterie.train import native
+from coterie.train.engine_choice import Choice
+
+
+def rebuild(
+    path: Path, engine: Engine | None = None, objects: Objects | None = None, rounds: int | None = None
+) -> Session:
+    """Build the session of a run folder again; raise CoterieError if its data, model or method has changed since.
+
+    Objects that are not given are imported by their names. If `rounds` is larger than the run's number of rounds, the
+    run is extended and keeps the plan that it began with.
+    """
+    run = read_settings(path)
+    had = run["settings"]["rounds"]
+    if rounds is not None and rounds < had:
+        raise CoterieError(f"{path} has {had} rounds; rounds = {rounds} must be more to extend it")
+    run = {**run, "settings": {**run["settings"], "rounds": rounds or had}, "plan": run.get("plan", had)}
+    engine, objects = _engine_at_start(engine or Engine(), run), objects or Objects()
+    objects = objects.recall(run, path)
+    given = objects.described()
+    for name, where in run["objects"].items():
+        if given.get(name) != where and name != "data":  # the partition's identity covers the data
+            raise CoterieError(f"{path} was made with a {name} of your own ({where}); pass the same {name} again")
+    for name, digest in objects.digests().items():
+        if run.get("digests", {}).get(name, digest) != digest:
+            raise CoterieError(f"the code of the {name} {given[name]} has changed since {path} was made")
+    start = load_file(path / START) if (path / START).exists() else None
+    session = prepare(recorded(run, objects.method), engine, objects, start=start, planned_rounds=run["plan"])
+    if run.get("tensors", mark := session.tensors()) != mark:
+        raise CoterieError(f"this is not the model of {path}: tensor names, shapes or initial values differ")
+    now, then = session.federation.identity, run["partition"]
+    if now != then:
+        changed = sorted(k for k in {*now, *then} if now.get(k) != then.get(k))
+        raise CoterieError(f"the data of {path} have changed since it ran ({', '.join(changed)})")
+    return session
+
+
+def _engine_at_start(engine: Engine, run: Mapping[str, Any]) -> Engine:
+    """Fill in the options that are not given with those that the run began with."""
+    began, given = run["engine"], engine.model_fields_set
+    update: dict[str, Any] = {}
+    if engine.data_dir is None and run["data_dir"]:
+        update["data_dir"] = Path(run["data_dir"])
+    if "state" not in given:
+        update["state"] = began["state"]
+    if "keep" not in given:
+        update["keep"] = began.get("keep", engine.keep)
+    if "runtime" not in given and began.get("runtime") == "flower":
+        update["runtime"] = "flower"
+    return engine.model_copy(update=update)
+
+
+def recorded(run: Mapping[str, Any], method: type[Method] | None = None) -> RunSettings:
+    """Return the settings of a run, given the content of its settings.json.
+
+    The values behind a reading may change from version to version, so the run's recorded values are used. Runs from
+    before there were readings followed the paper's text.
+    """
+    settings = RunSettings(**run["settings"])
+    if "reading" not in fields(method or settings.method):
+        return settings
+    own = run.get("method", {}).get("settings", settings.settings)
+    own = restored(method or settings.method, {"reading": "paper", **own})
+    return resolved(settings.model_copy(update={"settings": own}), method)
+
+
+def resolved(settings: RunSettings, method: type[Method] | None = None) -> RunSettings:
+    """Write out every value that a reading sets; settings of methods without readings stay as they are."""
+    named = method or settings.method
+    if "reading" not in fields(named):
+        return settings
+    return settings.model_copy(update={"settings": written_out(named, build_method(named, settings.settings))})
+
+
+def training_engine_at_start(session: Session, path: Path) -> Choice:
+    """Return the training engine that a run began with.
+
+    Raise CoterieError if convolutions are computed differently now, or if the runtime cannot reach the client states.
+    """
+    run = read_settings(path)
+    then, now = run["versions"]["convolutions"], native.status()
+    if session.method.ctx.net.layout.of_kind("conv") and then != now:
+        raise CoterieError(f'{path} began with "{then}" and cannot be continued bit-identically with "{now}"')
+    began = run["engine"].get("runtime", "local")
+    if "flower" in (began, session.engine.runtime) and began != session.engine.runtime:
+        where = "on its devices" if began == "flower" else "in its folder"
+        raise CoterieError(
+            f"{path} began with runtime = {began}, and its client states are {where}; continue it with the same runtime"
+        )
+    choice = Choice(**{k: run["engine"][k] for k in ("engine", "why", "workers")})
+    asked = session.engine.engine
+    return choice if asked in ("auto", choice.engine) else replace(choice, why="as the run began")

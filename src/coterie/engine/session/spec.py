@@ -1,0 +1,218 @@
+"""Describe a run that has been checked but not started, and write what settings.json says about it."""
+
+import hashlib
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from coterie.config import PUBLIC, Engine, RunSettings
+from coterie.core.method import Method
+from coterie.data.dataset import Dataset
+from coterie.data.federation import Federation
+from coterie.engine.provenance import code_digest, origin, plans_by_rounds, recalled
+from coterie.errors import CoterieError
+from coterie.methods import unusual_reading, written_out
+from coterie.models.per_client import PerClient, assign_models, is_assignment
+from coterie.models.registry import WITH_NORM, default_for, options_of
+from coterie.train import native
+from coterie.train.clients import Clients
+from coterie.train.optimisers import Optimiser
+from coterie.train.vmap.trainer import Stacker
+
+Factory = Callable[..., nn.Module]
+_FEW = 10  # validation samples below which a choice made on them is mostly chance
+
+
+@dataclass(frozen=True)
+class Objects:
+    """Python objects given by the user in place of names in the settings."""
+
+    method: type[Method] | None = None
+    dataset: Dataset | None = None
+    model: nn.Module | Factory | PerClient | None = None
+    data_from: str = ""  # module:name of the function that made the data set, if a function made it
+
+    def described(self) -> dict[str, str]:
+        """Return module:name of each object; the run can be resumed only with the same objects."""
+        origins = {name: origin(_maker(thing)) for name, thing in self._given().items()}
+        return {**origins, "data": self.data_from} if self.data_from else origins
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of the code of method and model; the data are covered by the partition's identity."""
+        return {name: code_digest(_maker(thing)) for name, thing in self._given().items() if name != "data"}
+
+    def _given(self) -> dict[str, object]:
+        given = {"method": self.method, "data": self.dataset, "model": self.model}
+        return {name: thing for name, thing in given.items() if thing is not None}
+
+    def recall(self, recorded: Mapping[str, Any], path: Path) -> "Objects":
+        """Import by name the objects that a run was made with and that are not given.
+
+        Raise CoterieError if one of them cannot be imported.
+        """
+        objects = self
+        for name, where in recorded["objects"].items():
+            if name in self._given():
+                continue
+            thing = recalled(where) if name not in recorded.get("built", ()) else None
+            if name == "data" and thing is not None:
+                thing = None if isinstance(thing, type) or not callable(thing) else thing()
+            if name == "data" and isinstance(thing, Dataset):
+                objects = replace(objects, dataset=thing, data_from=where)
+            elif thing is not None and name == "method" and isinstance(thing, type) and issubclass(thing, Method):
+                objects = replace(objects, method=thing)
+            elif thing is not None and name == "model" and callable(thing):
+                objects = replace(objects, model=thing)
+            else:
+                raise CoterieError(f"{path} was made with a {name} of your own ({where}); pass the same {name} again")
+        return objects
+
+
+def _maker(thing: object) -> object:
+    """Return the function that a PerClient chooses models with; any other object as it is."""
+    return thing.pick if isinstance(thing, PerClient) else thing
+
+
+@dataclass(frozen=True)
+class Session:
+    """A checked run that has not started: nothing is written yet."""
+
+    settings: RunSettings
+    engine: Engine
+    federation: Federation
+    method: Method
+    objects: Objects = field(default_factory=Objects)
+    others: Mapping[int, Method] = field(default_factory=dict)  # the method bound to other models, by client
+
+    def method_of(self, client: int) -> Method:
+        """Return the method bound to this client's model."""
+        return self.others.get(client, self.method)
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """Clients that never train."""
+        return self.federation.clients[len(self.federation.clients) - self.settings.newcomers :]
+
+    def clients(self) -> Clients:
+        """Return the client side of the run, which trains and scores."""
+        s = self.settings
+        rule = Optimiser(s.optimizer, s.momentum, s.weight_decay, s.opt_state == "keep")
+        stacker = Stacker(self.method.ctx, rule) if self.engine.engine == "stack" else None
+        return Clients(self.method, self.federation, rule, stacker, self.others)
+
+    def extension_warning(self) -> str:
+        """Return a warning if the run is extended and its method plans ahead; otherwise an empty string."""
+        planned, rounds = self.method.ctx.rounds, self.settings.rounds
+        if planned == rounds or not plans_by_rounds(type(self.method)):
+            return ""
+        return (
+            f"{self.method.card.title} plans by the number of rounds: it keeps its plan for {planned} rounds, so the "
+            f"result differs from a run that was started with {rounds} rounds"
+        )
+
+    def automatic_choices(self) -> list[str]:
+        """Return a sentence for each choice that the method needs and that was made without the user."""
+        s, method, federation = self.settings, self.method, self.federation
+        sentences = []
+        if "bn" in method.needs and s.model is None and self.objects.model is None:
+            name = default_for(federation.shape, federation.num_classes, federation.dataset.x.dtype, batch_norm=True)
+            sentences.append(
+                f"{method.card.title} needs a model with batch norm: {name} is used (--model names a different one)"
+            )
+        if "public" in method.needs and s.federation.public == PUBLIC:
+            sentences.append(
+                f"{method.card.title} needs a public set: {PUBLIC} items are set aside for it, without labels "
+                "(--set public=N changes the number)"
+            )
+        if "some_val" in method.needs and (few := int((federation.sizes("val") < _FEW).sum())):
+            sentences.append(
+                f"{method.card.title} chooses by validation data: {few} of {len(federation.clients)} clients have "
+                f"fewer than {_FEW} such samples and follow the choice of all (val_share = {s.federation.val_share:g})"
+            )
+        return sentences
+
+    def options_for(self, source: object) -> dict[str, Any]:
+        """Return the model options that apply to this model; if clients have different models, those it knows."""
+        options = self.settings.model_options
+        return fitting_options(source, options) if self.others and isinstance(source, str) else options
+
+    def model_of(self, client: int) -> str | nn.Module | Factory:
+        """Return the client's model: a name (also of a model chosen from the data) or the user's object."""
+        own, name = self.objects.model, self.settings.model
+        if isinstance(own, PerClient) or (own is None and is_assignment(name)):
+            return assign_models(own or str(name), self.federation.clients)[client]
+        return own or model_name(self.settings, self.federation, "bn" in self.method.needs)
+
+    def tensors(self) -> str:
+        """Return a digest of the model's tensor names and shapes, and of initial values not drawn from the seed."""
+        digest, ctx = hashlib.blake2b(digest_size=16), self.method.ctx
+        values = isinstance(self.objects.model, nn.Module) or self.settings.warm_start is not None
+        for name, v in [*ctx.w0.items(), *ctx.net.constants().items()]:
+            digest.update(f"{name} {tuple(v.shape)}".encode())
+            if values:
+                digest.update(v.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def cost(self, client: int) -> int:
+        """Return the relative cost of computing a client, in any unit."""
+        return int(self._costs[client])
+
+    @cached_property
+    def _costs(self) -> Any:
+        return self.federation.sizes("train") * self.settings.epochs * 3 + self.federation.sizes("test") * 2
+
+    def described(self) -> dict[str, Any]:
+        """Return the content of settings.json."""
+        named = self.objects.method or self.settings.method
+        return {
+            "settings": self.settings.model_dump(mode="json"),
+            "method": {
+                "name": type(self.method).__name__,
+                "title": self.method.card.title or type(self.method).__name__,
+                "settings": written_out(named, self.method),
+                "reading": unusual_reading(named, self.method),
+                "weighting": self.settings.weighting or self.method.weighting,
+                "certainty": self.method.card.certainty,
+            },
+            "objects": self.objects.described(),
+            "task": {"name": self.method.ctx.task.name, "outputs": self.method.ctx.task.outputs},
+            "digests": self.objects.digests(),
+            "built": ["model"] if isinstance(self.objects.model, nn.Module | PerClient) else [],
+            "tensors": self.tensors(),
+            "partition": self.federation.identity,
+            "client_names": list(self.federation.names) if self.federation.named else None,
+            "data_dir": str(self.engine.data_dir.resolve()) if self.engine.data_dir else None,
+            "normalisation": {"mean": self.federation.dataset.mean, "std": self.federation.dataset.std},
+            "parameters": sum(self.method.ctx.w0[k].numel() for k in self.method.ctx.net.trainable),
+            "versions": {
+                "coterie": version("coterie"),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+                "convolutions": native.status(),
+            },
+        }
+
+
+def fitting_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that this model knows."""
+    known = options_of(name)
+    return {k: v for k, v in options.items() if k in known}
+
+
+def model_name(settings: RunSettings, federation: Federation, batch_norm: bool) -> str:
+    """Return the model named in the settings, or the default model for the data."""
+    if settings.model is not None and settings.model != WITH_NORM:
+        return settings.model
+    example = federation.dataset.ready(torch.arange(2), federation.settings.normalize)
+    norm = batch_norm or settings.model == WITH_NORM
+    task = federation.task
+    return default_for(federation.shape, task.outputs, example.dtype, norm, task.name)
