@@ -22,7 +22,7 @@ import torch
 from nets import for_hapt
 
 import coterie
-from coterie.core.method import ClientData, Extras, Method, State, Tree, Upload, replace
+from coterie.core.method import ClientData, Method, Model, State, Trained, Tree, Upload, replace
 from coterie.errors import CoterieError
 from coterie.methods import find
 from coterie.parts.keep_best import best, kept
@@ -42,13 +42,13 @@ def keeping_best(name: str) -> type[Method]:
     class Keeping(base):  # type: ignore[misc, valid-type]
         card = replace(base.card, title=f"{base.card.title}, best on validation data")
 
-        def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-            new, upload = super().end(state, params, extras, data, round)
-            return {**new, **kept(self.ctx, state, params, data)}, upload
+        def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+            new, upload = super().end(state, trained, data, round)
+            return {**new, **kept(self.ctx, state, trained.params, data)}, upload
 
-        def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+        def personal(self, state: State, download: Tree, data: ClientData) -> Model:
             params, extras = super().personal(state, download, data)
-            return best(self.ctx, state, params, data), extras
+            return Model(best(self.ctx, state, params, data), extras)
 
     Keeping.__name__ = Keeping.__qualname__ = f"Best{base.__name__}"
     return Keeping

@@ -16,12 +16,13 @@ SRC = Path(coterie.__file__).parent
 
 # From the ground up: a room imports only rooms of earlier lines. The longest prefix of a module's name is its room.
 ROOMS = [
-    ["errors", "core.rng", "train.native", "engine.provenance"],
-    ["core.tree", "core.schema", "storage.atomic", "engine.ledger", "storage.new_folder"],
+    ["errors", "core.rng", "core.tree", "core.views", "train.native", "engine.provenance"],
+    ["core.schema", "storage.atomic", "engine.ledger", "storage.new_folder"],
     ["engine.codec", "core.tasks"],
     ["core.layers"],
     ["core.net"],
-    ["models", "core.method"],
+    ["models", "core.context"],
+    ["core.method"],
     ["core.edges"],
     ["parts"],
     ["methods"],

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from coterie.config import Engine, RunSettings, settings, shared_names
 from coterie.core.edges import ANNOUNCE, EdgeMethod
-from coterie.core.method import ClientId, Method, Moment
+from coterie.core.method import Client, ClientId, Method, Moment
 from coterie.core.schema import Entry, Schema
 from coterie.data.arrays import from_arrays
 from coterie.data.dataset import Dataset
@@ -222,7 +222,7 @@ def _minus(after: Any, before: Any) -> Any:
 
 
 GUARDED = (
-    "down", "deliver", "aggregate", "begin", "end", "trained", "personal", "global_model", "facts", "relay", "calls",
+    "down", "deliver", "aggregate", "begin", "end", "model", "personal", "global_model", "facts", "relay", "calls",
     "merge",
 )  # fmt: skip
 
@@ -588,7 +588,9 @@ def left_untrained(loop: Loop) -> list[str]:
     method, new = loop.method, len(loop.method.ctx.clients)
     data = loop.runtime.clients.federation.data(new)  # type: ignore[attr-defined]
     shared, own = preview(method, loop.server, loop.edges, [new], loop.done + 1)[new]
-    params, _ = method.newcomer(method.init_client(data), {**shared, **own}, data)
+    model = method.model("newcomer", Client(method.init_client(data), {**shared, **own}, data, loop.done + 1))
+    assert model is not None
+    params = model.params
     entries = method.schema("up").entries.items()
     sent = {k.rsplit(":", 1)[-1] for k, e in entries if e.kind in ("model", "update")} & method.ctx.net.trainable
     first = {k: method.ctx.w0.get(k.rsplit(":", 1)[-1]) for k in params if k.rsplit(":", 1)[-1] in sent}

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.core.schema import LARGEST, Entry, NonFiniteError, Schema, class_ids, counts, like, weight
+from coterie.core.schema import LARGEST, Entry, NonFiniteError, Schema, class_ids, counts, like
+from coterie.core.tree import value_bytes
 from coterie.errors import CoterieError
 
 PLAIN = Schema({"w": Entry((2, 3)), "n": Entry((2,), torch.int32, low=0, high=9, part="counts")})
@@ -137,8 +138,8 @@ def test_entries_like_a_tree_may_be_summed_if_they_are_numbers_of_a_model():
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 def test_types_weigh_what_they_take_and_booleans_one_bit():
-    assert [weight(17, d) for d in (torch.float32, torch.int64, torch.float16, torch.bool)] == [68, 136, 34, 3]
-    assert [weight(n, torch.bool) for n in (0, 1, 8, 9)] == [0, 1, 1, 2]
+    assert [value_bytes(17, d) for d in (torch.float32, torch.int64, torch.float16, torch.bool)] == [68, 136, 34, 3]
+    assert [value_bytes(n, torch.bool) for n in (0, 1, 8, 9)] == [0, 1, 1, 2]
 
 
 def test_declared_bytes_are_those_of_the_payload_under_its_headings():

@@ -260,8 +260,8 @@ class Called(TwoEdges):
         whole = super().schema(link, now)
         return whole | Schema({ANNOUNCE + "id": Entry((1,), part="announcement")}) if link == "up" else whole
 
-    def end(self, state, params, extras, data, round):
-        state, upload = super().end(state, params, extras, data, round)
+    def end(self, state, trained, data, round):
+        state, upload = super().end(state, trained, data, round)
         return state, Upload({**upload.tree, ANNOUNCE + "id": torch.tensor([float(data.client)])})
 
     def calls(self, edge, announced, round):
@@ -326,8 +326,8 @@ def test_a_page_of_the_ledger_adds_up():
 class Diverging(FedAvg):
     """Clients 1 and 3 send NaN and infinity in round 2."""
 
-    def end(self, state, params, extras, data, round):
-        _, upload = super().end(state, params, extras, data, round)
+    def end(self, state, trained, data, round):
+        _, upload = super().end(state, trained, data, round)
         bad = {1: math.nan, 3: math.inf}.get(data.client) if round == 2 else None
         tree = upload.tree if bad is None else {**upload.tree, "2.bias": torch.full((3,), bad)}
         return {"rounds": [*state.get("rounds", []), round]}, Upload(tree)

@@ -6,7 +6,7 @@ import torch
 import coterie
 from coterie import testing
 from coterie.core import tree as T
-from coterie.core.method import Batch, Method
+from coterie.core.method import Batch, Client, Method
 from coterie.data.dataset import Dataset
 from coterie.engine.edge_steps import preview
 from coterie.methods import find
@@ -23,7 +23,8 @@ def newcomer(name, tmp_path, own=None, **changes):
     method, new = loop.method, len(loop.method.ctx.clients)
     data = loop.runtime.clients.federation.data(new)
     shared, each = preview(method, loop.server, loop.edges, [new], 4)[new]
-    return method, loop.server, data, method.newcomer(method.init_client(data), {**shared, **each}, data)
+    client = Client(method.init_client(data), {**shared, **each}, data, 4)
+    return method, loop.server, data, method.model("newcomer", client)
 
 
 def same(a, b):
@@ -74,7 +75,7 @@ def test_ifca_offers_newcomers_only_models_that_somebody_trained():
     new = len(bench.ctx.clients)
     sent = bench.deliver(server, [0, new], 2)
     assert sent.to(0) == bench.down(server, [0], 2).to(0)
-    assert all(same(T.strip(f"{g}:", sent.to(new)), trained) for g in range(3))
+    assert all(same(T.tagged(str(g), sent.to(new)), trained) for g in range(3))
 
 
 class Forgetful(Ditto):

@@ -43,7 +43,7 @@ def test_apfl_v_learns_alpha_times_the_gradient_at_the_mixture_and_w_only_its_ow
     params, extras = opened(method, clients[0])
     params, batch = noisy(params, lambda k: k == "p:fc2.weight"), batch_of(clients[0])
     got = gradients(method, params, batch, extras)
-    v, w = ({k: t.clone().requires_grad_() for k, t in T.strip(m, params).items()} for m in ("p:", "g:"))
+    v, w = ({k: t.clone().requires_grad_() for k, t in T.tagged(m, params).items()} for m in ("p", "g"))
     with method.ctx.net.train_mode():
         stats = method.ctx.group("bn_stats")
         v, w = ({k: t.detach() if k in stats else t for k, t in m.items()} for m in (v, w))
@@ -59,7 +59,7 @@ def test_apfl_alpha_takes_one_step_down_its_gradient_and_stays_in_its_interval()
     method, clients = bound(APFL)
     params, extras = opened(method, clients[0])
     params, batch = noisy(params, lambda k: k == "p:classifier.weight"), batch_of(clients[0])
-    lv, lw = (method.ctx.forward(T.strip(m, params), batch.x) for m in ("p:", "g:"))
+    lv, lw = (method.ctx.forward(T.tagged(m, params), batch.x) for m in ("p", "g"))
     losses = [F.cross_entropy(a * lv.double() + (1 - a) * lw.double(), batch.y) for a in (0.501, 0.499)]
     slope = float(losses[0] - losses[1]) / 0.002
     new = method.weigh(params, batch, extras, torch.Generator())

@@ -7,7 +7,7 @@ import torch
 
 import coterie
 from coterie.core import tree as T
-from coterie.core.method import Batch, ClientData, Split
+from coterie.core.method import Batch, Client, ClientData, Split, Trained
 from coterie.errors import CoterieError
 from coterie.methods.autopilot import CANDIDATES, PRIOR, UNTRAINED, Autopilot
 from coterie.parts.candidate_choice import TEMPERATURES, choose, is_behind, shrunk, temperatures
@@ -137,8 +137,8 @@ def test_without_validation_data_the_federations_best_is_taken() -> None:
     prior[method.names.index("halfway")] = -0.1
     w = method.ctx.w0
     for told, expected in ((prior, "halfway"), (torch.zeros_like(prior), "head")):
-        params, extras = method.begin(method.init_client(empty), {**w, PRIOR: told}, empty, 1)
-        kept, upload = method.end(method.init_client(empty), params, extras, empty, 1)
+        params, extras = method.begin(method.init_client(empty), {**w, PRIOR: told}, empty, 1).model
+        kept, upload = method.end(method.init_client(empty), Trained(params, extras), empty, 1)
         assert method.names[kept["choice"]] == expected and int(upload.tree["x:validated"]) == 0
 
 
@@ -147,8 +147,8 @@ def test_a_client_that_never_trained_gets_nothing_that_needs_training() -> None:
     prior = torch.full((len(method.names),), -5.0)
     prior[method.names.index("own")] = 0
     w = {k: v + 0.3 for k, v in method.ctx.w0.items()}
-    params, _ = method.newcomer(method.init_client(data), {**w, PRIOR: prior}, data)
-    plain = {k.rsplit(":", 1)[-1]: v for k, v in params.items()}
+    params, _ = method.model("newcomer", Client(method.init_client(data), {**w, PRIOR: prior}, data, 1))
+    plain = {T.plain(k): v for k, v in params.items()}
     body = T.drop(w, method.ctx.group("head").__contains__)
     assert all(torch.equal(plain[k], v) for k, v in body.items())
     assert {"own", "tuned", "halfway"}.isdisjoint(UNTRAINED)
@@ -158,9 +158,9 @@ def test_the_own_model_is_no_longer_trained_after_its_patience() -> None:
     method, data = bound(patience=2), toy.clients().data(0)
     kept = {**method.init_client(data), "waits": 2}
     told = {**method.ctx.w0, PRIOR: torch.zeros(len(method.names))}
-    assert not any(k.startswith("p:") for k in method.begin(kept, told, data, 1)[0])
+    assert not any(k.startswith("p:") for k in method.begin(kept, told, data, 1).model[0])
     for turns, there in ((0, True), (1, False), (6, True)):
-        tree, _ = method.begin({**kept, "waits": 1, "turns": turns}, told, data, 1)
+        tree, _ = method.begin({**kept, "waits": 1, "turns": turns}, told, data, 1).model
         assert any(k.startswith("p:") for k in tree) == there
 
 

@@ -10,7 +10,7 @@ import torch
 
 from coterie.core import tree as T
 from coterie.core.edges import Edge, EdgeMethod
-from coterie.core.method import Download, Moment, Upload
+from coterie.core.method import Download, Moment, Trained, Upload
 from coterie.core.tree import Tree
 from coterie.engine import codec
 from coterie.engine.loop import Loop
@@ -166,12 +166,12 @@ def test_stop_for_a_round_or_for_ever() -> None:
         m = bound(stop=stop, epsilon=1e-3)
         data = Bench(find("ecs-fl"), {}).session().federation.data(0)
         near = {"last": T.keep(m.ctx.w0, m.ctx.net.trainable.__contains__)}
-        params, extras = m.begin(near, m.ctx.w0, data, 2)
+        params, extras = m.begin(near, m.ctx.w0, data, 2).model
         assert extras["idle"]
-        state, upload = m.end(near, params, extras, data, 2)
+        state, upload = m.end(near, Trained(params, extras), data, 2)
         assert not upload.tree
         far = T.add(m.ctx.w0, noise(m.ctx.w0, 1, 1.0))
-        assert m.begin(state, far, data, 3)[1]["idle"] is expected
+        assert m.begin(state, far, data, 3).model[1]["idle"] is expected
 
 
 def test_p10_an_outlier_has_no_influence_under_mean_and_less_than_a_thousandth_under_invdist_all() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coterie.core import tree as T
-from coterie.core.method import Batch
+from coterie.core.method import Batch, Trained
 from coterie.methods.fedala import FedALA, merged
 from support.short_runs import CLIENTS, HEAD, jittered, near, play, same, session, size, state, traffic
 
@@ -32,14 +32,14 @@ def test_fedala_takes_lower_layers_as_received_and_skips_the_first_round() -> No
     s = session("fedala")
     method, data = s.method, s.federation.data(0)
     w = jittered(method.ctx.w0, 1)
-    first, extras = method.begin(method.init_client(data), w, data, 1)
+    first, extras = method.begin(method.init_client(data), w, data, 1).model
     assert same(first, w) and not extras
-    kept, _ = method.end(method.init_client(data), jittered(w, 2), extras, data, 1)
+    kept, _ = method.end(method.init_client(data), Trained(jittered(w, 2), extras), data, 1)
     assert not kept["settled"]
-    second, extras = method.begin(kept, w, data, 2)
+    second, extras = method.begin(kept, w, data, 2).model
     assert all(torch.equal(second[k], w[k]) for k in w if k not in HEAD)
     assert any(not torch.equal(second[k], w[k]) for k in HEAD)
-    assert method.end(kept, second, extras, data, 2)[0]["settled"]
+    assert method.end(kept, Trained(second, extras), data, 2)[0]["settled"]
 
 
 def test_fedala_step_is_the_papers_and_the_loop_has_a_cap() -> None:
@@ -57,7 +57,7 @@ def test_fedala_step_is_the_papers_and_the_loop_has_a_cap() -> None:
         assert torch.allclose(once[k], (A[k] - 0.5 * slopes[k] * (new[k] - old[k])).clamp(0, 1), atol=1e-6)
     thrice = method.learned(method.learned(once, old, new, data, 2, 1), old, new, data, 2, 1)
     for settled, expected in ((False, thrice), (True, once)):
-        _, extras = method.begin({"o": old, "A": A, "settled": settled}, new, data, 2)
+        _, extras = method.begin({"o": old, "A": A, "settled": settled}, new, data, 2).model
         assert near(extras["A"], expected)
     assert not near(once, thrice)
 

@@ -93,7 +93,7 @@ def test_fedap_is_fedbn_before_the_exchange_and_never_sends_batch_norm() -> None
 def test_fedap_statistics_are_means_and_deviations_of_what_enters_batch_norm() -> None:
     s = session("fedap", own={"warm": 0.0})
     data = s.federation.data(1)
-    params, extras = s.method.begin(s.method.init_client(data), T.drop(s.method.ctx.w0, BN.__contains__), data, 0)
+    params, extras = s.method.begin(s.method.init_client(data), T.drop(s.method.ctx.w0, BN.__contains__), data, 0).model
     entering = nn.functional.linear(data.train.x.flatten(1), params["fc1.weight"], params["fc1.bias"])
     expected = torch.stack([entering.mean(0), entering.std(0, correction=0)])
     assert torch.allclose(extras["stats"], expected, atol=1e-5)

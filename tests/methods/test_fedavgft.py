@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import coterie
-from coterie.core.method import Batch
+from coterie.core.method import Batch, Start
 from coterie.methods import build
 from coterie.train.trainer import train
 from support.short_runs import HEAD, play, same, session
@@ -24,14 +24,14 @@ def test_fine_tuning_never_feeds_back_into_fedavg(method: str) -> None:
 def fine_tuned(method: str, **own: float) -> Any:
     s = session(method, own=own)
     w0 = s.method.ctx.w0
-    return w0, train(s.method.ctx, s.clients().rule, s.method.adapt(), w0, {}, s.federation.data(0), 1)[0]
+    return w0, train(s.method.ctx, s.clients().rule, s.method.adapt(), Start(w0), s.federation.data(0), 1)[0].params
 
 
 def test_fedavg_ft_is_plain_training_of_a_copy() -> None:
     s = session("fedavg", epochs=3)
     _, tuned = fine_tuned("fedavg-ft", finetune_epochs=3)
     phases = s.method.phases(1)
-    trained = train(s.method.ctx, s.clients().rule, phases, s.method.ctx.w0, {}, s.federation.data(0), 1)[0]
+    trained = train(s.method.ctx, s.clients().rule, phases, Start(s.method.ctx.w0), s.federation.data(0), 1)[0].params
     assert same(tuned, trained)
 
 

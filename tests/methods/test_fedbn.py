@@ -37,7 +37,7 @@ def test_fedbn_newcomer_starts_from_the_initial_batch_norm_and_is_scored_with_it
     loop, _ = watch(s)
     data = s.federation.data(4)
     fresh = s.method.init_client(data)
-    begun, _ = s.method.begin(fresh, loop.server["w"], data, 4)
+    begun, _ = s.method.begin(fresh, loop.server["w"], data, 4).model
     scored, _ = s.method.personal(fresh, loop.server["w"], data)
     assert all(torch.equal(begun[k], s.method.ctx.w0[k]) for k in BN)
     entering = nn.functional.linear(data.train.x.flatten(1), begun["fc1.weight"], begun["fc1.bias"])

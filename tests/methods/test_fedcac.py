@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coterie.core import tree as T
-from coterie.core.method import Upload
+from coterie.core.method import Trained, Upload
 from coterie.methods.fedcac import FedCAC, collaborators, overlap
 from support.short_runs import bound, jittered, near, play, same, session, size, state, traffic, watch
 
@@ -37,7 +37,7 @@ def test_fedcac_masks_the_entries_that_training_moved_to_most_effect() -> None:
     params = T.clone(start)
     params["classifier.bias"] = torch.tensor([1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, -2.0, 5.0])
     start["classifier.bias"] = torch.tensor([0.0, 0.9, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 5.0])
-    kept, _ = method.end({}, params, {"start": start}, data, 1)
+    kept, _ = method.end({}, Trained(params, {"start": start}), data, 1)
     assert kept["mask"]["classifier.bias"].nonzero().flatten().tolist() == [0, 8]
     assert int(kept["mask"]["fc1.bias"].sum()) == 6  # nothing moved there; the mask is not full for that
 
@@ -46,7 +46,7 @@ def test_fedcac_beyond_beta_nobody_shares_critical_entries() -> None:
     s = session("fedcac", own={"beta": 1.5}, join=1.0)
     loop, seen = watch(s)
     assert torch.equal(loop.server["together"], torch.eye(5, dtype=torch.bool))
-    custom = T.strip("c:", s.method.down(loop.server, [2], 4).to(2))
+    custom = T.tagged("c", s.method.down(loop.server, [2], 4).to(2))
     assert near(custom, {k: seen[-1][2].tree[k] for k in custom})
 
 
@@ -55,7 +55,7 @@ def test_fedcac_starts_from_the_customised_model_in_critical_places_only() -> No
     loop, seen = watch(s)
     assert isinstance(s.method, FedCAC)
     sent, kept = s.method.down(loop.server, [1], 4).to(1), state(loop, 1)
-    start, _ = s.method.begin(kept, sent, s.federation.data(1), 4)
+    start, _ = s.method.begin(kept, sent, s.federation.data(1), 4).model
     friends = loop.server["together"][1].nonzero().flatten().tolist()
     assert 1 in friends
     mean = T.mean([{k: seen[-1][j].tree[k] for k in kept["mask"]} for j in friends])
@@ -68,7 +68,7 @@ def test_fedcac_starts_from_the_customised_model_in_critical_places_only() -> No
 def test_fedcac_keeps_masks_and_models_of_absent_clients() -> None:
     method = bound("fedcac")
     masks = {k: torch.rand(v.shape) > 0.5 for k, v in method.ctx.w0.items() if k in method.ctx.net.trainable}
-    send = [Upload({**jittered(method.ctx.w0, i), **T.prefix("mask:", masks)}, {}, i, 10) for i in (4, 2)]
+    send = [Upload({**jittered(method.ctx.w0, i), **T.tag("mask", masks)}, {}, i, 10) for i in (4, 2)]
     one = method.aggregate(method.setup(), send[:1], 1)
     two = method.aggregate(one, send[1:], 2)
     assert two["bank"]["ids"] == [4, 2] and torch.equal(two["masks"][0], one["masks"][0])

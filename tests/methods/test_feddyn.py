@@ -34,7 +34,7 @@ def test_feddyn_sends_average_plus_dual_and_scores_the_average() -> None:
     sent, handed = method.down(server, [0], 4).to(0), method.deliver(server, [0], 4).to(0)
     assert same(sent, server["w"])
     assert same(method.personal(state(loop, 0) or method.init_client(data), handed, data)[0], server["avg"])
-    assert same(method.begin(method.init_client(data), handed, data, 4)[0], server["w"])
+    assert same(method.begin(method.init_client(data), handed, data, 4).model[0], server["w"])
     assert method.global_model(server) is server["avg"]
 
 
@@ -49,7 +49,7 @@ def test_feddyn_penalty_has_the_gradient_of_the_paper() -> None:
     s = session("feddyn", own={"alpha": 0.5})
     method, data = s.method, s.federation.data(0)
     h = {k: torch.full_like(v, 0.25) for k, v in method.init_client(data)["h"].items()}
-    start, extras = method.begin({"h": h}, method.ctx.w0, data, 1)
+    start, extras = method.begin({"h": h}, method.ctx.w0, data, 1).model
     there = {k: (v + 0.125).requires_grad_(k in h) for k, v in start.items()}
     batch = Batch(data.train.x[:8], data.train.y[:8])
     names = sorted(h)
@@ -85,6 +85,6 @@ def test_feddyn_can_scale_alpha_by_relative_sample_counts() -> None:
     sent = s.method.down(loop.server, [0, 1], 1)
     for i in (0, 1):
         data = s.federation.data(i)
-        _, extras = s.method.begin(s.method.init_client(data), sent.to(i), data, 1)
+        _, extras = s.method.begin(s.method.init_client(data), sent.to(i), data, 1).model
         assert extras["alpha"] == pytest.approx(0.01 / (n[i] * 5 / n.sum()), rel=1e-5)
     assert traffic(loop, "down")[1] == size(s.method.ctx.w0) + 4

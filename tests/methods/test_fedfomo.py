@@ -40,32 +40,32 @@ def fomo_client() -> tuple[FedFomo, Any, T.Tree, T.Tree]:
 
 def test_fedfomo_keeps_its_model_when_no_candidate_helps() -> None:
     method, data, start, better = fomo_client()
-    begun, extras = method.begin({"w": start, "old": better}, {"models": T.flatten(start)[None]}, data, 3)
+    begun, extras = method.begin({"w": start, "old": better}, {"models": T.flatten(start)[None]}, data, 3).model
     assert same(begun, start) and float(extras["affinity"][0]) < 0
 
 
 def test_fedfomo_candidate_equal_to_the_old_model_weighs_nothing() -> None:
     method, data, start, better = fomo_client()
     sent = torch.stack([T.flatten(start), T.flatten(better)])
-    begun, extras = method.begin({"w": start, "old": start}, {"models": sent}, data, 3)
+    begun, extras = method.begin({"w": start, "old": start}, {"models": sent}, data, 3).model
     assert float(extras["affinity"][0]) == 0 and float(extras["affinity"][1]) > 0
     assert same(begun, better)
 
 
 def test_fedfomo_baseline_is_the_model_before_the_last_training_so_own_training_counts() -> None:
     method, data, start, better = fomo_client()
-    begun, _ = method.begin({"w": better, "old": start}, {"models": T.flatten(better)[None]}, data, 3)
+    begun, _ = method.begin({"w": better, "old": start}, {"models": T.flatten(better)[None]}, data, 3).model
     assert near(begun, better)
     half = {k: (v + start[k]) / 2 for k, v in better.items()}
     raw = method.affinities([half, better], start, data).clamp(min=0)
-    mixed, _ = method.begin({"w": better, "old": start}, {"models": T.flatten(half)[None]}, data, 3)
+    mixed, _ = method.begin({"w": better, "old": start}, {"models": T.flatten(half)[None]}, data, 3).model
     assert near(mixed, T.mean([half, better], raw)) and bool((raw > 0).all())
 
 
 def test_fedfomo_harmful_candidate_weighs_nothing_beside_a_helpful_one() -> None:
     method, data, start, better = fomo_client()
     worse = {k: 2 * start[k] - v for k, v in better.items()}  # as far to the other side
-    begun, extras = method.begin({"w": better, "old": start}, {"models": T.flatten(worse)[None]}, data, 3)
+    begun, extras = method.begin({"w": better, "old": start}, {"models": T.flatten(worse)[None]}, data, 3).model
     assert float(extras["affinity"][0]) < 0 and same(begun, better)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from coterie.config import settings
 from coterie.core import tree as T
-from coterie.core.method import Moment, Upload
+from coterie.core.method import Moment, Trained, Upload
 from coterie.data.dataset import Dataset
 from coterie.data.federation import federate
 from coterie.engine.codec import equal
@@ -69,9 +69,9 @@ def one_label(label=1):
 
 def started(method, data, server):
     """The head with which a client begins, once the server knows its labels."""
-    state, up = method.end(method.init_client(data), {}, {}, data, 0)
+    state, up = method.end(method.init_client(data), Trained({}), data, 0)
     server = method.aggregate(server, [Upload(up.tree, sender=data.client)], 0) if method.opening() else server
-    params, _ = method.begin(state, method.down(server, [data.client], 1).to(data.client), data, 1)
+    params, _ = method.begin(state, method.down(server, [data.client], 1).to(data.client), data, 1).model
     return head(params)
 
 
@@ -84,8 +84,8 @@ def sent(z, y, sender=0, counts=None):
 
 def means(method, data):
     """What a client uploads whose model is the initial one."""
-    params, extras = method.begin(method.init_client(data), {}, data, 1)
-    return method.end(method.init_client(data), params, extras, data, 1)[1].tree
+    params, extras = method.begin(method.init_client(data), {}, data, 1).model
+    return method.end(method.init_client(data), Trained(params, extras), data, 1)[1].tree
 
 
 def sizes(method, labels, server=None):
@@ -101,7 +101,7 @@ def test_1_beta_one_replaces_the_whole_head_by_g_and_beta_zero_leaves_it(tmp_pat
     loop = play(FedGMH, tmp_path, {"beta": beta}, rounds=2)
     for i in range(5):
         state, data = loop.runtime.states.get(i), clients().data(i)
-        params, _ = loop.method.begin(state, loop.method.down(loop.server, [i], 3).to(i), data, 3)
+        params, _ = loop.method.begin(state, loop.method.down(loop.server, [i], 3).to(i), data, 3).model
         q = data.label_counts / len(data.train)
         g = {k: torch.einsum("s,s...->...", q, v) for k, v in loop.server["heads"].items()}
         assert not torch.allclose(state["own"][W], g[W], atol=1e-3)
@@ -144,10 +144,10 @@ def test_4_what_counts_is_the_change_since_the_write_in() -> None:
     method, data = bind(FedGMH), one_label().data(0)
     mask = critical_mask(head(method.ctx.w0), head(method.ctx.w0), 0.5)
     state = {"own": method.ctx.w0, "joined": 1, "labels": torch.tensor([1]), "mask": mask}
-    params, extras = method.begin(state, T.prefix("h:", {k: v[:1] for k, v in stack().items()}), data, 2)
+    params, extras = method.begin(state, T.tag("h", {k: v[:1] for k, v in stack().items()}), data, 2).model
     assert not same(head(params), head(state["own"]))
     trained = {**params, W: params[W] + 0.1}
-    mask = method.end(state, trained, extras, data, 2)[0]["mask"]
+    mask = method.end(state, Trained(trained, extras), data, 2)[0]["mask"]
     assert same(mask, critical_mask(head(params), head(trained), 0.5))
     assert not same(mask, critical_mask(head(state["own"]), head(trained), 0.5))
 
@@ -338,12 +338,12 @@ def test_independent_starts_differ_between_clients_and_a_shared_one_does_not() -
 def test_a_client_whose_labels_changed_uses_the_heads_it_has_and_tells_the_server_the_new_ones() -> None:
     method = bind(FedGMH, {"first_psi": "ones"})
     server = {**method.setup(), "heads": stack()}
-    state, up = method.end(method.init_client(one_label(1).data(0)), {}, {}, one_label(1).data(0), 0)
+    state, up = method.end(method.init_client(one_label(1).data(0)), Trained({}), one_label(1).data(0), 0)
     server = method.aggregate(server, [Upload(up.tree, sender=0)], 0)
     now = one_label(2).data(0)
-    params, extras = method.begin(state, method.down(server, [0], 1).to(0), now, 1)
+    params, extras = method.begin(state, method.down(server, [0], 1).to(0), now, 1).model
     assert same(head(params), head(method.ctx.w0))  # nothing received fits
-    _, up = method.end(state, params, extras, now, 1)
+    _, up = method.end(state, Trained(params, extras), now, 1)
     server = method.aggregate(server, [Upload(up.tree, sender=0)], 1)
     assert server["labels"][0].tolist() == [2]
 
@@ -355,8 +355,8 @@ def test_who_missed_round_0_trains_alone_until_its_labels_are_known(tmp_path: Pa
     for t in (1, 2):  # nobody answered round 0
         sent = method.down(server, [0], t).to(0)
         method.schema("down", Moment(server, 0, t)).check(sent, "the download")
-        params, extras = method.begin(state, sent, data, t)
-        state, up = method.end(state, {**params, W: params[W] + 0.1}, extras, data, t)
+        params, extras = method.begin(state, sent, data, t).model
+        state, up = method.end(state, Trained({**params, W: params[W] + 0.1}, extras), data, t)
         method.schema("up", Moment(server, 0, t)).check(up.tree, "the upload")
         server = method.aggregate(server, [Upload(up.tree, sender=0)], t)
         assert bool(sent) == (t == 2) and list(server["labels"]) == [0]
@@ -427,14 +427,14 @@ def test_mended_only_the_rows_of_a_clients_labels_travel_and_are_written() -> No
     data = Toy([(torch.randn(8, 4, generator=torch.Generator().manual_seed(5)), torch.tensor([0, 2] * 4))], S)
     method = bind(FedGMH, {"reading": "mended"}, data=data)
     client = data.data(0)
-    state, up = method.end(method.init_client(client), {}, {}, client, 0)
+    state, up = method.end(method.init_client(client), Trained({}), client, 0)
     server = method.aggregate(method.setup(), [Upload(up.tree, sender=0)], 0)
     server = {**server, "heads": stack(1, heads=1)}
     got = method.down(server, [0], 1).to(0)
     assert sum(v.numel() for v in got.values()) == 2 * (D + 1)  # |S| (d + 1), not |S| L (d + 1)
     method.schema("down", Moment(server, 0, 1)).check(got, "the download")
     method.schema("down").check(got, "the download, in general")
-    params, _ = method.begin(state, got, client, 1)
+    params, _ = method.begin(state, got, client, 1).model
     for k in (W, B):
         half = (state["own"][k] + server["heads"][k][0]) / 2
         assert torch.equal(params[k][[0, 2]], half[[0, 2]]) and torch.equal(params[k][1], state["own"][k][1])
@@ -449,11 +449,11 @@ def test_mended_the_server_learns_what_the_vectors_say(tmp_path: Path) -> None:
 def test_code_scores_the_head_right_after_it_was_written() -> None:
     data = clients().data(0)
     method = bind(FedGMH, {"reading": "code"})
-    state, up = method.end(method.init_client(data), {}, {}, data, 0)
+    state, up = method.end(method.init_client(data), Trained({}), data, 0)
     server = {**method.aggregate(method.setup(), [Upload(up.tree, sender=0)], 0), "heads": stack(2)}
     got = method.down(server, [0], 1).to(0)
     scored, _ = method.personal(state, got, data)
-    trained, _ = method.begin(state, got, data, 1)
+    trained, _ = method.begin(state, got, data, 1).model
     assert same(head(scored), head(trained)) and not same(head(scored), head(state["own"]))
     assert same(bind(FedGMH).personal(state, got, data)[0], state["own"])
 
@@ -463,11 +463,11 @@ def test_code_critical_entries_stay_local_and_the_others_are_received() -> None:
     found = {}
     for reading in ("paper", "code"):
         method = bind(FedGMH, {"reading": reading})
-        state, up = method.end(method.init_client(data), {}, {}, data, 0)
+        state, up = method.end(method.init_client(data), Trained({}), data, 0)
         server = {**method.aggregate(method.setup(), [Upload(up.tree, sender=0)], 0), "heads": stack(2)}
         mask = {W: torch.zeros(S, D) > 0, B: torch.ones(S) > 0}  # the bias is critical
         got = method.down(server, [0], 1).to(0)
-        params, _ = method.begin({**state, "mask": mask}, got, data, 1)
+        params, _ = method.begin({**state, "mask": mask}, got, data, 1).model
         found[reading] = {k: torch.equal(params[k], state["own"][k]) for k in (W, B)}
     assert found == {"paper": {W: True, B: False}, "code": {W: False, B: True}}
 
@@ -477,7 +477,7 @@ def test_code_averages_are_replacements() -> None:
     for share, reading in ((0.5, "paper"), (1.0, "code")):
         method = bind(FedGMHoa, {"reading": reading})
         state, server = method.init_client(data), {**method.setup(), "heads": stack(3, heads=1)}
-        params, _ = method.begin(state, method.down(server, [0], 1).to(0), data, 1)
+        params, _ = method.begin(state, method.down(server, [0], 1).to(0), data, 1).model
         assert torch.allclose(params[W], (1 - share) * state["own"][W] + share * server["heads"][W][0])
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from coterie.core import tree as T
-from coterie.core.method import Upload
+from coterie.core.method import Trained, Upload
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedgroup import FedGroup
 from support.toy import NORMS, W, begin, bind, clients, events, mlp, moved, open_toy, play, same, uploads
@@ -66,9 +66,9 @@ def test_fedgroup_pre_trains_from_the_first_model_not_from_the_present_one():
     data = clients()
     method = bind(FedGroup, data=data)
     other = {k: v + 1 for k, v in method.ctx.w0.items()}
-    assert same(method.begin({}, other, data.data(0), 7)[0], method.ctx.w0)
-    state, _ = method.end({}, other, {}, data.data(0), 7)
-    assert same(method.begin(state, other, data.data(0), 8)[0], other)
+    assert same(method.begin({}, other, data.data(0), 7).model[0], method.ctx.w0)
+    state, _ = method.end({}, Trained(other), data.data(0), 7)
+    assert same(method.begin(state, other, data.data(0), 8).model[0], other)
 
 
 def test_fedgroup_members_are_averaged_by_samples_and_other_groups_stand():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from coterie.core.method import Trained
 from coterie.methods.fednh import FedNH, move_rows, spread_rows
 from coterie.train.optimisers import Optimiser
 from support.head_methods import K, bound, declared, play, round_of, same
@@ -68,7 +69,7 @@ def test_fednh_prototypes_are_frozen_under_adam_and_the_mean_of_bodies_is_unifor
 def test_fednh_personal_model_is_the_one_after_training_with_the_prototypes_received() -> None:
     method, clients = bound(FedNH)
     params, extras, _ = round_of(method, clients[0])
-    state, _ = method.end(method.init_client(clients[0]), params, extras, clients[0], 1)
+    state, _ = method.end(method.init_client(clients[0]), Trained(params, extras), clients[0], 1)
     server = {"w": {k: v + 1 for k, v in method.setup()["w"].items()}}
     download = method.down(server, [0], 2).to(0)
     assert same(method.personal(state, download, clients[0])[0], params)

@@ -11,7 +11,7 @@ from torch import nn
 from coterie import testing
 from coterie.core import tree as T
 from coterie.core.edges import Edge
-from coterie.core.method import Batch, Download, Moment, Upload
+from coterie.core.method import Batch, Download, Moment, Trained, Upload
 from coterie.errors import CoterieError
 from coterie.methods.fedpc import FedPC, FedPCJ1, FedPCMean, FedPCNoMixing, FedPCNoProto, FedPCRandom
 from coterie.methods.fedpc import prototypes as M
@@ -49,8 +49,10 @@ def opened(method, data, order=None):
     ups = []
     for number, i in enumerate(order):
         client = data.data(i)
-        params, extras = method.begin(method.init_client(client), method.ctx.w0, client, 0)
-        ups.append(Upload(method.end(method.init_client(client), params, extras, client, 0)[1].tree, sender=number))
+        params, extras = method.begin(method.init_client(client), method.ctx.w0, client, 0).model
+        ups.append(
+            Upload(method.end(method.init_client(client), Trained(params, extras), client, 0)[1].tree, sender=number)
+        )
     return method.aggregate(method.setup(), ups, 0)
 
 
@@ -351,7 +353,10 @@ def test_11_classifiers_travel_in_the_set_up_only_and_no_download_changes_them(t
             assert all(set(parts) == {"body", "prototypes"} for parts in directions.values())
     data, state = clients().data(0), loop.runtime.states.get(0)
     for download in (loop.method.ctx.w0, T.row(loop.server["body"], 0)):
-        for params in (loop.method.begin(state, download, data, 1)[0], loop.method.personal(state, download, data)[0]):
+        for params in (
+            loop.method.begin(state, download, data, 1).model[0],
+            loop.method.personal(state, download, data)[0],
+        ):
             assert all(torch.equal(params[k], state["own"][k]) for k in ("2.weight", "2.bias"))
             assert all(torch.equal(params[k], download[k]) for k in BODY)
     assert not torch.equal(state["own"]["2.weight"], loop.method.ctx.w0["2.weight"])
@@ -452,8 +457,8 @@ def answered(method, data, ids, server, t):
     for i in ids:
         got, client = {**sent.to(i), **sent.edge.get(server["groups"].get(i, -1), {})}, data.data(i)
         method.schema("down", Moment(server, i, t)).check(got, "the download")
-        params, extras = method.begin(method.init_client(client), got, client, t)
-        tree = method.end(method.init_client(client), params, extras, client, t)[1].tree
+        params, extras = method.begin(method.init_client(client), got, client, t).model
+        tree = method.end(method.init_client(client), Trained(params, extras), client, t)[1].tree
         method.schema("up", Moment(server, i, t)).check(tree, "the upload")
         ups.append(Upload(tree, sender=i, samples=len(client.train)))
     return ups

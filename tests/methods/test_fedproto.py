@@ -58,7 +58,7 @@ def test_fedproto_pull_is_the_mean_square_over_samples_whose_class_has_a_prototy
     known = batch.y.unique()[:1]
     C = torch.full((K, D), torch.nan)
     C[known] = 0.5
-    _, extras = method.begin(method.init_client(clients[0]), {"x:prototypes": C}, clients[0], 2)
+    _, extras = method.begin(method.init_client(clients[0]), {"x:prototypes": C}, clients[0], 2).model
     z = method.ctx.features(params, batch.x)
     expected = 2.0 * ((z - 0.5).square().mean(1) * (batch.y == known)).mean()
     assert expected > 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from coterie.core import tree as T
+from coterie.core.method import Start
 from coterie.methods.fedrep import FedRep
 from coterie.train.optimisers import Optimiser
 from coterie.train.trainer import train
@@ -19,7 +20,7 @@ def test_fedrep_freezes_hold_under_every_optimiser(rule):
     method = bind(FedRep, {"head_epochs": 2, "body_epochs": 2}, model=mlp(True), data=data)
     ctx, head = method.ctx, method.ctx.group("head")
     for phase, moves in zip(method.phases(1), (head, ctx.group("body")), strict=True):
-        after, _, _ = train(ctx, rule, [phase], ctx.w0, {}, data.data(0), 1)
+        after = train(ctx, rule, [phase], Start(ctx.w0), data.data(0), 1)[0].params
         changed = {k for k in after if not torch.equal(after[k], ctx.w0[k])}
         assert changed <= moves and changed & ctx.net.trainable
         assert bool(changed & ctx.group("bn_stats")) == (moves != head)

@@ -43,7 +43,7 @@ def test_fedrod_losses_are_the_balanced_softmax_and_the_risk_of_the_sum() -> Non
 
 def test_fedrod_global_model_scores_the_generic_head_and_the_second_starts_as_its_copy() -> None:
     method, clients = bound(FedRoD)
-    own = T.strip("p:", method.init_client(clients[0])["own"])
+    own = T.tagged("p", method.init_client(clients[0])["own"])
     assert same(own, {k: method.ctx.w0[k] for k in own}) and own.keys() == method.ctx.group("head")
     assert same(method.global_model(method.setup()), method.ctx.w0)
 

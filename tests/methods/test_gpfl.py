@@ -41,7 +41,7 @@ def test_gpfl_conditions_come_from_the_embeddings_just_received() -> None:
     server = method.setup()
     C = torch.randn(K, D)
     down = {**server["w"], CLASSES: C}
-    _, extras = method.begin(method.init_client(clients[0]), down, clients[0], 2)
+    _, extras = method.begin(method.init_client(clients[0]), down, clients[0], 2).model
     shares = clients[0].label_counts / len(clients[0].train)
     assert torch.allclose(extras["common"], C.mean(0)) and torch.allclose(extras["own"], shares @ C, atol=1e-6)
 

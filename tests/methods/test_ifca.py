@@ -47,7 +47,7 @@ def test_ifca_picks_the_lowest_loss_on_all_training_data():
     for i, (x, y) in enumerate(data.parts):
         table = [float(F.cross_entropy(method.ctx.forward(m, x), y)) for m in server["models"]]
         best = table.index(min(table))
-        params, extras = method.begin({}, sent, data.data(i), 1)
+        params, extras = method.begin({}, sent, data.data(i), 1).model
         assert extras["picked"] == best and same(params, server["models"][best])
         assert same(method.personal({}, sent, data.data(i))[0], server["models"][best])
 

@@ -26,7 +26,7 @@ def test_lgfedavg_after_warm_rounds_starts_everybody_from_the_warm_model_once() 
     method, data = s.method, s.federation.data(0)
     warm, _ = watch(session("fedavg", rounds=2, join=1.0, weighting="uniform"))
     server = {"w": warm.server["w"], "answered": []}
-    first, _ = method.begin(method.init_client(data), method.down(server, [0], 3).to(0), data, 3)
+    first, _ = method.begin(method.init_client(data), method.down(server, [0], 3).to(0), data, 3).model
     assert same(first, warm.server["w"])
     loop, _ = watch(s)
     whole, head = size(method.ctx.w0), size(method.ctx.w0, HEAD)

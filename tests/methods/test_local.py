@@ -1,5 +1,6 @@
 """Tests of Local-Only."""
 
+from coterie.core.method import Start
 from coterie.methods.local import Local
 from coterie.train.optimisers import Optimiser
 from coterie.train.trainer import train
@@ -13,5 +14,5 @@ def test_local_sends_nothing_and_goes_on_from_its_own_model(tmp_path):
     for i in range(5):
         w = ctx.w0
         for t in (1, 2, 3):
-            w, _, _ = train(ctx, Optimiser(), loop.method.phases(t), w, {}, data.data(i), t)
+            w = train(ctx, Optimiser(), loop.method.phases(t), Start(w), data.data(i), t)[0].params
         assert same(loop.runtime.states.get(i)["own"], w)

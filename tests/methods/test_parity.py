@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from coterie import testing
 from coterie.core import tree as T
-from coterie.core.method import Method
+from coterie.core.method import Method, Start
 from coterie.engine.loop import Loop, Schedule
 from coterie.engine.round import Rules
 from coterie.methods import build, find, known
@@ -86,7 +86,7 @@ def compare(loop: Loop, world: World, expected: Result) -> float:
     for i, wanted in expected.adapted.items():
         own = method.personal(_kept(loop, world, i), toy.handed(loop, i), world.data(i))
         doing = loop.runtime.clients  # type: ignore[attr-defined]
-        tuned, _, _ = train(method.ctx, doing.rule, method.adapt(), *own, world.data(i), loop.done + 1)
+        tuned = train(method.ctx, doing.rule, method.adapt(), Start(*own), world.data(i), loop.done + 1)[0].params
         gaps.append(gap(f"client {i}'s adapted model", tuned, wanted))
     assert gaps, "nothing was compared"
     return max(gaps)
@@ -177,8 +177,8 @@ def phases_reversed(cls: Any) -> type[Method]:
 def no_anchor(cls: Any) -> type[Method]:
     class Changed(cls):
         def begin(self, *args: Any) -> Any:
-            params, extras = super().begin(*args)
-            return params, {**extras, "anchor": {k: torch.zeros_like(v) for k, v in extras["anchor"].items()}}
+            start = super().begin(*args)
+            return start.adding(anchor={k: torch.zeros_like(v) for k, v in start.extras["anchor"].items()})
 
     return Changed
 

@@ -22,7 +22,7 @@ def test_per_fedavg_without_an_inner_step_is_fedavg_at_rate_b(norm, tmp_path):
 def test_per_fedavg_without_an_inner_step_descends_on_the_second_batch():
     method = bind(PerFedAvg, {"alpha": 0.0, "beta": 0.3})
     D, D2 = (Batch(*clients().parts[i]) for i in (0, 1))
-    params, extras = method.begin({}, method.ctx.w0, clients().data(0), 1)
+    params, extras = method.begin({}, method.ctx.w0, clients().data(0), 1).model
     out = method.outer(params, (D, D2), extras, torch.Generator())
     assert near(out, T.add(params, gradient(method.ctx, params, D2.x, D2.y), -0.3))
 

@@ -15,13 +15,13 @@ def test_pfedme_update_by_hand():
     method = bind(PFedMe, {"lam": 2.0, "inner_steps": 2, "personal_lr": 0.1, "eta": 0.25})
     w, ctx = method.ctx.w0, method.ctx
     batch = Batch(*clients().parts[0])
-    params, extras = method.begin({}, w, clients().data(0), 1)
+    params, extras = method.begin({}, w, clients().data(0), 1).model
     out = method.update(params, batch, extras, torch.Generator())
     one = T.add(w, gradient(ctx, w, batch.x, batch.y), -0.1)
     g = gradient(ctx, one, batch.x, batch.y)
     theta = {k: one[k] - 0.1 * (g[k] + 2.0 * (one[k] - w[k])) for k in w}
-    assert near(T.strip("t:", out), theta)
-    assert near(T.strip("w:", out), {k: w[k] - 0.25 * 2.0 * (w[k] - theta[k]) for k in w})
+    assert near(T.tagged("t", out), theta)
+    assert near(T.tagged("w", out), {k: w[k] - 0.25 * 2.0 * (w[k] - theta[k]) for k in w})
 
 
 def test_pfedme_inner_steps_converge_to_the_prox_of_a_quadratic():
@@ -30,12 +30,12 @@ def test_pfedme_inner_steps_converge_to_the_prox_of_a_quadratic():
             return 1.5 / 2 * sum((v - 3.0).square().sum() for v in params.values())
 
     method = bind(Quadratic, {"lam": 4.0, "inner_steps": 200, "personal_lr": 0.1, "eta": 0.1})
-    params, extras = method.begin({}, method.ctx.w0, clients().data(0), 1)
+    params, extras = method.begin({}, method.ctx.w0, clients().data(0), 1).model
     out = method.update(params, Batch(*clients().parts[0]), extras, torch.Generator())
     closed = {k: (1.5 * 3.0 + 4.0 * v) / (1.5 + 4.0) for k, v in method.ctx.w0.items()}
-    assert near(T.strip("t:", out), closed, atol=1e-5)
+    assert near(T.tagged("t", out), closed, atol=1e-5)
     # and so w takes a step of eta along the gradient of the Moreau envelope
-    assert near(T.strip("w:", out), {k: v - 0.1 * 4.0 * (v - closed[k]) for k, v in method.ctx.w0.items()}, atol=1e-5)
+    assert near(T.tagged("w", out), {k: v - 0.1 * 4.0 * (v - closed[k]) for k, v in method.ctx.w0.items()}, atol=1e-5)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -86,8 +86,8 @@ def test_pfedme_starts_theta_at_the_received_model_each_round():
     data = clients()
     method = bind(PFedMe, data=data)
     stale = {k: v + 5 for k, v in method.ctx.w0.items()}
-    params, _ = method.begin({"theta": stale}, method.ctx.w0, data.data(0), 4)
-    assert same(T.strip("t:", params), method.ctx.w0)
+    params, _ = method.begin({"theta": stale}, method.ctx.w0, data.data(0), 4).model
+    assert same(T.tagged("t", params), method.ctx.w0)
 
 
 @pytest.mark.parametrize("own", [{"personal_lr": 0.2}, {"eta": 0.15}])

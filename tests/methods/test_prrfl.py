@@ -7,7 +7,7 @@ import torch
 from sklearn.metrics import f1_score
 
 from coterie.core import tree as T
-from coterie.core.method import Upload
+from coterie.core.method import Start, Upload
 from coterie.methods.local import Local
 from coterie.methods.prrfl import PRRFL, lessons, macro_f1, stage
 from coterie.train.optimisers import Optimiser
@@ -76,9 +76,9 @@ def test_prrfl_personal_model_is_never_overwritten_by_the_server() -> None:
     method, clients = bound(PRRFL)
     state = {**method.init_client(clients[0]), "w": noisy(method.ctx.w0, lambda k: k.startswith("fc"))}
     download = deputies(method, 1, 7)[0].tree
-    params, _ = method.begin(state, download, clients[0], 2)
-    assert same(T.strip("w:", params), state["w"])
-    assert same(T.keep(T.strip("v:", params), lambda k: k in download), download)
+    params, _ = method.begin(state, download, clients[0], 2).model
+    assert same(T.tagged("w", params), state["w"])
+    assert same(T.keep(T.tagged("v", params), lambda k: k in download), download)
     assert same(method.personal(state, download, clients[0])[0], state["w"])
 
 
@@ -122,7 +122,7 @@ def test_prrfl_in_recover_the_personal_model_trains_as_local_only() -> None:
     params, extras = opened(method, clients[0])
     params, batch = noisy(params, lambda k: k == "v:fc2.weight"), batch_of(clients[0])
     alone, local = gradients(method, params, batch, extras), bound(Local)[0]
-    plain = gradients(local, T.strip("w:", params), batch, {})
+    plain = gradients(local, T.tagged("w", params), batch, {})
     assert all(torch.equal(g, alone["w:" + k]) for k, g in plain.items())
     taught = gradients(method, params, batch, {**extras, "stage": "exchange"})
     assert not torch.equal(taught["w:fc1.weight"], alone["w:fc1.weight"])
@@ -132,7 +132,7 @@ def test_prrfl_scoring_between_epochs_moves_no_batch_norm_and_follows_the_f1() -
     method, clients = bound(PRRFL)
     params, _ = opened(method, clients[0])
     phases = [replace(phase, epochs=80) for phase in bound(Local)[0].phases(1)]
-    good, _, _ = train(method.ctx, Optimiser(), phases, method.ctx.w0, {}, clients[0], 1)
+    good = train(method.ctx, Optimiser(), phases, Start(method.ctx.w0), clients[0], 1)[0].params
     leaves = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in params.items()}
     leaves |= {"w:" + k: v.clone().requires_grad_("running" not in k) for k, v in good.items()}
     with method.ctx.net.train_mode(), torch.no_grad():

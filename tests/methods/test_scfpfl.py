@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Moment, Upload
+from coterie.core.method import Batch, Moment, Trained, Upload
 from coterie.errors import CoterieError
 from coterie.methods import build, find
 from coterie.methods.scfpfl.method import accuracy
@@ -245,14 +245,16 @@ def test_an_edge_that_nobody_answered_keeps_its_model() -> None:
 def test_p12_kl_and_its_gradient_vanish_when_agent_and_own_model_agree() -> None:
     s = session("sc-fpfl", played.plain(), own={"kl_when": "always"})
     method, data = s.method, s.federation.data(0)
-    params, extras = method.begin({"f": method.ctx.w0}, method.ctx.w0, data, 1)
-    batch = Batch(data.train.x[:8], data.train.y[:8], None, extras["beside"][:8])
+    start = method.begin({"f": method.ctx.w0}, method.ctx.w0, data, 1)
+    params, extras = start.model
+    batch = Batch(data.train.x[:8], data.train.y[:8], None, start.per_sample[:8])
     leaves = [params[k].requires_grad_() for k in method.ctx.w0]
     pairs = [torch.autograd.grad(f(params, batch, extras), leaves) for f in (method.relearn, method.loss)]
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(*pairs, strict=True))
     jittered = played.jittered(method.ctx.w0, 1)
-    other, extras = method.begin({"f": jittered}, method.ctx.w0, data, 1)
-    batch = batch._replace(beside=extras["beside"][:8])
+    start = method.begin({"f": jittered}, method.ctx.w0, data, 1)
+    other, extras = start.model
+    batch = batch._replace(per_sample=start.per_sample[:8])
     more = method.relearn(other, batch, extras) - method.loss(other, batch, extras)
     teacher = method.ctx.forward(jittered, batch.x)
     assert more > 0 and torch.isclose(more, kl(teacher, method.ctx.forward(other, batch.x)))
@@ -328,11 +330,12 @@ def test_mended_the_agent_is_taught_only_by_an_own_model_that_beats_the_edges() 
     good, bad = state(play("local", played.plain(), rounds=4, join=1.0), 0)["own"], method.ctx.w0
     assert accuracy(method.ctx, good, data.val) > accuracy(method.ctx, bad, data.val)
     for own, edge, lost in ((good, bad, 1.0), (bad, good, 0.0), (bad, bad, 0.0)):
-        params, extras = method.begin({"f": own}, edge, data, 1)
+        start = method.begin({"f": own}, edge, data, 1)
+        params, extras = start.model
         assert float(extras["lost"]) == lost
-        taught = extras["beside"][:8] if lost else None
+        taught = start.per_sample[:8] if lost else None
         batch = Batch(data.train.x[:8], data.train.y[:8], None, taught)
-        assert ("beside" in extras) == bool(lost)
+        assert (start.per_sample is not None) == bool(lost)
         more = method.relearn(params, batch, extras) - method.loss(params, batch, extras)
         assert (float(more) > 0) == bool(lost)
 
@@ -344,8 +347,8 @@ def test_mended_the_best_of_agent_edge_and_own_is_kept_and_the_agent_is_sent() -
     for agent, edge, own, kept, rejected in (
         (good, bad, bad, good, 0.0), (bad, good, bad, good, 1.0), (bad, bad, good, good, 1.0), (bad, bad, bad, bad, 0.0)
     ):  # fmt: skip
-        _, extras = method.begin({"f": own}, edge, data, 1)
-        new, upload = method.end({"f": own}, {**agent, **T.prefix("own:", own)}, extras, data, 1)
+        _, extras = method.begin({"f": own}, edge, data, 1).model
+        new, upload = method.end({"f": own}, Trained({**agent, **T.tag("own", own)}, extras), data, 1)
         assert same(new["f"], kept) and same(upload.tree, agent) and upload.note["rejected"] == rejected
 
 

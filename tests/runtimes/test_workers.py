@@ -47,10 +47,10 @@ def test_workers_that_keep_dying_are_given_up(tmp_path):
 
 
 class Faulty(FedAvg):
-    def end(self, state, params, extras, data, round):
+    def end(self, state, trained, data, round):
         if data.client == 4 and round == 2:
             raise ZeroDivisionError("no number")
-        return super().end(state, params, extras, data, round)
+        return super().end(state, trained, data, round)
 
 
 class Refusing(FedAvg):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, ClientData, Extras, Method, Moment, Upload
+from coterie.core.method import Batch, ClientData, Extras, Method, Moment, Start, Upload
 from coterie.core.tree import Tree
 from coterie.engine.loop import Loop
 from coterie.testing import Bench
@@ -31,16 +31,16 @@ def play(cls: type[Method], folder: Path, run: dict[str, Any] | None = None, **o
 def opened(method: Method, data: ClientData) -> tuple[Tree, Extras]:
     """Where this client starts in round 1."""
     down = method.down(method.setup(), [data.client], 1).to(data.client)
-    return method.begin(method.init_client(data), down, data, 1)
+    return method.begin(method.init_client(data), down, data, 1).model
 
 
 def round_of(method: Method, data: ClientData, rule: Optimiser | None = None) -> tuple[Tree, Extras, Upload]:
     """One client's first round: parameters and extras after training, and the upload."""
     params, extras = opened(method, data)
-    params, extras, _ = train(method.ctx, rule or Optimiser(), method.phases(1), params, extras, data, 1)
+    trained, _ = train(method.ctx, rule or Optimiser(), method.phases(1), Start(params, extras), data, 1)
     with torch.no_grad():
-        _, upload = method.end(method.init_client(data), params, extras, data, 1)
-    return params, extras, Upload(upload.tree, upload.note, data.client, len(data.train))
+        _, upload = method.end(method.init_client(data), trained, data, 1)
+    return trained.params, trained.extras, Upload(upload.tree, upload.note, data.client, len(data.train))
 
 
 def batch_of(data: ClientData, n: int = 24) -> Batch:

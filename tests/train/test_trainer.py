@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Phase, replace
+from coterie.core.method import Batch, Phase, Start, replace
 from coterie.core.rng import key, numpy_rng, torch_rng
 from coterie.methods.fedavg import FedAvg
 from coterie.train.optimisers import Optimiser
@@ -18,14 +18,16 @@ def one(n: int, seed: int = 0) -> Toy:
 
 
 def go(n=10, phases=None, rule=None, round=1, share=1.0, norm=False, client=0, model=None, start=None, **ctx):
-    """Train one client with n samples; (context, result, extras, effort)."""
+    """Train one client with n samples; return context, parameters, result and effort."""
     data = one(n)
     method = bind(FedAvg, model=model or mlp(norm), data=data, **ctx)
     if phases is None:
         phases = [Phase(method.loss)]
     phases = [replace(p, loss=method.loss) if p.loss is None and p.update is None else p for p in phases]
     given = replace(data.data(0), client=client)
-    return method.ctx, *train(method.ctx, rule or Optimiser(), phases, start or method.ctx.w0, {}, given, round, share)
+    first = Start(start or method.ctx.w0)
+    trained, effort = train(method.ctx, rule or Optimiser(), phases, first, given, round, share)
+    return method.ctx, trained.params, trained, effort
 
 
 def recorder(seen):
@@ -155,7 +157,7 @@ def test_an_optimiser_that_keeps_its_memory_goes_on_where_it_stopped(rule, make)
     for t in (1, 2, 3):
         frozen = {k: v.clone() for k, v in memory.items()}
         given = dict(memory)
-        w, _, _ = train(method.ctx, rule, method.phases(t), w, {}, data.data(0), t, memory=given)
+        w = train(method.ctx, rule, method.phases(t), Start(w), data.data(0), t, memory=given)[0].params
         assert same(memory, frozen)  # the tensors that were handed in belong to somebody else
         memory = given
         order = torch.randperm(10, generator=torch_rng(0, "batches", t, 0, 0, 0))
@@ -241,14 +243,14 @@ def test_every_epoch_runs_after_each_epoch_and_may_replace_parameters_and_extras
         calls.append(len(data.train))
         return {**params, "2.bias": torch.full_like(params["2.bias"], 7.0)}, {**extras, "epochs": len(calls)}
 
-    _, after, extras, _ = go(phases=[Phase(epochs=2.5, every_epoch=hook)])
-    assert calls == [10, 10, 10] and extras["epochs"] == 3
+    _, after, trained, _ = go(phases=[Phase(epochs=2.5, every_epoch=hook)])
+    assert calls == [10, 10, 10] and trained.extras["epochs"] == 3
     assert torch.equal(after["2.bias"], torch.full((3,), 7.0))
 
 
-def test_what_a_loss_returns_beside_the_scalar_is_collected():
+def test_second_results_of_a_loss_are_collected():
     phase = Phase(lambda p, b, e: (p["0.weight"].sum(), len(b.y)))
-    assert go(phases=[phase])[2]["aux"] == [4, 4, 2]
+    assert go(phases=[phase])[2].aux == [4, 4, 2]
 
 
 def test_an_own_update_rule_carries_parameters_and_gets_keyed_randomness():

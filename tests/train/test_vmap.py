@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.config import Engine, settings
-from coterie.core.method import Batch, ClientData, Download, Extras, Method, Phase, Split, State
+from coterie.core.method import Batch, ClientData, Download, Extras, Method, Phase, Split, Start, State
 from coterie.core.tree import Tree
 from coterie.engine.loop import Loop
 from coterie.engine.session import Objects, Session, execute, prepare
@@ -126,14 +126,14 @@ def both(
     starts = []
     for i in ctx.clients:
         data = s.federation.data(i)
-        starts.append((*m.begin(m.init_client(data), m.down(m.setup(), [i], 1).to(i), data, 1), data))
-    members = [Member(*start, share=0.5 if i == 1 else 1.0) for i, start in enumerate(starts)]
+        starts.append((m.begin(m.init_client(data), m.down(m.setup(), [i], 1).to(i), data, 1), data))
+    members = [Member.of(*start, share=0.5 if i == 1 else 1.0) for i, start in enumerate(starts)]
     stacker.train(m.phases(1), members, 1)
     for i, (got, start) in enumerate(zip(members, starts, strict=True)):
-        params, extras, effort = train(ctx, rule, m.phases(1), *start, 1, 0.5 if i == 1 else 1.0)
-        assert list(got.params) == list(params)
-        close(got.params, params)
-        close(got.extras.get("aux", []), extras.get("aux", []))
+        trained, effort = train(ctx, rule, m.phases(1), *start, 1, 0.5 if i == 1 else 1.0)
+        assert list(got.params) == list(trained.params)
+        close(got.params, trained.params)
+        close(got.aux, trained.aux)
         assert (got.effort.steps, got.effort.samples) == (effort.steps, effort.samples)
         assert got.effort.loss == pytest.approx(effort.loss, rel=1e-5)
     return stacker.reasons
@@ -190,7 +190,7 @@ def test_what_a_phase_says_in_one_round_does_not_stay_for_the_next(changed: dict
         members = [Member(s.method.ctx.w0, {}, s.federation.data(i)) for i in range(5)]
         stacker.train(phases, members, t)
         for m in members:
-            close(train(s.method.ctx, Optimiser(), phases, s.method.ctx.w0, {}, m.data, t)[0], m.params)
+            close(train(s.method.ctx, Optimiser(), phases, Start(s.method.ctx.w0), m.data, t)[0].params, m.params)
 
 
 def test_a_loss_that_ignores_weights_gets_no_padding() -> None:
@@ -219,31 +219,31 @@ def test_what_a_loss_holds_is_part_of_its_identity() -> None:
         identity(made(torch.ones(2)))
 
 
-class Beside(Method):
+class PerSample(Method):
     """Its loss looks at a number per sample, which says how much the sample counts."""
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params, extras = super().begin(state, download, data, round)
-        return params, {**extras, "beside": data.train.x.flatten(1).sum(1) % 1.0}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        start = super().begin(state, download, data, round)
+        return replace(start, per_sample=data.train.x.flatten(1).sum(1) % 1.0)
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> torch.Tensor:
-        assert batch.beside is not None
+        assert batch.per_sample is not None
         each = torch.nn.functional.cross_entropy(self.ctx.forward(params, batch.x), batch.y, reduction="none")
-        weight = batch.beside if batch.weight is None else batch.beside * batch.weight
+        weight = batch.per_sample if batch.weight is None else batch.per_sample * batch.weight
         return (each * weight).sum() / weight.sum()
 
 
 def test_what_a_method_knows_of_each_sample_is_drawn_with_it(tmp_path: Path) -> None:
-    one, many = (play(session(Beside, engine=e), tmp_path / e) for e in ("loop", "stack"))
+    one, many = (play(session(PerSample, engine=e), tmp_path / e) for e in ("loop", "stack"))
     plain = play(session(FEDAVG, engine="loop"), tmp_path / "plain")
     for k, v in one.server["w"].items():
         assert torch.allclose(v, many.server["w"][k], atol=2e-5)
     assert any(not torch.allclose(v, plain.server["w"][k], atol=1e-3) for k, v in one.server["w"].items())
-    s = session(Beside)  # rows belong to their samples: the trainer's batches
+    s = session(PerSample)  # rows belong to their samples: the trainer's batches
     method, data = s.method, s.federation.data(0)
-    _, extras = method.begin(method.init_client(data), method.ctx.w0, data, 1)
-    for batch in (b for epoch in trainer._epochs(method.ctx, Phase(), data, 1, 1.0, extras["beside"]) for b in epoch):
-        assert torch.equal(batch.beside, batch.x.flatten(1).sum(1) % 1.0)
+    per_sample = method.begin(method.init_client(data), method.ctx.w0, data, 1).per_sample
+    for batch in (b for epoch in trainer._epochs(method.ctx, Phase(), data, 1, 1.0, per_sample) for b in epoch):
+        assert torch.equal(batch.per_sample, batch.x.flatten(1).sum(1) % 1.0)
 
 
 def test_auto_says_what_it_chose_and_a_resumed_run_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

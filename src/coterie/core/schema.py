@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from coterie.core.tree import value_bytes
 from coterie.errors import CoterieError
 
 Link = Literal["up", "down", "edge_up", "edge_down"]
@@ -50,7 +51,7 @@ class Entry:
     def size(self, lengths: Mapping[str, int]) -> int:
         """Bytes on the wire, with these values for its words; booleans are one bit each."""
         count = math.prod(lengths[n] if isinstance(n, str) else n for n in self.shape)
-        return weight(count, self.dtype)
+        return value_bytes(count, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Schema:
             if name not in self.entries:
                 raise CoterieError(f"{name[:80]!r} may not be sent: the method's schema does not declare it")
             part = self.entries[name].part
-            total[part] = total.get(part, 0) + weight(v.numel(), v.dtype)
+            total[part] = total.get(part, 0) + value_bytes(v.numel(), v.dtype)
         return total
 
     def check(self, tree: Mapping[str, Tensor], what: str, samples: int | None = None) -> None:
@@ -146,11 +147,6 @@ def _check_values(name: str, entry: Entry, v: Tensor, what: str) -> None:
         raise CoterieError(f"{what} has the same value twice in {name}")
 
 
-def weight(count: int, dtype: torch.dtype) -> int:
-    """Bytes of so many values on the wire; booleans travel as bits."""
-    return (count + 7) // 8 if dtype == torch.bool else count * dtype.itemsize
-
-
 def like(tree: Mapping[str, Tensor], kind: Kind = "model", part: str = "model", **more: bool) -> dict[str, Entry]:
     """Entries of the names, shapes and types of a tree; numbers of a model may be summed over clients."""
     summable = kind in ("model", "update")
@@ -183,5 +179,5 @@ def _word(dtype: torch.dtype) -> str:
 
 
 __all__ = [
-    "LARGEST", "LINKS", "Entry", "Kind", "Link", "NonFiniteError", "Schema", "class_ids", "counts", "like", "weight",
+    "LARGEST", "LINKS", "Entry", "Kind", "Link", "NonFiniteError", "Schema", "class_ids", "counts", "like",
 ]  # fmt: skip

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
-from coterie.core.method import ClientData, Extras, Method, State
+from coterie.core.method import Client, ClientData, Method, Model, Start, State
 from coterie.core.tree import Tree, clone, mean
+from coterie.core.views import ModelView
 from coterie.engine.edge_steps import preview
 from coterie.engine.session import Session, client_states, rebuild
 from coterie.errors import CoterieError
@@ -24,18 +25,20 @@ def model_in_use(
     data: ClientData,
     round: int,
     adapt: bool = True,
-) -> tuple[Tree, Extras]:
+) -> Model:
     """Return parameters and extras of the model that a client uses before this round.
 
     That is the personal model, fine-tuned first if the method adapts before use. A client without a state has never
     trained.
     """
-    personal = method.newcomer if state is None else method.personal
+    view: ModelView = "newcomer" if state is None else "personal"
     with torch.no_grad():
-        params, extras = personal(method.init_client(data) if state is None else state, download, data)
-    params = clone(params)
+        model = method.model(view, Client(method.init_client(data) if state is None else state, download, data, round))
+    assert model is not None
+    start = Start(clone(model[0]), dict(model[1]))
     phases = method.adapt() if adapt else []
-    return train(method.ctx, rule, phases, params, extras, data, round)[:2] if phases else (params, extras)
+    trained = train(method.ctx, rule, phases, start, data, round)[0] if phases else start
+    return Model(trained.params, trained.extras)
 
 
 def refuse_devices(path: Path) -> None:
@@ -65,15 +68,15 @@ class SavedRun:
         self.states: ClientStates = client_states(session, path)
         self.states.look(self.checkpoint.clients)
 
-    def personal(self, client: int | str) -> tuple[Tree, Extras]:
+    def personal(self, client: int | str) -> Model:
         """Return parameters and extras of a client's personal model."""
         return self._model(client, adapt=False)
 
-    def adapted(self, client: int | str) -> tuple[Tree, Extras]:
+    def adapted(self, client: int | str) -> Model:
         """Return the personal model after the fine-tuning before use, if the method has one."""
         return self._model(client, adapt=True)
 
-    def _model(self, client: int | str, adapt: bool) -> tuple[Tree, Extras]:
+    def _model(self, client: int | str, adapt: bool) -> Model:
         number, saved = self.session.federation.number(client), self.checkpoint
         shared, own = preview(self.method, saved.server, saved.edges, [number], saved.round + 1)[number]
         method, data = self.session.method_of(number), self.session.federation.data(number)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.core.method import Batch, ClientData, Extras, Method, Phase, Split
+from coterie.core.method import Batch, ClientData, Extras, Method, Model, Phase, Split, Start
 from coterie.core.tree import Tree
 from coterie.data import target_types as targets
 from coterie.data.arrays import items_form
@@ -31,7 +31,6 @@ from coterie.train.trainer import train
 
 EPOCHS = 5  # of fine-tuning at least, where the method has no adaptation: one is too short for batch norm's statistics
 ALONE = 100  # epochs of local training at most, with which the model is compared
-Model = tuple[Tree, Extras]
 
 
 def welcome(
@@ -60,7 +59,8 @@ def welcome(
         models: dict[str, Model] = {"received": received}
         if len(data.train):
             phases = method.adapt() or newcomer_phases(method, max(method.ctx.epochs, EPOCHS))
-            models["adapted"] = train(method.ctx, rule, phases, *received, data, round)[:2]
+            adapted, _ = train(method.ctx, rule, phases, Start(*received), data, round)
+            models["adapted"] = Model(adapted.params, adapted.extras)
     except CoterieError:
         raise
     except Exception as e:  # a method's hook that takes samples for granted
@@ -168,7 +168,7 @@ def _scores(
 
     out = {"personal": measured(models[kept]), **{k: measured(m) for k, m in models.items()}}
     if (whole := method.global_model(saved.server)) is not None:
-        out["global"] = measured((whole, {}), shared=True)
+        out["global"] = measured(Model(whole), shared=True)
     if len(data.train):
         out["local"] = _alone(session, data, test)
     return out
@@ -184,7 +184,7 @@ def _alone(session: Session, data: ClientData, test: Split) -> dict[str, float]:
         return ctx.loss(params, batch)
 
     phases: Sequence[Phase] = [Phase(loss, epochs=epochs)]
-    params, _, _ = train(ctx, session.clients().rule, phases, ctx.w0, {}, data, 1)
-    counts = score(method, params, {}, test, shared=True).counts
+    trained, _ = train(ctx, session.clients().rule, phases, Start(ctx.w0), data, 1)
+    counts = score(method, trained.params, {}, test, shared=True).counts
     found = ctx.task.measured({k: v[None].numpy() for k, v in counts.items()})
     return {k: float(v[0]) for k, v in found.items()}

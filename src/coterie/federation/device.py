@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coterie.core.method import ClientId, State
-from coterie.core.schema import NonFiniteError, weight
+from coterie.core.schema import NonFiniteError
+from coterie.core.tree import value_bytes
 from coterie.data.sources import load_dataset
 from coterie.engine import codec
 from coterie.engine.messages import Job, Remote, Score, TrainAnswer, TrainRequest, check
@@ -106,7 +107,7 @@ class DeviceHandler:
         sizes = of_answer(session.method, answer)
         self.allow.check_leaving(session.method.schema("up"), upload, sizes)
         self._spent.count("up", run, round, total(sizes))
-        entries = {name: weight(v.numel(), v.dtype) for name, v in upload.items()}
+        entries = {name: value_bytes(v.numel(), v.dtype) for name, v in upload.items()}
         self._audit.write(AuditLine(run, round, kind, "out", self.peer, sizes, entries))
 
     def over(self, told: RunOver) -> RunOver:

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 
 from coterie.core import tree as T
 from coterie.core.method import Method
-from coterie.core.schema import Link, Schema, weight
-from coterie.core.tree import Tree
+from coterie.core.schema import Link, Schema
+from coterie.core.tree import Tree, value_bytes
 from coterie.engine import codec
 from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer, check
 from coterie.errors import CoterieError
@@ -20,7 +20,7 @@ def of_tree(schema: Schema, tree: Tree) -> Sizes:
     found: Sizes = {}
     for name, v in tree.items():
         kind = schema.entries[name].kind if name in schema.entries else "undeclared"
-        found[kind] = found.get(kind, 0) + weight(v.numel(), v.dtype)
+        found[kind] = found.get(kind, 0) + value_bytes(v.numel(), v.dtype)
     return found
 
 
@@ -38,7 +38,7 @@ def of_answer(method: Method, answer: Answer) -> Sizes:
         numbers = 3 + len(answer.note)
     else:
         scores, found, numbers = list(answer.scores.values()), {}, 1
-    counted = sum(weight(v.numel(), v.dtype) for s in scores for v in s.counts.values())
+    counted = sum(value_bytes(v.numel(), v.dtype) for s in scores for v in s.counts.values())
     return found | ({"scores": counted + NUMBER * len(scores)} if scores else {}) | {"numbers": NUMBER * numbers}
 
 
@@ -83,4 +83,4 @@ def total(sizes: Sizes) -> int:
 
 
 def _tensors(value: object) -> int:
-    return sum(weight(v.numel(), v.dtype) for v in codec.tensors_of(value))
+    return sum(value_bytes(v.numel(), v.dtype) for v in codec.tensors_of(value))

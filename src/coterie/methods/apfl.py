@@ -22,7 +22,24 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload
+from coterie.core.method import (
+    Batch,
+    Card,
+    Client,
+    ClientData,
+    Extras,
+    Method,
+    Model,
+    Phase,
+    Settings,
+    Start,
+    State,
+    Trained,
+    Tree,
+    Upload,
+    replace,
+)
+from coterie.core.views import ModelView
 from coterie.parts.gradient import grad
 
 ALPHA = "a:alpha"
@@ -45,17 +62,13 @@ class APFL(Method):
     hp: APFLSettings
     card = Card("APFL", "Deng et al., arXiv 2003.13461, 2020", 2020, "M", personal="a second model and its weight")
 
-    def weights(self, uploads: Sequence[Upload]) -> list[float] | None:
-        uniform = self.hp.rule == "code" and self.ctx.weighting is None
-        return None if uniform else super().weights(uploads)
-
     def init_client(self, data: ClientData) -> State:
         return {**super().init_client(data), "v": T.clone(self.ctx.w0), "alpha": torch.tensor(self.hp.alpha)}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        w, _ = super().begin(state, download, data, round)
-        both = {**T.prefix("g:", w), **T.prefix("p:", state["v"]), ALPHA: state["alpha"]}
-        return both, {"lr": self.ctx.lr_at(round)}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        w = super().begin(state, download, data, round).params
+        both = {**T.tag("g", w), **T.tag("p", state["v"]), ALPHA: state["alpha"]}
+        return Start(both, {"lr": self.ctx.lr_at(round)})
 
     def phases(self, round: int) -> list[Phase]:
         if self.hp.rule == "code":
@@ -77,23 +90,23 @@ class APFL(Method):
         return (alpha - lr * (gradient + self.hp.decay * alpha)).clamp(0, 1)
 
     def _outputs(self, params: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.ctx.forward(T.strip("p:", params), x), self.ctx.forward(T.strip("g:", params), x)
+        return self.ctx.forward(T.tagged("p", params), x), self.ctx.forward(T.tagged("g", params), x)
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         """W learns from its own loss only, v from that of the mixture only."""
-        w = self.ctx.forward(T.strip("g:", params), batch.x)
+        w = self.ctx.forward(T.tagged("g", params), batch.x)
         if self.hp.alpha == 0 and not self.hp.adaptive:
             return self.ctx.loss_of(w, batch)  # v has no part in anything: it and its batch norm are not updated
-        v, alpha = self.ctx.forward(T.strip("p:", params), batch.x), params[ALPHA]
+        v, alpha = self.ctx.forward(T.tagged("p", params), batch.x), params[ALPHA]
         return self.ctx.loss_of(w, batch) + self.ctx.loss_of(alpha * v + (1 - alpha) * w.detach(), batch)
 
     # ---- the rule of the authors' code -----------------------------------------------------------------------------
     def in_turn(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
         """W's step, v's step through the mixture with the new w, and on the first batch alpha's."""
-        plain = [k for k in T.strip("g:", params) if k in self.ctx.net.trainable]
+        plain = [k for k in T.tagged("g", params) if k in self.ctx.net.trainable]
         ws, vs = [f"g:{k}" for k in plain], [f"p:{k}" for k in plain]
         alpha, lr = params[ALPHA], extras["lr"]
-        slope = grad(lambda p: self.ctx.loss(T.strip("g:", p), batch), params, ws)
+        slope = grad(lambda p: self.ctx.loss(T.tagged("g", p), batch), params, ws)
         params = {**params, **T.add({k: params[k] for k in ws}, slope, -lr)}
         both = grad(lambda p: self.ctx.loss_of(self._mixed(p, batch.x), batch), params, [*vs, *ws])
         params = {**params, **T.add({k: params[k] for k in vs}, both, -lr)}
@@ -109,20 +122,26 @@ class APFL(Method):
         return params[ALPHA] * v + (1 - params[ALPHA]) * w
 
     # ---- both ----------------------------------------------------------------------------------------------------
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        w = T.strip("g:", params)
-        state, upload = super().end(state, w, extras, data, round)
-        new = {**state, "v": T.strip("p:", params), "alpha": params[ALPHA]}
-        return (new if self.hp.rule == "paper" else {**new, "w": w}), Upload(
-            upload.tree, {"alpha": float(params[ALPHA])}
-        )
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        w, alpha = T.tagged("g", trained.params), trained.params[ALPHA]
+        state, upload = super().end(state, replace(trained, params=w), data, round)
+        new = {**state, "v": T.tagged("p", trained.params), "alpha": alpha}
+        return (new if self.hp.rule == "paper" else {**new, "w": w}), Upload(upload.tree, {"alpha": float(alpha)})
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return self.begin(state, {**download, **state.get("w", {})}, data, 1)
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        uniform = self.hp.rule == "code" and self.ctx.weighting is None
+        return {**server, "w": T.mean([u.tree for u in uploads], None if uniform else self.weights(uploads))}
 
-    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        w, _ = super().personal(state, download, data)
-        return self.personal({**state, "v": w}, download, data)  # both models are the global one
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return self.begin(state, {**download, **state.get("w", {})}, data, 1).model
+
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        if view == "trained" and client.trained is not None:
+            return Model(client.trained.params, client.trained.extras)
+        if view == "newcomer":  # both models are the global one
+            v = super().personal(client.state, client.download, client.data).params
+            client = client._replace(state={**client.state, "v": v})
+        return super().model(view, client)
 
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         return self._mixed(params, x)

@@ -39,19 +39,25 @@ from coterie.core import tree as T
 from coterie.core.method import (
     Batch,
     Card,
+    Client,
     ClientData,
     ClientId,
     Download,
     Extras,
     Method,
+    Model,
     Moment,
     Phase,
     Settings,
+    Start,
     State,
+    Trained,
     Tree,
     Upload,
+    replace,
 )
 from coterie.core.schema import Entry, Link, Schema
+from coterie.core.views import ModelView
 from coterie.errors import CoterieError, unknown
 from coterie.parts.candidate_choice import choose, mixed, temperatures
 from coterie.parts.neighbours import votes
@@ -73,7 +79,7 @@ CANDIDATES: dict[str, dict[str, float]] = {  # of which members, in which shares
 HEADS = {"head": 10, "long-head": 30}  # steps of fitting
 UNTRAINED = ("global", "head", "long-head", "neighbours", "head+neighbours")  # what needs no local training
 UNINFORMED = ("head", "tuned", "global")  # taken, the first there is, while nobody has scored anything
-SHARED, OWN = "g:", "p:"  # in the tree of a local training
+SHARED, OWN = "g", "p"  # in the tree of a local training
 SCORES, CHOICE, VALIDATED, PRIOR = "x:scores", "x:choice", "x:validated", "x:prior"
 BOUND = 1e6  # of a mean log-likelihood
 CHUNK = 256  # samples per forward pass
@@ -196,28 +202,28 @@ class Autopilot(Method):
         """Does the own model learn in this round?"""
         return "alone" in state and state["turns"] % self.hp.own_every == 0 and bool(state["waits"] < self.hp.patience)
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         w = self._global(state, download)
-        own = T.prefix(OWN, state["alone"]) if self._is_trained(state) else {}
-        return {**T.prefix(SHARED, w), **own}, {"received": w, "prior": download[PRIOR]}
+        own = T.tag(OWN, state["alone"]) if self._is_trained(state) else {}
+        return Start({**T.tag(SHARED, w), **own}, {"received": w, "prior": download[PRIOR]})
 
     def phases(self, round: int) -> list[Phase]:
-        shared = Phase(self.loss, lambda k: k.startswith(SHARED))
+        shared = Phase(self.loss, T.has_tag(SHARED))
         # a tree without an own model has nothing to train in the second, and takes no step
-        return [shared, Phase(self.own_loss, lambda k: k.startswith(OWN))] if self.hp.own_every else [shared]
+        return [shared, Phase(self.own_loss, T.has_tag(OWN))] if self.hp.own_every else [shared]
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        return self.ctx.loss(T.strip(SHARED, params), batch)
+        return self.ctx.loss(T.tagged(SHARED, params), batch)
 
     def own_loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        return self.ctx.loss(T.strip(OWN, params), batch)
+        return self.ctx.loss(T.tagged(OWN, params), batch)
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        w, own = T.strip(SHARED, params), T.strip(OWN, params)
-        state, upload = super().end(state, w, extras, data, round)
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        w, own = T.tagged(SHARED, trained.params), T.tagged(OWN, trained.params)
+        state, upload = super().end(state, replace(trained, params=w), data, round)
         new = {**state, "tuned": w, "turns": state["turns"] + 1, **({"alone": own} if own else {})}
         if self._scores_now(new["turns"]):
-            new |= self._chosen(new, extras["received"], extras["prior"], data, self.names)[0]
+            new |= self._chosen(new, trained.extras["received"], trained.extras["prior"], data, self.names)[0]
         told = {
             SCORES: new["scores"],
             CHOICE: torch.tensor([new["choice"]], dtype=torch.int32),
@@ -240,7 +246,7 @@ class Autopilot(Method):
         if not needed or not len(data.train):
             return {}
         x, y = data.train.x[:KEYS], data.train.y[:KEYS]
-        return {"keys": torch.cat([self.ctx.features(w, part) for part in torch.split(x, CHUNK)]), "labels": y}
+        return {"keys": self.ctx.outputs(w, x, through=self.ctx.features), "labels": y}
 
     def members(self, state: State, w: Tree, names: Sequence[str], store: Extras) -> dict[str, Tree]:
         """The models that these candidates are made of, as far as there are any, with w as the global one."""
@@ -371,17 +377,23 @@ class Autopilot(Method):
         return (outputs.argmax(1) != y).float() if self.ctx.classes else self.ctx.task.each(outputs, y)
 
     # ---- client: use -----------------------------------------------------------------------------------------------
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         """Chosen anew with the newest global model, because that changes from round to round."""
-        if "tuned" not in state:
-            return self.newcomer(state, download, data)
-        return self._used(state, download, data, self.names)
+        return self._used(state, download, data, self.names if "tuned" in state else self._untrained)
 
-    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        """It chooses as everybody does, among what needs no local training."""
-        return self._used(state, download, data, [n for n in self.names if n in UNTRAINED])
+    @property
+    def _untrained(self) -> list[str]:
+        """What a client that has never trained chooses among."""
+        return [n for n in self.names if n in UNTRAINED]
 
-    def _used(self, state: State, download: Tree, data: ClientData, names: Sequence[str]) -> tuple[Tree, Extras]:
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        if view == "newcomer":
+            return self._used(client.state, client.download, client.data, self._untrained)
+        if view in ("watched", "received"):  # a choice in every round would cost more than it shows
+            return Model(self._global(client.state, client.download))
+        return Model(client.state["tuned"]) if view == "trained" else super().model(view, client)
+
+    def _used(self, state: State, download: Tree, data: ClientData, names: Sequence[str]) -> Model:
         """The candidate of the client's choice: one network, or its members side by side."""
         w = self._global(state, download)
         new, members, store = self._chosen(state, w, download[PRIOR], data, names)
@@ -389,36 +401,27 @@ class Autopilot(Method):
 
     def made(
         self, name: str, members: Mapping[str, Tree], store: Extras, temperatures: Mapping[str, float], w: Tree
-    ) -> tuple[Tree, Extras]:
+    ) -> Model:
         """This candidate as a tree and extras, as `predict` takes them."""
         of = CANDIDATES[name]
         near = store if "near" in of else {}
         parts = {m: members[m] for m in members if m in of}
         if not of.keys() <= {*parts, *(("near",) if near else ())}:
-            return w, {}  # without training samples there is no head and nobody near
+            return Model(w)  # without training samples there is no head and nobody near
         if len(of) == 1:
-            return parts[name], {}
-        marked = {k: v for m, tree in parts.items() for k, v in T.prefix(f"{m}:", tree).items()}
+            return Model(parts[name])
+        marked = {k: v for m, tree in parts.items() for k, v in T.tag(m, tree).items()}
         order = [*parts, *(("near",) if near else ())]
         warm = torch.tensor([temperatures.get(m, 1.0) for m in order])
-        return marked, {"shares": torch.tensor([of[m] for m in order]), "temperatures": warm, **near}
+        return Model(marked, {"shares": torch.tensor([of[m] for m in order]), "temperatures": warm, **near})
 
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         if "shares" not in extras:
             return self.ctx.forward(params, x)
-        models = {m: T.strip(f"{m}:", params) for m in dict.fromkeys(k.partition(":")[0] for k in params)}
+        models = {m: T.tagged(m, params) for m in dict.fromkeys(k.partition(":")[0] for k in params)}
         found = self._each(models, {k: extras[k] for k in ("keys", "labels") if k in extras}, x)
         outputs = [found[m] for m in [*models, *(("near",) if "near" in found else ())]]
         return self.combined(outputs, extras["shares"], extras["temperatures"], "near" in found)
-
-    def watched(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return self._global(state, download), {}  # a choice in every round would cost more than it shows
-
-    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
-        return state["tuned"], {}
-
-    def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        return self._global(state, download), {}
 
 
 def _is_told(name: str) -> bool:

@@ -10,7 +10,6 @@ sub-matrix, which mixes clients up.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -22,16 +21,16 @@ from coterie.core.method import (
     ClientData,
     ClientId,
     Download,
-    Extras,
-    Method,
     Moment,
     Settings,
+    Start,
     State,
+    Trained,
     Tree,
     Upload,
 )
 from coterie.core.schema import Link, Schema, like
-from coterie.parts.cluster_models import vectors
+from coterie.parts.cluster_models import Clustered, vectors
 
 
 class CFLSettings(Settings):
@@ -41,7 +40,7 @@ class CFLSettings(Settings):
     first_round: int = Field(20, ge=0, description="no split up to and including this round")
 
 
-class CFL(Method):
+class CFL(Clustered):
     Settings = CFLSettings
     hp: CFLSettings
     card = Card("CFL", "Sattler et al., IEEE TNNLS 2021, arXiv 1910.01991", 2021, "C", personal="the cluster's model")
@@ -63,13 +62,13 @@ class CFL(Method):
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         return Download(each={i: server["models"][server["cluster"].get(i, 0)] for i in ids})
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params, extras = super().begin(state, download, data, round)
-        return params, {**extras, "start": params}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        start = super().begin(state, download, data, round)
+        return start.adding(start=start.params)
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, params, extras, data, round)
-        return state, Upload(T.sub(upload.tree, extras["start"]))
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, trained, data, round)
+        return state, Upload(T.sub(upload.tree, trained.extras["start"]))
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         models, cluster = list(server["models"]), dict(server["cluster"])
@@ -100,19 +99,6 @@ class CFL(Method):
         if round <= self.hp.first_round or len(D) <= self.hp.min_cluster:
             return False
         return bool(D.mean(0).norm() < self.hp.eps1) and bool(D.norm(dim=1).max() > self.hp.eps2)
-
-    def global_model(self, server: State) -> None:
-        return None
-
-    def cluster_of(self, server: State) -> dict[ClientId, int]:
-        return dict(server["cluster"])
-
-    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
-        return download if not self.ctx.w0.keys() - download.keys() else None
-
-    def facts(self, server: State) -> dict[str, Any]:
-        of = list(server["cluster"].values())
-        return {"clusters": [of.count(c) for c in range(len(server["models"]))]}
 
 
 def bipartition(updates: Tensor) -> tuple[list[int], list[int]]:

@@ -8,15 +8,14 @@ take part in the regrouping, but only those who answered move a context. CGPFL-H
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import Field
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientData, ClientId, Download, State, Tree, Upload
+from coterie.core.method import Card, ClientId, Download, State, Tree, Upload
 from coterie.methods.pfedme import PFedMe, PFedMeSettings
 from coterie.parts import model_bank as bank
-from coterie.parts.cluster_models import first_groups, of_cluster, sizes, towards, vectors
+from coterie.parts.cluster_models import Clustered, first_groups, of_cluster, sizes, towards, vectors
 from coterie.parts.clustering import warm_kmeans
 
 
@@ -26,13 +25,14 @@ class CGPFLSettings(PFedMeSettings):
     beta: float = Field(1.0, ge=0, le=2, description="step of a context towards its members' mean (the paper's alpha)")
 
 
-class CGPFL(PFedMe):
+class CGPFL(Clustered, PFedMe):
     Settings = CGPFLSettings
     hp: CGPFLSettings
     card = Card(
         "CGPFL", "Tang et al., IJCAI 2022, arXiv 2106.13044", 2022, "C,R", personal=PFedMe.card.personal, certainty="C"
     )
     weighting = "uniform"
+    models = "contexts"
 
     def setup(self) -> State:
         w = T.drop(self.ctx.w0, self.stays)
@@ -65,15 +65,3 @@ class CGPFL(PFedMe):
             mean = T.mean([u.tree for u in members], self.weights(members)) if members else context
             moved.append(towards(context, mean, self.hp.beta if members else 0.0))
         return {"contexts": moved, "cluster": cluster, "bank": kept, "grouped": len(labels) >= self.hp.groups}
-
-    def global_model(self, server: State) -> None:
-        return None
-
-    def cluster_of(self, server: State) -> dict[ClientId, int]:
-        return dict(server["cluster"])
-
-    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
-        return download if not self.ctx.w0.keys() - download.keys() else None
-
-    def facts(self, server: State) -> dict[str, Any]:
-        return {"clusters": sizes(server["cluster"], self.hp.groups)}

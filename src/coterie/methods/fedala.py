@@ -24,11 +24,13 @@ from coterie.core.method import (
     ClientData,
     ClientId,
     Download,
-    Extras,
     Method,
+    Model,
     Moment,
     Settings,
+    Start,
     State,
+    Trained,
     Tree,
     Upload,
 )
@@ -97,13 +99,13 @@ class FedALA(Method):
         return super().aggregate(server, trained, round) if trained else server
 
     # ---- client --------------------------------------------------------------------------------------------------
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        old, idle = state.get("o"), {"idle": True} if REST in download else {}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        old, train = state.get("o"), REST not in download
         received = {**(state.get("own", {}) if old is None else old), **T.drop(download, lambda k: k == REST)}
         if old is None:  # a flag, not a comparison of floats, says that there is nothing to merge yet
-            return received, idle
+            return Start(received, {"sends": train}, train)
         A = self.learned(state["A"], old, received, data, round, self.hp.max_epochs if not state["settled"] else 1)
-        return merged(old, received, A), {"A": A, **idle}
+        return Start(merged(old, received, A), {"A": A, "sends": train}, train)
 
     def learned(self, A: Tree, old: Tree, new: Tree, data: ClientData, round: int, epochs: int) -> Tree:
         """Weights after up to `epochs` passes; they stop when the losses of the last batches have settled."""
@@ -141,8 +143,9 @@ class FedALA(Method):
                 break
         return A
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        sent = {} if extras.get("idle") else T.drop(params, self.stays)
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        params, extras = trained.params, trained.extras
+        sent = T.drop(params, self.stays) if extras["sends"] else {}
         A = extras["A"] if "A" in extras else self._first_weights()
         new = {"o": params, "A": A, "settled": "A" in extras, "round": round}
         return new, Upload(sent, {"weight": _mean(extras["A"])} if extras.get("A") else {})
@@ -151,11 +154,11 @@ class FedALA(Method):
         top = last_layers(self.ctx.net.layout, self.hp.layers)
         return {k: torch.full_like(v, self.hp.start) for k, v in self.ctx.w0.items() if k in top and not self.stays(k)}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         if self.hp.merge == "everybody" and "o" in state:
-            return self.begin(state, download, data, state["round"] + 1)[0], {}
+            return Model(self.begin(state, download, data, state["round"] + 1).params)
         received = T.drop(download, lambda k: k == REST)
-        return (state["o"], {}) if "o" in state else super().personal(state, received, data)
+        return Model(state["o"]) if "o" in state else super().personal(state, received, data)
 
 
 def merged(old: Tree, new: Tree, A: Tree) -> Tree:

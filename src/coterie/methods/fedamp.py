@@ -18,16 +18,21 @@ from coterie.core import tree as T
 from coterie.core.method import (
     Batch,
     Card,
+    Client,
     ClientData,
     ClientId,
     Download,
     Extras,
     Method,
+    Model,
     Settings,
+    Start,
     State,
+    Trained,
     Tree,
     Upload,
 )
+from coterie.core.views import ModelView
 from coterie.errors import CoterieError
 from coterie.parts import model_bank as bank
 
@@ -87,8 +92,8 @@ class FedAMP(Method):
     def init_client(self, data: ClientData) -> State:
         return {"w": T.clone(self.ctx.w0)}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        return state["w"], {"u": download}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        return Start(state["w"], {"u": download})
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         loss = self.ctx.loss(params, batch)
@@ -96,17 +101,19 @@ class FedAMP(Method):
             return loss
         return loss + self.hp.lam / self.hp.alpha / 2 * T.sqdist(params, extras["u"], self.ctx.net.trainable)
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        return {"w": params}, Upload(T.drop(params, self.stays))
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        return {"w": trained.params}, Upload(T.drop(trained.params, self.stays))
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         return {"bank": bank.put(server["bank"], {u.sender: u.tree for u in uploads})}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return state["w"], {}
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return Model(state["w"])
 
-    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return {**state["w"], **download}, {}  # what would pull its training
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        if view == "newcomer":
+            return Model({**client.state["w"], **client.download})  # what would pull its training
+        return super().model(view, client)
 
     def global_model(self, server: State) -> None:
         return None

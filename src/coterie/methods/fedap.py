@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientData, ClientId, Download, Extras, Moment, Phase, State, Tree, Upload
+from coterie.core.method import Card, ClientData, ClientId, Download, Moment, Phase, Start, State, Trained, Tree, Upload
 from coterie.core.schema import Entry, Link, Schema
 from coterie.methods.fedbn import FedBN, FedBNSettings
 from coterie.parts import model_bank as bank
@@ -86,20 +86,20 @@ class FedAP(FedBN):
         new = T.unflatten(V.mean(0), T.drop(self.ctx.w0, self.stays)) if len(known) < len(ids) else {}
         return Download(each={**dict.fromkeys(ids, new), **dict(zip(known, models, strict=True))})
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params, extras = super().begin(state, download, data, round)
-        if round == self._exchange():
-            found = input_moments(self.ctx.net, params, data.train.x, list(self._compared()))
-            extras["stats"] = torch.cat([torch.stack([m.mean, m.var.sqrt()]) for m in found], 1).float()
-        return params, extras
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        start = super().begin(state, download, data, round)
+        if round != self._exchange():
+            return start
+        moments = input_moments(self.ctx.net, start.params, data.train.x, list(self._compared()))
+        return start.adding(stats=torch.cat([torch.stack([m.mean, m.var.sqrt()]) for m in moments], 1).float())
 
     def phases(self, round: int) -> list[Phase]:
         return [] if round == self._exchange() else super().phases(round)
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         if round == self._exchange():
-            return state, Upload({"x:stats": extras["stats"]})
-        return super().end(state, params, extras, data, round)
+            return state, Upload({"x:stats": trained.extras["stats"]})
+        return super().end(state, trained, data, round)
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         if round == self._exchange():

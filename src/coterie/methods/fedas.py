@@ -15,7 +15,22 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, Settings, State, Tree, Upload
+from coterie.core.method import (
+    Batch,
+    Card,
+    ClientData,
+    Extras,
+    Method,
+    Model,
+    Moment,
+    Phase,
+    Settings,
+    Start,
+    State,
+    Trained,
+    Tree,
+    Upload,
+)
 from coterie.core.schema import Entry, Link, Schema
 from coterie.parts.gradient import grad
 from coterie.parts.prototypes import collect, one_hot
@@ -50,11 +65,11 @@ class FedAS(Method):
             {FISHER: Entry((1,), kind="statistic", part="fisher information", low=0)} if link == "up" else {}
         )
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params, _ = super().begin(state, download, data, round)
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        params = super().begin(state, download, data, round).params
         last = state.get("last", self.ctx.w0)
         own, _ = collect(lambda x: self.ctx.features(last, x), data.train.x, data.train.y, data.classes)
-        return params, {"means": own.value}
+        return Start(params, {"means": own.value})
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(update=self.align, epochs=self.hp.align_epochs, stream=1), Phase(self.loss)]
@@ -72,9 +87,9 @@ class FedAS(Method):
         gradient = grad(distance, params, names)
         return {**params, **T.add({k: params[k] for k in names}, gradient, -self.hp.align_lr)}
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        kept, upload = super().end(state, params, extras, data, round)
-        return {**kept, "last": params}, Upload({**upload.tree, FISHER: self.fisher(params, data)})
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        kept, upload = super().end(state, trained, data, round)
+        return {**kept, "last": trained.params}, Upload({**upload.tree, FISHER: self.fisher(trained.params, data)})
 
     def fisher(self, params: Tree, data: ClientData) -> Tensor:
         """Squared norms of the gradients of all batches, summed [1]."""
@@ -92,8 +107,5 @@ class FedAS(Method):
         bodies = [{k: u.tree[k] for k in server["w"]} for u in uploads]
         return {**server, "w": T.mean(bodies, weights if sum(weights) > 0 else self.weights(uploads))}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return (state["last"], {}) if "last" in state else super().personal(state, download, data)
-
-    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
-        return params, {}
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return Model(state["last"]) if "last" in state else super().personal(state, download, data)

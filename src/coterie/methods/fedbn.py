@@ -7,7 +7,7 @@ The mean is by samples, so that without batch norm it would be FedAvg; the autho
 
 from pydantic import Field
 
-from coterie.core.method import Card, ClientData, Extras, Method, Settings, State, Tree, Upload
+from coterie.core.method import Card, ClientData, Method, Model, Settings, State, Trained, Tree, Upload
 from coterie.parts.batch_norm import recalibrated
 
 
@@ -27,12 +27,12 @@ class FedBN(Method):
     def private(self, name: str) -> bool:
         return name in self.ctx.group("bn")
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, params, extras, data, round)
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, trained, data, round)
         return ({**state, "trained": True} if state else state), upload
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         params, extras = super().personal(state, download, data)
         if self.hp.recalibrate and not state.get("trained"):
             params = recalibrated(self.ctx.net, params, data.train.x)
-        return params, extras
+        return Model(params, extras)

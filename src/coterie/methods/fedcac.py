@@ -19,11 +19,13 @@ from coterie.core.method import (
     ClientData,
     ClientId,
     Download,
-    Extras,
     Method,
+    Model,
     Moment,
     Settings,
+    Start,
     State,
+    Trained,
     Tree,
     Upload,
 )
@@ -54,7 +56,7 @@ class FedCAC(Method):
             return self.model_schema | Schema(masks)
         if now is not None and now.client not in now.server["bank"]["ids"]:
             return self.model_schema
-        return self.model_schema | Schema(like(T.prefix("c:", masked), optional=now is None))
+        return self.model_schema | Schema(like(T.tag("c", masked), optional=now is None))
 
     def setup(self) -> State:
         stored = bank.fill(self._masked(), [])
@@ -65,19 +67,21 @@ class FedCAC(Method):
         known, V = bank.known(server["bank"], ids), server["bank"]["flat"]
         rows = server["together"][bank.rows(server["bank"], known)].to(V)
         custom = bank.trees(rows / rows.sum(1, keepdim=True) @ V, self._masked())
-        return Download(server["w"], {i: T.prefix("c:", tree) for i, tree in zip(known, custom, strict=True)})
+        return Download(server["w"], {i: T.tag("c", tree) for i, tree in zip(known, custom, strict=True)})
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        start, _ = self.personal(state, download, data)
-        return start, {"start": start}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        start = self.personal(state, download, data).params
+        return Start(start, {"start": start})
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, params, extras, data, round)
-        mask = top_share(criticality(extras["start"], {k: params[k] for k in self._masked()}), self.hp.tau)
-        return {**state, "mask": mask}, Upload({**upload.tree, **T.prefix("mask:", mask)})
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, trained, data, round)
+        mask = top_share(
+            criticality(trained.extras["start"], {k: trained.params[k] for k in self._masked()}), self.hp.tau
+        )
+        return {**state, "mask": mask}, Upload({**upload.tree, **T.tag("mask", mask)})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        models = [T.drop(u.tree, lambda k: ":" in k) for u in uploads]
+        models = [T.untagged(u.tree) for u in uploads]
         own = {u.sender: {k: m[k] for k in self._masked()} for u, m in zip(uploads, models, strict=True)}
         stored = bank.put(server["bank"], own)
         masks = server["masks"].new_zeros(len(stored["ids"]), server["masks"].shape[1])
@@ -91,13 +95,13 @@ class FedCAC(Method):
         n = len(server["together"])
         return {"collaborators": float(server["together"].sum()) / n - 1} if n else {}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         """The critical entries of the customised model in the global one."""
-        w = {**T.drop(download, lambda k: ":" in k), **state.get("own", {})}
-        custom = T.strip("c:", download)
+        w = {**T.untagged(download), **state.get("own", {})}
+        custom = T.tagged("c", download)
         if "mask" not in state or not custom:
-            return w, {}
-        return {**w, **write_in({k: w[k] for k in custom}, custom, state["mask"])}, {}
+            return Model(w)
+        return Model({**w, **write_in({k: w[k] for k in custom}, custom, state["mask"])})
 
 
 def overlap(masks: Tensor) -> Tensor:

@@ -18,9 +18,25 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, Settings, State, Upload
+from coterie.core.method import (
+    Batch,
+    Card,
+    Client,
+    ClientData,
+    Extras,
+    Method,
+    Model,
+    Moment,
+    Phase,
+    Settings,
+    Start,
+    State,
+    Trained,
+    Upload,
+)
 from coterie.core.schema import Link, Schema, like
 from coterie.core.tree import Tree
+from coterie.core.views import ModelView
 from coterie.parts import small_layers
 from coterie.parts.distill import mmd
 
@@ -40,7 +56,7 @@ class FedCP(Method):
     needs = ("head",)
 
     def private(self, name: str) -> bool:
-        return name.startswith("p:")
+        return T.is_tagged("p", name)
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """The model and the policy, both ways."""
@@ -61,19 +77,21 @@ class FedCP(Method):
 
     def init_client(self, data: ClientData) -> State:
         own = super().init_client(data).get("own", {})
-        return {"own": {**own, **T.clone(T.prefix("p:", T.keep(self.ctx.w0, self._head)))}}
+        return {"own": {**own, **T.clone(T.tag("p", T.keep(self.ctx.w0, self._head)))}}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         params = {**download, **state["own"]}
-        return params, {"context": F.normalize(params["p:" + self.ctx.net.head_names[0]].sum(0), dim=0)}
+        return Model(params, {"context": F.normalize(params["p:" + self.ctx.net.head_names[0]].sum(0), dim=0)})
 
-    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        received = T.prefix("p:", T.keep(download, self._head))
-        return self.personal({"own": {**state["own"], **received}}, download, data)
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        if view == "newcomer":  # its own head is the received one
+            own = {**client.state["own"], **T.tag("p", T.keep(client.download, self._head))}
+            client = client._replace(state={"own": own})
+        return super().model(view, client)
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         params, extras = self.personal(state, download, data)
-        return params, {**extras, "received": params}
+        return Start(params, {**extras, "received": params})
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self.loss, lambda k: not self._head(k))]  # the received head is frozen
@@ -88,7 +106,7 @@ class FedCP(Method):
 
     def _logits(self, params: Tree, z: Tensor, extras: Extras, noise: bool) -> Tensor:
         r, s = self.shares(params, z, extras, noise)
-        return self.ctx.logits(T.strip("p:", params), r * z) + self.ctx.logits(params, s * z)
+        return self.ctx.logits(T.tagged("p", params), r * z) + self.ctx.logits(params, s * z)
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         z = self.ctx.features(params, batch.x)
@@ -110,7 +128,7 @@ class FedCP(Method):
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         return self._logits(params, self.ctx.features(params, x), extras, noise=False)
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, params, extras, data, round)
-        own = T.strip("p:", params)
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, trained, data, round)
+        own = T.tagged("p", trained.params)
         return state, Upload({k: (v + own[k]) / 2 if self._head(k) else v for k, v in upload.tree.items()})

@@ -21,10 +21,13 @@ from coterie.core.method import (
     Download,
     Extras,
     Method,
+    Model,
     Moment,
     Phase,
     Settings,
+    Start,
     State,
+    Trained,
     Upload,
 )
 from coterie.core.schema import Entry, Link, Schema
@@ -77,13 +80,13 @@ class FedDBE(Method):
     def init_client(self, data: ClientData) -> State:
         return {"own": {**super().init_client(data).get("own", {}), BIAS: torch.zeros(self.ctx.net.width)}}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         if not download:  # round 0: everybody has the start of the run
-            return {**self.ctx.w0, **state["own"]}, {}
+            return Start({**self.ctx.w0, **state["own"]})
         mean = download[MEAN]
         known = float(not bool(mean.isnan().any()))
         params = {**T.drop(download, MEAN.__eq__), **state["own"]}
-        return params, {"mean": mean.nan_to_num(), "kappa": known * self.hp.kappa}
+        return Start(params, {"mean": mean.nan_to_num(), "kappa": known * self.hp.kappa})
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self.loss if round else self.first_loss)]
@@ -100,13 +103,13 @@ class FedDBE(Method):
         pull: Tensor = (mean - extras["mean"]).square().mean()
         return loss + kappa / 2 * pull
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         if round:
-            own = T.keep(params, lambda k: self.stays(k) or k == BIAS)
-            return {**state, "own": own}, Upload({k: v for k, v in params.items() if k not in own})
+            own = T.keep(trained.params, lambda k: self.stays(k) or k == BIAS)
+            return {**state, "own": own}, Upload({k: v for k, v in trained.params.items() if k not in own})
         total = torch.zeros(self.ctx.net.width, dtype=torch.float64)
         for x in torch.split(data.train.x, 512):
-            total += self.ctx.features(params, x).double().sum(0)
+            total += self.ctx.features(trained.params, x).double().sum(0)
         return state, Upload({MEAN: (total / max(len(data.train), 1)).float()})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
@@ -114,11 +117,8 @@ class FedDBE(Method):
             return {**server, **super().aggregate(server, uploads, round)}
         return {**server, "mean": T.mean([u.tree for u in uploads], self.weights(uploads))[MEAN]}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return self.begin(state, download, data, 1)[0], {}
-
-    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
-        return params, {}
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return Model(self.begin(state, download, data, 1).params)
 
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         return self.ctx.logits(params, self.ctx.features(params, x) + params[BIAS])

@@ -24,10 +24,13 @@ from coterie.core.method import (
     Download,
     Extras,
     Method,
+    Model,
     Moment,
     Phase,
     Settings,
+    Start,
     State,
+    Trained,
     Upload,
 )
 from coterie.core.schema import Entry, Link, Schema, like
@@ -59,7 +62,7 @@ class FedDyn(Method):
             if self.hp.scale_alpha:
                 model |= Schema({"x:mean_samples": Entry((1,), kind="statistic", low=0)})
             if now is None:
-                model |= Schema(like(T.prefix("avg:", T.drop(self.ctx.w0, self.stays)), optional=True))
+                model |= Schema(like(T.tag("avg", T.drop(self.ctx.w0, self.stays)), optional=True))
         return model.optional() if now is None and self.opening() else model
 
     def setup(self) -> State:
@@ -77,16 +80,16 @@ class FedDyn(Method):
 
     def deliver(self, server: State, ids: Sequence[int], round: int) -> Download:
         sent = self.down(server, ids, round)
-        return Download(shared={**sent.shared, **T.prefix("avg:", server["avg"])})
+        return Download(shared={**sent.shared, **T.tag("avg", server["avg"])})
 
     def init_client(self, data: ClientData) -> State:
         return {**super().init_client(data), "h": self._zero()}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params, _ = super().begin(state, T.drop(download, lambda k: ":" in k), data, round)
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        params = super().begin(state, T.untagged(download), data, round).params
         mean = float(download["x:mean_samples"]) if "x:mean_samples" in download else len(data.train)
         alpha = self.hp.alpha * mean / max(len(data.train), 1)
-        return params, {"anchor": params, "h": state["h"], "alpha": alpha}
+        return Start(params, {"anchor": params, "h": state["h"], "alpha": alpha})
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         alpha: float = extras["alpha"]
@@ -108,11 +111,11 @@ class FedDyn(Method):
         found = [replace(phase, clip=self.hp.clip) for phase in super().phases(round)]
         return [replace(p, loss=self._linear, unclipped=self._square) for p in found] if self.hp.clip_first else found
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         if round == 0:
             return state, Upload({})
-        state, upload = super().end(state, params, extras, data, round)
-        h = {k: v + (params[k] - extras["anchor"][k]) for k, v in state["h"].items()}
+        state, upload = super().end(state, trained, data, round)
+        h = {k: v + (trained.params[k] - trained.extras["anchor"][k]) for k, v in state["h"].items()}
         return {**state, "h": h}, upload
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
@@ -127,6 +130,6 @@ class FedDyn(Method):
     def global_model(self, server: State) -> Tree | None:
         return server["avg"] if self.ctx.w0.keys() == server["avg"].keys() else None
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        model = T.strip("avg:", download) or T.drop(download, lambda k: ":" in k) or self.ctx.w0
-        return {**model, **state.get("own", {})}, {}
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        model = T.tagged("avg", download) or T.untagged(download) or self.ctx.w0
+        return Model({**model, **state.get("own", {})})

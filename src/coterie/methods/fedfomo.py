@@ -24,9 +24,25 @@ from sklearn.cluster import SpectralClustering
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, ClientId, Download, Extras, Method, Moment, State, Tree, Upload
+from coterie.core.method import (
+    Batch,
+    Card,
+    Client,
+    ClientData,
+    ClientId,
+    Download,
+    Method,
+    Model,
+    Moment,
+    Start,
+    State,
+    Trained,
+    Tree,
+    Upload,
+)
 from coterie.core.rng import key
 from coterie.core.schema import Entry, Link, Schema
+from coterie.core.views import ModelView
 from coterie.parts import model_bank as bank
 from coterie.parts import pairwise_state as pairs
 from coterie.parts.readings import ReadingSettings
@@ -125,7 +141,7 @@ class FedFomo(Method):
     def init_client(self, data: ClientData) -> State:
         return {"w": T.clone(self.ctx.w0), "old": T.clone(self.ctx.w0)}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         own, old = state["w"], state["old"]
         like = T.drop(self.ctx.w0, self.stays)
         sent = [bank.trees(download[k], like) if k in download else [] for k in (MODELS, AVERAGES)]
@@ -135,7 +151,7 @@ class FedFomo(Method):
         if bool((raw > 0).any()):
             start = T.mean(candidates, raw.clamp(min=0))
         told = raw if self.hp.affinity == "raw" else raw / raw.sum().abs().clamp(min=1e-9)
-        return start, {"start": start, "affinity": told[: len(sent[0])].clamp(-BOUND, BOUND)}
+        return Start(start, {"start": start, "affinity": told[: len(sent[0])].clamp(-BOUND, BOUND)})
 
     def affinities(self, candidates: Sequence[Tree], old: Tree, data: ClientData) -> Tensor:
         """(L(old) - L(candidate)) / |candidate - old|, not clipped [candidates]."""
@@ -149,12 +165,14 @@ class FedFomo(Method):
         # bounded, so that a diverged candidate does not spoil the upload
         return ((losses[0] - losses[1:]) / (far + 1e-5)).nan_to_num(-BOUND).clamp(-BOUND, BOUND)
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        new = {AFFINITY: extras["affinity"]} if len(extras["affinity"]) else {}
-        return {"w": params, "old": extras["start"]}, Upload({**T.drop(params, self.stays), **new})
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        new = {AFFINITY: trained.extras["affinity"]} if len(trained.extras["affinity"]) else {}
+        return {"w": trained.params, "old": trained.extras["start"]}, Upload(
+            {**T.drop(trained.params, self.stays), **new}
+        )
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        new, rows = pairs.received(server, {u.sender: T.drop(u.tree, lambda k: ":" in k) for u in uploads})
+        new, rows = pairs.received(server, {u.sender: T.untagged(u.tree) for u in uploads})
         for row, u in zip(rows.tolist(), uploads, strict=True):
             if AFFINITY in u.tree:  # others keep their rows in the bank, so those they were sent by still hold
                 new["similarity"][row, self.sent_to(server, u.sender, round)] += u.tree[AFFINITY]
@@ -185,13 +203,16 @@ class FedFomo(Method):
         ).fit_predict(((near + near.T) / 2).numpy())
         return [int(c) for c in found]
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return state["w"], {}
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return Model(state["w"])
 
-    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        if view != "newcomer":
+            return super().model(view, client)
+        state, download = client.state, client.download
         sent = bank.trees(download[MODELS], T.drop(self.ctx.w0, self.stays)) if MODELS in download else []
         if not sent:
-            return state["w"], {}
+            return Model(state["w"])
         others = [{**state["w"], **tree} for tree in sent]
-        raw = self.affinities(others, state["old"], data).clamp(min=0)
-        return T.mean(others, raw if bool((raw > 0).any()) else None), {}  # of models that all have trained
+        raw = self.affinities(others, state["old"], client.data).clamp(min=0)
+        return Model(T.mean(others, raw if bool((raw > 0).any()) else None))  # of models that all have trained

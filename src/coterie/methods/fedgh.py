@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from pydantic import Field
 
-from coterie.core.method import Card, ClientData, Extras, Method, Moment, Settings, State, Tree, Upload
+from coterie.core.method import Card, ClientData, Method, Moment, Settings, State, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema, class_ids
 from coterie.parts.linear_heads import Heads, train_heads
 from coterie.parts.prototypes import collect
@@ -44,9 +44,11 @@ class FedGH(Method):
         }
         return Schema(entries, {"labels": (0, self.ctx.classes)})
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, _ = super().end(state, params, extras, data, round)
-        (value, mask), _ = collect(lambda x: self.ctx.features(params, x), data.train.x, data.train.y, data.classes)
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, _ = super().end(state, trained, data, round)
+        (value, mask), _ = collect(
+            lambda x: self.ctx.features(trained.params, x), data.train.x, data.train.y, data.classes
+        )
         return state, Upload({"x:means": value[mask], "x:labels": mask.nonzero()[:, 0].int()})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:

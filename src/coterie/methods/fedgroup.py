@@ -8,7 +8,6 @@ start), joins in the same way without voting, and has the mean of the groups unt
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -21,16 +20,17 @@ from coterie.core.method import (
     ClientId,
     Context,
     Download,
-    Extras,
     Method,
     Phase,
     Settings,
+    Start,
     State,
+    Trained,
     Tree,
     Upload,
 )
 from coterie.core.rng import key
-from coterie.parts.cluster_models import of_cluster, sizes, vectors
+from coterie.parts.cluster_models import Clustered, of_cluster, vectors
 from coterie.parts.clustering import kmeans, svd_features
 from coterie.parts.similarity import cosine
 
@@ -42,7 +42,7 @@ class FedGroupSettings(Settings):
     eta_g: float = Field(0.0, ge=0, description="inter-group step: weight eta_g / norm of every other group's model")
 
 
-class FedGroup(Method):
+class FedGroup(Clustered):
     Settings = FedGroupSettings
     hp: FedGroupSettings
     card = Card("FedGroup", "Duan et al., IEEE ISPA 2021, arXiv 2010.06870", 2021, "C", personal="the group's model")
@@ -59,15 +59,15 @@ class FedGroup(Method):
         common = T.mean(models)
         return Download(each={i: models[of[i]] if i in of else common for i in ids})
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         start = download if state.get("trained") else T.drop(self.ctx.w0, self.stays)
-        return {**start, **state.get("own", {})}, {}
+        return Start({**start, **state.get("own", {})})
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self.loss, steps=self.hp.pretrain_steps if round == 0 else None)]
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, params, extras, data, round)
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, trained, data, round)
         return {**state, "trained": True}, upload
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
@@ -106,16 +106,7 @@ class FedGroup(Method):
 
     def global_model(self, server: State) -> Tree | None:
         """The auxiliary model: the mean of the groups."""
-        return super().global_model({"w": T.mean(server["models"])})
-
-    def cluster_of(self, server: State) -> dict[ClientId, int]:
-        return dict(server["cluster"])
-
-    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
-        return download if not self.ctx.w0.keys() - download.keys() else None
-
-    def facts(self, server: State) -> dict[str, Any]:
-        return {"clusters": sizes(server["cluster"], len(server["models"]))}
+        return Method.global_model(self, {"w": T.mean(server["models"])})
 
 
 def across(ctx: Context, models: Sequence[Tree], eta: float) -> list[Tree]:

@@ -24,10 +24,13 @@ from coterie.core.method import (
     Download,
     Extras,
     Method,
+    Model,
     Moment,
     Phase,
     Settings,
+    Start,
     State,
+    Trained,
     Upload,
 )
 from coterie.core.schema import Entry, Link, Schema
@@ -35,7 +38,6 @@ from coterie.core.tree import Tree
 from coterie.parts.gradient import grad
 
 SCORES = "x:scores"
-CHUNK = 512
 
 
 class FedMDSettings(Settings):
@@ -71,11 +73,11 @@ class FedMD(Method):
     def down(self, server: State, ids: Sequence[int], round: int) -> Download:
         return Download({SCORES: server["scores"]})
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         assert data.public is not None
         scores = download[SCORES]
         rate = 0.0 if bool(scores.isnan().any()) else self.ctx.lr_at(round)
-        return state["own"], {"public": data.public, "scores": scores.nan_to_num(), "rate": rate}
+        return Start(state["own"], {"public": data.public, "scores": scores.nan_to_num(), "rate": rate})
 
     def phases(self, round: int) -> list[Phase]:
         steps = math.ceil(self.hp.digest_epochs * math.ceil(self.ctx.public / self.ctx.batch))
@@ -94,15 +96,12 @@ class FedMD(Method):
 
         return {**params, **T.add({k: params[k] for k in names}, grad(distance, params, names), -extras["rate"])}
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        scores = torch.cat([self.ctx.forward(params, x) for x in torch.split(extras["public"], CHUNK)])
-        return {**state, "own": params}, Upload({SCORES: scores})
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        scores = self.ctx.outputs(trained.params, trained.extras["public"], 512)
+        return {**state, "own": trained.params}, Upload({SCORES: scores})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         return {"scores": T.mean([u.tree for u in uploads], self.weights(uploads))[SCORES]}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return state["own"], {}
-
-    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
-        return params, {}
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return Model(state["own"])

@@ -21,10 +21,13 @@ from coterie.core.method import (
     ClientData,
     Extras,
     Method,
+    Model,
     Moment,
     Phase,
     Settings,
+    Start,
     State,
+    Trained,
     Upload,
     cross_entropy,
 )
@@ -82,8 +85,8 @@ class FedNH(Method):
         """With the bias that the network wants to see."""
         return {**{k: torch.zeros_like(v) for k, v in self.ctx.w0.items() if self._head(k)}, **tree}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        return self._complete({**download, **state.get("own", {})}), {}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        return Start(self._complete({**download, **state.get("own", {})}))
 
     def _direction(self, params: Tree, x: Tensor) -> Tensor:
         return F.normalize(self.ctx.features(params, x), dim=1)
@@ -100,11 +103,11 @@ class FedNH(Method):
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self.loss, lambda k: not self._head(k), clip=self.hp.clip)]
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, params, extras, data, round)
-        means, samples = collect(lambda x: self._direction(params, x), data.train.x, data.train.y, data.classes)
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, trained, data, round)
+        means, samples = collect(lambda x: self._direction(trained.params, x), data.train.x, data.train.y, data.classes)
         tree = T.drop(upload.tree, self._head) | {self._weight: F.normalize(means.value, dim=1), COUNTS: samples.int()}
-        return {**state, "model": params}, Upload(tree)
+        return {**state, "model": trained.params}, Upload(tree)
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         """Bodies step to their uniform mean; prototypes move on the sphere, those of absent classes not at all."""
@@ -117,8 +120,8 @@ class FedNH(Method):
     def global_model(self, server: State) -> Tree | None:
         return super().global_model({"w": self._complete(server["w"])})
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return (state["model"] if "model" in state else self.begin(state, download, data, 0)[0]), {}
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return Model(state["model"] if "model" in state else self.begin(state, download, data, 0).params)
 
 
 def spread_rows(rows: int, width: int, rng: torch.Generator, steps: int = 500, sharpness: float = 20.0) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, State, Tree, Upload
+from coterie.core.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, State, Trained, Tree, Upload
 from coterie.core.schema import Entry, Link, Schema
 
 STEPS = "x:steps"
@@ -42,9 +42,9 @@ class FedNova(Method):
         """The loss, and a one: the trainer collects those, which counts the steps."""
         return self.ctx.loss(params, batch), torch.ones(())
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, params, extras, data, round)
-        steps = torch.tensor([min(len(extras.get("aux", ())), MOST)], dtype=torch.int32)
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, trained, data, round)
+        steps = torch.tensor([min(len(trained.aux), MOST)], dtype=torch.int32)
         return state, Upload({**upload.tree, STEPS: steps})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:

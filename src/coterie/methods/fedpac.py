@@ -25,10 +25,13 @@ from coterie.core.method import (
     Download,
     Extras,
     Method,
+    Model,
     Moment,
     Phase,
     Settings,
+    Start,
     State,
+    Trained,
     Upload,
     cross_entropy,
 )
@@ -101,22 +104,24 @@ class FedPAC(Method):
         first = T.keep(self.ctx.w0, self._head)
         return {**first, **T.drop(download, MEANS.__eq__), **state.get("own", {})}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         params, means = self._model(state, download), download[MEANS]
         (own, mask), n = collect(lambda x: self.ctx.features(params, x), data.train.x, data.train.y, data.classes)
         known = ~means.isnan().any(1, keepdim=True)
-        return params, {
-            "before": own[mask],
-            "variance": self._variance(params, data, own, n),
-            "target": torch.where(known, means.nan_to_num(), own),
-            "lam": self.hp.lam * float(known.any()),
-        }
+        return Start(
+            params,
+            {
+                "before": own[mask],
+                "variance": self._variance(params, data, own, n),
+                "target": torch.where(known, means.nan_to_num(), own),
+                "lam": self.hp.lam * float(known.any()),
+            },
+        )
 
-    @torch.no_grad()
     def _variance(self, params: Tree, data: ClientData, own: Tensor, n: Tensor) -> Tensor:
         """(mean |z|^2 - sum over classes of |p_k mu_k|^2) / n, of the client's features [1]."""
-        parts = [self.ctx.features(params, x).double() for x in torch.split(data.train.x, CHUNK)]
-        total = sum(float(z.square().sum()) for z in parts)
+        z = self.ctx.outputs(params, data.train.x, CHUNK, self.ctx.features).double()
+        total = sum(float(part.square().sum()) for part in torch.split(z, CHUNK))
         size = max(len(data.train), 1)
         shares = (n.double() / size)[:, None] * own.double()
         return torch.tensor([max(0.0, total / size - float(shares.square().sum())) / size], dtype=torch.float32)
@@ -132,10 +137,12 @@ class FedPAC(Method):
         pull: Tensor = (gap * w).sum() / w.sum().clamp(min=1)
         return cross_entropy(logits, batch) + pull * lam
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, params, extras, data, round)
-        (own, mask), n = collect(lambda x: self.ctx.features(params, x), data.train.x, data.train.y, data.classes)
-        found = {"x:before": extras["before"], "x:means": own[mask], "x:variance": extras["variance"]}
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, trained, data, round)
+        (own, mask), n = collect(
+            lambda x: self.ctx.features(trained.params, x), data.train.x, data.train.y, data.classes
+        )
+        found = {"x:before": trained.extras["before"], "x:means": own[mask], "x:variance": trained.extras["variance"]}
         labels = {"x:labels": mask.nonzero()[:, 0].int(), "x:counts": n[mask].int()}
         return state, Upload({**upload.tree, **found, **labels})
 
@@ -161,11 +168,8 @@ class FedPAC(Method):
         out[u.tree["x:labels"].long()] = u.tree["x:counts"].double()
         return out
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return self._model(state, download), {}
-
-    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
-        return params, {}
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return Model(self._model(state, download))
 
 
 def combination(i: int, vectors: Tensor, variances: Tensor) -> list[float]:

@@ -23,9 +23,12 @@ from coterie.core.method import (
     Download,
     Extras,
     Method,
+    Model,
     Moment,
     Settings,
+    Start,
     State,
+    Trained,
     Upload,
     cross_entropy,
 )
@@ -72,10 +75,12 @@ class FedProto(Method):
     def down(self, server: State, ids: Sequence[int], round: int) -> Download:
         return Download(shared={"x:prototypes": server["prototypes"]})
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         C = download["x:prototypes"]
         mask = ~C.isnan().any(1)
-        return state["own"], {"prototypes": C.nan_to_num(), "mask": mask, "known": mask & (data.label_counts > 0)}
+        return Start(
+            state["own"], {"prototypes": C.nan_to_num(), "mask": mask, "known": mask & (data.label_counts > 0)}
+        )
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         logits, z = self.ctx.net.both(params, batch.x)
@@ -86,12 +91,14 @@ class FedProto(Method):
         pull = prototype_loss(z, batch.y, Prototypes(extras["prototypes"], extras["mask"]), "mse", weight=batch.weight)
         return ce + self.hp.lam * pull / n
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        means, samples = collect(lambda x: self.ctx.features(params, x), data.train.x, data.train.y, data.classes)
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        means, samples = collect(
+            lambda x: self.ctx.features(trained.params, x), data.train.x, data.train.y, data.classes
+        )
         tree = {"x:means": means.value[means.mask], "x:labels": means.mask.nonzero()[:, 0].int()}
         if self._counted():
             tree["x:counts"] = samples[means.mask].int()
-        return {**state, "own": params}, Upload(tree)
+        return {**state, "own": trained.params}, Upload(tree)
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         """C[k] is the mean over the clients that own k; a class nobody sent in this round keeps its prototype."""
@@ -104,8 +111,8 @@ class FedProto(Method):
         fresh = (sums / total[:, None]).float()
         return {"prototypes": torch.where((total > 0)[:, None], fresh, server["prototypes"])}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return self.begin(state, download, data, 0)
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return self.begin(state, download, data, 0).model
 
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         if self.hp.decide == "head" or not bool(extras["known"].any()):

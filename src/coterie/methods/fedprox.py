@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Extras, Method, Settings, State, Tree
+from coterie.core.method import Batch, Card, ClientData, Extras, Method, Settings, Start, State, Tree
 
 
 class FedProxSettings(Settings):
@@ -20,9 +20,9 @@ class FedProx(Method):
     hp: FedProxSettings
     card = Card("FedProx", "Li et al., MLSys 2020, arXiv 1812.06127", 2020, "G,R", certainty="B")
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params, extras = super().begin(state, download, data, round)
-        return params, {**extras, "anchor": params}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        start = super().begin(state, download, data, round)
+        return start.adding(anchor=start.params)
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         loss = self.ctx.loss(params, batch)

@@ -12,8 +12,23 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Extras, Method, Moment, Settings, State, Tree, cross_entropy
+from coterie.core.method import (
+    Batch,
+    Card,
+    Client,
+    ClientData,
+    Extras,
+    Method,
+    Model,
+    Moment,
+    Settings,
+    Start,
+    State,
+    Tree,
+    cross_entropy,
+)
 from coterie.core.schema import Link, Schema, like
+from coterie.core.views import ModelView
 from coterie.parts import small_layers
 from coterie.parts.distill import balanced_logits
 
@@ -33,14 +48,14 @@ class FedRoD(Method):
     needs = ("head", "classes")
 
     def private(self, name: str) -> bool:
-        return name.startswith("p:")
+        return T.is_tagged("p", name)
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """The model with its generic head and, with `hyper`, the network that makes personal heads; both ways."""
         return self.model_schema | Schema(like(self._hyper_net(), part="hyper-network"))
 
     def _second_head(self) -> Tree:
-        return T.prefix("p:", T.keep(self.ctx.w0, lambda k: k in self.ctx.group("head")))
+        return T.tag("p", T.keep(self.ctx.w0, lambda k: k in self.ctx.group("head")))
 
     def _hyper_net(self) -> Tree:
         """Label shares [classes] to a flat head [H]; the last layer's bias is the first head."""
@@ -57,8 +72,8 @@ class FedRoD(Method):
         own = {} if self.hp.hyper else T.clone(self._second_head())
         return {"own": {**super().init_client(data).get("own", {}), **own}}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        return {**download, **state["own"]}, {"counts": data.label_counts.float()}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        return Start({**download, **state["own"]}, {"counts": data.label_counts.float()})
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         g, z = self.ctx.net.both(params, batch.x)
@@ -68,18 +83,20 @@ class FedRoD(Method):
     def _second(self, params: Tree, z: Tensor, extras: Extras) -> Tensor:
         """Logits of the personal head."""
         if not self.hp.hyper:
-            return self.ctx.logits(T.strip("p:", params), z)
+            return self.ctx.logits(T.tagged("p", params), z)
         shares = extras["counts"] / extras["counts"].sum().clamp(min=1)
         flat = small_layers.run_linear(params, "h:2", small_layers.run_linear(params, "h:1", shares).relu())
-        return self.ctx.logits(T.strip("p:", T.unflatten(flat, self._second_head())), z)
+        return self.ctx.logits(T.tagged("p", T.unflatten(flat, self._second_head())), z)
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return self.begin(state, download, data, 0)
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return self.begin(state, download, data, 0).model
 
-    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        """The hyper-network makes a head; without it the generic head speaks alone."""
-        params, extras = self.personal(state, download, data)
-        return {k: torch.zeros_like(v) if k.startswith("p:") else v for k, v in params.items()}, extras
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        if view != "newcomer":
+            return super().model(view, client)
+        # the hyper-network makes a head; without it the generic head speaks alone
+        params, extras = self.personal(client.state, client.download, client.data)
+        return Model({k: torch.zeros_like(v) if self.private(k) else v for k, v in params.items()}, extras)
 
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         g, z = self.ctx.net.both(params, x)

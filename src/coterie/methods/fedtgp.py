@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientData, Extras, State, Tree, Upload
+from coterie.core.method import Card, ClientData, Start, State, Tree, Upload
 from coterie.methods.fedproto import FedProto, FedProtoSettings
 from coterie.parts.prototypes import class_means
 from coterie.parts.small_layers import linear, run_linear
@@ -47,9 +47,9 @@ class FedTGP(FedProto):
         net = {"embedding": torch.randn(self.ctx.classes, d, generator=rng)}
         return {**super().setup(), "net": {**net, **linear("1", d, d, rng), **linear("2", d, d, rng)}}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params, extras = super().begin(state, download, data, round)
-        return params, {**extras, "known": extras["mask"]}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        start = super().begin(state, download, data, round)
+        return start.adding(known=start.extras["mask"])
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         y = torch.cat([u.tree["x:labels"] for u in uploads]).long()

@@ -8,16 +8,15 @@ The authors re-cluster every few rounds on a few layers and skip clusters of one
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientData, ClientId, Download, Method, Settings, State, Tree, Upload
+from coterie.core.method import Card, ClientId, Download, Settings, State, Upload
 from coterie.errors import CoterieError
-from coterie.parts.cluster_models import first_groups, of_cluster, sizes, vectors
+from coterie.parts.cluster_models import Clustered, first_groups, of_cluster, vectors
 from coterie.parts.clustering import assign
 
 
@@ -25,7 +24,7 @@ class FeSEMSettings(Settings):
     groups: int = Field(2, ge=1, description="number of centres G")
 
 
-class FeSEM(Method):
+class FeSEM(Clustered):
     Settings = FeSEMSettings
     hp: FeSEMSettings
     card = Card(
@@ -37,6 +36,7 @@ class FeSEM(Method):
         certainty="B",
     )
     weighting = "uniform"
+    models = "centres"
 
     def check(self) -> None:
         participants = max(1, int(self.ctx.join * len(self.ctx.clients) + 0.5))
@@ -75,15 +75,3 @@ class FeSEM(Method):
             centres[g] = T.mean([u.tree for u in members], self.weights(members))
         grouped = server["grouped"] or len(uploads) >= self.hp.groups
         return {"centres": centres, "cluster": cluster, "grouped": grouped}
-
-    def global_model(self, server: State) -> None:
-        return None
-
-    def cluster_of(self, server: State) -> dict[ClientId, int]:
-        return dict(server["cluster"])
-
-    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
-        return download if not self.ctx.w0.keys() - download.keys() else None
-
-    def facts(self, server: State) -> dict[str, Any]:
-        return {"clusters": sizes(server["cluster"], self.hp.groups)}

@@ -14,9 +14,9 @@ import torch
 from pydantic import Field
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientData, ClientId, Download, Method, Settings, State, Tree, Upload
+from coterie.core.method import Card, ClientId, Download, Method, Settings, State, Tree, Upload
 from coterie.errors import CoterieError
-from coterie.parts.cluster_models import of_cluster, sizes, vectors
+from coterie.parts.cluster_models import Clustered, of_cluster, vectors
 from coterie.parts.clustering import Linkage, Metric, agglomerate, assign
 
 
@@ -29,7 +29,7 @@ class FLHCSettings(Settings):
     groups: int | None = Field(None, ge=1, description="cut into this many clusters instead")
 
 
-class FLHC(Method):
+class FLHC(Clustered):
     Settings = FLHCSettings
     hp: FLHCSettings
     card = Card(
@@ -90,18 +90,10 @@ class FLHC(Method):
         return {**server, "models": models, "cluster": cluster, "centres": centres, "height": tree.threshold}
 
     def global_model(self, server: State) -> Tree | None:
-        return None if server["models"] else super().global_model(server)
-
-    def cluster_of(self, server: State) -> dict[ClientId, int]:
-        return dict(server["cluster"])
-
-    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
-        return download if not self.ctx.w0.keys() - download.keys() else None
+        return None if server["models"] else Method.global_model(self, server)
 
     def facts(self, server: State) -> dict[str, Any]:
         if not server["models"]:
             return {}
-        found: dict[str, Any] = {"clusters": sizes(server["cluster"], len(server["models"]))}
-        if server["height"] < float("inf"):
-            found["height"] = server["height"]
-        return found
+        height = {"height": server["height"]} if server["height"] < float("inf") else {}
+        return {**super().facts(server), **height}

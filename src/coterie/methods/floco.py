@@ -19,9 +19,24 @@ from sklearn.decomposition import PCA
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Download, Extras, Method, Moment, Settings, State, Upload
+from coterie.core.method import (
+    Batch,
+    Card,
+    Client,
+    ClientData,
+    Download,
+    Extras,
+    Method,
+    Model,
+    Moment,
+    Settings,
+    Start,
+    State,
+    Upload,
+)
 from coterie.core.schema import Entry, Link, Schema, like
 from coterie.core.tree import Tree
+from coterie.core.views import ModelView
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 ENDPOINTS, PLACE = "x:endpoints", "x:place"
@@ -78,10 +93,10 @@ class Floco(Method):
     def init_client(self, data: ClientData) -> State:
         return {k: T.drop(v, self.private) for k, v in super().init_client(data).items()}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         params = {**T.drop(download, PLACE.__eq__), **state.get("own", {})}
         centre = torch.full((self.hp.endpoints,), 1 / self.hp.endpoints)
-        return params, {"place": download.get(PLACE, centre), "placed": PLACE in download}
+        return Start(params, {"place": download.get(PLACE, centre), "placed": PLACE in download})
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         M = self.hp.endpoints
@@ -106,15 +121,14 @@ class Floco(Method):
         found = torch.from_numpy(placed(updates, self.hp.endpoints)).float()
         return {**new, "places": {u.sender: p for u, p in zip(uploads, found, strict=True)}}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        params, extras = self.begin(state, download, data, 0)
-        return self.at(params, extras["place"]), {}
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        start = self.begin(state, download, data, 0)
+        return Model(self.at(start.params, start.extras["place"]))
 
-    def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        return self.personal(state, download, data)
-
-    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
-        return self.at(params, extras["place"]), {}
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        if view == "trained" and client.trained is not None:
+            return Model(self.at(client.trained.params, client.trained.extras["place"]))
+        return super().model(view, client)
 
     def global_model(self, server: State) -> Tree | None:
         whole = self.at(server["w"], torch.full((self.hp.endpoints,), 1 / self.hp.endpoints))

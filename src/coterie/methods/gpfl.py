@@ -12,15 +12,18 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from coterie.core import tree as T
 from coterie.core.method import (
     Batch,
     Card,
     ClientData,
     Extras,
     Method,
+    Model,
     Moment,
     Phase,
     Settings,
+    Start,
     State,
     Tree,
     cross_entropy,
@@ -59,13 +62,13 @@ class GPFL(Method):
     def setup(self) -> State:
         return {"w": {**super().setup()["w"], **self._extras()}}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         C, counts = download[CLASSES], data.label_counts.to(download[CLASSES])
         own = counts @ C / counts.sum().clamp(min=1)
-        return {**download, **state["own"]}, {"classes": C, "common": C.mean(0), "own": own}
+        return Start({**download, **state["own"]}, {"classes": C, "common": C.mean(0), "own": own})
 
     def phases(self, round: int) -> list[Phase]:
-        return [Phase(self.loss, decays=lambda k: k.startswith("x:"), weight_decay=self.hp.mu)]
+        return [Phase(self.loss, decays=T.has_tag("x"), weight_decay=self.hp.mu)]
 
     def valve(self, params: Tree, z: Tensor, condition: Tensor) -> Tensor:
         """relu((gamma(c) + 1) z + beta(c)) of features z [batch, d] and conditions c [..., d]: [..., batch, d]."""
@@ -88,8 +91,8 @@ class GPFL(Method):
         norm: Tensor = torch.linalg.vector_norm(gap)  # of the whole batch, unsquared
         return total + self.hp.lam * norm
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return self.begin(state, download, data, 0)
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return self.begin(state, download, data, 0).model
 
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         return self.ctx.logits(params, self.valve(params, self.ctx.features(params, x), extras["own"]))

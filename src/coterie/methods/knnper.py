@@ -11,10 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.core.method import Card, ClientData, Extras, Method, Settings, State, Tree
+from coterie.core.method import Card, ClientData, Extras, Method, Model, Settings, State, Tree
 from coterie.parts.neighbours import votes
 
-CHUNK = 512
 SHARES = [i / 10 for i in range(11)]
 LEAST = 1e-12  # probability of a class that nobody names
 
@@ -41,16 +40,16 @@ class KNNPer(Method):
     needs = ("head", "classes")
 
     @torch.no_grad()
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         params, _ = super().personal(state, download, data)
         if not len(data.train):
-            return params, {}
-        keys = torch.cat([self.ctx.features(params, x) for x in torch.split(data.train.x, CHUNK)])
+            return Model(params)
+        keys = self.ctx.outputs(params, data.train.x, 512, self.ctx.features)
         store = {"keys": keys, "labels": data.train.y, "share": 0.5 if self.hp.share is None else self.hp.share}
         if self.hp.share is None and len(data.val):
             hits = [float((self.mixed(params, data.val.x, store, s).argmax(1) == data.val.y).sum()) for s in SHARES]
             store["share"] = SHARES[max(range(len(SHARES)), key=hits.__getitem__)]
-        return params, store
+        return Model(params, store)
 
     def mixed(self, params: Tree, x: Tensor, store: Extras, share: float) -> Tensor:
         """Probabilities [batch, classes]."""

@@ -15,11 +15,13 @@ from coterie.core.method import (
     ClientData,
     ClientId,
     Download,
-    Extras,
     Method,
+    Model,
     Moment,
     Settings,
+    Start,
     State,
+    Trained,
     Tree,
     Upload,
 )
@@ -68,12 +70,12 @@ class LGFedAvg(Method):
         body = T.keep(server["w"], self.stays)  # empty without warm rounds
         return Download(T.drop(server["w"], self.stays), {i: body for i in ids if i not in server["answered"]})
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        return {**state.get("own", {}), **download}, {}  # a body that was sent replaces the client's
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        return Start({**state.get("own", {}), **download})  # a body that was sent replaces the client's
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, params, extras, data, round)
-        return state, Upload(T.drop(params, self._local)) if self._warm(round) else upload
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, trained, data, round)
+        return state, Upload(T.drop(trained.params, self._local)) if self._warm(round) else upload
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         mean = T.mean([u.tree for u in uploads], self.weights(uploads))
@@ -85,5 +87,5 @@ class LGFedAvg(Method):
     def global_model(self, server: State) -> Tree | None:
         return None if self.hp.warm_rounds and server["answered"] else super().global_model(server)
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return {**state.get("own", {}), **download}, {}
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return Model({**state.get("own", {}), **download})

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Extras, Method, Settings, State, Tree, Upload
+from coterie.core.method import Batch, Card, ClientData, Extras, Method, Settings, Start, State, Trained, Tree, Upload
 
 
 class MoonSettings(Settings):
@@ -34,9 +34,9 @@ class Moon(Method):
     )
     needs = ("head",)
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params, _ = super().begin(state, download, data, round)
-        return params, {"received": T.clone(params), "last": state.get("last", self.ctx.w0)}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        params = super().begin(state, download, data, round).params
+        return Start(params, {"received": T.clone(params), "last": state.get("last", self.ctx.w0)})
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         towards, away = (self.ctx.features(extras[k], batch.x).detach() for k in ("received", "last"))
@@ -47,9 +47,9 @@ class Moon(Method):
         gap = F.cosine_similarity(z, away) - F.cosine_similarity(z, towards)
         return loss + self.hp.mu * mean(F.softplus(gap / self.hp.tau), batch)
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, params, extras, data, round)
-        return {**state, "last": params}, upload
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, trained, data, round)
+        return {**state, "last": trained.params}, upload
 
 
 def mean(each: Tensor, batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, replace
+from coterie.core.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, Start, State, Tree, replace
 from coterie.parts.gradient import grad, still
 
 
@@ -64,9 +64,9 @@ class PerFedAvg(Method):
     )
     weighting = "uniform"
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params, extras = super().begin(state, download, data, round)
-        return params, {**extras, "b": self.ctx.lr_at(round) if self.hp.beta is None else self.hp.beta}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        start = super().begin(state, download, data, round)
+        return start.adding(b=self.ctx.lr_at(round) if self.hp.beta is None else self.hp.beta)
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(update=self.outer, batches_per_step=2 if self.hp.variant == "fo" else 3)]

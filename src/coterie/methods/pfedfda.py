@@ -16,14 +16,28 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientData, Extras, Method, Moment, Phase, Settings, State, Tree, Upload
+from coterie.core.method import (
+    Card,
+    Client,
+    ClientData,
+    Method,
+    Model,
+    Moment,
+    Phase,
+    Settings,
+    Start,
+    State,
+    Trained,
+    Tree,
+    Upload,
+)
 from coterie.core.schema import Entry, Link, Schema
+from coterie.core.views import ModelView
 from coterie.errors import CoterieError
 from coterie.parts.prototypes import class_sums, from_sums
 
 MEANS, COVARIANCE = "x:means", "x:covariance"
 EPS = 1e-4
-CHUNK = 512
 
 
 class PFedFDASettings(Settings):
@@ -69,10 +83,10 @@ class PFedFDA(Method):
         own = T.keep(self.ctx.w0, lambda k: self.stays(k) and not self.private(k))
         return {"own": T.clone(own)}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params = {**T.drop(download, lambda k: k.startswith("x:")), **state.get("own", {})}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        params = {**T.untagged(download), **state.get("own", {})}
         head = self._head(discriminant(download[MEANS], download[COVARIANCE], priors(data)))
-        return {**params, **head}, {MEANS: download[MEANS], COVARIANCE: download[COVARIANCE]}
+        return Start({**params, **head}, {MEANS: download[MEANS], COVARIANCE: download[COVARIANCE]})
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self.loss, lambda name: not self.private(name))]
@@ -85,7 +99,7 @@ class PFedFDA(Method):
     @torch.no_grad()
     def mixture(self, params: Tree, data: ClientData, common: Tree) -> tuple[Tensor, Tensor]:
         """Means and covariance between the client's own, under this body, and the common ones."""
-        z = torch.cat([self.ctx.features(params, x).double() for x in torch.split(data.train.x, CHUNK)])
+        z = self.ctx.outputs(params, data.train.x, 512, self.ctx.features).double()
         y, shared = data.train.y, (common[MEANS].double(), common[COVARIANCE].double())
         own = gaussians(z, y, shared[0])
         shares = self.shares(z, y, shared, priors(data).double())
@@ -111,11 +125,11 @@ class PFedFDA(Method):
             best, width = tried[torch.stack([f.losses(tried) for f in fitted]).sum(0).argmin()], width / 5
         return best
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        body = T.drop(params, self.stays)
-        means, covariance = self.mixture(params, data, extras)
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        body = T.drop(trained.params, self.stays)
+        means, covariance = self.mixture(trained.params, data, trained.extras)
         head = self._head(discriminant(means, covariance, priors(data)))
-        own = T.keep(params, lambda k: self.stays(k) and not self.private(k))
+        own = T.keep(trained.params, lambda k: self.stays(k) and not self.private(k))
         return {**state, "own": own, "head": list(head.values())}, Upload(
             {**body, MEANS: means, COVARIANCE: covariance}
         )
@@ -124,14 +138,17 @@ class PFedFDA(Method):
         w = super().aggregate(server, uploads, round)["w"]
         return {"w": {**w, COVARIANCE: definite(w[COVARIANCE])}}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        params, common = self.begin(state, download, data, 0)
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        start = self.begin(state, download, data, 0)
+        params, common = start.params, start.extras
         if not len(data.train):
-            return params, {}
-        return {**params, **self._head(discriminant(*self.mixture(params, data, common), priors(data)))}, {}
+            return Model(params)
+        return Model({**params, **self._head(discriminant(*self.mixture(params, data, common), priors(data)))})
 
-    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
-        return {**params, **self._head(tuple(state["head"]))}, {}
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        if view == "trained" and client.trained is not None:
+            return Model({**client.trained.params, **self._head(tuple(client.state["head"]))})
+        return super().model(view, client)
 
 
 def priors(data: ClientData) -> Tensor:

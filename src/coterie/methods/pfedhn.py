@@ -63,7 +63,7 @@ class PFedHN(Method):
         """The client's embedding; None for a newcomer."""
         return self.ctx.clients.index(client) if client in self.ctx.clients else None
 
-    def model(self, net: Tree, client: int) -> Tensor:
+    def generated(self, net: Tree, client: int) -> Tensor:
         """The client's parameters as one vector [P]."""
         row = self._row(client)
         h = net["embedding"].mean(0) if row is None else net["embedding"][row]
@@ -74,18 +74,18 @@ class PFedHN(Method):
 
     def down(self, server: State, ids: Sequence[int], round: int) -> Download:
         like = self._made()
-        return Download(server["stats"], {i: T.unflatten(self.model(server["net"], i), like) for i in ids})
+        return Download(server["stats"], {i: T.unflatten(self.generated(server["net"], i), like) for i in ids})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         like = self._made()
         with torch.no_grad():
-            sent = {u.sender: self.model(server["net"], u.sender) for u in uploads}
+            sent = {u.sender: self.generated(server["net"], u.sender) for u in uploads}
         leaves = {k: v.detach().requires_grad_() for k, v in server["net"].items()}
         total = [torch.zeros_like(v) for v in leaves.values()]
         for u, share in zip(uploads, T.normalised(self.weights(uploads), len(uploads)), strict=True):
             change = sent[u.sender] - T.flatten({k: u.tree[k] for k in like})
             with torch.enable_grad():
-                made = self.model(leaves, u.sender)
+                made = self.generated(leaves, u.sender)
             torch._foreach_add_(total, torch.autograd.grad(made, list(leaves.values()), change), alpha=share)
         if self.hp.server_clip is not None:
             norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(total))))

@@ -12,7 +12,24 @@ import torch
 from pydantic import Field
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, State, Tree, Upload
+from coterie.core.method import (
+    Batch,
+    Card,
+    Client,
+    ClientData,
+    Extras,
+    Method,
+    Model,
+    Phase,
+    Settings,
+    Start,
+    State,
+    Trained,
+    Tree,
+    Upload,
+    replace,
+)
+from coterie.core.views import ModelView
 from coterie.errors import CoterieError
 from coterie.parts.cluster_models import towards
 from coterie.parts.gradient import grad
@@ -40,17 +57,17 @@ class PFedMe(Method):
                     f"lower lam, {name} or lr"
                 )
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        w, _ = super().begin(state, download, data, round)
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        w = super().begin(state, download, data, round).params
         eta = self.ctx.lr_at(round) if self.hp.eta is None else self.hp.eta
-        return {**T.prefix("w:", w), **T.prefix("t:", w)}, {"step": eta * self.hp.lam}
+        return Start({**T.tag("w", w), **T.tag("t", w)}, {"step": eta * self.hp.lam})
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(update=self.update, steps=self.hp.steps)]
 
     def update(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
         """K inner steps on theta, then one of w towards it."""
-        w, theta = T.strip("w:", params), T.strip("t:", params)
+        w, theta = T.tagged("w", params), T.tagged("t", params)
         names = [k for k in w if k in self.ctx.net.trainable]
         lr, anchor = self.hp.personal_lr, [w[k] for k in names]
         for _ in range(self.hp.inner_steps):
@@ -59,24 +76,23 @@ class PFedMe(Method):
             torch._foreach_add_(moved, [gradient[k] for k in names], alpha=-lr)
             theta = {**theta, **dict(zip(names, moved, strict=True))}
         w = {**w, **towards(T.keep(w, names.__contains__), theta, extras["step"])}
-        return {**T.prefix("w:", w), **T.prefix("t:", theta)}
+        return {**T.tag("w", w), **T.tag("t", theta)}
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        theta = T.strip("t:", params)
-        w = {**T.strip("w:", params), **T.clone(T.keep(theta, self.ctx.group("bn_stats").__contains__))}
-        state, upload = super().end(state, w, extras, data, round)
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        theta = T.tagged("t", trained.params)
+        w = {**T.tagged("w", trained.params), **T.clone(T.keep(theta, self.ctx.group("bn_stats").__contains__))}
+        state, upload = super().end(state, replace(trained, params=w), data, round)
         return {**state, "theta": theta}, upload
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         mean = T.mean([u.tree for u in uploads], self.weights(uploads))
         return {**server, "w": towards(server["w"], mean, self.hp.beta)}
 
-    def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        return super().personal(state, download, data)
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        if view == "received":
+            return super().personal(client.state, client.download, client.data)
+        return super().model(view, client)
 
-    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
-        return state["theta"], {}
-
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         """theta; clients that never trained have the received model."""
-        return (state["theta"], {}) if "theta" in state else super().personal(state, download, data)
+        return Model(state["theta"]) if "theta" in state else super().personal(state, download, data)

@@ -19,11 +19,13 @@ from coterie.core.method import (
     ClientData,
     ClientId,
     Download,
-    Extras,
     Method,
+    Model,
     Moment,
     Settings,
+    Start,
     State,
+    Trained,
     Tree,
     Upload,
 )
@@ -83,12 +85,12 @@ class PFedSim(Method):
             each[i] = {**T.drop(tree, self._head), **own}
         return Download(each=each)
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        return {**state.get("own", {}), **state.get("w", {}), **download}, {}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        return Start({**state.get("own", {}), **state.get("w", {}), **download})
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, params, extras, data, round)
-        return ({**state, "w": params} if round > self._fedavg_rounds() else state), upload
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, trained, data, round)
+        return ({**state, "w": trained.params} if round > self._fedavg_rounds() else state), upload
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         if round <= self._fedavg_rounds():
@@ -103,7 +105,7 @@ class PFedSim(Method):
     def global_model(self, server: State) -> Tree | None:
         return None if server.get("answered") or not self._fedavg_rounds() else super().global_model(server)
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         if self.hp.score == "own" and "w" in state:
-            return state["w"], {}
-        return {**state.get("own", {}), **state.get("w", {}), **download}, {}
+            return Model(state["w"])
+        return Model({**state.get("own", {}), **state.get("w", {}), **download})

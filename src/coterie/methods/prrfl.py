@@ -22,17 +22,22 @@ from coterie.core import tree as T
 from coterie.core.method import (
     Batch,
     Card,
+    Client,
     ClientData,
     Download,
     Extras,
     Method,
+    Model,
     Phase,
     Settings,
+    Start,
     State,
+    Trained,
     Upload,
     cross_entropy,
 )
 from coterie.core.tree import Tree
+from coterie.core.views import ModelView
 from coterie.parts import model_bank as bank
 from coterie.parts.distill import kl
 from coterie.parts.fourier import Treatment, fourier_aggregate, prrfl_window
@@ -84,19 +89,19 @@ class PRRFL(Method):
     def init_client(self, data: ClientData) -> State:
         return {"own": T.clone(T.keep(self.ctx.w0, self.stays)), "w": T.clone(self.ctx.w0)}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         deputy = {**self.ctx.w0, **download, **state["own"]}
         left = math.ceil(self.ctx.epochs) - 1
         extras = {"stage": "recover" if left else "exchange", "left": left}
-        return {**T.prefix("v:", deputy), **T.prefix("w:", state["w"])}, extras
+        return Start({**T.tag("v", deputy), **T.tag("w", state["w"])}, extras)
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self.loss, every_epoch=self.next_stage)]
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         """Both models' losses at once; a teacher is detached, so neither moves the other."""
-        v = self.ctx.forward(T.strip("v:", params), batch.x)
-        w = self.ctx.forward(T.strip("w:", params), batch.x)
+        v = self.ctx.forward(T.tagged("v", params), batch.x)
+        w = self.ctx.forward(T.tagged("w", params), batch.x)
         return cross_entropy(w, batch) + cross_entropy(v, batch) + lessons(w, v, extras["stage"], batch.weight)
 
     def next_stage(self, params: Tree, extras: Extras, data: ClientData) -> tuple[Tree, Extras]:
@@ -104,14 +109,14 @@ class PRRFL(Method):
         if extras["left"] <= 0:
             return params, extras
         # detached, so that batch norm is not updated
-        trees = [{k: v.detach() for k, v in T.strip(mark, params).items()} for mark in ("v:", "w:")]
+        trees = [{k: v.detach() for k, v in T.tagged(mark, params).items()} for mark in ("v", "w")]
         v, w = (macro_f1(partial(self.ctx.forward, tree), data.train.x, data.train.y) for tree in trees)
         now = stage(v, w, self.hp.alpha1, self.hp.alpha2)
         return params, {**extras, "stage": now, "left": extras["left"] - 1}
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        v, w = T.strip("v:", params), T.strip("w:", params)
-        note = {name: float(extras["stage"] == name) for name in LISTENS}
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        v, w = T.tagged("v", trained.params), T.tagged("w", trained.params)
+        note = {name: float(trained.extras["stage"] == name) for name in LISTENS}
         return {"own": T.keep(v, self.stays), "w": w}, Upload(T.drop(v, self.stays), note)
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
@@ -125,18 +130,15 @@ class PRRFL(Method):
         layered = name in self.ctx.group("conv") | self.ctx.group("fc")
         return "fourier" if layered and self.ctx.w0[name].ndim > 1 else "mean"
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return state["w"], {}
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return Model(state["w"])
 
-    def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        """The deputy."""
-        return {**self.ctx.w0, **download, **state["own"]}, {}
-
-    def newcomer(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return {**state["w"], **download}, {}  # the deputy
-
-    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
-        return state["w"], {}
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        if view == "newcomer":
+            return Model({**client.state["w"], **client.download})  # the deputy
+        if view == "received":
+            return Model({**self.ctx.w0, **client.download, **client.state["own"]})  # the deputy
+        return super().model(view, client)
 
 
 def stage(deputy: float, personal: float, alpha1: float, alpha2: float) -> Stage:

@@ -10,17 +10,15 @@ Norms are over trained entries; batch-norm statistics are averaged.
 
 from collections.abc import Sequence
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientData, Extras, Method, Moment, Settings, Split, State, Tree, Upload
+from coterie.core.method import Card, ClientData, Method, Moment, Settings, Split, Start, State, Trained, Tree, Upload
 from coterie.core.schema import Entry, Link, Schema
 
 LOSS = "x:loss"
 EPS = 1e-10  # a loss of zero has no power below zero (the authors' constant)
-CHUNK = 512
 
 
 class QFFLSettings(Settings):
@@ -47,20 +45,17 @@ class QFFL(Method):
             {LOSS: Entry((1,), kind="statistic", part="loss", low=0)} if link == "up" else {}
         )
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params, _ = super().begin(state, download, data, round)
-        return params, {"loss": self.risk(params, data.train)}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        params = super().begin(state, download, data, round).params
+        return Start(params, {"loss": self.risk(params, data.train)})
 
-    @torch.no_grad()
     def risk(self, params: Tree, split: Split) -> Tensor:
         """Mean loss over a whole split [1]."""
-        pairs = zip(torch.split(split.x, CHUNK), torch.split(split.y, CHUNK), strict=True)
-        each = [self.ctx.task.total(self.ctx.forward(params, x), y) for x, y in pairs]
-        return torch.stack(each).sum()[None] / max(len(split), 1)
+        return self.ctx.losses(params, split, 512).sum()[None] / max(len(split), 1)
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, params, extras, data, round)
-        return state, Upload({**upload.tree, LOSS: extras["loss"]})
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, trained, data, round)
+        return state, Upload({**upload.tree, LOSS: trained.extras["loss"]})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         trees = [{k: u.tree[k] for k in server["w"]} for u in uploads]

@@ -21,10 +21,13 @@ from coterie.core.method import (
     Download,
     Extras,
     Method,
+    Model,
     Moment,
     Phase,
     Settings,
+    Start,
     State,
+    Trained,
     Upload,
 )
 from coterie.core.schema import Link, Schema, like
@@ -56,21 +59,21 @@ class Scaffold(Method):
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """The model and, over its trained entries, c (down) or the change of c_i (up)."""
-        return self.model_schema | Schema(like(T.prefix(CONTROL, self._zero()), "update", "control variate"))
+        return self.model_schema | Schema(like(T.tag(CONTROL, self._zero()), "update", "control variate"))
 
     def setup(self) -> State:
         return {**super().setup(), "c": self._zero()}
 
     def down(self, server: State, ids: Sequence[int], round: int) -> Download:
-        return Download(shared={**server["w"], **T.prefix(CONTROL, server["c"])})
+        return Download(shared={**server["w"], **T.tag(CONTROL, server["c"])})
 
     def init_client(self, data: ClientData) -> State:
         return {**super().init_client(data), "c": self._zero()}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        params, _ = super().begin(state, T.drop(download, lambda k: k.startswith(CONTROL)), data, round)
-        c = T.strip(CONTROL, download)
-        return params, {"start": params, "c": c, "gap": T.sub(c, state["c"])}
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        params = super().begin(state, T.drop(download, T.has_tag(CONTROL)), data, round).params
+        c = T.tagged(CONTROL, download)
+        return Start(params, {"start": params, "c": c, "gap": T.sub(c, state["c"])})
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self.counted)]
@@ -79,22 +82,24 @@ class Scaffold(Method):
         """The loss, and a one: the trainer collects those, which counts the steps."""
         return self.ctx.loss(params, batch) + T.dot(extras["gap"], params), torch.ones(())
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        kept, upload = super().end(state, params, extras, data, round)
-        steps = len(extras.get("aux", ()))
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        kept, upload = super().end(state, trained, data, round)
+        steps = len(trained.aux)
         change = self._zero()
         if steps:
             rate = 1 / (steps * self.ctx.lr_at(round))
-            change = {k: rate * (extras["start"][k] - params[k]) - c for k, c in extras["c"].items()}
-        return {**kept, "c": T.add(state["c"], change)}, Upload({**upload.tree, **T.prefix(CONTROL, change)})
+            change = {
+                k: rate * (trained.extras["start"][k] - trained.params[k]) - c for k, c in trained.extras["c"].items()
+            }
+        return {**kept, "c": T.add(state["c"], change)}, Upload({**upload.tree, **T.tag(CONTROL, change)})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         mean = T.mean([u.tree for u in uploads], self.weights(uploads))
-        change = T.strip(CONTROL, T.mean([T.keep(u.tree, lambda k: k.startswith(CONTROL)) for u in uploads]))
+        change = T.tagged(CONTROL, T.mean([T.keep(u.tree, T.has_tag(CONTROL)) for u in uploads]))
         w = {k: mean[k] for k in server["w"]}
         if self.hp.server_lr != 1:
             w = T.add(server["w"], T.sub(w, server["w"]), self.hp.server_lr)
         return {"w": w, "c": T.add(server["c"], change, len(uploads) / len(self.ctx.clients))}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return self.begin(state, download, data, 0)[0], {}
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return Model(self.begin(state, download, data, 0).params)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from coterie.config import Engine, RunSettings, settings
+from coterie.core.method import Start
 from coterie.data.arrays import from_arrays
 from coterie.data.catalogue import DATASETS
 from coterie.engine.session import prepare
@@ -89,7 +90,7 @@ def measure(s: RunSettings, shape: tuple[int, ...], classes: int, budget: float 
     until = math.inf
     while len(times) < 2 or (time.perf_counter() < until and len(times) < 50):
         start = time.perf_counter()
-        train(method.ctx, rule, method.phases(1), method.ctx.w0, {}, data, 1)
+        train(method.ctx, rule, method.phases(1), Start(method.ctx.w0), data, 1)
         times.append((time.perf_counter() - start) / len(data.train))
         until = min(until, time.perf_counter() + budget)  # after the first, which warms up
     return min(times[1:])  # what disturbs a measurement only makes it slower

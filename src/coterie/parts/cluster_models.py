@@ -1,16 +1,44 @@
 """Bookkeeping of methods with one model per cluster of clients."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import ClientId, Context, Upload
+from coterie.core.method import Client, ClientId, Context, Method, Model, State, Upload
 from coterie.core.rng import key
 from coterie.core.tree import Tree
+from coterie.core.views import ModelView
 from coterie.parts.clustering import coordinates, kmeans
 from coterie.parts.similarity import pairwise_sqdist
+
+
+class Clustered(Method):
+    """A method with one model per cluster and no global model.
+
+    Its server's state holds `cluster`, the cluster of each client that has one, and a list of the clusters' models.
+    """
+
+    models: ClassVar[str] = "models"  # key of that list
+
+    def global_model(self, server: State) -> Tree | None:
+        return None
+
+    def cluster_of(self, server: State) -> dict[ClientId, int]:
+        return dict(server.get("cluster", {}))
+
+    def facts(self, server: State) -> dict[str, Any]:
+        return {"clusters": sizes(server["cluster"], len(server[self.models]))}
+
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        if view != "edge":
+            return super().model(view, client)
+        state, download, data = client.state, client.download, client.data
+        if not self.ctx.w0.keys() - download.keys():
+            return Model(download)
+        return None if "own" in state else self.personal(state, download, data)  # one of several in the download
 
 
 def vectors(ctx: Context, trees: Sequence[Mapping[str, Tensor]]) -> Tensor:

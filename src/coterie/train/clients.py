@@ -8,8 +8,22 @@ from functools import cached_property
 import torch
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, ClientData, ClientId, Extras, Method, Phase, Split, State
+from coterie.core.method import (
+    Batch,
+    Client,
+    ClientData,
+    ClientId,
+    Extras,
+    Method,
+    Model,
+    Phase,
+    Split,
+    Start,
+    State,
+    started,
+)
 from coterie.core.tree import Tree
+from coterie.core.views import ModelView
 from coterie.data.federation import Federation
 from coterie.engine.messages import (
     Job,
@@ -29,7 +43,6 @@ from coterie.train.vmap.phase import Member
 from coterie.train.vmap.trainer import Stacker
 
 MEMORY = "engine:optimiser"  # beside the entries of a method's own in a client's state, with opt_state = keep
-Model = tuple[Tree, Extras]
 
 
 @dataclass(frozen=True)
@@ -101,10 +114,10 @@ class Clients:
             state = {k: v for k, v in state.items() if k != MEMORY}
         return Opened(data, self.federation.test(client), state, job.request.download, memory, job.state is None)
 
-    def _own(self, o: Opened) -> Model:
-        """The client's own model as it is scored and used."""
-        ask = self.method.newcomer if o.fresh else self.method.personal
-        return ask(o.state, o.download, o.data)
+    def _model(self, view: ModelView, o: Opened, round: int) -> Model:
+        model = self.method.model(view, Client(o.state, o.download, o.data, round))
+        assert model is not None
+        return Model(*model)
 
     def _practise(self, phases: Sequence[Phase], members: Sequence[Member], round: int) -> list[Effort]:
         """Local training; members hold what came out."""
@@ -113,8 +126,8 @@ class Clients:
             return [m.effort for m in members]
         out = []
         for m in members:
-            trained = train(self.method.ctx, self.rule, phases, m.params, m.extras, m.data, round, m.share, m.memory)
-            m.params, m.extras, effort = trained
+            trained, effort = train(self.method.ctx, self.rule, phases, m.start, m.data, round, m.share, m.memory)
+            m.params, m.extras, m.aux, m.steps = trained.params, trained.extras, list(trained.aux), trained.steps
             out.append(effort)
         return out
 
@@ -131,13 +144,10 @@ class Clients:
             round, watch = requests[0].round, requests[0].watch
             phases = method.phases(round)
             opened = [self._open(j) for j in jobs]
-            own: list[Model] = [({}, {})] * len(jobs)
+            own = [Model({})] * len(jobs)
             if watch or requests[0].log_update:
-                own = [method.watched(o.state, o.download, o.data) for o in opened]
-            members = []
-            for o, r in zip(opened, requests, strict=True):
-                params, extras = method.begin(o.state, o.download, o.data, round)
-                members.append(Member(params, extras, o.data, r.share, o.memory))
+                own = [self._model("watched", o, round) for o in opened]
+            members = [self._member(o, round, r.share) for o, r in zip(opened, requests, strict=True)]
             before = self._watched(watch, own, opened)
             efforts = self._practise(phases, members, round)
             ended = [self._end(o, m, round) for o, m in zip(opened, members, strict=True)]
@@ -152,6 +162,10 @@ class Clients:
                 out.append(TrainResult(answer, kept))
             return out
 
+    def _member(self, o: Opened, round: int, share: float = 1.0) -> Member:
+        start = started(self.method, o.state, o.download, o.data, round)
+        return Member.of(start, o.data, share, o.memory)
+
     def _watched(self, watch: bool, models: Sequence[Model], opened: Sequence[Opened]) -> Sequence[Score | None]:
         if not watch:
             return [None] * len(models)
@@ -160,10 +174,11 @@ class Clients:
     def _end(self, o: Opened, m: Member, round: int) -> tuple[State, Tree, dict[str, float], Model]:
         """The client's new state, what it sends, and its own model after local training."""
         with torch.no_grad():
-            state, upload = self.method.end(o.state, m.params, m.extras, m.data, round)
-        model = self.method.trained(state, m.params, m.extras)
+            state, upload = self.method.end(o.state, m.trained, m.data, round)
+        model = self.method.model("trained", Client(state, o.download, o.data, round, m.trained))
+        assert model is not None
         kept = state if m.memory is None else {**state, MEMORY: m.memory}
-        return kept, upload.tree, dict(upload.note), model
+        return kept, upload.tree, dict(upload.note), Model(*model)
 
     def _update(self, before: Tree, after: Tree) -> torch.Tensor:
         names = [k for k in before if k in self.method.ctx.net.trainable]
@@ -176,7 +191,7 @@ class Clients:
             method, request = self.method, _score_request(jobs[0])
             round, whole = request.round, request.global_model
             opened = [self._open(j) for j in jobs]
-            own = [self._own(o) for o in opened]
+            own = [self._model("newcomer" if o.fresh else "personal", o, round) for o in opened]
             scores: list[dict[str, Score]] = [{} for _ in jobs]
             put = self._putter(opened, scores)
             everybody = range(len(jobs))
@@ -186,22 +201,22 @@ class Clients:
                 for found in (s for s, known in zip(scores, same, strict=True) if known):
                     found |= {k.replace("personal", "global"): v for k, v in found.items()}
                 rest = [i for i in everybody if not same[i]]
-                put("global", [(whole, {})] * len(rest), rest, shared=True)
+                put("global", [Model(whole)] * len(rest), rest, shared=True)
             models: list[Tree | None] = [None] * len(jobs)
             if request.official:
                 models = [self._official(m, s, known, whole) for m, s, known in zip(own, scores, same, strict=True)]
             if phases := method.adapt():
-                members = [Member(*m, o.data) for m, o in zip(own, opened, strict=True)]
+                members = [_copy(m, o) for m, o in zip(own, opened, strict=True)]
                 self._practise(phases, members, round)
-                put("adapted", [(m.params, m.extras) for m in members], everybody)
+                put("adapted", [Model(m.params, m.extras) for m in members], everybody)
             elif "trained" in request.more and (new := [i for i in everybody if self._is_newcomer(opened[i])]):
-                members = [Member(*own[i], opened[i].data) for i in new]
+                members = [_copy(own[i], opened[i]) for i in new]
                 self._practise(newcomer_phases(method), members, round)
-                put("adapted", [(m.params, m.extras) for m in members], new)
+                put("adapted", [Model(m.params, m.extras) for m in members], new)
             if "edge" in request.more:
-                self._edge(opened, scores, put)
+                self._edge(opened, scores, put, round)
             if "received" in request.more:
-                put("received", [method.received_model(o.state, o.download, o.data, round) for o in opened], everybody)
+                put("received", [self._model("received", o, round) for o in opened], everybody)
             if "trained" in request.more:
                 after = self._after_training(opened, round)
                 put("trained", after, everybody)
@@ -228,20 +243,21 @@ class Clients:
 
         return put
 
-    def _edge(self, opened: Sequence[Opened], scores: list[dict[str, Score]], put: Callable[..., None]) -> None:
+    def _edge(
+        self, opened: Sequence[Opened], scores: list[dict[str, Score]], put: Callable[..., None], round: int
+    ) -> None:
         """The model of each client's cluster or edge; where there is none, the global model's scores."""
-        models = [self.method.cluster_model(o.state, o.download, o.data) for o in opened]
-        found = {i: m for i, m in enumerate(models) if m is not None}
-        put("edge", [(m, {}) for m in found.values()], list(found))
+        models = [self.method.model("edge", Client(o.state, o.download, o.data, round)) for o in opened]
+        found = {i: Model(*m) for i, m in enumerate(models) if m is not None}
+        put("edge", list(found.values()), list(found))
         for i, s in enumerate(scores):
             if i not in found:
                 s |= {k.replace("global", "edge"): v for k, v in s.items() if k.startswith("global/")}
 
     def _after_training(self, opened: Sequence[Opened], round: int) -> list[Model]:
         """Every client's own model after the local training of this round; nothing of it is kept."""
-        method = self.method
-        members = [Member(*method.begin(o.state, o.download, o.data, round), o.data, memory=o.memory) for o in opened]
-        self._practise(method.phases(round), members, round)
+        members = [self._member(o, round) for o in opened]
+        self._practise(self.method.phases(round), members, round)
         return [self._end(o, m, round)[3] for o, m in zip(opened, members, strict=True)]
 
     def _is_global(self, whole: Tree | None, model: Model) -> bool:
@@ -263,6 +279,11 @@ class Clients:
         return (
             {k: params[k] for k in names} if whole is None and not extras and not names.keys() - params.keys() else None
         )
+
+
+def _copy(model: Model, o: Opened) -> Member:
+    """A copy of a model to be fine-tuned on the client's data."""
+    return Member.of(Start(model.params, dict(model.extras)), o.data)
 
 
 def newcomer_phases(method: Method, epochs: float | None = None) -> list[Phase]:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from coterie.core.edges import Edge, EdgeMethod
-from coterie.core.method import ClientData, ClientId, Extras, Method, Phase, State
+from coterie.core.method import ClientData, ClientId, Method, Phase, Start, State, Trained, started
 from coterie.core.rng import torch_rng
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError
@@ -17,7 +17,6 @@ from coterie.train.vmap.phase import LARGEST, Member
 from coterie.train.vmap.trainer import Stacker
 
 Asked = Literal["loop", "stack", "auto"]
-Start = tuple[Tree, Extras, ClientData]
 TRIED = 8  # participants that are trained
 EXCHANGED = 64  # participants of a round before that trains nothing
 WORTH = 0.9  # of the loop's time: below, stacking is taken
@@ -76,12 +75,12 @@ def _timed(clients: Clients) -> tuple[int, float, float, float, dict[int, str]]:
     phases = [_short(p) for p in clients.method.phases(t)]
     stacker = Stacker(ctx, clients.rule, patient=False)
 
-    def one_by_one(members: list[Start]) -> None:
-        for params, extras, data in members:
-            train(ctx, clients.rule, phases, params, extras, data, t)
+    def one_by_one(members: list[tuple[Start, ClientData]]) -> None:
+        for start, data in members:
+            train(ctx, clients.rule, phases, start, data, t)
 
-    def stacked(members: list[Start]) -> None:
-        stacker.train(phases, [Member(*s) for s in members], t)
+    def stacked(members: list[tuple[Start, ClientData]]) -> None:
+        stacker.train(phases, [Member.of(*s) for s in members], t)
 
     took = []
     for way, members in ((one_by_one, starts), (stacked, starts), (stacked, starts[: max(1, len(starts) // 2)])):
@@ -93,7 +92,7 @@ def _timed(clients: Clients) -> tuple[int, float, float, float, dict[int, str]]:
     return t, took[0], took[1], took[2], {k: v for k, v in stacker.reasons.items() if isinstance(k, int)}
 
 
-def _first_training(clients: Clients) -> tuple[int, list[Start]]:
+def _first_training(clients: Clients) -> tuple[int, list[tuple[Start, ClientData]]]:
     """The first round with phases, and where a few of its participants start; rounds before it are exchanges."""
     method, ctx = clients.method, clients.method.ctx
     server = method.setup()
@@ -103,16 +102,16 @@ def _first_training(clients: Clients) -> tuple[int, list[Start]]:
         ids = sorted(set(method.sample(server, t, torch_rng(ctx.seed, "sample", t))))
         ids = ids[: TRIED if trains else EXCHANGED]
         downloads = _downloads(method, server, ids, t)
-        starts: list[Start] = []
+        starts: list[tuple[Start, ClientData]] = []
         uploads = []
         for i in ids:
             data = clients.federation.data(i)
             state = states[i] if i in states else method.init_client(data)
-            params, extras = method.begin(state, downloads[i], data, t)
-            starts.append((params, extras, data))
+            start = started(method, state, downloads[i], data, t)
+            starts.append((start, data))
             if not trains:
                 with torch.no_grad():
-                    states[i], upload = method.end(state, params, extras, data, t)
+                    states[i], upload = method.end(state, Trained(start.params, start.extras), data, t)
                 uploads.append(replace(upload, sender=i, samples=len(data.train)))
         if trains:
             return t, starts

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, ClientData, Context, Extras, Phase
+from coterie.core.method import Batch, ClientData, Context, Extras, Phase, Start, Trained
 from coterie.core.rng import key, torch_rng
 from coterie.core.tree import Tree
 from coterie.train.optimisers import Memory, Optimiser, blank, stepper
@@ -17,39 +17,51 @@ from coterie.train.optimisers import Memory, Optimiser, blank, stepper
 
 @dataclass(frozen=True)
 class Effort:
-    """What a client did: gradient steps, samples seen, and its mean loss."""
+    """What a client did in a local training: gradient steps, samples seen, and its mean loss."""
 
     steps: int
     samples: int
     loss: float
 
 
+class PhaseResult(NamedTuple):
+    """What one phase of one client leaves behind."""
+
+    params: Tree
+    extras: Extras
+    aux: list[Any]  # second results of the loss, one per step
+    steps: int
+    samples: int
+    loss: Tensor  # summed over steps
+
+
 def train(
     ctx: Context,
     rule: Optimiser,
     phases: Sequence[Phase],
-    params: Tree,
-    extras: Extras,
+    start: Start,
     data: ClientData,
     round: int,
     share: float = 1.0,
     memory: Tree | None = None,
-) -> tuple[Tree, Extras, Effort]:
-    """Local training on a clone of `params`; `share` < 1 is a straggler that does fewer epochs (at least one).
+) -> tuple[Trained, Effort]:
+    """Run local training on a clone of the start's parameters.
 
-    `memory` is what the optimisers remember from one local training to the next, renewed in place; None: nothing.
+    `share` < 1 makes the client a straggler that does fewer epochs (at least one). `memory` is the optimisers' memory
+    from one local training to the next and is updated in place; None: they have none.
     """
-    params = T.clone(params)
+    params, extras, aux = T.clone(start.params), start.extras, list[Any]()
     # dropout and other noise inside the model; torch.manual_seed would also format a stack trace for absent GPUs
     torch.default_generator.manual_seed(key(ctx.seed, "noise", round, data.client))
     steps = samples = 0
     total = torch.zeros(())
     with ctx.net.train_mode():
-        for i, phase in enumerate(() if extras.get("idle") else phases):
+        for i, phase in enumerate(phases if start.train else ()):
             kept = None if memory is None else (memory, f"{i}/")
-            params, extras, n, seen, loss = run_phase(ctx, rule, phase, params, extras, data, round, share, kept)
-            steps, samples, total = steps + n, samples + seen, total + loss
-    return params, extras, Effort(steps, samples, float(total / max(steps, 1)))
+            done = run_phase(ctx, rule, phase, params, extras, start.per_sample, data, round, share, kept)
+            params, extras, aux = done.params, done.extras, done.aux or aux
+            steps, samples, total = steps + done.steps, samples + done.samples, total + done.loss
+    return Trained(params, extras, aux, steps), Effort(steps, samples, float(total / max(steps, 1)))
 
 
 def run_phase(
@@ -58,18 +70,19 @@ def run_phase(
     phase: Phase,
     params: Tree,
     extras: Extras,
+    per_sample: Tensor | None,
     data: ClientData,
     round: int,
     share: float,
     kept: tuple[Tree, str] | None = None,
-) -> tuple[Tree, Extras, int, int, Tensor]:
-    """One phase of one client, in training mode: its tree (moved in place), extras, steps, samples and summed loss.
+) -> PhaseResult:
+    """Run one phase of one client, in training mode; parameters move in place.
 
     Only what is trained requires a gradient, so nothing else can move.
     """
     if phase.update is not None:
         params, steps, seen = _updates(ctx, phase, params, extras, data, round, share)
-        return params, extras, steps, seen, torch.zeros(())
+        return PhaseResult(params, extras, [], steps, seen, torch.zeros(()))
     names = trained_names(ctx, phase, params)
     leaves = [params[k].requires_grad_() for k in names]
     rule = phase_rule(rule, phase)
@@ -78,11 +91,11 @@ def run_phase(
         recall(memory, names, *kept)
     step = stepper(rule, leaves, [phase.decays(k) for k in names], phase_lr(ctx, phase, round), memory)
     assert phase.loss is not None
-    objective, clip, more, beside = phase.loss, phase.clip, phase.unclipped, extras.get("beside")
+    objective, clip, more = phase.loss, phase.clip, phase.unclipped
     auxes: list[Any] = []
     total, steps, seen = torch.zeros(()), 0, 0
     if leaves:
-        for epoch in _epochs(ctx, phase, data, round, share, beside):
+        for epoch in _epochs(ctx, phase, data, round, share, per_sample):
             for batch in epoch:
                 loss = objective(params, batch, extras)
                 if isinstance(loss, tuple):
@@ -105,9 +118,7 @@ def run_phase(
         leaf.requires_grad_(False)
     if kept is not None:
         remember(memory, names, *kept)
-    if auxes:
-        extras = {**extras, "aux": auxes}
-    return params, extras, steps, seen, total
+    return PhaseResult(params, extras, auxes, steps, seen, total)
 
 
 def recall(memory: Memory, names: Sequence[str], tree: Tree, mark: str) -> None:
@@ -171,12 +182,12 @@ def _trainable(ctx: Context, name: str) -> bool:
 
 
 def _epochs(
-    ctx: Context, phase: Phase, data: ClientData, round: int, share: float, beside: Tensor | None = None
+    ctx: Context, phase: Phase, data: ClientData, round: int, share: float, per_sample: Tensor | None = None
 ) -> Iterator[Iterator[Any]]:
     """For each epoch its batches."""
     starts = starts_of(ctx, len(data.train))
     for order, limit in orders(ctx, phase, data, round, share):
-        columns = [*data.train, *(() if beside is None else (beside,))]
+        columns = [*data.train, *(() if per_sample is None else (per_sample,))]
         yield _batches([c[order] for c in columns], starts, ctx.batch, phase.batches_per_step, limit)
 
 
@@ -204,8 +215,8 @@ def orders(ctx: Context, phase: Phase, data: ClientData, round: int, share: floa
 
 def _batches(columns: Sequence[Tensor], starts: list[int], size: int, group: int, limit: int) -> Iterator[Any]:
     def batch(a: int) -> Batch:
-        x, y, *beside = (c[a : a + size] for c in columns)
-        return Batch(x, y, None, *beside)
+        x, y, *per_sample = (c[a : a + size] for c in columns)
+        return Batch(x, y, None, *per_sample)
 
     if group == 1:
         for a in starts[:limit]:

@@ -31,11 +31,11 @@ class FedClip(Method):
         return Schema(like(T.drop(self.ctx.w0, self.stays), "update")) if link == "up" else super().schema(link, now)
 
     def begin(self, state, download, data, round):
-        return super().begin(state, download, data, round)[0], {"received": download}
+        return super().begin(state, download, data, round).adding(received=download)
 
-    def end(self, state, params, extras, data, round):
-        state, upload = super().end(state, params, extras, data, round)
-        update = T.sub(upload.tree, extras["received"])
+    def end(self, state, trained, data, round):
+        state, upload = super().end(state, trained, data, round)
+        update = T.sub(upload.tree, trained.extras["received"])
         factor = min(1.0, self.hp.length / float(T.flatten(update).norm()))
         return state, Upload(T.scaled(update, factor), note={"clipped": float(factor < 1)})
 

@@ -22,10 +22,13 @@ from coterie.core.method import (
     Download,
     Extras,
     Method,
+    Model,
     Moment,
     Phase,
     Settings,
+    Start,
     State,
+    Trained,
     Upload,
 )
 from coterie.core.schema import Entry, Link, Schema, like
@@ -82,15 +85,15 @@ class CD2pFed(Method):
     def init_client(self, data: ClientData) -> State:
         return {"w": T.clone(self.ctx.w0)}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         private = channels.masks_of(self.ctx.net, download, T.drop(self.ctx.w0, self.stays))
-        return channels.unpack(download, state["w"], private), {"private": private}
+        return Model(channels.unpack(download, state["w"], private), {"private": private})
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         params, extras = self.personal(state, download, data)
         distil = self.hp.distil > 0 and channels.divided(self.ctx.net, extras["private"])
         blend = self.hp.average * min(1.0, round / self.hp.average_ramp)
-        return params, {**extras, "distil": distil, "blend": blend, "previous": params}
+        return Start(params, {**extras, "distil": distil, "blend": blend, "previous": params})
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self.loss, every_epoch=self.average)]
@@ -111,8 +114,8 @@ class CD2pFed(Method):
         new = {k: old[k].lerp(v, extras["blend"]) if k in moved else v for k, v in params.items()}
         return new, {**extras, "previous": new}
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        return {"w": params}, Upload(channels.pack(params, extras["private"]))
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        return {"w": trained.params}, Upload(channels.pack(trained.params, trained.extras["private"]))
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         """Means of the shared entries; what has turned private keeps the value it had here last."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coterie.core import tree as T
 from coterie.core.edges import ANNOUNCE, Edge, EdgeMethod
-from coterie.core.method import Card, ClientData, ClientId, EdgeId, Extras, Moment, State, Tree, Upload
+from coterie.core.method import Card, ClientData, ClientId, EdgeId, Model, Moment, Start, State, Trained, Tree, Upload
 from coterie.core.schema import Entry, Link, Schema
 from coterie.errors import CoterieError
 from coterie.methods.ecsfl.selection import model_distances, projected, ranks_by_size, select, select_count
@@ -100,30 +100,31 @@ class ECSFL(EdgeMethod):
         return max(1, int(self.hp.train_fraction * devices + 0.5))
 
     # ---- device ------------------------------------------------------------------------------------------------------
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        w, _ = super().begin(state, download, data, round)
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        w = super().begin(state, download, data, round).params
         near = "last" in state and float(self._distance(state["last"], w)) < self.hp.epsilon  # equation (8)
-        return w, {"start": w, "idle": near or state.get("stopped", False)}
+        idle = near or state.get("stopped", False)
+        return Start(w, {"start": w, "idle": idle}, train=not idle)
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        if extras["idle"]:
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        if trained.extras["idle"]:
             return {**state, "stopped": self.hp.stop == "forever"}, Upload({}, {"stopped": 1.0})
 
-        state, upload = super().end(state, params, extras, data, round)
+        state, upload = super().end(state, trained, data, round)
         if self.hp.use == "best":
-            state = {**state, **kept(self.ctx, state, params, data)}
+            state = {**state, **kept(self.ctx, state, trained.params, data)}
         if self.hp.epsilon:
-            state = {**state, "last": T.keep(params, self._measured)}
+            state = {**state, "last": T.keep(trained.params, self._measured)}
         tree = upload.tree
         if self.hp.two_stage and self.hp.select == "herding":
-            tree = {**tree, PROJECTION: self._projection(params, extras["start"])}
+            tree = {**tree, PROJECTION: self._projection(trained.params, trained.extras["start"])}
         elif self.hp.two_stage:
-            tree = {**tree, DISTANCE: self._distance(params, extras["start"], len(data.train)).float()}
+            tree = {**tree, DISTANCE: self._distance(trained.params, trained.extras["start"], len(data.train)).float()}
         return state, Upload(tree, {"stopped": 0.0})
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         params, extras = super().personal(state, download, data)
-        return (best(self.ctx, state, params, data) if self.hp.use == "best" else params), extras
+        return Model(best(self.ctx, state, params, data) if self.hp.use == "best" else params, extras)
 
     def _projection(self, w: Tree, reference: Tree) -> Tensor:
         """Of the update [projection]; the same for all devices and rounds."""
@@ -205,4 +206,4 @@ class ECSFL(EdgeMethod):
 
 def _model(tree: Tree) -> Tree:
     """The entries of the model in a payload."""
-    return T.drop(tree, lambda name: ":" in name)
+    return T.untagged(tree)

@@ -22,10 +22,13 @@ from coterie.core.method import (
     Download,
     Extras,
     Method,
+    Model,
     Moment,
     Phase,
     Settings,
+    Start,
     State,
+    Trained,
     Upload,
     replace,
 )
@@ -103,8 +106,8 @@ class FedCMD(Method):
     def init_client(self, data: ClientData) -> State:
         return {"w": T.clone(self.ctx.w0), "apart": False}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        return {**state["w"], **download}, {}  # what is not sent is the client's own
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        return Start({**state["w"], **download})  # what is not sent is the client's own
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self._vote)] if round <= self._election_rounds() else super().phases(round)
@@ -112,13 +115,13 @@ class FedCMD(Method):
     def _vote(self, params: Tree, batch: Batch, extras: Extras) -> tuple[Tensor, Tensor]:
         return voting_loss(self.ctx, params, batch, self._candidates(), self.hp.use_sigma)
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         voting = round <= self._election_rounds()
-        vote = {VOTE: client_vote(extras.get("aux", []), len(self._candidates()))} if voting else {}
-        return {"w": params, "apart": not voting}, Upload({**T.drop(params, self.stays), **vote})
+        vote = {VOTE: client_vote(trained.aux, len(self._candidates()))} if voting else {}
+        return {"w": trained.params, "apart": not voting}, Upload({**T.drop(trained.params, self.stays), **vote})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        models = {u.sender: T.drop(u.tree, lambda k: ":" in k) for u in uploads}
+        models = {u.sender: T.untagged(u.tree) for u in uploads}
         mean = T.mean(list(models.values()), self.weights(uploads))
         if round <= self._election_rounds():
             server = {**server, "w": mean, "votes": round_winner(uploads, server["votes"])}
@@ -149,5 +152,5 @@ class FedCMD(Method):
     def facts(self, server: State) -> dict[str, Any]:
         return {"layer": server["layer"], "votes": dict(zip(self._candidates(), server["votes"], strict=True))}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
-        return (state["w"] if self.hp.score == "own" and state["apart"] else {**state["w"], **download}), {}
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return Model(state["w"] if self.hp.score == "own" and state["apart"] else {**state["w"], **download})

@@ -26,7 +26,21 @@ from torch import Tensor
 from coterie.core import tree as T
 from coterie.core.edges import Edge, EdgeMethod
 from coterie.core.layers import Names
-from coterie.core.method import Card, ClientData, ClientId, Download, EdgeId, Extras, Moment, State, Tree, Upload
+from coterie.core.method import (
+    Card,
+    ClientData,
+    ClientId,
+    Download,
+    EdgeId,
+    Extras,
+    Model,
+    Moment,
+    Start,
+    State,
+    Trained,
+    Tree,
+    Upload,
+)
 from coterie.core.schema import Entry, Kind, Link, Schema, counts, like
 from coterie.errors import CoterieError
 from coterie.methods.fedcpmd import mixing, votes
@@ -259,9 +273,9 @@ class FedCPMD(EdgeMethod):
     def init_client(self, data: ClientData) -> State:
         return {"w": T.clone(self.ctx.w0), "layer": None, "ballot": None}
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         params, extras = self.composed(state, download)
-        return (best(self.ctx, state, params, data) if self.hp.use == "best" else params), extras
+        return Model(best(self.ctx, state, params, data) if self.hp.use == "best" else params, extras)
 
     def composed(self, state: State, download: Tree) -> tuple[Tree, Extras]:
         """What the client receives, and its own part."""
@@ -271,26 +285,27 @@ class FedCPMD(EdgeMethod):
             reset = {k: self.ctx.w0[k] for k in self.ctx.group("head") if k not in self.own(layer)}
         return {**state["w"], **reset, **_model(download)}, {"layer": layer}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         params, extras = self.composed(state, download)
         asked = round > self.prep and extras["layer"] is None  # never voted: only asked which layer it would keep
-        return params, {**extras, "idle": asked, "start": params, "sent": [] if asked else list(download)}
+        extras |= {"idle": asked, "start": params, "sent": [] if asked else list(download)}
+        return Start(params, extras, train=not asked)
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        layer = extras["layer"]
-        if self.hp.use == "best" and not extras["idle"]:
-            state = {**state, **kept(self.ctx, state, params, data)}
-        state = {**state, "w": params, "layer": layer}
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        layer = trained.extras["layer"]
+        if self.hp.use == "best" and not trained.extras["idle"]:
+            state = {**state, **kept(self.ctx, state, trained.params, data)}
+        state = {**state, "w": trained.params, "layer": layer}
         if layer is not None:
-            body = T.drop(params, lambda k: self.stays(k) or k in self.own(layer))
-            return state, Upload({**body, **self.similarity(params, layer)})
+            body = T.drop(trained.params, lambda k: self.stays(k) or k in self.own(layer))
+            return state, Upload({**body, **self.similarity(trained.params, layer)})
 
-        state["ballot"] = votes.cast(state["ballot"], self.scores(params, extras, data))
-        names = set(extras["sent"])
+        state["ballot"] = votes.cast(state["ballot"], self.scores(trained.params, trained.extras, data))
+        names = set(trained.extras["sent"])
         if self.sends_classifier and round == self.prep:
             names |= self.ctx.group("head")
         vote = {VOTE: self.leading(state["ballot"]), COUNT: torch.tensor([len(data.train)], dtype=torch.int32)}
-        return state, Upload({**T.keep(params, names.__contains__), **vote})
+        return state, Upload({**T.keep(trained.params, names.__contains__), **vote})
 
     def scores(self, params: Tree, extras: Extras, data: ClientData) -> Tensor:
         """s_l [votes, distances, layers] on the training part."""
@@ -406,4 +421,4 @@ def _byte(value: int) -> Tensor:
 
 def _model(tree: Tree) -> Tree:
     """The entries of the model in a payload."""
-    return T.drop(tree, lambda name: ":" in name)
+    return T.untagged(tree)

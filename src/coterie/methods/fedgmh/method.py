@@ -16,7 +16,22 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Download, Extras, Method, Moment, State, Tree, Upload, replace
+from coterie.core.method import (
+    Batch,
+    Card,
+    ClientData,
+    Download,
+    Extras,
+    Method,
+    Model,
+    Moment,
+    Start,
+    State,
+    Trained,
+    Tree,
+    Upload,
+    replace,
+)
 from coterie.core.schema import Entry, Link, Schema, class_ids, counts, like
 from coterie.methods.fedgmh.heads import (
     average_in,
@@ -34,7 +49,7 @@ from coterie.parts.keep_best import best, kept
 from coterie.parts.masks import write_in
 from coterie.parts.prototypes import collect
 
-HEAD = "h:"  # marks the heads, stacked over labels [labels, ...]
+HEAD = "h"  # marks the heads, stacked over labels [labels, ...]
 MEANS, LABELS, COUNTS = "x:means", "x:labels", "x:counts"  # mean features [labels, d] of the labels a client holds
 LARGEST_FEATURE = 1e6  # the server's heads learn from means, so these are bounded more closely than models
 
@@ -82,7 +97,7 @@ class FedGMH(Method):
 
         def stacked(rows: int | str) -> dict[str, Entry]:
             skip = 1 if self.hp.heads == "common" else 0  # rows of one head, or whole heads
-            return {HEAD + k: replace(e, shape=(rows, *e.shape[skip:])) for k, e in head.items()}
+            return {f"{HEAD}:{k}": replace(e, shape=(rows, *e.shape[skip:])) for k, e in head.items()}
 
         if not self.opening():
             return Schema(stacked(1 if self.hp.heads == "one" else self.ctx.classes))
@@ -102,7 +117,7 @@ class FedGMH(Method):
         return {"heads": T.stack([h0] * count), "labels": {}}
 
     def down(self, server: State, ids: Sequence[int], round: int) -> Download:
-        heads, labels = T.prefix(HEAD, server["heads"]), server["labels"]
+        heads, labels = T.tag(HEAD, server["heads"]), server["labels"]
         if not self.opening():
             return Download(heads)
         if self.hp.heads == "common":
@@ -114,12 +129,12 @@ class FedGMH(Method):
         own = start(self.ctx, 0 if self.hp.init == "shared" else data.client + 1)
         return {"own": own, "joined": 0, "labels": _labels(data)}
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         head = self.written(state, download, data)
         extras: Extras = {"before": head}
         if self.hp.decay_on == "participation":
             extras["pace"] = torch.tensor(self.ctx.lr_decay ** (state["joined"] - (round - 1)))
-        return {**state["own"], **head}, extras
+        return Start({**state["own"], **head}, extras)
 
     def written(self, state: State, download: Tree, data: ClientData) -> Tree:
         """The client's head with what it received written in."""
@@ -137,7 +152,7 @@ class FedGMH(Method):
 
     def received(self, state: State, download: Tree, data: ClientData) -> Tree | None:
         """One head from what was sent: mixed by label shares, or the own head with the rows of its labels replaced."""
-        sent = T.strip(HEAD, download)
+        sent = T.tagged(HEAD, download)
         if not sent:
             return None
         if self.hp.heads == "common":
@@ -159,24 +174,24 @@ class FedGMH(Method):
         pace: Tensor = extras["pace"]  # scales the gradient alone: for SGD the same as a rate scaled by it
         return pace * ce + (1 - pace) * ce.detach()
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         if round == 0:
             labels = _labels(data)
             return {**state, "labels": labels}, Upload({LABELS: labels})
 
-        (value, mask), count = collect(lambda x: self.ctx.features(params, x), *data.train, data.classes)
+        (value, mask), count = collect(lambda x: self.ctx.features(trained.params, x), *data.train, data.classes)
         sent = {MEANS: value[mask], LABELS: _labels(data)}
         if self.hp.feature_weight == "samples":
             sent[COUNTS] = count[mask].int()
 
         new = {
-            "own": params,
-            "mask": self.critical(extras["before"], head_of(self.ctx, params)),
+            "own": trained.params,
+            "mask": self.critical(trained.extras["before"], head_of(self.ctx, trained.params)),
             "labels": sent[LABELS],
             "joined": state["joined"] + 1,
         }
         if self.hp.score == "best":
-            new |= kept(self.ctx, state, params, data)
+            new |= kept(self.ctx, state, trained.params, data)
         return new, Upload(sent)
 
     def critical(self, before: Tree, after: Tree) -> Tree:
@@ -185,12 +200,12 @@ class FedGMH(Method):
             return square_mask(before, after, self.hp.beta)
         return critical_mask(before, after, self.hp.beta, self.hp.mask_scope)
 
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         if self.hp.score == "own":
-            return state["own"], {}
+            return Model(state["own"])
         if self.hp.score == "best":
-            return best(self.ctx, state, state["own"], data), {}
-        return {**state["own"], **self.written(state, download, data)}, {}
+            return Model(best(self.ctx, state, state["own"], data))
+        return Model({**state["own"], **self.written(state, download, data)})
 
     # ---- server, up --------------------------------------------------------------------------------------------------
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:

@@ -23,9 +23,12 @@ from coterie.core.method import (
     Download,
     EdgeId,
     Extras,
+    Model,
     Moment,
     Phase,
+    Start,
     State,
+    Trained,
     Tree,
     Upload,
     cross_entropy,
@@ -128,18 +131,21 @@ class FedPC(EdgeMethod):
         return Download(edge=to, each={i: to[server["largest"]] for i in ids if i not in server["groups"]})
 
     # ---- client ------------------------------------------------------------------------------------------------------
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         params = {**_model(download), **state["own"]}
-        return (best(self.ctx, state, params, data) if self.hp.use == "best" else params), {}
+        return Model(best(self.ctx, state, params, data) if self.hp.use == "best" else params)
 
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         params = {**_model(download), **state["own"]}
         received = P.unpack(download, data.classes, self.ctx.net.width)
-        return params, {
-            "received": received,
-            "directions": directions(received, self.hp.tau),
-            "rehearsal": rehearsal(received),
-        }
+        return Start(
+            params,
+            {
+                "received": received,
+                "directions": directions(received, self.hp.tau),
+                "rehearsal": rehearsal(received),
+            },
+        )
 
     def phases(self, round: int) -> list[Phase]:
         if round > 0:
@@ -166,13 +172,13 @@ class FedPC(EdgeMethod):
             return towards(z, batch.y, extras["directions"], batch.weight)
         return prototype_loss(z, batch.y, received, hp.proto_loss, hp.proto_reduce, hp.proto_repulsion, batch.weight)
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        own, counts = P.own_prototypes(self.ctx, params, data, self.hp.feature)
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        own, counts = P.own_prototypes(self.ctx, trained.params, data, self.hp.feature)
         if round == 0:
             return state, Upload(P.pack(own))  # a warm-up serves the clustering alone
-        state, upload = super().end(state, params, extras, data, round)
+        state, upload = super().end(state, trained, data, round)
         if self.hp.use == "best":
-            state = {**state, **kept(self.ctx, state, params, data)}
+            state = {**state, **kept(self.ctx, state, trained.params, data)}
         return state, Upload({**upload.tree, **P.pack(own, counts)})
 
     # ---- edge: inside a group ----------------------------------------------------------------------------------------

@@ -24,23 +24,28 @@ from coterie.core.edges import EdgeMethod
 from coterie.core.method import (
     Batch,
     Card,
+    Client,
     ClientData,
     ClientId,
     Context,
     Download,
     EdgeId,
     Extras,
+    Model,
     Moment,
     Phase,
     Settings,
     Split,
+    Start,
     State,
+    Trained,
     Tree,
     Upload,
     cross_entropy,
 )
 from coterie.core.rng import key
 from coterie.core.schema import LARGEST, Entry, Link, Schema
+from coterie.core.views import ModelView
 from coterie.errors import CoterieError
 from coterie.methods.scfpfl import movement
 from coterie.methods.scfpfl.settings import SCFPFLSettings
@@ -50,8 +55,7 @@ from coterie.parts.distill import kl
 from coterie.parts.fourier import Treatment, fourier_aggregate, prrfl_window
 
 ASK, PREDICTIONS = "x:ask", "x:predictions"
-OWN = "own:"  # marks the client's own model in training; the agent has the plain names
-CHUNK = 256  # items per pass: activations of small networks stay in cache
+OWN = "own"  # marks the client's own model in training; the agent has the plain names
 
 
 class SCFPFL(EdgeMethod):
@@ -134,20 +138,22 @@ class SCFPFL(EdgeMethod):
         return members if server["cluster"] else None
 
     # ---- client ------------------------------------------------------------------------------------------------------
-    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         own = state.get("f", self.ctx.w0)
         agent = {**own, **T.keep(download, self.ctx.w0.__contains__)}
         extras: Extras = {"edge": agent, "own": own, "ask": ASK in download}
+        per_sample = None
         if round > 0:
-            extras |= self.judged(agent, own, data)
-        return ({**agent, **T.prefix(OWN, own)} if self.trains_own else agent), extras
+            judged, per_sample = self.judged(agent, own, data)
+            extras |= judged
+        return Start({**agent, **T.tag(OWN, own)} if self.trains_own else agent, extras, per_sample=per_sample)
 
     @property
     def trains_own(self) -> bool:
         """Does the client's own model train beside the agent?"""
         return self.hp.local_train_each_round or self.hp.agent_fail == "train"
 
-    def judged(self, edge: Tree, own: Tree, data: ClientData) -> Extras:
+    def judged(self, edge: Tree, own: Tree, data: ClientData) -> tuple[Extras, Tensor | None]:
         """lost: does the own model know what the edge's does not, by validation data? Only then is it a teacher. What a
         teacher that does not train says about the training samples is asked here, once.
         """
@@ -156,8 +162,8 @@ class SCFPFL(EdgeMethod):
             val = {"edge": accuracy(self.ctx, edge, data.val), "own": accuracy(self.ctx, own, data.val)}
             lost = val["own"] > val["edge"]
         teaches = lost and self.hp.kl_weight > 0 and not self.trains_own
-        beside = {"beside": predictions(self.ctx, own, data.train.x)} if teaches else {}
-        return {"lost": torch.tensor(float(lost)), "val": val, **beside}
+        taught = predictions(self.ctx, own, data.train.x) if teaches else None
+        return {"lost": torch.tensor(float(lost)), "val": val}, taught
 
     def phases(self, round: int) -> list[Phase]:
         if round == 0:
@@ -174,18 +180,18 @@ class SCFPFL(EdgeMethod):
         A teacher that trains too is asked in every step, as it is then; any other one was asked before.
         """
         logits = self.ctx.forward(params, batch.x)
-        loss, teacher, share = cross_entropy(logits, batch), batch.beside, self.hp.kl_weight
+        loss, teacher, share = cross_entropy(logits, batch), batch.per_sample, self.hp.kl_weight
         if self.trains_own and share:
             with torch.no_grad():
-                teacher, share = self.ctx.forward(T.strip(OWN, params), batch.x), share * extras["lost"]
+                teacher, share = self.ctx.forward(T.tagged(OWN, params), batch.x), share * extras["lost"]
         return loss if teacher is None else loss + share * kl(teacher, logits, batch.weight)
 
     def _own(self, params: Tree, extras: Extras) -> Tree:
-        own: Tree = T.strip(OWN, params) if self.trains_own else extras["own"]
+        own: Tree = T.tagged(OWN, params) if self.trains_own else extras["own"]
         return own
 
     def own_loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        return self.ctx.ce(T.strip(OWN, params), batch)
+        return self.ctx.ce(T.tagged(OWN, params), batch)
 
     def accept(self, agent: Tree, own: Tree, extras: Extras, data: ClientData) -> tuple[Tree, dict[str, float]]:
         """Who takes over, by validation data; `own` has trained if the settings say so.
@@ -207,29 +213,27 @@ class SCFPFL(EdgeMethod):
         """What a client uploads."""
         return kept if self.hp.sends == "kept" else agent
 
-    def end(self, state: State, params: Tree, extras: Extras, data: ClientData, round: int) -> tuple[State, Upload]:
-        agent, own = T.drop(params, is_own), self._own(params, extras)
-        f, note = self.accept(agent, own, extras, data) if round > 0 else (agent, {})
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        agent, own = T.drop(trained.params, is_own), self._own(trained.params, trained.extras)
+        f, note = self.accept(agent, own, trained.extras, data) if round > 0 else (agent, {})
         tree = T.drop(self.sent(agent, f), self.stays)
-        if extras["ask"] and data.public is not None:
+        if trained.extras["ask"] and data.public is not None:
             tree[PREDICTIONS] = predictions(self.ctx, f, data.public, self.hp.predict)
         return {"f": f}, Upload(tree, note)
 
-    def received_model(self, state: State, download: Tree, data: ClientData, round: int) -> tuple[Tree, Extras]:
-        """The edge's model, which becomes the agent."""
-        return {**state.get("f", self.ctx.w0), **T.keep(download, self.ctx.w0.__contains__)}, {}
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        sent = T.keep(client.download, self.ctx.w0.__contains__)
+        if view == "received":  # the edge's model, which becomes the agent
+            return Model({**client.state.get("f", self.ctx.w0), **sent})
+        if view == "edge":
+            return Model(sent) if not any(map(self.stays, self.ctx.w0)) else None
+        return Model(client.state["f"]) if view == "trained" else super().model(view, client)
 
-    def cluster_model(self, state: State, download: Tree, data: ClientData) -> Tree | None:
-        return T.keep(download, self.ctx.w0.__contains__) if not any(map(self.stays, self.ctx.w0)) else None
-
-    def trained(self, state: State, params: Tree, extras: Extras) -> tuple[Tree, Extras]:
-        return state["f"], {}
-
-    def personal(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         own = state.get("f")
         if own is not None and self.hp.score == "own":
-            return own, {}
-        return {**(own or self.ctx.w0), **T.keep(download, self.ctx.w0.__contains__)}, {}
+            return Model(own)
+        return Model({**(own or self.ctx.w0), **T.keep(download, self.ctx.w0.__contains__)})
 
     # ---- cloud, up; an edge's mean, equation (9), is the default merge -----------------------------------------------
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
@@ -307,18 +311,17 @@ class SCFPFL(EdgeMethod):
         return {"clusters": server["cluster"], **{k: v for k, v in server["moves"].items() if k != "last"}}
 
 
-def is_own(name: str) -> bool:
-    return name.startswith(OWN)
+is_own = T.has_tag(OWN)
 
 
 def is_agent(name: str) -> bool:
-    return not name.startswith(OWN)
+    return not is_own(name)
 
 
 @torch.no_grad()
 def predictions(ctx: Context, params: Tree, x: Tensor, kind: Literal["softmax", "logits"] = "logits") -> Tensor:
     """What the model says about the items [n, classes]."""
-    logits = torch.cat([ctx.forward(params, part) for part in torch.split(x, CHUNK)])
+    logits = ctx.outputs(params, x)
     return logits.softmax(-1) if kind == "softmax" else logits
 
 

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 
 from coterie.core.method import ClientId, State, Upload
-from coterie.core.tree import Names, Tree, keep
+from coterie.core.tree import Predicate, Tree, keep
 from coterie.parts import model_bank as bank
 
 
-def start(w: Tree, ids: Sequence[ClientId], names: Names) -> State:
+def start(w: Tree, ids: Sequence[ClientId], names: Predicate) -> State:
     """All clients at w; `names` are the entries that count."""
     return {"last": bank.fill(keep(w, names), ids), "mean_update": 0.0, "largest_update": 0.0}
 
 
-def follow(moves: State, uploads: Sequence[Upload], names: Names) -> State:
+def follow(moves: State, uploads: Sequence[Upload], names: Predicate) -> State:
     """Norm of the mean update and the largest norm of those who answered."""
     new = bank.put(moves["last"], {u.sender: keep(u.tree, names) for u in uploads})
     at = bank.rows(new, [u.sender for u in uploads])

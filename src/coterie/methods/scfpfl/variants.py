@@ -7,6 +7,8 @@ taken over), or only the agent's distillation.
 from collections.abc import Sequence
 from typing import ClassVar
 
+from torch import Tensor
+
 from coterie.core import tree as T
 from coterie.core.method import ClientData, ClientId, EdgeId, Extras, Phase, Settings, Tree, Upload, replace
 from coterie.methods.scfpfl.method import SCFPFL, is_agent
@@ -34,8 +36,8 @@ class SCFPFLNoAgent(SCFPFL):
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self.loss, trains=is_agent, epochs=self.hp.warmup_epochs if round == 0 else None)]
 
-    def judged(self, edge: Tree, own: Tree, data: ClientData) -> Extras:
-        return {}
+    def judged(self, edge: Tree, own: Tree, data: ClientData) -> tuple[Extras, Tensor | None]:
+        return {}, None
 
     def accept(self, agent: Tree, own: Tree, extras: Extras, data: ClientData) -> tuple[Tree, dict[str, float]]:
         return agent, {}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.core.method import ClientData, Extras
+from coterie.core.method import ClientData, Extras, Start, Trained
 from coterie.core.tree import Tree
 from coterie.train.trainer import Effort
 from coterie.train.vmap.step import Extra, Recipe, Steps
@@ -19,31 +19,44 @@ Draws = tuple[Tensor, list[int]]  # which samples each step takes [steps, width]
 
 @dataclass
 class Member:
-    """One client in a stack, before and after."""
+    """One client in a stack, before and after its training."""
 
     params: Tree
     extras: Extras
     data: ClientData
     share: float = 1.0
-    memory: Tree | None = None  # of its optimisers, if they have one beyond this training
+    memory: Tree | None = None  # of its optimisers, if it outlives this training
+    train: bool = True
+    per_sample: Tensor | None = None
     noise: Tensor = field(default_factory=lambda: torch.zeros(0))  # state of the generator that the model's noise uses
+    aux: list[Any] = field(default_factory=list)
     steps: int = 0
     samples: int = 0
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
-    @property
-    def columns(self) -> list[Tensor]:
-        """What batches are drawn from [samples, ...]: x, y, and what the method has beside them."""
-        beside = self.extras.get("beside")
-        return [*self.data.train, *(() if beside is None else (beside,))]
+    @classmethod
+    def of(cls, start: Start, data: ClientData, share: float = 1.0, memory: Tree | None = None) -> "Member":
+        """Return a member that has not trained yet."""
+        return cls(start.params, start.extras, data, share, memory, start.train, start.per_sample)
 
     @property
-    def shared_extras(self) -> Extras:
-        """Extras without what is drawn with the samples."""
-        return {k: v for k, v in self.extras.items() if k != "beside"}
+    def start(self) -> Start:
+        """Where its training starts, before it has trained."""
+        return Start(self.params, self.extras, self.train, self.per_sample)
+
+    @property
+    def trained(self) -> Trained:
+        """The result of its training."""
+        return Trained(self.params, self.extras, self.aux, self.steps)
+
+    @property
+    def columns(self) -> list[Tensor]:
+        """What batches are drawn from [samples, ...]: x, y, and a value per sample if the method has one."""
+        return [*self.data.train, *(() if self.per_sample is None else (self.per_sample,))]
 
     @property
     def effort(self) -> Effort:
+        """What it did."""
         return Effort(self.steps, self.samples, float(self.loss / max(self.steps, 1)))
 
 
@@ -60,7 +73,9 @@ class Stack:
         lr: Tensor,
     ):
         self.steps, self.key, self.recipe, self.members, self.lr = steps, key, recipe, members, lr
-        self.columns = [torch.cat(c) for c in zip(*(m.columns for m in members), strict=True)]  # x, y, what is beside
+        self.columns = [
+            torch.cat(c) for c in zip(*(m.columns for m in members), strict=True)
+        ]  # x, y, a value per sample
         self.lengths = [len(real) for _, real in draws]
         self.samples = [sum(real) for _, real in draws]
         rows = [*range(len(members))] + [len(members) - 1] * (_rows(len(members)) - len(members))
@@ -78,7 +93,7 @@ class Stack:
         names = [*recipe.trains, *recipe.moves, *recipe.rest]
         self.state = [torch.stack([members[i].params[k] for i in rows]) for k in names]  # [rows, ...]
         self.memory = recipe.memory(self.state[: len(recipe.trains)])
-        extras = [Extra.of(m.shared_extras).stacked() for m in members]
+        extras = [Extra.of(m.extras).stacked() for m in members]
         self.extras = [torch.stack([extras[i][j] for i in rows]) for j in range(len(extras[0]))]
         self.loss = torch.zeros(most, len(rows))
         self.aux: list[Tensor] = []
@@ -105,7 +120,7 @@ class Stack:
         m.steps, m.samples = m.steps + n, m.samples + self.samples[i]
         m.loss = m.loss + self.loss[:n, i].sum()
         if self.aux:
-            m.extras = {**m.extras, "aux": [a[i] for a in self.aux[:n]]}
+            m.aux = [a[i] for a in self.aux[:n]]
 
     def _step(self, s: int, active: int, rows: int) -> None:
         if self.recipe.padded:

@@ -134,13 +134,13 @@ class Recipe:
         trained, moves, rest = flat[:a], flat[a : a + b], flat[a + b : a + b + c]
         varying = a + b + c + slots + self.extra.width
         memory, extras = flat[a + b + c : a + b + c + slots], flat[a + b + c + slots : varying]
-        weight, x, y, *beside = flat[varying:]
+        weight, x, y, *per_sample = flat[varying:]
 
         def objective(trained: tuple[Tensor, ...]) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
             moved = [v.clone() for v in moves]  # batch norm moves its statistics in place
             values = dict(zip([*self.trains, *self.moves, *self.rest], [*trained, *moved, *rest], strict=True))
             tree = {k: values[k] for k in self.names}
-            batch = Batch(x, y, weight if self.padded else None, *beside)
+            batch = Batch(x, y, weight if self.padded else None, *per_sample)
             loss = self.loss(tree, batch, self.extra.with_values(extras))
             given: list[Tensor] = []
             if isinstance(loss, tuple):

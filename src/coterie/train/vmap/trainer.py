@@ -41,7 +41,7 @@ class Stacker:
         for m in members:
             m.params = T.clone(m.params)
             m.noise = torch.Generator().manual_seed(key(self.ctx.seed, "noise", round, m.data.client)).get_state()
-        awake = [m for m in members if not m.extras.get("idle")]
+        awake = [m for m in members if m.train]
         with self.ctx.net.train_mode():
             for i, phase in enumerate(phases):
                 self._phase(i, phase, awake, round)
@@ -73,18 +73,17 @@ class Stacker:
         self.reasons.setdefault(at, why)
         for m in members:
             torch.default_generator.set_state(m.noise)
-            m.params, m.extras, n, seen, loss = run_phase(
-                self.ctx, self.rule, phase, m.params, m.extras, m.data, round, m.share
-            )
+            done = run_phase(self.ctx, self.rule, phase, m.params, m.extras, m.per_sample, m.data, round, m.share)
             m.noise = torch.default_generator.get_state()
-            m.steps, m.samples, m.loss = m.steps + n, m.samples + seen, m.loss + loss
+            m.params, m.extras, m.aux = done.params, done.extras, done.aux or m.aux
+            m.steps, m.samples, m.loss = m.steps + done.steps, m.samples + done.samples, m.loss + done.loss
 
     def _signature(self, m: Member) -> Any:
         """What clients of one stack have in common."""
         tree = tuple((k, tuple(v.shape), v.dtype) for k, v in m.params.items())
         x = m.data.train.x
-        beside = [tuple(b.shape[1:]) for b in m.columns[2:]]
-        return tree, Extra.of(m.shared_extras).key, tuple(x.shape[1:]), self._width(len(x)), tuple(beside)
+        per_sample = [tuple(c.shape[1:]) for c in m.columns[2:]]
+        return tree, Extra.of(m.extras).key, tuple(x.shape[1:]), self._width(len(x)), tuple(per_sample)
 
     def _width(self, n: int) -> int:
         """Batches of a client with n samples are filled up to this; with batch norm they are not."""
@@ -120,7 +119,7 @@ class Stacker:
             tuple(phase.decays(k) for k in trains),
             rule,
             phase.clip,
-            Extra.of(first.shared_extras),
+            Extra.of(first.extras),
             not self.ctx.net.has_batch_norm,
         )
         at = (name, recipe.trains, recipe.decays, rule, phase.clip)
@@ -155,8 +154,8 @@ def _check(recipe: Recipe, phase: Phase, m: Member, drawn: Tensor, real: int) ->
     tree = T.clone(m.params)
     leaves = [tree[k].requires_grad_() for k in recipe.trains]
     with torch.random.fork_rng(devices=[]):
-        x, y, *beside = (c[drawn[:short]] for c in columns)
-        got: Any = recipe.loss(tree, Batch(x, y, None, *beside), m.extras)
+        x, y, *per_sample = (c[drawn[:short]] for c in columns)
+        got: Any = recipe.loss(tree, Batch(x, y, None, *per_sample), m.extras)
     loss: Tensor = got[0] if isinstance(got, tuple) else got
     if not loss.requires_grad:
         raise UnstackableError("its loss has no gradient")

@@ -1,0 +1,145 @@
+"""What the hooks of a method are given: the run's context, a client's data and batches of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coterie.core.layers import Names
+from coterie.core.net import Net
+from coterie.core.rng import torch_rng
+from coterie.core.tasks import Classification, Task
+from coterie.core.tree import Tree
+from coterie.errors import CoterieError
+
+ClientId = int
+EdgeId = int
+State = Any  # state of a server, a client or an edge: a dictionary, or a dataclass declared with @state
+Extras = dict[str, Any]  # values that a client's losses need in addition to parameters and batch
+
+
+class Batch(NamedTuple):
+    x: Tensor  # [batch, ...]
+    y: Tensor  # [batch] int64 classes, or [batch, ...] float32
+    weight: Tensor | None = None  # [batch], 0 for padding; None: every sample counts
+    per_sample: Tensor | None = None  # [batch, ...]: rows of Start.per_sample
+
+
+class Split(NamedTuple):
+    x: Tensor  # [n, ...] ready for the model
+    y: Tensor  # [n] int64 classes, or [n, ...] float32
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """The data that a client's hooks may use. The test part is not included."""
+
+    client: ClientId
+    train: Split
+    val: Split
+    classes: int  # 0 if the task is not a classification
+    public: Tensor | None = None  # unlabelled items that all clients share, if the federation has some
+
+    @property
+    def label_counts(self) -> Tensor:
+        """Training samples per class [classes]."""
+        if not self.classes:
+            raise CoterieError("label_counts is defined for classification tasks only")
+        return torch.bincount(self.train.y, minlength=self.classes)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the server and all clients of a run know. Created by the runtime, read-only."""
+
+    net: Net
+    w0: Tree
+    clients: tuple[ClientId, ...]
+    task: Task
+    rounds: int
+    join: float
+    epochs: float
+    batch: int
+    lr: float
+    seed: int
+    weighting: Literal["samples", "uniform"] | None = None  # None: the method's own
+    bn_stats: Literal["shared", "local"] = "shared"
+    lr_decay: float = 1.0
+    public: int = 0  # number of unlabelled items that all clients share
+    headline: str = "personal"  # the view that tables lead with
+    momentum: float = 0.0  # of the run's optimiser, if it is SGD
+
+    @property
+    def classes(self) -> int:
+        """Number of classes; 0 if the task is not a classification. A model has `task.outputs` outputs."""
+        return self.task.classes
+
+    def lr_at(self, round: int) -> float:
+        """Learning rate of a round; it decays from round 2."""
+        return float(self.lr * self.lr_decay ** max(0, round - 1))
+
+    def group(self, name: str) -> Names:
+        """Names of the model's entries in a group: "head", "body", "bn", "conv", "layer:NAME", ..."""
+        return self.net.layout.group(name)
+
+    def rng(self, purpose: str, *keys: int | str) -> torch.Generator:
+        """Return a generator keyed by the run's seed, a purpose and further keys (round, client, ...)."""
+        return torch_rng(self.seed, purpose, *keys)
+
+    def forward(self, params: Tree, x: Tensor) -> Tensor:
+        """Outputs of the model [batch, outputs]."""
+        return self.net.forward(params, x)
+
+    def features(self, params: Tree, x: Tensor) -> Tensor:
+        """Features that enter the head [batch, width]."""
+        return self.net.features(params, x)
+
+    def logits(self, params: Tree, z: Tensor) -> Tensor:
+        """Outputs of the head for features z [batch, width]."""
+        return self.net.logits(params, z)
+
+    def loss(self, params: Tree, batch: Batch) -> Tensor:
+        """Mean loss of the task on a batch: cross-entropy, squared error, ..."""
+        return self.loss_of(self.net.forward(params, batch.x), batch)
+
+    def loss_of(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Mean loss of the task for given outputs [batch, outputs]."""
+        return self.task.loss(outputs, batch.y, batch.weight)
+
+    def ce(self, params: Tree, batch: Batch) -> Tensor:
+        """Mean cross-entropy of a batch, for methods that declare `needs = ("classes",)`."""
+        if not self.classes:
+            raise CoterieError(f"cross-entropy needs classes, but the task is {self.task.name}; use ctx.loss")
+        return self.loss(params, batch)
+
+    @torch.no_grad()
+    def outputs(
+        self, params: Tree, x: Tensor, chunk: int = 256, through: Callable[[Tree, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Outputs [n, outputs] of the model on many items, without gradients, `chunk` items at a time.
+
+        `through` is used instead of `forward`, for example `ctx.features`.
+        """
+        through = through or self.forward
+        return torch.cat([through(params, part) for part in torch.split(x, chunk)])
+
+    @torch.no_grad()
+    def losses(self, params: Tree, split: Split, chunk: int = 256) -> Tensor:
+        """Summed loss of the task on each chunk of a split [chunks], without gradients."""
+        parts = zip(torch.split(split.x, chunk), torch.split(split.y, chunk), strict=True)
+        return torch.stack([self.task.total(self.forward(params, x), y) for x, y in parts])
+
+
+def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    """Mean cross-entropy of a batch, for methods that need classes."""
+    return Classification(logits.shape[1]).loss(logits, batch.y, batch.weight)
+
+
+__all__ = [
+    "Batch", "ClientData", "ClientId", "Context", "EdgeId", "Extras", "Split", "State", "cross_entropy",
+]  # fmt: skip

@@ -1,0 +1,10 @@
+"""The views: which model of a client is scored."""
+
+from typing import Literal, get_args
+
+View = Literal["personal", "global", "received", "trained", "edge", "adapted"]
+VIEWS: tuple[View, ...] = get_args(View)
+
+# Models that Method.model makes. A newcomer is a client that has never taken part; `watched` is what the setting
+# `watch` scores before the local training of every round.
+ModelView = Literal["personal", "newcomer", "watched", "received", "trained", "edge"]

@@ -1,0 +1,51 @@
+"""Participants sampled in proportion to their numbers of samples."""
+
+from collections.abc import Sequence
+
+import torch
+
+from coterie.core.method import ClientData, ClientId, Download, Method, Moment, Start, State, Trained, Tree, Upload
+from coterie.core.schema import Link, Schema
+
+
+class SampledBySize(Method):
+    """With `draw = samples` participants are sampled in proportion to their samples.
+
+    That costs an opening round, in which nothing is sent or trained and the server learns the numbers of samples.
+    """
+
+    def opening(self) -> bool:
+        return bool(self.hp.draw == "samples")
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        """The model both ways; nothing in the opening round."""
+        if not self.opening():
+            return self.model_schema
+        return self.model_schema.optional() if now is None else Schema({}) if now.round == 0 else self.model_schema
+
+    def setup(self) -> State:
+        return {**super().setup(), "samples": {}} if self.opening() else super().setup()
+
+    def sample(self, server: State, round: int, rng: torch.Generator) -> list[ClientId]:
+        """Sample without replacement; each draw is in proportion to the samples of the remaining clients."""
+        if not self.opening() or round == 0:
+            return super().sample(server, round, rng)
+        counts = torch.tensor([server["samples"].get(i, 0) for i in self.ctx.clients], dtype=torch.float64)
+        if not bool(counts.any()):
+            return super().sample(server, round, rng)
+        m = min(max(1, int(self.ctx.join * len(counts) + 0.5)), int((counts > 0).sum()))
+        return sorted(self.ctx.clients[i] for i in torch.multinomial(counts, m, generator=rng).tolist())
+
+    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
+        return Download() if round == 0 else super().down(server, ids, round)
+
+    def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        return super().begin(state, download, data, round) if round else Start({}, train=False)
+
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        return super().end(state, trained, data, round) if round else (state, Upload({}))
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        if round == 0:
+            return {**server, "samples": {u.sender: u.samples for u in uploads}}
+        return super().aggregate(server, uploads, round)
