@@ -4,11 +4,9 @@ The short versions draw a few cases of each kind; those marked `long` draw hundr
 """
 
 import contextlib
-import io
 import json
 import random
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,6 @@ import pytest
 import torch
 
 import coterie
-from coterie.cli import main
 from coterie.config import Engine, RunSettings, settings
 from coterie.data.settings import PartitionSettings
 from coterie.data.sources import load_dataset
@@ -31,26 +28,11 @@ from coterie.results.report import page
 from coterie.results.run import Run
 from coterie.storage.run_folder import EVENTS, TIMING, checkpoints, read_checkpoint
 from coterie.train import native
+from support.command_line import coterie_command
 
 TINY = {"subset": 240, "clients": 4, "epochs": 1, "rounds": 6, "eval_every": 2, "checkpoint_every": 2, "min_size": 5}
 
 
-def cli(*args: str) -> tuple[int, str, str]:
-    """Exit code, output and errors of a command; anything but an exit is a failure of the test."""
-    out, err, argv = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = ["coterie", *args]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            main()
-        code = 0
-    except SystemExit as e:
-        code = int(e.code or 0)
-    finally:
-        sys.argv = argv
-    return code, out.getvalue(), err.getvalue()
-
-
-# ---- damaged runs ----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`whole` came to its end; `half` was killed in round 6, with a checkpoint of round 4."""
@@ -91,7 +73,7 @@ def commands(path: Path) -> dict[str, Callable[[], Any]]:
         return {k: v for k, v in Run(path).summary().items() if not k.startswith("seconds")}
 
     def listed() -> str:
-        code, out, err = cli("runs", str(path.parent))
+        code, out, err = coterie_command("runs", str(path.parent))
         if code:
             assert err.startswith("coterie: ") and "Traceback" not in err
             raise CoterieError(err)
@@ -232,10 +214,10 @@ def test_one_damaged_run_does_not_hide_the_others(
     events.write_bytes(events.read_bytes().replace(b'"round": 3', b'"round": 8'))
     (tmp_path / "runs" / "c" / "settings.json").write_text("{")
     (tmp_path / "runs" / "d" / "settings.json").unlink()
-    code, out, err = cli("runs", "runs")
+    code, out, err = coterie_command("runs", "runs")
     assert code == 1 and "in runs" in out and " a " in out and len(err.strip().splitlines()) == 3
     assert f"{events} is damaged in line 3" in err and "c/settings.json" in err and "runs/d" in err
-    code, _, err = cli("report", "runs", "-o", "page.html")
+    code, _, err = coterie_command("report", "runs", "-o", "page.html")
     assert code == 1 and f"{events} is damaged in line 3" in err
     assert f"{events} is damaged in line 3" in Path("page.html").read_text()
 
@@ -250,7 +232,7 @@ def test_a_finished_run_without_times_is_finished(originals: dict[str, Path], tm
     assert not said and before[1] == checkpoints(run)[-1].stat().st_mtime_ns
     found = Run(run)
     assert found.finished and "seconds" not in found.summary()
-    code, out, _ = cli("run", "--resume", str(run))
+    code, out, _ = coterie_command("run", "--resume", str(run))
     assert code == 0 and "nan" not in out
 
 
@@ -274,12 +256,14 @@ def test_changed_inputs_are_other_data(tmp_path: Path) -> None:
 
 def test_diverged_models_are_counted_and_told(tmp_path: Path) -> None:
     more = ["--clients", "4", "--set", "eval_every=1", "--set", "subset=240", "--set", "min_size=5", "--workers", "1"]
-    code, out, err = cli("run", "ditto", "--lr", "1000", "--rounds", "6", *more, "--out", str(tmp_path / "a"))
+    code, out, err = coterie_command(
+        "run", "ditto", "--lr", "1000", "--rounds", "6", *more, "--out", str(tmp_path / "a")
+    )
     assert code == 0 and "diverged" in out and "4 of 4 clients give NaN" in err
     assert Run(tmp_path / "a").summary()["personal"]["nonfinite"] == 4
-    code, out, err = cli("runs", str(tmp_path))
+    code, out, err = coterie_command("runs", str(tmp_path))
     assert code == 0 and "diverged" in out
-    cli("report", str(tmp_path), "-o", str(tmp_path / "page.html"))
+    coterie_command("report", str(tmp_path), "-o", str(tmp_path / "page.html"))
     html = (tmp_path / "page.html").read_text()
     assert "4 of 4 clients give NaN or infinity" in html and "NaN," not in html and "NaN]" not in html
 
@@ -298,9 +282,9 @@ def test_two_exports_are_equal_in_bytes_and_name_their_round(originals: dict[str
 def test_a_place_that_cannot_be_written_gets_a_sentence(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     out = str(tmp_path / place)
-    code, _, err = cli("run", "fedavg", "--rounds", "1", "--clients", "3", "--workers", "1", "--out", out)
+    code, _, err = coterie_command("run", "fedavg", "--rounds", "1", "--clients", "3", "--workers", "1", "--out", out)
     assert code == 2 and err.startswith("coterie: ") and len(err.strip().splitlines()) == 1
-    code, _, err = cli("report", str(tmp_path), "-o", out)
+    code, _, err = coterie_command("report", str(tmp_path), "-o", out)
     assert code == 2 and len(err.strip().splitlines()) == 1
 
 
@@ -361,7 +345,7 @@ def test_no_setting_takes_infinity(value: float) -> None:
 @pytest.mark.parametrize("value", ["1e308", "inf", "nan", "-inf"])
 def test_rates_and_epochs_without_measure_are_refused(value: str, tmp_path: Path) -> None:
     for name in ("lr", "epochs", "weight_decay"):
-        code, _, err = cli("run", "fedavg", "--set", f"{name}={value}", "--out", str(tmp_path / "run"))
+        code, _, err = coterie_command("run", "fedavg", "--set", f"{name}={value}", "--out", str(tmp_path / "run"))
         assert code == 2 and name in err and not (tmp_path / "run").exists()
 
 
@@ -377,7 +361,7 @@ TOMLS = [
 def test_a_wrong_file_of_settings_gets_a_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(text)
     for command in (["run", "fedavg"], ["compare", "fedavg"]):
-        code, _, err = cli(
+        code, _, err = coterie_command(
             *command, "--config", str(tmp_path / "run.toml"), "--rounds", "1", "--out", str(tmp_path / "o")
         )
         assert code == 2 and err.startswith("coterie: ") and len(err.strip().splitlines()) == 1, err
@@ -388,7 +372,7 @@ def test_a_wrong_file_of_settings_gets_a_sentence(text: str, tmp_path: Path) -> 
     "text", ["federation=3", "settings=3", "settings={a=1}", "lr=", "=", "model_options={dtype=1}"]
 )
 def test_a_wrong_assignment_gets_a_sentence(text: str, tmp_path: Path) -> None:
-    code, _, err = cli("run", "fedavg", "--set", text, "--out", str(tmp_path / "o"))
+    code, _, err = coterie_command("run", "fedavg", "--set", text, "--out", str(tmp_path / "o"))
     assert code == 2 and err.startswith("coterie: ") and len(err.strip().splitlines()) == 1, err
 
 

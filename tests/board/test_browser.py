@@ -10,15 +10,9 @@ import pytest
 import coterie
 from coterie.results.discovery import find_runs
 from coterie.results.report import page
-from support.browser import browser, errors, resize, until
+from support.browser import errors, resize, until
 
 pytestmark = pytest.mark.xdist_group("browser")
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    with browser(tmp_path_factory.mktemp("profile")) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

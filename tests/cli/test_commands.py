@@ -8,26 +8,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from coterie.cli import main
 from coterie.errors import unknown
 from coterie.methods import known
 
 SMALL = ["--clients", "5", "--rounds", "2", "--epochs", "1", "--workers", "1"]
-
-
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["coterie", *args])
-    with pytest.raises(SystemExit) as stop:
-        main()
-        raise SystemExit(0)
-    out = capsys.readouterr()
-    return int(stop.value.code or 0), out.out, out.err
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
-    monkeypatch.chdir(tmp_path)
-    return lambda *args: call(monkeypatch, capsys, *args)
 
 
 MISTAKES = {

@@ -21,8 +21,8 @@ from coterie.data.settings import PartitionSettings
 from coterie.methods import known
 from coterie.papers import presets
 from coterie.results.report.figures import KINDS
+from support import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-TUTORIALS = sorted((Path(__file__).parents[2] / "docs" / "tutorials").glob("*.ipynb"))
+from support import ROOT
+
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 
 
 def cells(path: Path, kind: str) -> list[dict[str, Any]]:

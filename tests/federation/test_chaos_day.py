@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from support import ROOT
+
 pytest.importorskip("grpc", reason="a federation needs the extra federation")
 
-DAY = Path(__file__).parents[2] / "benchmarks" / "day.py"
+DAY = ROOT / "benchmarks" / "day.py"
 
 
 @pytest.mark.long

@@ -10,9 +10,10 @@ import pytest
 import typer
 
 from coterie.cli.app import app
+from support import ROOT
 
 yaml = pytest.importorskip("yaml")
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 
 

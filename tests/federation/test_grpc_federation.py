@@ -20,6 +20,7 @@ from coterie.federation.localhost import processes
 from coterie.federation.localhost.trial import LocalFederation
 from coterie.federation.protocol.version import PROTOCOL
 from coterie.federation.replay import differences
+from support import TESTS
 from support.replayed import same_as_replay
 
 pytestmark = pytest.mark.long
@@ -29,7 +30,6 @@ GIVEN: dict[str, Any] = {
     "rounds": 60, "eval_every": 10, "final_trained": False,
 }  # fmt: skip
 SECONDS = 300.0
-HERE = Path(__file__).parents[1]
 UPGRADED = """
 import sys
 from coterie.federation.protocol import version as protocol
@@ -70,7 +70,7 @@ class Paced(LocalFederation):
     def command(self, name: str) -> list[str]:
         plain = super().command(name)
         if name in self.modes:
-            return [sys.executable, str(HERE / "support" / "hostile_device.py"), self.modes[name], *plain[4:]]
+            return [sys.executable, str(TESTS / "support" / "hostile_device.py"), self.modes[name], *plain[4:]]
         if name in self.upgraded:
             return [sys.executable, "-c", UPGRADED, str(self.upgraded[name]), *plain[3:]]
         return plain

@@ -14,6 +14,7 @@ from coterie.engine import codec
 from coterie.federation.cloud import status as st
 from coterie.federation.localhost.trial import LocalFederation
 from coterie.storage import checkpoint
+from support import TESTS
 from support.replayed import same_as_replay
 
 pytestmark = pytest.mark.long
@@ -34,14 +35,14 @@ class Faulty(LocalFederation):
     again: tuple[str, ...] = ()
 
     def command(self, name: str) -> list[str]:
-        here, (kind, _, number) = Path(__file__).parents[1], name.partition("-")
+        kind, _, number = name.partition("-")
         plain = super().command(name)
         if name == "cloud" and self.again:
             plain = [sys.executable, "-m", "coterie", "serve", "--resume", str(self.out), *self.again]
         if name == "cloud" and self.broken:
-            return [sys.executable, str(here / "support" / "broken_cloud.py"), self.broken, *plain[3:]]
+            return [sys.executable, str(TESTS / "support" / "broken_cloud.py"), self.broken, *plain[3:]]
         if kind == "device" and int(number) in self.lies:
-            return [sys.executable, str(here / "support" / "hostile_device.py"), self.lies[int(number)], *plain[4:]]
+            return [sys.executable, str(TESTS / "support" / "hostile_device.py"), self.lies[int(number)], *plain[4:]]
         return plain
 
 

@@ -26,6 +26,7 @@ from coterie.federation.protocol.version import PROTOCOL
 from coterie.methods import find
 from coterie.results.run import Run
 from coterie.storage import checkpoint
+from support import TESTS
 from support.federations import SMALL, simulated
 from support.hostile_device import HONEST, WRONGS
 from support.replayed import same_as_replay
@@ -148,7 +149,7 @@ def test_wrong_answers_other_versions_and_claimed_roles_are_refused_and_the_othe
         for i, mode in ((1, "wrong"), (2, "package"), (3, "protocol"), (4, "hijack")):
             argv = [
                 sys.executable,
-                str(Path(__file__).parents[1] / "support" / "hostile_device.py"),
+                str(TESTS / "support" / "hostile_device.py"),
                 mode,
                 *f.arguments(f"device-{i}")[1:],
             ]

@@ -22,7 +22,7 @@ from coterie.train.clients import Clients
 from coterie.train.optimisers import Optimiser
 from coterie.train.trainer import train
 from reference import TOLERANCE, Case, Result, World, cases, evaluated, table, tensors
-from support import toy
+from support import TESTS, toy
 
 OPTIMISER = ("optimizer", "momentum", "weight_decay")
 WORLD = (*OPTIMISER, "rounds", "join", "epochs", "batch", "lr", "lr_decay", "public")
@@ -271,7 +271,7 @@ def test_a_changed_method_is_not_equal_to_its_reference(name: str, model: str, c
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
 def test_references_import_nothing_they_are_to_check() -> None:
-    for path in (Path(__file__).parents[1] / "reference").glob("*.py"):
+    for path in (TESTS / "reference").glob("*.py"):
         if path.name != "table.py":
             assert "coterie.methods" not in path.read_text().replace("of coterie.methods or", ""), path.name
             assert "from coterie.parts" not in path.read_text(), path.name

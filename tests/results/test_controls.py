@@ -11,7 +11,6 @@ import pytest
 
 import coterie
 from coterie.api import comparison_cells
-from coterie.cli import main
 from coterie.config import settings
 from coterie.core.tasks import Classification
 from coterie.engine.session import Objects, prepare
@@ -229,10 +228,9 @@ def test_a_class_of_your_own_names_controls_too() -> None:
     assert [*cells([Mine], "controls")] == ["local", "Mine", "fedavg", "fedavg-ft", "fedper", "fedprox"]
 
 
-def test_impossible_controls_are_refused_before_anything_is_trained(monkeypatch, capsys, tmp_path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_impossible_controls_are_refused_before_anything_is_trained(cli, tmp_path) -> None:
     args = ["compare", "fedavg", "--against", "fedcpmd-full", "--set", "fedcpmd-full.layer=none", "--rounds", "1"]
-    code, _, err = call(monkeypatch, capsys, *args, "--out", "c")
+    code, _, err = cli(*args, "--out", "c")
     assert code == 2 and 'unknown layer "none"' in err and not list(tmp_path.rglob("events.jsonl"))
 
 
@@ -253,17 +251,8 @@ def test_a_reading_that_is_not_the_default_stands_in_the_title() -> None:
     assert prepare(settings("fedavg", clients=4)).described()["method"]["reading"] == ""
 
 
-def call(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["coterie", *args])
-    with pytest.raises(SystemExit) as stop:
-        main()
-        raise SystemExit(0)
-    out = capsys.readouterr()
-    return int(stop.value.code or 0), out.out, out.err
-
-
-def test_finished_runs_are_held_against_controls_from_their_folders(folder, monkeypatch, capsys, tmp_path) -> None:
-    code, out, _ = call(monkeypatch, capsys, "arena", str(folder), "--json")
+def test_finished_runs_are_held_against_controls_from_their_folders(folder, cli, monkeypatch) -> None:
+    code, out, _ = cli("arena", str(folder), "--json")
     rows = json.loads(out)
     assert code == 0 and [r["against"] for r in rows] == ["Local-Only", "FedAvg", "FedAvg"]
     assert [r["against_score"] for r in rows] == ["personal", "personal", "trained"]
@@ -274,11 +263,11 @@ def test_finished_runs_are_held_against_controls_from_their_folders(folder, monk
     assert rows[2]["low"] <= rows[2]["difference"] <= rows[2]["high"]
 
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = call(monkeypatch, capsys, "arena", str(folder), "--against", "fedavg/trained")
+    code, out, err = cli("arena", str(folder), "--against", "fedavg/trained")
     assert code == 0 and "FedAvg, trained" in out and "gain" in out and not err
-    code, out, _ = call(monkeypatch, capsys, "arena", str(folder), "--markdown")
+    code, out, _ = cli("arena", str(folder), "--markdown")
     assert code == 0 and "| FedAvg, trained |" in out
-    code, _, err = call(monkeypatch, capsys, "arena", str(folder / "fedrep-s0"))
+    code, _, err = cli("arena", str(folder / "fedrep-s0"))
     assert code == 2 and "no method together with a control" in err and len(err.strip().splitlines()) == 1
 
 

@@ -15,6 +15,7 @@ from coterie.results import grid as module
 from coterie.results.grid import Cell, sweep
 from coterie.results.run import Run
 from coterie.storage.run_folder import Folder
+from support import TESTS
 from support.grid_cells import SMALL, cells
 
 
@@ -67,7 +68,7 @@ def await_lock(folder: Path) -> None:
 
 
 def test_a_killed_sweep_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    text = CHILD.format(tests=str(Path(__file__).parents[1]), out=str(tmp_path / "killed"))
+    text = CHILD.format(tests=str(TESTS), out=str(tmp_path / "killed"))
     process = subprocess.Popen([sys.executable, "-c", text], start_new_session=True)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not list((tmp_path / "killed").glob("*/checkpoints/*.state")):

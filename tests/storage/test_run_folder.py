@@ -233,6 +233,7 @@ def test_a_full_disk_is_met_where_the_line_is_written(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "run")
     folder.write_settings({})
     folder.open_logs()
+    folder._close_logs()
     folder._events = open("/dev/full", "ab", buffering=0)  # type: ignore[assignment]  # noqa: PTH123, SIM115
     with pytest.raises(OSError, match="No space left"):
         folder.event(round=1)

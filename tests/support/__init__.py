@@ -1,1 +1,6 @@
-"""Helpers of the tests."""
+"""Helpers that tests share."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent  # of the repository

@@ -1,5 +1,6 @@
 """A headless Chromium for tests of the pages; tests that ask for one are skipped where it is not installed."""
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +19,13 @@ FLAGS = (
 
 @contextmanager
 def browser(profile: Path, width: int = 1400, height: int = 1000) -> Iterator[Any]:
+    """Start Chromium; without it, skip the test, or fail it if COTERIE_REQUIRE_BROWSER is 1."""
     webdriver = pytest.importorskip("selenium.webdriver")
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
     if program is None or driver is None:
-        pytest.skip("chromium or chromedriver is not installed")
+        absent = pytest.fail if os.environ.get("COTERIE_REQUIRE_BROWSER") == "1" else pytest.skip
+        absent("chromium or chromedriver is not installed")
     options = webdriver.ChromeOptions()
     options.binary_location = program
     for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):

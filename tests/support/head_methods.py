@@ -13,7 +13,8 @@ from coterie.engine.loop import Loop
 from coterie.testing import Bench
 from coterie.train.optimisers import Optimiser
 from coterie.train.trainer import train
-from support.toy import handed, state
+from support.toy import same as same
+from support.toy import state as state
 
 D, K = 16, 10  # width of the features and number of classes of the model of testing.Bench
 
@@ -86,18 +87,7 @@ def scalars(method: Method, group: str) -> int:
     return sum(method.ctx.w0[k].numel() for k in method.ctx.group(group))
 
 
-def same(a: Tree, b: Tree) -> bool:
-    """Same names, same bits."""
-    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
-
-
 def noisy(tree: Tree, names: Any, seed: int = 1) -> Tree:
     """The tree with other numbers under these names."""
     rng = torch.Generator().manual_seed(seed)
     return {k: v + torch.randn(v.shape, generator=rng) if names(k) else v for k, v in T.clone(tree).items()}
-
-
-__all__ = [
-    "batch_of", "bound", "gradients", "handed", "noisy", "opened", "play", "round_of", "same", "scalars", "state",
-    "value",
-]  # fmt: skip

@@ -15,9 +15,10 @@ from coterie.data.dataset import Dataset
 from coterie.engine.session import Objects, Session, prepare
 from coterie.errors import CoterieError
 from coterie.methods import find, known
+from support import ROOT
 from support.odd_models import ODD
 
-PAGE = Path(__file__).parents[2] / "docs" / "odd-models.md"
+PAGE = ROOT / "docs" / "odd-models.md"
 ENGINES = ("loop", "stack")
 RUNS = "runs"
 

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from coterie import testing
 from coterie.core import tree as T
@@ -17,7 +17,9 @@ from coterie.core.tree import Tree
 from coterie.engine.loop import Loop
 from coterie.engine.session import Session
 from coterie.methods import find
-from support.toy import handed, state
+from support.toy import handed as handed
+from support.toy import same as same
+from support.toy import state as state
 
 HEAD = {"classifier.weight", "classifier.bias"}
 BN = {"bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var"}
@@ -76,11 +78,6 @@ def bound(method: str | type[Method], model: nn.Module | None = None, **changes:
     return session(method, model, **changes).method
 
 
-def same(a: Tree, b: Tree) -> bool:
-    """To the bit."""
-    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
-
-
 def near(a: Tree, b: Tree, atol: float = 1e-6) -> bool:
     return a.keys() == b.keys() and all(torch.allclose(v, b[k], atol=atol) for k, v in a.items())
 
@@ -102,6 +99,3 @@ def upload_tree(method: Method, seed: int) -> Tree:
 
 def size(tree: Tree, names: set[str] | None = None) -> int:
     return sum(4 * v.numel() for k, v in tree.items() if names is None or k in names)
-
-
-__all__ = ["BN", "HEAD", "Tensor", "handed", "state"]

@@ -25,6 +25,7 @@ from coterie.train.clients import Clients
 from coterie.train.optimisers import Optimiser
 
 _count = itertools.count()
+_folders: list[Folder] = []
 W = 51  # scalars of mlp() without batch norm
 NORMS = [False, True]  # values of mlp's argument
 OPTIMISERS = [{}, {"momentum": 0.9, "weight_decay": 0.01}, {"optimizer": "adam", "lr": 0.01}]
@@ -123,7 +124,14 @@ def open_toy(
         return len(data.parts[client][1])
 
     runtime = Workers(doing, states, workers, cost) if workers > 1 else Inline(doing, states, cost)
+    _folders.append(folder)
     return Loop(method, runtime, folder, schedule)
+
+
+def close_folders() -> None:
+    """Close the folders that a test has opened; a second close does nothing."""
+    while _folders:
+        _folders.pop().close()
 
 
 def play(cls, tmp: Path, own=None, **settings) -> Loop:

@@ -87,13 +87,14 @@ def _arrays(path: Path) -> dict[str, Array]:
     with path.open("rb") as f:
         if (start := f.read(4)) not in (b"PK\x03\x04", b"PK\x05\x06"):
             raise ValueError("it does not begin like one" if start else "it is empty")
-    with np.load(path, allow_pickle=False) as z:
-        try:
-            found = {k: z[k] for k in z.files}
-        except ValueError as e:
-            if "allow_pickle" in str(e):
-                raise ValueError("it holds Python objects, and these are never loaded") from None
-            raise
+        f.seek(0)
+        with np.load(f, allow_pickle=False) as z:  # opened here: numpy leaves a broken archive open
+            try:
+                found = {k: z[k] for k in z.files}
+            except ValueError as e:
+                if "allow_pickle" in str(e):
+                    raise ValueError("it holds Python objects, and these are never loaded") from None
+                raise
     for k, array in found.items():
         if not isinstance(array, np.ndarray):
             raise ValueError(f"its part {k} is no array")

@@ -75,10 +75,7 @@ class Folder:
 
     def close(self) -> None:
         """Unlock the folder. A folder without a run is restored as it was."""
-        for f in (self._events, self._timing):
-            if f is not None:
-                with suppress(OSError):  # nothing is buffered, so nothing can be lost here
-                    f.close()
+        self._close_logs()
         with _guard:
             if self._real in _open:
                 _open.discard(self._real)
@@ -87,6 +84,12 @@ class Folder:
                         (self.path / "lock").unlink()
                         self.path.rmdir()  # refuses a folder that holds something
                 self._lock.close()
+
+    def _close_logs(self) -> None:
+        for f in (self._events, self._timing):
+            if f is not None:
+                with suppress(OSError):  # nothing is buffered, so nothing can be lost here
+                    f.close()
 
     # ---- settings ----------------------------------------------------------------------------------------------------
     def write_settings(self, settings: dict[str, Any]) -> None:
@@ -108,6 +111,7 @@ class Folder:
             for sentence in damage:
                 complain(sentence)
             events_at, self._crc = _mend(self.path, log.rows)
+        self._close_logs()
         self._events = _appending(self.path / EVENTS, events_at)
         self._timing = _appending(self.path / TIMING, timing_at)
 
