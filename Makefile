@@ -2,29 +2,30 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
-RAY := $(VENV)/.ready-ray
 DOCS := $(VENV)/.ready-docs
+ALL := $(VENV)/.ready-all
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test test-all lint bench docs package clean
+.PHONY: help setup demo test test-all coverage lint bench docs package constraints clean
 help:
-	@echo "make demo | test | test-all | lint | bench | docs | package | clean"
+	@echo "make setup | demo | test | test-all | coverage | lint | bench | docs | package | constraints | clean"
 
 setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "Python 3.11 or newer is needed (set PYTHON=...)"; exit 1)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev,flower]" -e examples/fedclip
-	@touch $@
-
-$(RAY): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[ray]"
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e ".[dev,flower]" -e examples/fedclip
 	@touch $@
 
 $(DOCS): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[docs]"
+	$(PIP) --no-build-isolation -e ".[docs]"
+	@touch $@
+
+$(ALL): $(READY)
+	$(PIP) --no-build-isolation -e ".[test-all]"
 	@touch $@
 
 DEMO := --data digits --clients 12 --partition "rotate(2, 0.5)" --join 1 --rounds 20 --set test_share=0.4 --set public=100
@@ -42,8 +43,11 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long"
 
-test-all: $(READY) $(RAY) $(DOCS)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+test-all: $(ALL)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+coverage: ARGS := --cov=coterie --cov-report=term:skip-covered --cov-report=xml --cov-report=html
+coverage: test-all
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -59,7 +63,7 @@ docs: $(DOCS)
 
 # Wheel and source distribution, checked, and installed in a fresh environment.
 package: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build twine
+	$(PIP) --no-build-isolation -e ".[release]"
 	rm -rf dist build/try
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
@@ -67,5 +71,15 @@ package: $(READY)
 	build/try/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
 	cd build/try && bin/coterie --version && bin/coterie run fedavg --rounds 1 --out run
 
+# Versions that development, tests and CI use, from pyproject.toml and constraints.in. Versions that still fit stay;
+# ARGS=--upgrade takes the newest. A build of torch for the CPU is found by pip's own settings, its suffix is cut off.
+constraints:
+	$(PYTHON) -m venv build/pip-tools
+	build/pip-tools/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip pip-tools
+	CUSTOM_COMPILE_COMMAND="make constraints" build/pip-tools/bin/pip-compile --quiet --all-extras --all-build-deps \
+		--strip-extras --unsafe-package coterie --no-emit-index-url --no-emit-find-links $(ARGS) \
+		-c constraints.in -o constraints.txt pyproject.toml
+	sed -i 's/^\(torch==[0-9.]*\)+.*/\1/' constraints.txt
+
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site htmlcov coverage.xml .coverage* .pytest_cache .mypy_cache .ruff_cache
