@@ -33,8 +33,8 @@ def test_a_broken_cell_is_named_and_stops_no_other(tmp_path: Path) -> None:
 
 def test_data_are_loaded_once_and_finished_cells_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    real = module.load
-    monkeypatch.setattr(module, "load", lambda *a: asked.append(a) or real(*a))
+    real = module.load_dataset
+    monkeypatch.setattr(module, "load_dataset", lambda *a: asked.append(a) or real(*a))
     seen: list[float | None] = []
     first = sweep(cells(tmp_path, 2), Engine(workers=2), lambda s: seen.append(s.seconds_left()))
     assert len(asked) == 1 and first.done() == first.total() == 6 and first.skipped == 0
