@@ -9,7 +9,6 @@ from torch import nn
 
 import coterie
 from coterie.engine import provenance as origins
-from coterie.engine.personal_models import mean_model
 from coterie.errors import CoterieError
 from coterie.methods import find
 from support.own_objects import OwnMethod, OwnNet, no_data, own_data
@@ -141,8 +140,8 @@ def test_a_run_starts_from_another_runs_global_model(made, tmp_path):
 
 def test_without_a_global_model_it_is_the_mean_of_the_personal_ones(made, tmp_path):
     trees = list(made.saved().personal_trees().values())
-    got = mean_model(made.path)
-    assert all(torch.allclose(got[k], torch.stack([t[k] for t in trees]).mean(0), atol=1e-6) for k in got)
+    mean = made.saved().mean_model()
+    assert all(torch.allclose(mean[k], torch.stack([t[k] for t in trees]).mean(0), atol=1e-6) for k in mean)
 
 
 def test_models_that_do_not_fit_get_a_sentence(made, tmp_path):

@@ -13,6 +13,7 @@ from coterie.config import PUBLIC, RunSettings, given_reading, method_class, own
 from coterie.config import engine as engine_of
 from coterie.core.method import Method
 from coterie.data.dataset import Dataset
+from coterie.engine.personal_models import initial_values
 from coterie.engine.provenance import origin
 from coterie.engine.session import Factory, Objects, Session, execute, prepare, rebuild
 from coterie.errors import CoterieError, unknown
@@ -30,7 +31,6 @@ from coterie.storage.new_folder import fresh_folder
 
 DataFunction = Callable[[], Dataset]
 State = Literal["memory", "disk"]
-Where = Literal["local", "ray", "flower"]
 Training = Literal["loop", "stack", "auto"]
 log = logging.getLogger("coterie")
 
@@ -43,7 +43,7 @@ def run(
     out: str | Path | None = None,
     workers: int | None = None,
     state: State = "memory",
-    runtime: Where = "local",
+    runtime: str = "local",
     address: str | None = None,
     engine: Training = "loop",
     data_dir: str | Path | None = None,
@@ -62,7 +62,7 @@ def run(
     )
     chosen = settings(**{**more, "method": method, **named})
     objects = replace(objects, method=None if isinstance(method, str) else method)
-    session = prepare(chosen, how, objects)
+    session = prepare(chosen, how, objects, start=initial_values(chosen))
     for sentence in session.automatic_choices():
         log.info(sentence)
     folder = _path(out) or fresh_folder(f"{chosen.method}-{chosen.data}")
@@ -283,7 +283,7 @@ def resume(
     model: nn.Module | Factory | None = None,
     workers: int | None = None,
     state: State | None = None,
-    runtime: Where | None = None,
+    runtime: str | None = None,
     address: str | None = None,
     data_dir: str | Path | None = None,
     on_round: OnRound = (),

@@ -13,6 +13,7 @@ from coterie.data.natural import NATURAL
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError, unknown
 from coterie.methods import READINGS, build, canonical, fields, find, resolve, sentence
+from coterie.runtimes.registry import canonical_runtime
 
 PUBLIC = 200  # unlabelled items that are set aside for a method that needs some, if nobody says how many
 LARGEST = 1e6  # of rates and epochs; larger values are typing errors
@@ -108,9 +109,9 @@ class Engine(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     workers: int | None = Field(None, ge=1, description="worker processes; empty: number of CPU cores")
-    runtime: Literal["local", "ray", "flower"] = Field(
+    runtime: str = Field(
         "local",
-        description="execution backend: processes on this machine, a Ray cluster, or Flower devices on this machine",
+        description="local (processes on this machine), ray (a cluster) or federation (a device process per client)",
     )
     address: str | None = Field(None, description="address of the Ray cluster; empty: one is started on this machine")
     engine: Literal["loop", "stack", "auto"] = Field(
@@ -119,6 +120,11 @@ class Engine(BaseModel):
     keep: int = Field(2, ge=2, description="checkpoints to keep, from each of which a run can be continued")
     state: Literal["memory", "disk"] = Field("memory", description="where client state is kept between rounds")
     data_dir: Path | None = Field(None, description="directory with the data files; empty: COTERIE_DATA")
+
+    @field_validator("runtime")
+    @classmethod
+    def _runtime(cls, given: str) -> str:
+        return canonical_runtime(given)
 
 
 def engine(**given: Any) -> Engine:

@@ -33,7 +33,7 @@ from coterie.engine.edge_steps import merge, preview, receive, relay
 from coterie.engine.loop import Loop
 from coterie.engine.messages import TrainAnswer, TrainRequest
 from coterie.engine.round import RoundAnswers, RoundPlan, close
-from coterie.engine.session import Objects, Session, client_states, make_loop, prepare
+from coterie.engine.session import Objects, Session, make_loop, prepare
 from coterie.errors import CoterieError
 from coterie.methods import build, find
 from coterie.runtimes.base import Replies
@@ -110,7 +110,7 @@ class Bench:
 
 def open_loop(session: Session, folder: Path, workers: int = 1) -> Loop:
     """A loop over a real runtime, before its first round."""
-    states = client_states(session, folder)
+    states = session.states(folder)
     if workers > 1:
         return make_loop(session, Folder(folder), Workers(session.clients(), states, workers, session.cost))
     return make_loop(session, Folder(folder), Inline(session.clients(), states, session.cost))
@@ -183,7 +183,7 @@ def standard(bench: Bench) -> Standard:
 def _standard(bench: Bench) -> Standard:
     session = bench.session()
     folder = Path(tempfile.mkdtemp(prefix="coterie-battery-"))
-    runtime = _Spy(session.clients(), client_states(session, folder), session.cost)
+    runtime = _Spy(session.clients(), session.states(folder), session.cost)
     loop = make_loop(session, Folder(folder), runtime)
     made = Standard(session, folder, loop)
     with _guarded(session.method, made.changed):

@@ -420,7 +420,7 @@ def test_a_device_brings_targets_of_the_federations_task() -> None:
 def test_a_federation_of_devices_gives_the_same_numbers(tmp_path: Path) -> None:
     save_dataset(made("regression", 90), tmp_path / "numbers.npz")
     runs = [
-        coterie.run("fedper", str(tmp_path / "numbers.npz"), out=tmp_path / w, runtime=w, workers=1, **RUN)  # type: ignore[arg-type]
-        for w in ("local", "flower")
+        coterie.run("fedper", str(tmp_path / "numbers.npz"), out=tmp_path / w, runtime=w, workers=1, **RUN)
+        for w in ("local", "federation")
     ]
     assert runs[0].curve().tolist() == runs[1].curve().tolist()

@@ -67,9 +67,9 @@ def test_fedrep_on_two_devices_has_the_events_of_the_simulation(tmp_path: Path) 
         assert wire[way]["payload"] >= ledger[way] and wire[way]["framing"] > 0
 
 
-# ---- coterie run --runtime flower ----------------------------------------------------------------------------------
+# ---- coterie run --runtime federation --------------------------------------------------------------------------------
 @pytest.mark.long
-def test_a_run_with_runtime_flower_goes_on_after_a_kill_to_the_events_of_a_local_one(tmp_path: Path) -> None:
+def test_a_run_with_runtime_federation_goes_on_after_a_kill_to_the_events_of_a_local_one(tmp_path: Path) -> None:
     given = {**SMALL, "clients": 2, "rounds": 4, "eval_every": 2, "newcomers": 0}
     sets = [x for k, v in given.items() for x in ("--set", f"{k}={v}")]
     out = tmp_path / "flower"
@@ -93,10 +93,10 @@ def test_what_devices_cannot_name_is_refused(tmp_path: Path) -> None:
     from coterie.testing import SmallNet, small_data
 
     for what, data, model in (("data", small_data(), "mlp"), ("model", "digits", SmallNet)):
-        with pytest.raises(CoterieError, match=f"runtime = flower needs a {what} that device processes can find"):
-            coterie.run("fedavg", data, model, runtime="flower", out=tmp_path / what, clients=2, rounds=1)
+        with pytest.raises(CoterieError, match=f"runtime = federation needs a {what} that device processes can import"):
+            coterie.run("fedavg", data, model, runtime="federation", out=tmp_path / what, clients=2, rounds=1)
     with pytest.raises(CoterieError, match="needs many clients in one process"):
-        coterie.run("fedavg", runtime="flower", engine="stack", out=tmp_path / "stack", clients=2, rounds=1)
+        coterie.run("fedavg", runtime="federation", engine="stack", out=tmp_path / "stack", clients=2, rounds=1)
 
 
 # ---- between hosts -------------------------------------------------------------------------------------------------

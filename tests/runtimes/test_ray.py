@@ -13,7 +13,7 @@ import pytest
 from coterie.config import Engine, settings
 from coterie.engine import codec
 from coterie.engine.messages import Job, TrainRequest
-from coterie.engine.session import client_states, execute, prepare
+from coterie.engine.session import execute, prepare
 from coterie.errors import CoterieError
 from coterie.runtimes import ray as module
 from coterie.runtimes.inline import Inline
@@ -29,7 +29,7 @@ def test_without_ray_one_sentence_says_how_to_get_it(tmp_path, monkeypatch) -> N
 
 def test_an_address_without_ray_is_refused(tmp_path) -> None:
     session = prepare(settings(method="fedavg", clients=4), Engine(address="10.0.0.1:6379"))
-    with pytest.raises(CoterieError, match="needs runtime = ray"):
+    with pytest.raises(CoterieError, match="address is used only with runtime = ray"):
         execute(session, tmp_path / "run")
 
 
@@ -54,7 +54,7 @@ def test_lost_states_send_the_run_back_to_its_checkpoint_and_it_ends_the_same(tm
 def test_an_actor_answers_as_the_clients_do_and_keeps_their_states_apart(tmp_path) -> None:
     """What an actor does between hand-over and hand-back, without a cluster."""
     session = _session("local", workers=1)
-    clients, runtime = session.clients(), Inline(session.clients(), client_states(session, tmp_path))
+    clients, runtime = session.clients(), Inline(session.clients(), session.states(tmp_path))
     server = session.method.setup()
     first = [TrainRequest(i, 1, server["w"]) for i in range(3)]
     actor = module.Actor(module._without_items(clients), session.federation.dataset.x.numpy(), True)
@@ -127,7 +127,7 @@ def test_two_nodes_give_the_run_of_one_machine_to_the_bit(method, state, cluster
 @pytest.mark.long
 def test_actors_sit_on_both_nodes(cluster, tmp_path) -> None:
     session = _session("ray")
-    runtime = module.RayRuntime(session.clients(), client_states(session, tmp_path), 2, cluster.address)
+    runtime = module.RayRuntime(session.clients(), session.states(tmp_path), 2, cluster.address)
     try:
         ask = lambda member: __import__("ray").get_runtime_context().get_node_id()  # noqa: E731 - goes there by value
         where = [m.__ray_call__.remote(ask) for m in runtime._members]

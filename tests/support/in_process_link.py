@@ -9,7 +9,7 @@ from typing import Any
 from coterie.config import settings
 from coterie.engine import codec
 from coterie.engine.loop import Loop
-from coterie.engine.session import Session, client_states, make_loop
+from coterie.engine.session import Session, make_loop
 from coterie.errors import CoterieError
 from coterie.federation.cloud.program import CloudSettings, open_session
 from coterie.federation.cloud.runtime import FederationRuntime, WaitingRules
@@ -167,7 +167,7 @@ def federation(
 def simulated(folder: Path, session: Session) -> Loop:
     """The same run by the inline runtime."""
     folder.mkdir(exist_ok=True)
-    loop = make_loop(session, Folder(folder), Inline(session.clients(), client_states(session, folder)))
+    loop = make_loop(session, Folder(folder), Inline(session.clients(), session.states(folder)))
     try:
         assert loop.run()
     finally:

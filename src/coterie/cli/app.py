@@ -93,6 +93,7 @@ def run(
 ) -> None:
     """Run one method, or continue an interrupted run."""
     from coterie.config import settings
+    from coterie.engine.personal_models import initial_values
     from coterie.engine.session import execute, prepare, rebuild
     from coterie.errors import CoterieError
     from coterie.results.callbacks import listening
@@ -113,7 +114,8 @@ def run(
     else:
         if "method" not in given:
             raise CoterieError("name a method, for example `coterie run fedrep`; `coterie list methods` shows them all")
-        session = prepare(settings(**given), how)
+        chosen = settings(**given)
+        session = prepare(chosen, how, start=initial_values(chosen))
         folder = out or fresh_folder(f"{given['method']}-{session.settings.data}")
         for sentence in session.automatic_choices():
             if not silent:

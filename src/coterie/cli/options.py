@@ -26,7 +26,7 @@ Workers = Annotated[int | None, Option(help="worker processes (default: CPU coun
 Training = Annotated[str | None, Option("--engine", help="loop (clients one by one), stack (many at once) or auto")]
 StateAt = Annotated[str | None, Option("--state", help="where client state is kept: memory or disk")]
 RuntimeAt = Annotated[
-    str | None, Option("--runtime", help="execution backend: local, ray or flower (one device per client)")
+    str | None, Option("--runtime", help="execution backend: local, ray or federation (one device process per client)")
 ]
 Keep = Annotated[
     int | None, Option(min=2, help="checkpoints to keep: --resume DIR --from-round N goes back to one of them")

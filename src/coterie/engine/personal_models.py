@@ -4,12 +4,14 @@ from pathlib import Path
 
 import torch
 
+from coterie.config import RunSettings
 from coterie.core.method import Client, ClientData, Method, Model, Start, State
 from coterie.core.tree import Tree, clone, mean
 from coterie.core.views import ModelView
 from coterie.engine.edge_steps import preview
-from coterie.engine.session import Session, client_states, rebuild
+from coterie.engine.session import Session, rebuild
 from coterie.errors import CoterieError
+from coterie.runtimes.registry import runtime_kind
 from coterie.storage.checkpoint import Checkpoint, read
 from coterie.storage.client_states import ClientStates
 from coterie.storage.run_folder import checkpoints, read_events, read_settings
@@ -43,7 +45,7 @@ def model_in_use(
 
 def refuse_devices(path: Path) -> None:
     """Raise CoterieError if the personal models of the run in `path` are on the devices of a federation."""
-    if (read_settings(path).get("engine") or {}).get("runtime") == "flower":
+    if runtime_kind((read_settings(path).get("engine") or {}).get("runtime", "local")).states_stay_on_devices:
         raise CoterieError(
             f"the personal models of {path} are on the devices of the federation, each in model.safetensors "
             "of its state folder; `coterie predict` works there"
@@ -65,7 +67,7 @@ class SavedRun:
         if finished and files[-1] != last:
             raise CoterieError(f"{last} is missing; `coterie run --resume {path}` recomputes it")
         self.checkpoint: Checkpoint = read(files[-1], type(self.method).__name__)
-        self.states: ClientStates = client_states(session, path)
+        self.states: ClientStates = session.states(path)
         self.states.look(self.checkpoint.clients)
 
     def personal(self, client: int | str) -> Model:
@@ -101,7 +103,10 @@ class SavedRun:
         return mean([{k: params[k] for k in names} for params in self.personal_trees().values()])
 
 
-def mean_model(path: Path) -> Tree:
-    """Return the initial values that a run with `warm_start = path` begins with."""
+def initial_values(settings: RunSettings) -> Tree | None:
+    """Return the values that a run with the setting `warm_start` begins with; None if it draws them from the seed."""
+    if settings.warm_start is None:
+        return None
+    path = Path(settings.warm_start)
     refuse_devices(path)
     return SavedRun(path, rebuild(path)).mean_model()

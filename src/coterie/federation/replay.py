@@ -22,7 +22,7 @@ from coterie.engine.edge_steps import preview
 from coterie.engine.loop import Loop
 from coterie.engine.messages import TrainAnswer, TrainRequest
 from coterie.engine.personal_models import model_in_use
-from coterie.engine.session import Session, client_states, make_loop, prepare
+from coterie.engine.session import Session, make_loop, prepare
 from coterie.export.personal_model import as_module
 from coterie.federation.cloud.program import reopen
 from coterie.federation.device_states import States
@@ -73,7 +73,7 @@ def replay(run: Path, folder: Path) -> Replay:
     settings, cloud = reopen(run)
     session = prepare(settings, Engine(workers=1, data_dir=Path(cloud.data_dir) if cloud.data_dir else None))
     folder.mkdir(parents=True)
-    states = client_states(session, folder)
+    states = session.states(folder)
     rows = read_log(run / EVENTS).rows
     emptied = Roster(run / "roster.json", len(session.method.ctx.clients)).emptied
     runtime = Without(session.clients(), states, {e["round"]: set(e["failed"]) for e in rows}, emptied)

@@ -18,6 +18,7 @@ from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
 from coterie.data.sources import load_dataset
 from coterie.engine.loop import Progress
+from coterie.engine.personal_models import initial_values
 from coterie.engine.session import Objects, bind, execute, prepare, recorded, resolved
 from coterie.errors import CoterieError
 from coterie.methods import build
@@ -186,7 +187,7 @@ def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
     try:
         resume = (cell.out / "settings.json").exists()
         settings = recorded(Run(cell.out).description, cell.objects.method) if resume else cell.settings
-        session = prepare(settings, engine, cell.objects, loaded=dataset)
+        session = prepare(settings, engine, cell.objects, loaded=dataset, start=initial_values(settings))
         if resume and Run(cell.out).description["partition"] != session.federation.identity:
             raise CoterieError(f"the data of {cell.out} have changed since it ran; choose another folder or remove it")
         execute(

@@ -22,6 +22,7 @@ from coterie.core.method import Method
 from coterie.core.rng import numpy_rng
 from coterie.data.settings import PartitionSettings
 from coterie.data.sources import load_dataset
+from coterie.engine.personal_models import initial_values
 from coterie.engine.session import Objects, prepare
 from coterie.errors import CoterieError, unknown
 from coterie.methods import fields
@@ -411,7 +412,8 @@ def _check(trials: Sequence[Trial], engine: Engine) -> None:
     s = trials[0].cell.settings  # all have its data
     dataset = trials[0].cell.objects.dataset or load_dataset(s.data, engine.data_dir, s.subset)
     for t in {t.number: t for t in first.values()}.values():
-        session = prepare(t.cell.settings, engine, t.cell.objects, None if "subset" in t.chosen else dataset)
+        settings, loaded = t.cell.settings, None if "subset" in t.chosen else dataset
+        session = prepare(settings, engine, t.cell.objects, loaded, initial_values(settings))
         if not session.federation.sizes("val").any():
             raise CoterieError("tune chooses on validation data, and no client has any (set val_share)")
 

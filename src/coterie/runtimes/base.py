@@ -3,8 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from typing import TypeVar
+from pathlib import Path
+from typing import Protocol, TypeVar
 
+from coterie.config import Engine
 from coterie.core.edges import EdgeMethod
 from coterie.core.method import ClientId, Method, State
 from coterie.engine.edge_steps import merge, relay
@@ -20,10 +22,24 @@ from coterie.engine.messages import (
 )
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult
 from coterie.storage.client_states import ClientStates, Index
+from coterie.train.clients import Clients
 
 A = TypeVar("A")
 Replies = tuple[dict[ClientId, A], dict[ClientId, str]]  # answers, and why others gave none
 Cost = Callable[[ClientId], int]  # how long a client takes, in any unit
+
+
+class Setup(Protocol):
+    """The parts of a session that a simulation is opened with."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def clients(self) -> Clients: ...
+
+    def states(self, folder: Path) -> ClientStates: ...
+
+    def cost(self, client: ClientId) -> int: ...
 
 
 class Interrupted(Exception):  # noqa: N818  # not an error: a stop was requested

@@ -12,10 +12,11 @@ import signal
 import socket
 import traceback
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +26,7 @@ from coterie.core.method import State
 from coterie.engine.codec import Value, pack, register, unpack
 from coterie.engine.messages import Job, Remote, ScoreAnswer, TrainResult
 from coterie.errors import CoterieError
-from coterie.runtimes.base import Cost, Simulation
+from coterie.runtimes.base import Cost, Setup, Simulation
 from coterie.storage.client_states import ClientStates, StateLostError
 from coterie.train import native
 from coterie.train.clients import Clients
@@ -230,6 +231,15 @@ class RayRuntime(Simulation):
         for name, value in here.items():
             if there[name] != value:
                 raise CoterieError(f'a machine of the cluster has "{there[name]}" ({name}) where this has "{value}"')
+
+
+@contextmanager
+def open_ray(session: Setup, folder: Path, should_stop: Callable[[], bool]) -> Iterator[RayRuntime]:
+    """Join the cluster at the session's address, or start one on this machine."""
+    torch.set_num_threads(1)
+    e = session.engine
+    with closing(RayRuntime(session.clients(), session.states(folder), e.workers, e.address, session.cost)) as runtime:
+        yield runtime
 
 
 def _without_items(clients: Clients) -> Clients:

@@ -7,7 +7,9 @@ import os
 import signal
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +18,8 @@ from coterie.engine import codec
 from coterie.engine.codec import Value
 from coterie.engine.messages import Job, ScoreAnswer, TrainResult
 from coterie.errors import CoterieError
-from coterie.runtimes.base import Cost, Simulation
+from coterie.runtimes.base import Cost, Setup, Simulation
+from coterie.runtimes.inline import Inline
 from coterie.storage.client_states import ClientStates
 from coterie.train.clients import Clients
 
@@ -162,6 +165,21 @@ def _serve(clients: Clients, pipe: Any, parents_end: Any, inbox: Arena, outbox: 
             pipe.send_bytes(reply)
         except OSError:
             os._exit(0)
+
+
+@contextmanager
+def open_local(session: Setup, folder: Path, should_stop: Callable[[], bool]) -> Iterator[Simulation]:
+    """Open worker processes, or compute in this process if one worker is enough or processes cannot be forked."""
+    torch.set_num_threads(1)
+    workers = session.engine.workers or os.cpu_count() or 1
+    clients, states = session.clients(), session.states(folder)
+    runtime: Simulation
+    if workers > 1 and can_fork():
+        runtime = Workers(clients, states, workers, session.cost)
+    else:
+        runtime = Inline(clients, states, session.cost)
+    with closing(runtime):
+        yield runtime
 
 
 def can_fork() -> bool:

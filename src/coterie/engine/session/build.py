@@ -3,8 +3,6 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from pkgutil import resolve_name
 
 import torch
 from torch import nn
@@ -38,7 +36,8 @@ def prepare(
     """Load and partition the data, build model and method, and check everything.
 
     `objects` replace names in the settings; `loaded` is the data set if it is in memory already; `start` holds initial
-    values that replace the drawn ones; `planned_rounds` is the number of rounds that the run began with.
+    values that replace the drawn ones and is required with the setting `warm_start` (engine/personal_models.py,
+    `initial_values`); `planned_rounds` is the number of rounds that the run began with.
     """
     objects = objects or Objects()
     torch.set_num_threads(1)
@@ -48,17 +47,9 @@ def prepare(
     dataset = with_task(dataset, settings.task)
     federation = federate(dataset, settings.federation, settings.seed)
     if settings.warm_start is not None and start is None:
-        start = _warm_start(Path(settings.warm_start))
+        raise CoterieError(f"warm_start = {settings.warm_start} is set, but no initial values are given")
     session = bind(settings, engine, method, federation, objects.model, start, planned_rounds)
     return replace(session, objects=objects)
-
-
-def _warm_start(path: Path) -> Tree:
-    """Return the global model of a different run, or the mean of its clients' models."""
-    read: Callable[[Path], Tree] = resolve_name(
-        "coterie.engine.personal_models:mean_model"
-    )  # by name: runs are built on sessions
-    return read(path)
 
 
 def bind(

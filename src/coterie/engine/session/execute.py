@@ -1,13 +1,10 @@
 """Execute a session: open its runtime and drive the loop, from the start or from a checkpoint."""
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
-from pkgutil import resolve_name
 
-import torch
 from safetensors.torch import save
 
 from coterie.engine.loop import Loop, Progress, Schedule
@@ -17,15 +14,13 @@ from coterie.engine.session.resume import training_engine_at_start
 from coterie.engine.session.spec import Session
 from coterie.errors import CoterieError
 from coterie.runtimes.base import Interrupted, Runtime
-from coterie.runtimes.inline import Inline
-from coterie.runtimes.workers import Workers, can_fork
+from coterie.runtimes.registry import check_address, runtime_kind
 from coterie.storage import atomic as disk
-from coterie.storage.client_states import ClientStates, StateLostError
+from coterie.storage.client_states import StateLostError
 from coterie.storage.run_folder import EVENTS, START, Folder, extend, read_log, read_settings
 from coterie.train.engine_choice import Choice, choose
 
 Opener = Callable[[Session, Path, Callable[[], bool]], AbstractContextManager[Runtime]]
-OPENERS = {"flower": "coterie.federation.localhost.runtime:open_here"}
 
 
 def open_runtime(
@@ -33,38 +28,9 @@ def open_runtime(
 ) -> AbstractContextManager[Runtime]:
     """Open the runtime that computes a run's clients; the choice does not affect results."""
     e = session.engine
-    if e.address is not None and e.runtime != "ray":
-        raise CoterieError("address is used only with runtime = ray")
-    if e.runtime in OPENERS:  # by name, because such a runtime is built on sessions
-        opener: Opener = resolve_name(OPENERS[e.runtime])
-        return opener(session, folder, stopped)
-    return _open_simulation(session, folder)
-
-
-@contextmanager
-def _open_simulation(session: Session, folder: Path) -> Iterator[Runtime]:
-    e = session.engine
-    states = client_states(session, folder)
-    workers = e.workers or os.cpu_count() or 1
-    torch.set_num_threads(1)
-    runtime: Runtime
-    if e.runtime == "ray":
-        from coterie.runtimes.ray import RayRuntime
-
-        runtime = RayRuntime(session.clients(), states, e.workers, e.address, session.cost)
-    elif workers > 1 and can_fork():
-        runtime = Workers(session.clients(), states, workers, session.cost)
-    else:
-        runtime = Inline(session.clients(), states, session.cost)
-    try:
-        yield runtime
-    finally:
-        runtime.close()
-
-
-def client_states(session: Session, folder: Path) -> ClientStates:
-    """Return the store of the clients' private states in a run folder."""
-    return ClientStates(folder, len(session.federation.clients), session.engine.state == "disk")
+    check_address(e.runtime, e.address)
+    opener: Opener = runtime_kind(e.runtime).load()
+    return opener(session, folder, stopped)
 
 
 def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
@@ -74,7 +40,7 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
         rounds=s.rounds,
         rules=Rules(s.seed, s.dropout, s.stragglers, s.watch, s.log_updates),
         eval_every=s.eval_every,
-        checkpoint_every=1 if session.engine.runtime == "flower" else s.checkpoint_every,
+        checkpoint_every=1 if runtime_kind(session.engine.runtime).checkpoint_every_round else s.checkpoint_every,
         final_trained=s.final_trained,
         headline=s.headline,
         newcomers=session.newcomers,
@@ -102,19 +68,19 @@ def execute(
     """
     if from_round is not None and not resume:
         raise CoterieError("--from-round rolls a run back; name the run with --resume")
-    if session.engine.runtime == "flower" and session.engine.engine != "loop":
-        raise CoterieError(f"engine = {session.engine.engine} needs many clients in one process; a device has one")
-    if session.engine.runtime == "flower" and session.settings.warm_start is not None:
+    kind, wanted = runtime_kind(session.engine.runtime), session.engine.engine
+    if wanted != "loop" and not kind.supports_stacked_training:
+        raise CoterieError(f"engine = {wanted} needs many clients in one process; a device has one")
+    if session.settings.warm_start is not None and not kind.supports_warm_start:
         raise CoterieError("warm_start needs runtime = local or ray: devices draw initial values from the seed")
     if not resume and (out / "settings.json").exists():
         raise CoterieError(f"{out} already holds a run; continue it with --resume {out} or choose a different folder")
     if warning := session.extension_warning():
         say(warning)
-    choice = training_engine_at_start(session, out) if resume else choose(session.clients(), session.engine.engine)
-    if session.engine.engine != "loop" or choice.engine != "loop":
+    choice = training_engine_at_start(session, out) if resume else choose(session.clients(), wanted)
+    if wanted != "loop" or choice.engine != "loop":
         say(choice.sentence)
-    local = session.engine.runtime == "local"
-    workers = session.engine.workers or (choice.workers if local else None)
+    workers = session.engine.workers or (choice.workers if kind.worker_processes else None)
     session = replace(session, engine=session.engine.model_copy(update={"engine": choice.engine, "workers": workers}))
     with Folder(out, session.engine.keep) as folder:
         try:

@@ -14,6 +14,7 @@ from coterie.engine.session.spec import Objects, Session
 from coterie.errors import CoterieError
 from coterie.methods import build as build_method
 from coterie.methods import fields, restored, written_out
+from coterie.runtimes.registry import canonical_runtime, runtime_kind
 from coterie.storage.run_folder import START, read_settings
 from coterie.train import native
 from coterie.train.engine_choice import Choice
@@ -62,8 +63,9 @@ def _engine_at_start(engine: Engine, run: Mapping[str, Any]) -> Engine:
         update["state"] = began["state"]
     if "keep" not in given:
         update["keep"] = began.get("keep", engine.keep)
-    if "runtime" not in given and began.get("runtime") == "flower":
-        update["runtime"] = "flower"
+    runtime = canonical_runtime(began.get("runtime", "local"))
+    if "runtime" not in given and runtime_kind(runtime).states_stay_on_devices:
+        update["runtime"] = runtime
     return engine.model_copy(update=update)
 
 
@@ -98,9 +100,10 @@ def training_engine_at_start(session: Session, path: Path) -> Choice:
     then, now = run["versions"]["convolutions"], native.status()
     if session.method.ctx.net.layout.of_kind("conv") and then != now:
         raise CoterieError(f'{path} began with "{then}" and cannot be continued bit-identically with "{now}"')
-    began = run["engine"].get("runtime", "local")
-    if "flower" in (began, session.engine.runtime) and began != session.engine.runtime:
-        where = "on its devices" if began == "flower" else "in its folder"
+    began = canonical_runtime(run["engine"].get("runtime", "local"))
+    stay, stay_now = (runtime_kind(name).states_stay_on_devices for name in (began, session.engine.runtime))
+    if began != session.engine.runtime and (stay or stay_now):
+        where = "on its devices" if stay else "in its folder"
         raise CoterieError(
             f"{path} began with runtime = {began}, and its client states are {where}; continue it with the same runtime"
         )

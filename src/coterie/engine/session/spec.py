@@ -22,6 +22,7 @@ from coterie.errors import CoterieError
 from coterie.methods import unusual_reading, written_out
 from coterie.models.per_client import PerClient, assign_models, is_assignment
 from coterie.models.registry import WITH_NORM, default_for, options_of
+from coterie.storage.client_states import ClientStates
 from coterie.train import native
 from coterie.train.clients import Clients
 from coterie.train.optimisers import Optimiser
@@ -107,6 +108,10 @@ class Session:
         rule = Optimiser(s.optimizer, s.momentum, s.weight_decay, s.opt_state == "keep")
         stacker = Stacker(self.method.ctx, rule) if self.engine.engine == "stack" else None
         return Clients(self.method, self.federation, rule, stacker, self.others)
+
+    def states(self, folder: Path) -> ClientStates:
+        """Return the store of the clients' private states in a run folder."""
+        return ClientStates(folder, len(self.federation.clients), self.engine.state == "disk")
 
     def extension_warning(self) -> str:
         """Return a warning if the run is extended and its method plans ahead; otherwise an empty string."""

@@ -56,7 +56,7 @@ class CloudSettings:
 def open_session(settings: RunSettings, cloud: CloudSettings) -> Session:
     """The method on named data, or on data that only the devices have."""
     check_possible(settings)
-    engine = Engine(runtime="flower", data_dir=Path(cloud.data_dir) if cloud.data_dir else None, keep=cloud.keep)
+    engine = Engine(runtime="federation", data_dir=Path(cloud.data_dir) if cloud.data_dir else None, keep=cloud.keep)
     if not cloud.shape:
         session = prepare(settings, engine)
         check_quorum(cloud.min_clients, len(session.method.ctx.clients))

@@ -1,4 +1,4 @@
-"""`--runtime flower`: a run of this program whose clients are device processes on this machine.
+"""`--runtime federation`: a run of this program whose clients are device processes on this machine.
 
 Everything of the federation lies in the run's folder under flower/: certificates, logs, and the devices' states.
 """
@@ -26,7 +26,7 @@ def open_localhost(session: Session, folder: Path, stopped: Callable[[], bool]) 
     check_possible(s)
     for what, origin in session.objects.described().items():
         raise CoterieError(
-            f"runtime = flower needs a {what} that device processes can find by name, not a Python object ({origin})"
+            f"runtime = federation needs a {what} that device processes can import by name, not an object ({origin})"
         )
     if (folder / "cloud.json").is_file():
         raise CoterieError(f"{folder} is a federation between hosts; continue it with coterie serve --resume {folder}")
@@ -51,6 +51,4 @@ def open_localhost(session: Session, folder: Path, stopped: Callable[[], bool]) 
         yield runtime
 
 
-open_here = open_localhost  # the name that the engine resolves
-
-__all__ = ["open_here", "open_localhost"]
+__all__ = ["open_localhost"]
