@@ -210,15 +210,15 @@ def test_the_data_show_their_task(y: Any, task: str, shape: tuple[int, ...]) -> 
         ([0.5, np.inf, 1, 2, 3, 4], "regression", "not finite"),
         (list("abcdef"), "regression", "must be numbers for the task regression"),
         (np.eye(6), None, "exactly one 1 in every row"),
-        ([[0, 2]] * 6, None, "several columns are 0 and 1"),
+        ([[0, 2]] * 6, None, "several columns must be 0 and 1"),
         ([[0, 2]] * 6, "multilabel", "must be 0 or 1 in every column"),
         ([0, 1, 2, 0, 1, 2], "binary", "needs two classes, and arrays has 3"),
-        ([0.5, 1, 2, 3, 4, 5], "count", "whole numbers from 0 on"),
-        ([-1, 1, 2, 3, 4, 5], "count", "whole numbers from 0 on"),
+        ([0.5, 1, 2, 3, 4, 5], "count", "whole numbers that are not negative"),
+        ([-1, 1, 2, 3, 4, 5], "count", "whole numbers that are not negative"),
         ([1.0, 2, 3, 4, 5, 6], "survival", "two numbers each, time and event"),
         (SURVIVAL * [1, 0], "survival", "has no event"),
         (SURVIVAL * [-1, 1], "survival", "must not be negative"),
-        (SURVIVAL * [1, 2], "survival", "must be 0 .not seen. or 1"),
+        (SURVIVAL * [1, 2], "survival", "must be 0 .not observed. or 1"),
         ([0, 1, 2, 0, 1, 2], "ranking", 'unknown task "ranking"'),
         ([0.5, 1, 2, 3, 4], None, "6 items but 5 labels"),
     ],
@@ -335,7 +335,7 @@ def test_methods_of_classes_refuse_numbers_before_any_work(method: str, tmp_path
 
 
 def test_a_model_with_another_number_of_outputs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CoterieError, match="gives 4 scores per item, but the task regression takes 1"):
+    with pytest.raises(CoterieError, match="gives 4 scores per item, but the task regression needs 1"):
         coterie.run("fedavg", made("regression"), torch.nn.Linear(5, 4), out=tmp_path / "r", **RUN)
 
 

@@ -11,7 +11,7 @@ from coterie.data.rotation import rotate
 from coterie.errors import CoterieError
 
 
-def some(n=2000, classes=5, side=6, test=400, owner=None):
+def small_data(n=2000, classes=5, side=6, test=400, owner=None):
     g = np.random.default_rng(1)
     x = g.integers(0, 256, (n, side, side), dtype=np.uint8)
     y = np.r_[np.arange(classes), g.integers(0, classes, n - classes)]
@@ -20,7 +20,7 @@ def some(n=2000, classes=5, side=6, test=400, owner=None):
     return from_arrays(x[:cut], y[:cut], x[cut:], y[cut:], name="some", **own)
 
 
-DATA = some()
+DATA = small_data()
 
 
 def fed(seed=0, data=DATA, **kw):
@@ -33,7 +33,7 @@ def all_indices(f, part):
 
 @pytest.mark.parametrize("scheme", ["iid", "dirichlet(0.3)", "exdir(2, 1)", "shards(2)", "rotate(3)"])
 @pytest.mark.parametrize("stratify", [True, False])
-def test_parts_are_disjoint_complete_and_of_the_asked_size(scheme, stratify):
+def test_parts_are_disjoint_complete_and_of_the_configured_size(scheme, stratify):
     f = fed(partition=scheme, stratify=stratify)
     every = torch.cat([all_indices(f, p) for p in ("train", "val", "test")])
     assert every.sort().values.equal(torch.arange(len(DATA)))
@@ -103,18 +103,18 @@ def test_every_parameter_changes_the_identity():
         assert fed(**{name: value}).identity != base, name
     assert fed(pool="train", test_from="official").identity != fed(pool="train").identity
     assert fed(seed=1).identity["sha256"] != base["sha256"]
-    assert fed(data=some(n=2001)).identity != base
+    assert fed(data=small_data(n=2001)).identity != base
     assert fed().identity == base
 
 
-def test_identity_notices_other_labels_under_the_same_name():
+def test_identity_changes_with_the_labels():
     other = Dataset(DATA.name, DATA.x, (DATA.y + 1) % 5, DATA.classes, DATA.is_test, None, DATA.mean, DATA.std)
-    plain = {"partition": "iid", "stratify": False}  # dealt and split without a look at the labels
+    plain = {"partition": "iid", "stratify": False}  # dealt and split independently of the labels
     assert torch.equal(fed(data=other, **plain).indices(0, "train"), fed(**plain).indices(0, "train"))
     assert fed(data=other, **plain).identity["sha256"] != fed(**plain).identity["sha256"]
 
 
-def test_training_pool_leaves_the_official_test_part_whole():
+def test_the_training_pool_does_not_touch_the_official_test_part():
     f = fed(pool="train")
     assert not DATA.is_test[torch.cat([all_indices(f, p) for p in ("train", "val", "test")])].any()
     official = f.official()
@@ -153,23 +153,23 @@ def test_public_items_belong_to_no_client():
 
 def test_rotation_groups_are_those_of_the_paper():
     two = fed(partition="rotate(2)")
-    assert [two.turn(c) for c in two.clients] == [180] * 5 + [0] * 5
+    assert [two.rotation(c) for c in two.clients] == [180] * 5 + [0] * 5
     assert two.groups.tolist() == [1] * 5 + [0] * 5
     four = fed(partition="rotate(4)")
-    assert [four.turn(c) for c in four.clients] == [90, 90, 180, 180, 270, 270, 0, 0, 0, 0]
+    assert [four.rotation(c) for c in four.clients] == [90, 90, 180, 180, 270, 270, 0, 0, 0, 0]
     assert four.groups.tolist() == [1, 1, 2, 2, 3, 3, 0, 0, 0, 0]
     assert fed(partition="rotate(1)").groups.tolist() == [0] * 10
     assert fed().groups is None
 
 
-def test_rotated_clients_see_turned_pictures_in_every_part():
+def test_rotated_clients_have_rotated_pictures_in_every_part():
     f = fed(partition="rotate(4)", normalize="unit")
-    for part, got in (("train", f.data(2).train.x), ("val", f.data(2).val.x), ("test", f.test(2).x)):
-        assert torch.equal(got, DATA.x[f.indices(2, part)].flip(2, 3).float() / 255)
+    for part, x in (("train", f.data(2).train.x), ("val", f.data(2).val.x), ("test", f.test(2).x)):
+        assert torch.equal(x, DATA.x[f.indices(2, part)].flip(2, 3).float() / 255)
     assert torch.equal(f.test(9).x, DATA.x[f.indices(9, "test")].float() / 255)
 
 
-def test_interpolated_turns_agree_with_exact_ones_and_fill_with_zero():
+def test_interpolated_rotation_agrees_with_the_exact_one_and_fills_with_zero():
     x = torch.rand(3, 2, 9, 9)
     near = rotate(x, 90 + 1e-4)
     assert torch.allclose(near[:, :, 1:-1, 1:-1], rotate(x, 90)[:, :, 1:-1, 1:-1], atol=1e-3)
@@ -181,12 +181,12 @@ def test_interpolated_turns_agree_with_exact_ones_and_fill_with_zero():
 
 def test_natural_clients_come_from_the_data():
     owner = np.random.default_rng(0).integers(0, 6, 2000)
-    f = federate(some(owner=owner), PartitionSettings(partition="natural"), 0)
+    f = federate(small_data(owner=owner), PartitionSettings(partition="natural"), 0)
     assert f.clients == tuple(range(6)) and f.identity["clients"] == 6
     assert f.sizes("all").tolist() == np.bincount(owner).tolist()
 
 
-def test_a_federation_crosses_to_another_process_without_its_cache():
+def test_a_pickled_federation_has_no_cache():
     f = fed()
     before = f.data(1).train.x
     copy = pickle.loads(pickle.dumps(f))
@@ -202,11 +202,11 @@ def test_cache_keeps_ready_tensors_within_its_budget(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kw", "says"),
+    ("kw", "message"),
     [
-        ({"clients": 2001}, "more than the 2000 samples"),
+        ({"clients": 2001}, "more than the number of samples, 2000"),
         ({"partition": "rotate(11)"}, "needs at least as many clients"),
-        ({"public": 2000}, "leaves nothing"),
+        ({"public": 2000}, "leaves none of"),
         ({"partition": "iid", "clients": 2000, "min_size": 1}, "set min_size to 2"),
         (
             {"partition": "iid", "clients": 500, "min_size": 1, "pool": "train", "test_from": "official"},
@@ -214,18 +214,18 @@ def test_cache_keeps_ready_tensors_within_its_budget(monkeypatch):
         ),
     ],
 )
-def test_impossible_federations_get_one_sentence(kw, says):
-    with pytest.raises(CoterieError, match=says):
+def test_impossible_federations_raise_a_clear_error(kw, message):
+    with pytest.raises(CoterieError, match=message):
         fed(**kw)
 
 
-def test_rotation_is_refused_for_what_is_not_a_square_picture():
+def test_rotation_needs_square_pictures():
     vectors = from_arrays(np.random.rand(100, 3), np.arange(100) % 2)
     with pytest.raises(CoterieError, match="square pictures"):
         federate(vectors, PartitionSettings(partition="rotate(2)", clients=4), 0)
     with pytest.raises(CoterieError, match="official test part"):
         federate(vectors, PartitionSettings(pool="train", test_from="official", clients=4), 0)
-    with pytest.raises(CoterieError, match="no client 10"):
+    with pytest.raises(CoterieError, match="unknown client 10"):
         fed().data(10)
 
 

@@ -1,4 +1,4 @@
-"""Fetching data sets: a local server stands in for the official ones."""
+"""Downloading data sets; a local server replaces the official ones."""
 
 import gzip
 import hashlib
@@ -21,7 +21,7 @@ from coterie.errors import CoterieError
 
 
 class Server:
-    """Serves `files` by path, honours ranges, and can cut answers short."""
+    """Serve `files` by path, with ranges, and optionally only the first `cut` bytes."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -60,10 +60,10 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
+    server = Server()
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -83,9 +83,9 @@ def test_a_data_set_is_fetched_once_and_can_be_used(
     server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mnist(server, monkeypatch)
-    told: list[tuple[str, int, int]] = []
-    found = fetch.fetch_dataset("mnist", tmp_path, lambda *t: told.append(t))
-    assert len(found) == 4 and len(server.asked) == 4 and told[-1][1] == told[-1][2] > 0
+    progress: list[tuple[str, int, int]] = []
+    found = fetch.fetch_dataset("mnist", tmp_path, lambda *t: progress.append(t))
+    assert len(found) == 4 and len(server.asked) == 4 and progress[-1][1] == progress[-1][2] > 0
     assert len(load_dataset("mnist", tmp_path).y) == 25
     assert fetch.fetch_dataset("mnist", tmp_path) == found and len(server.asked) == 4
 
@@ -95,29 +95,29 @@ def test_an_interrupted_file_is_continued(server: Server, tmp_path: Path) -> Non
     source, server.cut = server.source("big.bin", body), 2 << 20
     with pytest.raises(CoterieError):
         fetch.fetch_file(source, tmp_path)
-    kept = (tmp_path / "big.bin.part").stat().st_size
-    assert 0 < kept < len(body) and not (tmp_path / "big.bin").exists()
+    received = (tmp_path / "big.bin.part").stat().st_size
+    assert 0 < received < len(body) and not (tmp_path / "big.bin").exists()
     server.cut = None
     assert fetch.fetch_file(source, tmp_path).read_bytes() == body
-    assert server.asked[-1] == ("big.bin", f"bytes={kept}-") and not list(tmp_path.glob("*.part"))
+    assert server.asked[-1] == ("big.bin", f"bytes={received}-") and not list(tmp_path.glob("*.part"))
 
 
-def test_a_file_with_another_checksum_is_not_kept(server: Server, tmp_path: Path) -> None:
+def test_a_file_with_a_wrong_checksum_is_removed(server: Server, tmp_path: Path) -> None:
     source = server.source("a.bin", b"right")
     server.files["a.bin"] = b"wrong"
-    with pytest.raises(CoterieError, match="another checksum"):
+    with pytest.raises(CoterieError, match="does not have the checksum"):
         fetch.fetch_file(source, tmp_path)
     assert not list(tmp_path.iterdir())
     server.files["a.bin"] = b"right"
     assert fetch.fetch_file(source, tmp_path).read_bytes() == b"right"
 
 
-def test_a_missing_network_and_a_missing_file_get_a_sentence(server: Server, tmp_path: Path) -> None:
+def test_a_missing_network_and_a_missing_file_raise_a_clear_error(server: Server, tmp_path: Path) -> None:
     with pytest.raises(CoterieError, match="cannot be reached"):
         fetch.fetch_file(SourceFile("http://127.0.0.1:1/a.bin", ""), tmp_path)
     with pytest.raises(CoterieError, match="answered 404"):
         fetch.fetch_file(SourceFile(f"{server.url}/none.bin", ""), tmp_path)
-    for name, words in (("digits", "always there"), ("cifr10", 'did you mean "cifar10"')):
+    for name, words in (("digits", "always available"), ("cifr10", 'did you mean "cifar10"')):
         with pytest.raises(CoterieError, match=words):
             fetch.fetch_dataset(name, tmp_path)
 
@@ -138,7 +138,7 @@ def test_an_archive_cannot_write_outside_of_its_folder(kind: str, tmp_path: Path
     assert not (tmp_path / "outside.txt").exists()
 
 
-def test_every_source_names_a_known_set_with_the_files_it_needs() -> None:
+def test_every_source_belongs_to_a_known_data_set() -> None:
     assert fetch.SOURCES.keys() <= DATASETS.keys()
     for _, sources in fetch.SOURCES.values():
         assert all(len(s.md5) == 32 and s.name for s in sources)

@@ -47,14 +47,14 @@ def test_idx_files_are_read_packed_or_not(tmp_path, name, below, pack):
     assert d.is_test.tolist() == [False] * 15 + [True] * 5 and len(d.classes) == 10
 
 
-def test_emnist_pictures_are_set_upright(tmp_path):
+def test_emnist_pictures_are_transposed(tmp_path):
     x, _ = idx_files(tmp_path, EMNIST)
     d = load_dataset("emnist", tmp_path)
     assert torch.equal(d.x[:, 0], torch.from_numpy(x).transpose(1, 2)) and len(d.classes) == 62
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"hello", lambda b: b[:3]])
-def test_damaged_idx_files_get_a_sentence(tmp_path, damage):
+def test_damaged_idx_files_raise_a_clear_error(tmp_path, damage):
     for pack in (True, False):
         idx_files(tmp_path, MNIST, pack)
         path = tmp_path / (MNIST[0] + (".gz" if pack else ""))
@@ -110,7 +110,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_hostile_cifar_file_is_refused_and_not_run(tmp_path, protocol):
+def test_a_hostile_cifar_file_is_rejected_and_not_run(tmp_path, protocol):
     cifar10_files(tmp_path)
     witness = tmp_path / "witness"
     for call in (Hostile(os.system, f"touch {witness}"), Hostile(eval, f"open({str(witness)!r}, 'w')")):
@@ -129,22 +129,22 @@ def test_a_hostile_cifar_file_is_refused_and_not_run(tmp_path, protocol):
         b"(cos\nsystem\nS'true'\no.",  # OBJ
         b"\x80\x02cbuiltins\nobject\n)\x81.",  # NEWOBJ
         b"Ptrue\n.",  # PERSID
-        b"cnumpy\ndtype\n(S'O'\ntR.",  # harmless, but no value
+        b"cnumpy\ndtype\n(S'O'\ntR.",  # harmless, but not a plain value
         b"\x80\x02}(U\x01a.",
         b".",
         b"",
         b"garbage",
     ],
 )
-def test_no_pickle_but_plain_data_is_understood(raw):
+def test_only_pickles_of_plain_values_are_read(raw):
     try:
-        got = unpickle.plain_values(raw)
+        value = unpickle.plain_values(raw)
     except (CoterieError, ValueError):
         return
-    assert isinstance(got, unpickle._Dtype)
+    assert isinstance(value, unpickle._Dtype)
 
 
-def test_object_arrays_and_cut_cifar_files_are_refused(tmp_path):
+def test_object_arrays_and_truncated_cifar_files_are_rejected(tmp_path):
     cifar10_files(tmp_path)
     path = tmp_path / "test_batch"
     whole = path.read_bytes()
@@ -157,7 +157,7 @@ def test_object_arrays_and_cut_cifar_files_are_refused(tmp_path):
         load_dataset("cifar10", tmp_path)
 
 
-def test_svhn_calls_ten_zero(tmp_path):
+def test_svhn_label_ten_becomes_zero(tmp_path):
     x = pictures(6, 32, 32, 3)
     for name in ("train", "test"):
         y = np.array([[10], [1], [2], [9], [10], [3]], np.uint8)
@@ -190,7 +190,7 @@ def test_picture_folders_of_cinic10(tmp_path):
     assert d.x[:, 0, 0, 0].tolist() == [0, 1, 2] * 3
 
 
-def test_picture_folders_of_tiny_imagenet_with_grey_ones_among_coloured(tmp_path):
+def test_picture_folders_of_tiny_imagenet_with_grey_and_coloured_pictures(tmp_path):
     root = tmp_path / "tiny-imagenet-200"
     for c in ("n01", "n02"):
         picture(root / "train" / c / "images" / f"{c}_0.JPEG", mode="L" if c == "n01" else "RGB")
@@ -205,7 +205,7 @@ def test_picture_folders_of_tiny_imagenet_with_grey_ones_among_coloured(tmp_path
         load_dataset("tinyimagenet", tmp_path)
 
 
-def test_plain_class_folders_and_what_is_wrong_with_them(tmp_path):
+def test_class_folders_are_read_and_wrong_ones_rejected(tmp_path):
     for c in ("cat", "dog"):
         picture(tmp_path / "pets" / c / "1.png", mode="L")
     d = load_dataset(str(tmp_path / "pets"))
@@ -221,7 +221,7 @@ def test_plain_class_folders_and_what_is_wrong_with_them(tmp_path):
         load_dataset(str(tmp_path / "pets"))
 
 
-def test_npz_in_our_form_with_clients_and_in_that_of_medmnist(tmp_path):
+def test_npz_files_are_read_in_our_layout_and_in_medmnists(tmp_path):
     x, y = pictures(10, 8, 8, 3), np.arange(10, dtype=np.uint8) % 2
     np.savez(
         tmp_path / "mine.npz", x_train=x[:8], y_train=y[:8], x_test=x[8:], y_test=y[8:], classes=["a", "b"],
@@ -238,7 +238,7 @@ def test_npz_in_our_form_with_clients_and_in_that_of_medmnist(tmp_path):
     assert d.x.shape == (12, 1, 28, 28) and int(d.is_test.sum()) == 4 and len(d.classes) == 11
 
 
-def test_a_saved_set_reads_back_the_same(tmp_path):
+def test_a_saved_data_set_reads_back_equal(tmp_path):
     x, y = pictures(10, 8, 8, 3), np.arange(10) % 2
     np.savez(tmp_path / "a.npz", x_train=x[:8], y_train=y[:8], x_test=x[8:], y_test=y[8:])
     a = load_dataset("a", tmp_path)
@@ -248,7 +248,7 @@ def test_a_saved_set_reads_back_the_same(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.npz", "b.npz"]
 
 
-def test_damaged_wrong_and_hostile_npz_files_get_a_sentence(tmp_path):
+def test_damaged_wrong_and_hostile_npz_files_raise_a_clear_error(tmp_path):
     path = tmp_path / "mine.npz"
     np.savez_compressed(path, x_train=pictures(50, 8, 8), y_train=np.arange(50) % 2)
     whole = path.read_bytes()

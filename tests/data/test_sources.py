@@ -24,7 +24,7 @@ def not_a_data_set():
     return 3
 
 
-def test_digits_are_always_there_as_small_pictures():
+def test_digits_are_always_available():
     d = load_dataset("digits")
     assert d.x.shape == (1797, 1, 8, 8) and d.x.dtype == torch.float32 and float(d.x.max()) == 1
     assert int(d.is_test.sum()) == 359 and len(d.classes) == 10
@@ -45,7 +45,7 @@ def test_all_sets_of_the_papers_are_known_by_name(tmp_path):
         assert str(tmp_path) in str(e.value) and "\n" not in str(e.value)
 
 
-def test_the_data_folder_is_that_of_the_environment(tmp_path, monkeypatch):
+def test_the_environment_names_the_data_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("COTERIE_DATA", str(tmp_path))
     np.savez(tmp_path / "mnist.npz", x_train=np.zeros((4, 28, 28), np.uint8), y_train=[1, 2, 3, 4])
     d = load_dataset("mnist")
@@ -54,7 +54,7 @@ def test_the_data_folder_is_that_of_the_environment(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("cifr10", 'unknown data "cifr10"; did you mean "cifar10"'),
         ("no/such/file.npz", "does not exist"),
@@ -64,8 +64,8 @@ def test_the_data_folder_is_that_of_the_environment(tmp_path, monkeypatch):
         (f"{__name__}:not_a_data_set", "returned int"),
     ],
 )
-def test_unknown_data_get_one_sentence(name, says, tmp_path):
-    with pytest.raises(CoterieError, match=says) as e:
+def test_unknown_data_raise_a_clear_error(name, message, tmp_path):
+    with pytest.raises(CoterieError, match=message) as e:
         load_dataset(name, tmp_path)
     assert "\n" not in str(e.value)
 
@@ -78,14 +78,14 @@ def test_a_users_function_is_called(tmp_path):
         load_dataset("digits", subset=0)
 
 
-def test_a_subset_is_the_same_every_time_and_keeps_the_shares():
+def test_a_subset_is_deterministic_and_keeps_the_shares():
     a, b = load_dataset("digits", subset=500), load_dataset("digits", subset=500)
     assert len(a) == 500 and torch.equal(a.x, b.x) and int(a.is_test.sum()) == 100 and a.name == "digits[500]"
     assert len(load_dataset("digits", subset=10**6)) == 1797
 
 
 @pytest.mark.parametrize(
-    ("given", "dtype", "shape", "got"),
+    ("given", "dtype", "shape", "stored_as"),
     [
         ((5, 28, 28), np.uint8, (1, 28, 28), torch.uint8),
         ((5, 16, 20, 3), np.uint8, (3, 16, 20), torch.uint8),
@@ -99,10 +99,10 @@ def test_a_subset_is_the_same_every_time_and_keeps_the_shares():
         ((5, 784), np.uint8, (784,), torch.float32),
     ],
 )
-def test_arrays_take_the_form_models_need(given, dtype, shape, got):
+def test_arrays_are_converted_to_the_form_that_models_need(given, dtype, shape, stored_as):
     x = (np.random.default_rng(0).random(given) * 200).astype(dtype)
     d = from_arrays(x, np.arange(5))
-    assert d.shape == shape and d.x.dtype == got
+    assert d.shape == shape and d.x.dtype == stored_as
     assert d.ready(torch.tensor([1, 3])).shape == (2, *shape)
 
 
@@ -120,11 +120,11 @@ def test_labels_may_be_names_columns_or_have_gaps():
 
 
 @pytest.mark.parametrize(
-    ("args", "kw", "says"),
+    ("args", "kw", "message"),
     [
         ((np.zeros((3, 2)), [0, 1]), {}, "3 items but 2 labels"),
         ((np.zeros((2, 2)), [0.5, 1]), {"task": "classification"}, "whole numbers"),
-        ((np.zeros((2, 2)), np.eye(2)), {}, "one number each"),
+        ((np.zeros((2, 2)), np.eye(2)), {}, "give the number of the column"),
         ((np.full((2, 2), np.nan), [0, 1]), {}, "not finite"),
         ((np.zeros((2, 2)), [0, 5]), {"classes": ["a", "b"]}, "run from 0 to 5, but there are 2 classes"),
         ((np.zeros((0, 2)), []), {}, "no training samples"),
@@ -135,8 +135,8 @@ def test_labels_may_be_names_columns_or_have_gaps():
         ((-np.ones((2, 2), int), [0, 1]), {}, "negative"),
     ],
 )
-def test_arrays_that_do_not_fit_get_one_sentence(args, kw, says):
-    with pytest.raises(CoterieError, match=says):
+def test_arrays_that_do_not_fit_raise_a_clear_error(args, kw, message):
+    with pytest.raises(CoterieError, match=message):
         from_arrays(*args, **kw)
 
 
@@ -158,10 +158,10 @@ def test_torch_data_sets_are_read_through_their_own_transforms():
 
 
 def test_texts_become_the_same_token_ids_everywhere():
-    got = tokens(np.array(["Hello, hello world", "", "a " * 100]))
-    assert got.shape == (3, LENGTH) and got[0, 0] == got[0, 1] != got[0, 2] and got[0, 3] == 0
-    assert got[1].sum() == 0 and (got[2] > 0).all() and got.max() < VOCABULARY
-    assert got[0, 0] == 1 + 0x3610A686 % (VOCABULARY - 1)  # crc32 of "hello"
+    ids = tokens(np.array(["Hello, hello world", "", "a " * 100]))
+    assert ids.shape == (3, LENGTH) and ids[0, 0] == ids[0, 1] != ids[0, 2] and ids[0, 3] == 0
+    assert ids[1].sum() == 0 and (ids[2] > 0).all() and ids.max() < VOCABULARY
+    assert ids[0, 0] == 1 + 0x3610A686 % (VOCABULARY - 1)  # crc32 of "hello"
     d = from_arrays(np.array(["good film", "bad film"]), ["pos", "neg"])
     assert d.vocab == VOCABULARY and d.ready(torch.tensor([0])).dtype == torch.int64
 
@@ -171,26 +171,26 @@ class FakePart(dict):
     features = None
 
 
-def test_the_hub_is_read_through_datasets_and_its_failures_are_sentences(monkeypatch):
+def test_the_hub_is_read_through_datasets_and_failures_raise_a_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(CoterieError, match=r"pip install 'coterie\[hub\]'"):
         load_dataset("hub:me/mine")
     part = FakePart(image=[np.zeros((4, 5, 3), np.uint8), np.ones((4, 5), np.uint8)], label=[0, 1], client=["a", "b"])
     part.features = {"label": types.SimpleNamespace(names=["x", "y"])}
-    asked = []
+    requests = []
 
     def load_from_hub(name, configuration):
-        asked.append((name, configuration))
+        requests.append((name, configuration))
         if name == "me/broken":
             raise RuntimeError("no such set\nmore")
         return {"train": part, "test": part} if name == "me/mine" else {"all": part}
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_from_hub))
     d = load_dataset("hub:me/mine:small")
-    assert asked == [("me/mine", "small")] and d.shape == (3, 4, 5) and d.classes == ("x", "y")
+    assert requests == [("me/mine", "small")] and d.shape == (3, 4, 5) and d.classes == ("x", "y")
     assert d.owner.tolist() == [0, 1, 0, 1] and d.is_test.tolist() == [False, False, True, True]
-    for name, says in (("me/broken", "could not be loaded: no such set$"), ("me/other", "no part called train")):
-        with pytest.raises(CoterieError, match=says):
+    for name, message in (("me/broken", "could not be loaded: no such set$"), ("me/other", "no part called train")):
+        with pytest.raises(CoterieError, match=message):
             load_dataset(f"hub:{name}")
     del part["label"]
     with pytest.raises(CoterieError, match="no column for labels"):
@@ -203,7 +203,7 @@ def printed(fed):
     return " ".join(console.export_text().split())
 
 
-def test_the_table_names_every_client_or_says_how_many_it_shows():
+def test_the_table_lists_every_client_or_says_how_many_it_shows():
     digits = load_dataset("digits")
     text = printed(federate(digits, PartitionSettings(partition="rotate(2)", clients=8, public=10), 0))
     assert "8 clients, 1787 samples" in text and "180°" in text and "10 public items" in text
@@ -211,13 +211,13 @@ def test_the_table_names_every_client_or_says_how_many_it_shows():
 
 
 @pytest.mark.parametrize(("clients", "suffix"), [(8, ".png"), (100, ".svg")])
-def test_the_picture_is_written_or_refused_in_a_sentence(tmp_path, clients, suffix):
+def test_the_picture_is_written_or_a_clear_error_raised(tmp_path, clients, suffix):
     fed = federate(
         load_dataset("digits"), PartitionSettings(partition="rotate(4, 100)", clients=clients, min_size=2), 0
     )
-    path = draw_partition(fed, tmp_path / f"who{suffix}")
+    path = draw_partition(fed, tmp_path / f"partition{suffix}")
     assert path.stat().st_size > 5000
     with pytest.raises(CoterieError, match=r"png, .svg or .pdf"):
-        draw_partition(fed, tmp_path / "who.docx")
+        draw_partition(fed, tmp_path / "partition.docx")
     with pytest.raises(CoterieError, match="does not exist"):
-        draw_partition(fed, tmp_path / "none" / "who.png")
+        draw_partition(fed, tmp_path / "none" / "partition.png")

@@ -80,7 +80,7 @@ def test_the_command_writes_predictions_and_scores(run, tmp_path: Path, capsys) 
     with pytest.raises(CoterieError, match="say whose model"):
         call(run.path)
     for client in (4, "4", "\u00b2", "eve"):
-        with pytest.raises(CoterieError, match=f"there is no client .?{client}"):
+        with pytest.raises(CoterieError, match=f"unknown client .?{client}"):
             run.predict(client, x)
 
 
@@ -96,7 +96,7 @@ BYTES, FLOATS, TOKENS = torch.uint8, torch.float32, torch.int64
         (np.zeros((2, 9, 8), np.uint8), BYTES, (1, 8, 8), r"shape \(9, 8\), and the model takes bytes of shape"),
         (np.zeros((1, 8, 8), np.uint8), BYTES, (1, 8, 8), None),
         (np.zeros((3, 4), np.float32), FLOATS, (4,), None),
-        (np.zeros(4, np.float32), FLOATS, (4,), r"for one item add an axis, of shape \(1, 4\)"),
+        (np.zeros(4, np.float32), FLOATS, (4,), r"give a single item as an array of shape \(1, 4\)"),
         (np.full((3, 4), np.nan), FLOATS, (4,), "not finite"),
         (np.full((3, 4), 9), TOKENS, (4,), "run from 9 to 9"),
         (np.array(["a b"]), FLOATS, (4,), "are texts, and the model takes floats"),
@@ -127,7 +127,7 @@ def test_labels_are_names_or_numbers_of_the_classes() -> None:
     assert targets_like("new", np.array([1, 0]), "classification", ("a", "b"), 2).tolist() == [1, 0]
     assert targets_like("new", np.array([6.0, 3.0]), "classification", ("3", "6"), 2).tolist() == [1, 0]
     for wrong, classes in ((np.array(["c"]), ("a", "b")), (np.array([2]), ("a", "b")), (np.array([1]), ("3", "6"))):
-        with pytest.raises(CoterieError, match="is none of the 2 classes of the model"):
+        with pytest.raises(CoterieError, match="is not among the 2 classes of the model"):
             targets_like("new", wrong, "classification", classes, 2)
     with pytest.raises(CoterieError, match="are 1 numbers each, and the model gives 2"):
         targets_like("new", np.zeros(3), "regression", (), 2)

@@ -66,7 +66,7 @@ def test_every_method_welcomes_a_stranger(method: str, tmp_path: Path) -> None:
 
 def test_what_cannot_be_welcomed_gets_one_sentence(run: Run, tmp_path: Path) -> None:
     for x, y, test, sentence in (
-        (X, np.full(len(X), 12), (None, None), 'label "12" of the data is none of the 10 classes'),
+        (X, np.full(len(X), 12), (None, None), 'label "12" of the data is not among the 10 classes'),
         (X[:, :, :5], Y, (None, None), r"shape \(1, 5, 8\), and the model takes floats of shape \(1, 8, 8\)"),
         ((X * 255).astype(np.uint8), Y, (None, None), "are bytes, and the model was trained on floats"),
         (X[:1], Y[:1], (None, None), "one sample cannot be both learned from and tested on"),
@@ -74,7 +74,7 @@ def test_what_cannot_be_welcomed_gets_one_sentence(run: Run, tmp_path: Path) -> 
         (X, np.array(3), (None, None), "labels of the data must be one for each sample"),
         (X, None, (X, Y), "the test part has labels and the other samples have none"),
         (X, Y, (X, None), "give both x_test and y_test, or neither"),
-        (X, Y, (X, np.full(len(X), 11)), 'label "11" of the test part is none of the 10 classes'),
+        (X, Y, (X, np.full(len(X), 11)), 'label "11" of the test part is not among the 10 classes'),
     ):
         with pytest.raises(CoterieError, match=sentence):
             run.welcome(x, y, *test)

@@ -1,4 +1,4 @@
-"""The models by name: parameter counts of the papers' tables, options, users' own models, sentences for mistakes."""
+"""Built-in models: parameter counts of the papers' tables, options, users' own models, clear errors."""
 
 import sys
 from functools import partial
@@ -22,7 +22,7 @@ GREY, RGB, TINY = (1, 28, 28), (3, 32, 32), (3, 64, 64)
 
 
 def sizes(module: nn.Module) -> dict[str, int]:
-    """Parameters per layer."""
+    """Return the number of parameters per layer."""
     out: dict[str, int] = {}
     for name, p in module.named_parameters():
         layer = name.rpartition(".")[0]
@@ -75,7 +75,7 @@ TOTALS = [
 
 
 @pytest.mark.parametrize(("name", "shape", "classes", "options", "total"), TOTALS)
-def test_parameter_count_is_the_table_s(name, shape, classes, options, total):
+def test_parameter_count_is_that_of_the_paper(name, shape, classes, options, total):
     assert sum(sizes(build(name, shape, classes, options=options)).values()) == total
 
 
@@ -94,11 +94,11 @@ VGG = [
 
 
 @pytest.mark.parametrize(("shape", "classes", "head_input", "total"), VGG)
-def test_vgg11_parameter_count_is_the_table_s(shape, classes, head_input, total):
+def test_vgg11_parameter_count_is_that_of_the_paper(shape, classes, head_input, total):
     with torch.device("meta"):  # sizes only: half a gigabyte of weights is not needed to count them
-        found = sizes(ZOO["vgg11"](shape, classes, head_input=head_input))
-    assert sum(found.values()) == total
-    assert sum(n for layer, n in found.items() if layer.startswith("block")) == 9_220_480
+        counts = sizes(ZOO["vgg11"](shape, classes, head_input=head_input))
+    assert sum(counts.values()) == total
+    assert sum(n for layer, n in counts.items() if layer.startswith("block")) == 9_220_480
 
 
 LAYERS = [
@@ -120,7 +120,7 @@ LAYERS = [
 
 
 @pytest.mark.parametrize(("name", "shape", "classes", "options", "each"), LAYERS)
-def test_every_layer_has_the_table_s_count(name, shape, classes, options, each):
+def test_every_layer_has_the_papers_count(name, shape, classes, options, each):
     assert list(sizes(build(name, shape, classes, options=options)).values()) == each
 
 
@@ -147,7 +147,7 @@ def test_every_model_has_a_head_and_gives_one_score_per_class(name):
 )
 @pytest.mark.parametrize("fast", [False, True])
 def test_a_block_is_conv_norm_relu_pool_in_values_and_gradients(dims, batch_norm, pool, fast, request):
-    """To the bit in PyTorch's own operations, to rounding in native code."""
+    """The results are equal bit by bit in PyTorch's own operations, and up to rounding in native code."""
     native.enable(fast)
     request.addfinalizer(lambda: native.enable(None))
     same = partial(torch.allclose, rtol=1e-4, atol=1e-5) if fast else torch.equal
@@ -159,7 +159,7 @@ def test_a_block_is_conv_norm_relu_pool_in_values_and_gradients(dims, batch_norm
         plain = F.max_pool2d(plain, 2) if dims == 2 else F.max_pool1d(plain, 2)
     mark = torch.randn_like(plain)
     of = [x, *block.parameters()]
-    expected = torch.autograd.grad(plain, of, mark)  # first: the block moves the statistics that this looks at
+    expected = torch.autograd.grad(plain, of, mark)  # first, because the block changes the running statistics
     out = block(x)
     assert same(out, plain)
     for a, b in zip(torch.autograd.grad(out, of, mark), expected, strict=True):
@@ -167,7 +167,7 @@ def test_a_block_is_conv_norm_relu_pool_in_values_and_gradients(dims, batch_norm
 
 
 def small_vgg(monkeypatch) -> None:
-    """A VGG11 of the same build with narrow layers, so that tests can run it."""
+    """Make the layers of VGG11 narrow, so that tests can run it."""
     monkeypatch.setattr("coterie.models.vgg.WIDTHS", (4, 4, 4, 4, 4, 4, 4, 4))
 
 
@@ -186,18 +186,18 @@ def test_vgg11_pads_grey_pictures_with_zeros_to_three_channels_of_32(monkeypatch
 def test_pretrained_weights_are_loaded_by_either_name_and_survive_initial(monkeypatch, tmp_path):
     small_vgg(monkeypatch)
     donor = build("vgg11", RGB, 100, seed=1)
-    foreign = (0, 3, 6, 8, 11, 13, 16, 18)
-    theirs = {
+    positions = (0, 3, 6, 8, 11, 13, 16, 18)
+    torchvision_names = {
         f"features.{n}.{k}": v
-        for i, n in enumerate(foreign, 1)
+        for i, n in enumerate(positions, 1)
         for k, v in donor.get_submodule(f"block{i}.conv").state_dict().items()
     }
-    theirs |= {
+    torchvision_names |= {
         f"classifier.{n}.{k}": v
         for n, m in [(0, donor.fc1), (3, donor.fc2), (6, donor.classifier)]
         for k, v in m.state_dict().items()
     }
-    save_file(theirs, tmp_path / "vision.safetensors")
+    save_file(torchvision_names, tmp_path / "vision.safetensors")
     save_file(donor.state_dict(), tmp_path / "own.safetensors")
     for file in ("vision", "own"):
         net = build("vgg11", RGB, 10, options={"pretrained_path": str(tmp_path / f"{file}.safetensors")})
@@ -205,36 +205,36 @@ def test_pretrained_weights_are_loaded_by_either_name_and_survive_initial(monkey
         initial(net, 5)
         assert torch.equal(net.block8.conv.weight, donor.block8.conv.weight)
         assert torch.equal(net.fc2.weight, donor.fc2.weight)
-        assert not torch.equal(net.classifier.weight, before)  # another number of classes: drawn from the seed
+        assert not torch.equal(net.classifier.weight, before)  # a different number of classes: drawn from the seed
 
 
-def test_pretrained_files_that_cannot_be_used_get_a_sentence(monkeypatch, tmp_path):
+def test_unusable_pretrained_files_raise_a_clear_error(monkeypatch, tmp_path):
     small_vgg(monkeypatch)
     save_file({"features.0.weight": torch.zeros(1)}, tmp_path / "other.safetensors")
     (tmp_path / "torn.safetensors").write_bytes(b"\x00\x01")
-    for file, words in [("other", "lacks a fitting block1"), ("torn", "damaged"), ("gone", "does not exist")]:
+    for file, words in [("other", "no fitting tensor for block1"), ("torn", "damaged"), ("gone", "does not exist")]:
         with pytest.raises(CoterieError, match=words):
             build("vgg11", RGB, 10, options={"pretrained_path": str(tmp_path / f"{file}.safetensors")})
     with pytest.raises(CoterieError, match=r"must name a \.safetensors file"):
         build("vgg11", RGB, 10, options={"pretrained_path": str(tmp_path / "weights.pth")})
 
 
-def test_padding_tokens_do_not_change_a_text_s_scores():
+def test_padding_tokens_do_not_change_the_scores():
     net = build("text", (6,), 3, vocab=20, seed=0)
     with torch.no_grad():
-        net.embedding.weight[0] = 9.0  # whatever the tree holds there
+        net.embedding.weight[0] = 9.0  # must not matter
     a = net(torch.tensor([[5, 7, 0, 0, 0, 0]]))
     assert torch.allclose(a, net(torch.tensor([[5, 7]])))
     assert torch.isfinite(net(torch.zeros(1, 6, dtype=torch.int64))).all()
 
 
-def test_the_data_s_vocabulary_reaches_models_that_ask_for_it():
+def test_models_with_the_option_vocab_get_the_vocabulary_of_the_data():
     assert build("text", (6,), 3, vocab=77).embedding.num_embeddings == 77
     assert build("mlp", (6,), 3, vocab=77).classifier.out_features == 3
 
 
-# ---- first values ---------------------------------------------------------------------------------------------------
-def test_first_values_are_a_function_of_the_seed_and_leave_the_global_generator_alone():
+# ---- initial values --------------------------------------------------------------------------------------------------
+def test_initial_values_are_a_function_of_the_seed_and_the_global_generator_is_unchanged():
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -275,7 +275,7 @@ class Own(nn.Module):
         Own,
     ],
 )
-def test_a_user_s_factory_is_called_with_what_it_asks_for(factory, monkeypatch):
+def test_a_users_factory_gets_the_arguments_that_it_names(factory, monkeypatch):
     module = ModuleType("my_models")
     module.factory = factory
     monkeypatch.setitem(sys.modules, "my_models", module)
@@ -284,18 +284,18 @@ def test_a_user_s_factory_is_called_with_what_it_asks_for(factory, monkeypatch):
         assert net(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
-def test_layers_that_wait_for_their_input_are_drawn_from_the_seed():
+def test_lazy_layers_are_drawn_from_the_seed():
     a, b = (build(Own, (1, 8, 8), 10, seed=4, options={"width": 8}) for _ in range(2))
     assert a.body.weight.shape == (8, 64) and torch.equal(a.body.weight, b.body.weight)
 
 
-def test_a_module_beside_the_command_is_found(tmp_path, monkeypatch):
-    (tmp_path / "beside_me.py").write_text(
+def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
+    (tmp_path / "my_local_models.py").write_text(
         "from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert isinstance(build("beside_me:net", (1, 8, 8), 10), nn.Sequential)
+    assert isinstance(build("my_local_models:net", (1, 8, 8), 10), nn.Sequential)
 
 
 class Point:
@@ -306,7 +306,7 @@ class Point:
 
 
 def theirs(shape, classes, *, depth: int = 1):
-    """A model of another package."""
+    """A model of an installed package."""
     return nn.Sequential(nn.Flatten(), *[nn.Linear(64, 64) for _ in range(depth)], nn.Linear(64, classes))
 
 
@@ -314,18 +314,18 @@ class Points(list):
     names = frozenset({"theirs"})
 
 
-def test_another_package_s_model_is_built_listed_and_suggested(monkeypatch):
+def test_a_model_of_an_installed_package_is_built_listed_and_suggested(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: Points([Point()]) if group == "coterie.models" else [])
     assert len(build("theirs", (1, 8, 8), 10, options={"depth": 3})) == 5
     info = {m.name: m for m in list_models()}["theirs"]
-    assert (info.description, dict(info.options)) == ("A model of another package.", {"depth": 1})
+    assert (info.description, dict(info.options)) == ("A model of an installed package.", {"depth": 1})
     with pytest.raises(CoterieError, match='did you mean "theirs"'):
         build("theirz", (1, 8, 8), 10)
     with pytest.raises(CoterieError, match='did you mean "depth"'):
         build("theirs", (1, 8, 8), 10, options={"dept": 3})
 
 
-def test_known_lists_every_model_with_a_line_and_its_options():
+def test_list_models_has_a_description_and_options_of_every_model():
     listed = list_models()
     assert [m.name for m in listed] == sorted(m.name for m in listed) and {m.name for m in listed} >= set(ZOO)
     assert all(m.description for m in listed)
@@ -378,7 +378,7 @@ def test_the_default_model_suits_and_fits_the_data(shape, dtype, name):
         (lambda a, b, c: None, (64,), {}, "but needs a, b, c"),
     ],
 )
-def test_mistakes_get_one_sentence(source, shape, options, words):
+def test_mistakes_raise_a_clear_error(source, shape, options, words):
     with pytest.raises(CoterieError, match=words) as caught:
         build(source, shape, 10, options=options)
     assert "\n" not in str(caught.value)

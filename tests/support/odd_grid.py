@@ -1,6 +1,7 @@
-"""Every method on every odd model, with both engines: whether it runs, or the sentence with which it refuses.
+"""Run every method on every odd model with both training engines, and record the outcome.
 
-`python tests/support/odd_grid.py` writes docs/odd-models.md; a long test holds the page against what is found."""
+`python tests/support/odd_grid.py` writes docs/odd-models.md; a long test checks that the page is up to date.
+"""
 
 import tempfile
 import warnings
@@ -25,14 +26,14 @@ RUNS = "runs"
 
 @cache
 def data() -> Dataset:
-    """Digits 0 to 3."""
+    """Return 120 digits of the classes 0 to 3."""
     whole = testing.small_data()
     few = (whole.y < 4).nonzero().flatten()[:120]
     return Dataset("few-digits", whole.x[few], whole.y[few], tuple("0123"), torch.zeros(len(few), dtype=torch.bool))
 
 
 def session(method: str, model: str, engine: str = "loop", **changes: object) -> Session:
-    """Two clients and a newcomer with 40 pictures each."""
+    """Prepare a run of two clients and a newcomer with 40 pictures each."""
     base = {"rounds": 3, "join": 1.0, "epochs": 1, "batch": 8, "lr": 0.05, "eval_every": 3, "seed": 3, "newcomers": 1}
     here = {"clients": 3, "partition": "dirichlet(5)", "val_share": 0.2, "public": 12}
     torch.manual_seed(0)
@@ -54,7 +55,7 @@ def play(made: Session) -> "testing.Loop":
 
 
 def outcome(method: str, model: str, engine: str) -> str:
-    """`runs`, or the sentence of a refusal; whatever else is raised, warnings included, is a defect."""
+    """Return `runs`, or the message of a CoterieError; any other exception or warning is a defect."""
     try:
         made = session(method, model, engine)
     except CoterieError as e:
@@ -66,49 +67,48 @@ def outcome(method: str, model: str, engine: str) -> str:
 
 
 def own_methods() -> list[str]:
-    """Coterie's own; those of installed packages have their own documentation."""
+    """Return the names of Coterie's own methods."""
     return [name for name in known() if find(name).__module__.startswith("coterie.")]
 
 
 def page(names: list[str]) -> str:
-    """The table and the sentences behind its numbers."""
-    said: dict[str, int] = {}
+    """Return the page: the table, and the messages behind its numbers."""
+    errors: dict[str, int] = {}
     lines = []
     for name in names:
         cells = []
         for model in ODD:
             title = find(name).card.title
             both = [outcome(name, model, engine).replace(title, "The method") for engine in ENGINES]
-            marks = ["yes" if o == RUNS else f"({said.setdefault(o, len(said) + 1)})" for o in both]
+            marks = ["yes" if o == RUNS else f"({errors.setdefault(o, len(errors) + 1)})" for o in both]
             cells.append(marks[0] if marks[0] == marks[1] else " / ".join(marks))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     head = f"| method | {' | '.join(ODD)} |\n|---|{'---|' * len(ODD)}"
-    notes = "\n".join(f"{i}. {sentence}" for sentence, i in said.items())
-    return f"{INTRO}\n{head}\n" + "\n".join(lines) + f"\n\n## What the refusals say\n\n{notes}\n"
+    notes = "\n".join(f"{i}. {sentence}" for sentence, i in errors.items())
+    return f"{INTRO}\n{head}\n" + "\n".join(lines) + f"\n\n## Errors\n\n{notes}\n"
 
 
 INTRO = """# Odd models
 
-Ten models that are not a plain chain of layers, each with every method, trained client by client (`loop`) and stacked
-(`stack`), with a newcomer. *yes*: it runs with both engines. A number: it is refused before any work, with the sentence
-below the table. Nothing ends in a traceback or a warning. The table is made by
-`python tests/support/odd_grid.py`, and a long
-test holds it against what is found.
+This page shows ten models that are not a plain chain of layers, each with every method, trained client by client
+(`loop`) and stacked (`stack`), with one newcomer. *yes* means that the method runs with both training engines. A number
+stands for an error before training starts; the list below the table has its text. No combination ends in a traceback or
+a warning. `python tests/support/odd_grid.py` writes this page, and a test checks that it is up to date.
 
-| model | what is odd |
+| model | peculiarity |
 |---|---|
-| unused layers | a linear layer and a batch norm that never run, and a linear layer whose output is thrown away |
-| free parameters | a vision transformer: class token and positions belong to no layer |
+| unused layers | a linear layer and a batch norm that never run, and a linear layer whose output is not used |
+| free parameters | a vision transformer; class token and positions are parameters outside of any layer |
 | attention | `nn.MultiheadAttention`, whose inner projection is never called as a module |
 | LSTM | a recurrent layer and a linear head |
-| ResNet | a shortcut with a convolution and a batch norm of its own |
-| squeeze-excite | channels weighed by two 1x1 convolutions |
-| tied weights | one matrix in two layers |
-| frozen stem | a first stage with `requires_grad=False`, batch norm included |
+| ResNet | a shortcut with its own convolution and batch norm |
+| squeeze-excite | channels weighted by two 1x1 convolutions |
+| tied weights | two layers share a matrix |
+| frozen stem | a first stage with `requires_grad=False`, including its batch norm |
 | 1x1-conv head | no linear layer |
 | group norm | a norm that is not batch norm |
 
-How layers are found, counted and grouped is told in [models](models.md).
+[Models](models.md) explains how layers are found, counted and grouped.
 """
 
 

@@ -1,4 +1,4 @@
-"""A user's own arrays or torch data sets as a Dataset: shapes and labels brought into one form."""
+"""Turn arrays or torch data sets of a user into a Dataset: one form for shapes and labels."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,20 +6,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.data import target_types as targets
 from coterie.data.annotations import group_codes, split_codes
-from coterie.data.dataset import Dataset
+from coterie.data.dataset import Array, Dataset
+from coterie.data.target_types import read_targets
 from coterie.data.text import LENGTH, VOCABULARY, tokens
 from coterie.errors import CoterieError
 
-Array = NDArray[Any]
-
 
 class RawData(NamedTuple):
-    """What a reader finds; the test part may be empty."""
+    """The arrays that a reader returns, before shapes and labels are checked."""
 
     x: Array
     y: Array
@@ -28,8 +25,8 @@ class RawData(NamedTuple):
     classes: Sequence[str] | None = None
     client: Array | None = None
     client_test: Array | None = None
-    task: str | None = None  # None: the one that the targets show
-    split: Array | None = None  # of x, which then has all items
+    task: str | None = None  # None: inferred from the targets
+    split: Array | None = None  # one value per item of x; x then holds the test items too
     group: Array | None = None
     group_test: Array | None = None
 
@@ -49,33 +46,36 @@ def from_arrays(
     group: Any = None,
     group_test: Any = None,
 ) -> Dataset:
-    """Pictures [n, H, W(, C)] or [n, C, H, W], signals [n, T, C], vectors [n, d], token ids [n, L] or texts [n].
+    """Make a Dataset from arrays.
 
-    Targets y are classes [n], numbers [n] or [n, k], labels of 0 and 1 [n, k], or time and event [n, 2]; which of them,
-    `task` says or the values show.
+    Items x are pictures [n, H, W(, C)] or [n, C, H, W], signals [n, T, C], vectors [n, d], token ids [n, L] or
+    texts [n]. Targets y are classes [n], numbers [n] or [n, k], labels of 0 and 1 [n, k], or time and event [n, 2];
+    `task` names their kind, which is otherwise inferred from the values.
     """
-    many = [None if a is None else _plain(a) for a in (x, y, x_test, y_test, client, client_test)]
-    if many[0] is None or many[1] is None:
+    if x is None or y is None:
         raise CoterieError(f"{name} needs both x and y")
-    more = [None if a is None else _plain(a) for a in (split, group, group_test)]
-    raw = RawData(many[0], many[1], many[2], many[3], classes, many[4], many[5], task)
-    return make_dataset(name, raw._replace(split=more[0], group=more[1], group_test=more[2]))
+    columns = {"client": client, "client_test": client_test, "split": split, "group": group, "group_test": group_test}
+    arrays = {k: _plain(v) for k, v in {"x_test": x_test, "y_test": y_test, **columns}.items() if v is not None}
+    return make_dataset(name, RawData(_plain(x), _plain(y), classes=classes, task=task, **arrays))
 
 
 def from_torch(train: Any, test: Any = None, *, name: str = "torch", classes: Sequence[str] | None = None) -> Dataset:
-    """A map-style torch data set of (x, y), and one for the official test part; each item is read once."""
-    x, y = _items(train, name)
-    x_test, y_test = (None, None) if test is None else _items(test, name)
+    """Make a Dataset from a map-style torch data set of (x, y) and, if given, one for the official test part.
+
+    Every item is read once.
+    """
+    x, y = _read_items(train, name)
+    x_test, y_test = (None, None) if test is None else _read_items(test, name)
     return make_dataset(name, RawData(x, y, x_test, y_test, classes or getattr(train, "classes", None)))
 
 
 def make_dataset(name: str, raw: RawData) -> Dataset:
-    """Check what was read and bring it into the form of a Dataset."""
+    """Check raw arrays and bring them into the form of a Dataset."""
     if (raw.x_test is None) != (raw.y_test is None):
         raise CoterieError(f"{name} has only one of x_test and y_test")
-    for x, y, what in ((raw.x, raw.y, "training"), (raw.x_test, raw.y_test, "test")):
+    for x, y, part_name in ((raw.x, raw.y, "training"), (raw.x_test, raw.y_test, "test")):
         if x is not None and y is not None and (x.ndim == 0 or y.ndim == 0 or len(x) != len(y)):
-            raise CoterieError(f"{name} has {_count(x)} items but {_count(y)} labels in its {what} part")
+            raise CoterieError(f"{name} has {_count(x)} items but {_count(y)} labels in its {part_name} part")
     test = raw.x_test is not None and raw.y_test is not None and len(raw.y_test) > 0
     n_train = len(raw.x)
     if test and raw.x_test is not None and raw.x_test.shape[1:] != raw.x.shape[1:]:
@@ -98,20 +98,23 @@ def make_dataset(name: str, raw: RawData) -> Dataset:
                 f"training and test labels of {name} differ in shape: {y.shape[1:]} and {more.shape[1:]}"
             )
         y = np.concatenate([y, more])
-    kind, labels, classes = targets.read_targets(name, y, raw.classes, raw.task)
-    items = _channels_first_items(name, x)
+    kind, labels, classes = read_targets(name, y, raw.classes, raw.task)
+    items = convert_items(name, x)
     is_test = torch.arange(len(labels)) >= n_train
     part = _part(name, raw, n_train)
     is_test = is_test if part is None else part == 2
-    mean, std = moments(items, ~is_test)
+    mean, std = _channel_moments(items, ~is_test)
     vocab = VOCABULARY if x.dtype.kind == "U" else int(items.max()) + 1 if items.dtype == torch.int64 else None
     owner, names = _owner(name, raw, n_train)
-    made = Dataset(name, items, labels, classes, is_test, owner, mean, std, vocab, kind)
-    return replace(made, part=part, group=_group(name, raw, n_train), client_names=names)
+    data = Dataset(name, items, labels, classes, is_test, owner, mean, std, vocab, kind)
+    return replace(data, part=part, group=_group(name, raw, n_train), client_names=names)
 
 
-def moments(x: Tensor, train: Tensor) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    """Mean and deviation per channel of x/255 over the training part, exactly, from counts of the 256 values."""
+def _channel_moments(x: Tensor, train: Tensor) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Return mean and standard deviation of x/255 per channel over the training part; None if x is not bytes.
+
+    Both are exact: they are computed from the counts of the 256 values.
+    """
     if x.dtype != torch.uint8:
         return None, None
     value = torch.arange(256, dtype=torch.float64) / 255
@@ -126,13 +129,12 @@ def moments(x: Tensor, train: Tensor) -> tuple[tuple[float, ...] | None, tuple[f
     return tuple(mean), tuple(std)
 
 
-def items_form(name: str, x: Any) -> Tensor:
-    """Items as a data set of their own would have them."""
-    return _channels_first_items(name, _plain(x))
+def convert_items(name: str, x: Any) -> Tensor:
+    """Bring raw items into the form of a new data set, which the values decide.
 
-
-def _channels_first_items(name: str, x: Array) -> Tensor:
-    """Channels first; bytes stay bytes, half and double become float32, texts become token ids."""
+    Channels come first. Bytes stay bytes, half and double floats become float32, texts become token ids.
+    """
+    x = _plain(x)
     if x.size == 0:
         raise CoterieError(f"items of {name} are empty: one has shape {x.shape[1:]}")
     if x.dtype.kind == "U":
@@ -159,9 +161,9 @@ def _channels_first_items(name: str, x: Array) -> Tensor:
 
 
 def items_like(name: str, x: Any, dtype: torch.dtype, shape: tuple[int, ...], vocab: int | None = None) -> Tensor:
-    """Raw items in the form of a data set that is known: its type (bytes, floats or token ids) and shape.
+    """Bring raw items into the form of an existing data set, given by its type (bytes, floats, token ids) and shape.
 
-    The same arrays as that data set was made of become the same items; nothing is decided by the values of a few.
+    Arrays that the data set was made of become its items again: the values of a few items decide nothing.
     """
     x = _plain(x)
     if x.ndim == 0 or x.size == 0:
@@ -184,23 +186,23 @@ def items_like(name: str, x: Any, dtype: torch.dtype, shape: tuple[int, ...], vo
         hint = "; give bytes from 0 to 255" if dtype == torch.uint8 else ""
         raise CoterieError(f"items of {name} are floats, and the model was trained on {_KINDS[dtype]}{hint}")
     else:
-        most = 255 if dtype == torch.uint8 else vocab - 1 if vocab else None
-        if x.min() < 0 or (most is not None and x.max() > most):
+        largest = 255 if dtype == torch.uint8 else vocab - 1 if vocab else None
+        if x.min() < 0 or (largest is not None and x.max() > largest):
             raise CoterieError(
                 f"items of {name} run from {x.min()} to {x.max()}, and the model was trained on {_KINDS[dtype]} from 0 "
-                f"to {most}"
+                f"to {largest}"
             )
         x = x.astype(np.uint8 if dtype == torch.uint8 else np.int64)
     if x.ndim == 1:
         x = x[:, None]
-    turned = x if dtype == torch.int64 else _channels_first(x)
-    found = next((a for a in (turned, x) if a.shape[1:] == shape), None)
-    if found is None:
-        one = f"; for one item add an axis, of shape {(1, *shape)}" if x.shape in (shape, (*shape, 1)) else ""
+    channels_first = x if dtype == torch.int64 else _channels_first(x)
+    fitting = next((a for a in (channels_first, x) if a.shape[1:] == shape), None)
+    if fitting is None:
+        hint = f"; give a single item as an array of shape {(1, *shape)}" if x.shape in (shape, (*shape, 1)) else ""
         raise CoterieError(
-            f"items of {name} have shape {tuple(x.shape[1:])}, and the model takes {_wanted(dtype, shape)}{one}"
+            f"items of {name} have shape {tuple(x.shape[1:])}, and the model takes {_wanted(dtype, shape)}{hint}"
         )
-    return torch.from_numpy(np.ascontiguousarray(found))
+    return torch.from_numpy(np.ascontiguousarray(fitting))
 
 
 _KINDS = {torch.uint8: "bytes", torch.float32: "floats", torch.int64: "token ids"}
@@ -224,7 +226,7 @@ def _part(name: str, raw: RawData, n_train: int) -> Tensor | None:
     if raw.split is None:
         return None
     if raw.y_test is not None and len(raw.y_test):
-        raise CoterieError(f"{name} has both a split and a test part of its own; a split is of all items in x")
+        raise CoterieError(f"{name} has both a split and a test part; put all items into x, or remove the split")
     part = split_codes(name, raw.split, n_train)
     if not (part == 0).any():
         raise CoterieError(f"the split of {name} has no training items")
@@ -242,7 +244,7 @@ def _group(name: str, raw: RawData, n_train: int) -> Tensor | None:
 
 
 def _owner(name: str, raw: RawData, n_train: int) -> tuple[Tensor | None, tuple[str, ...] | None]:
-    """Client numbers, and the names that they stand for in sorted order."""
+    """Return the client number of each item, and the clients' names; clients are numbered in sorted order."""
     if raw.client is None:
         return None, None
     n_test = 0 if raw.y_test is None else len(raw.y_test)
@@ -251,24 +253,26 @@ def _owner(name: str, raw: RawData, n_train: int) -> tuple[Tensor | None, tuple[
     owner = raw.client if raw.client_test is None else np.concatenate([raw.client, raw.client_test])
     if owner.shape != (n_train + n_test,):
         raise CoterieError(f"{name} has {n_train + n_test} items but names a client for {_count(owner)}")
-    found, number = np.unique(owner, return_inverse=True)
-    return torch.from_numpy(number.astype(np.int64)), tuple(map(str, found))
+    names, number = np.unique(owner, return_inverse=True)
+    return torch.from_numpy(number.astype(np.int64)), tuple(map(str, names))
 
 
-def _items(source: Any, name: str) -> tuple[Array, Array]:
+def _read_items(source: Any, name: str) -> tuple[Array, Array]:
     try:
         pairs = [source[i] for i in range(len(source))]
         xs, ys = [np.asarray(p[0]) for p in pairs], [np.asarray(p[1]) for p in pairs]
         return np.stack(xs), np.stack(ys)
     except (TypeError, ValueError, IndexError, KeyError) as e:
-        raise CoterieError(f"torch data set {name} must give (x, y) of equal shapes for each number: {e}") from None
+        raise CoterieError(
+            f"torch data set {name} must give a pair (x, y) for each index, all of one shape: {e}"
+        ) from None
 
 
 def _plain(values: Any) -> Array:
     try:
         array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     except (TypeError, ValueError) as e:
-        raise CoterieError(f"these are no arrays of numbers or texts: {e}") from None
+        raise CoterieError(f"arrays of numbers or texts are needed: {e}") from None
     if array.dtype == object and array.ndim == 1 and all(isinstance(v, str) for v in array):
         return array.astype(str)
     return array

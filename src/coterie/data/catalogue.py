@@ -1,4 +1,4 @@
-"""The data sets known by name: what they are, which files they come in and where these are looked for."""
+"""The catalogue of data sets known by name: their classes, their files and the folders searched for these."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -28,27 +28,28 @@ _EMNIST = tuple(
 
 @dataclass(frozen=True)
 class KnownDataset:
-    """A data set with a name. `needs` are files (or folders) of its original form, packed by gzip or not."""
+    """An entry of the catalogue."""
 
     name: str
     text: str
     classes: tuple[str, ...]
     shape: tuple[int, ...]
-    samples: tuple[int, int]  # of the original's train and test parts
-    needs: tuple[str, ...] = ()
-    folders: tuple[str, ...] = ()  # subfolders of the data folder in which the files may be
+    samples: tuple[int, int]  # sizes of the original train and test parts
+    needs: tuple[str, ...] = ()  # files or folders of the original form, packed by gzip or not
+    folders: tuple[str, ...] = ()  # subfolders of the data folder that are searched
     read: Callable[[Sequence[Path]], RawData] | None = None
-    system: tuple[str, ...] = ()  # folders a Linux distribution installs it in
+    system: tuple[str, ...] = ()  # folders in which Linux distributions install it
     hub: tuple[str, ...] = ()  # repositories of the Hugging Face hub with the same pictures
 
     def find(self, root: Path) -> list[Path] | None:
-        """The files of NAME.npz, or of the original form, if all are there."""
-        for at in (root, root / self.name, *(root / f for f in self.folders)):
-            if (at / f"{self.name}.npz").is_file():
-                return [at / f"{self.name}.npz"]
-            got = [next((p for p in (at / n, at / f"{n}.gz") if p.exists()), None) for n in self.needs]
-            if got and all(p is not None for p in got):
-                return [p for p in got if p is not None]
+        """Return the path of NAME.npz, or all paths of the original form, or None if files are missing."""
+        for folder in (root, root / self.name, *(root / f for f in self.folders)):
+            if (folder / f"{self.name}.npz").is_file():
+                return [folder / f"{self.name}.npz"]
+            paths = [next((p for p in (folder / n, folder / f"{n}.gz") if p.exists()), None) for n in self.needs]
+            present = [p for p in paths if p is not None]
+            if present and len(present) == len(self.needs):
+                return present
         return None
 
     def load(self, paths: Sequence[Path]) -> RawData:
@@ -59,12 +60,12 @@ class KnownDataset:
         return raw if raw.classes is not None else raw._replace(classes=self.classes)
 
 
-def _cifar10(found: Sequence[Path]) -> RawData:
-    return files.cifar(found[:-1], found[-1], found[-1].parent / "batches.meta", "labels")
+def _cifar10(paths: Sequence[Path]) -> RawData:
+    return files.cifar(paths[:-1], paths[-1], paths[-1].parent / "batches.meta", "labels")
 
 
-def _cifar100(found: Sequence[Path]) -> RawData:
-    return files.cifar(found[:1], found[1], found[1].parent / "meta", "fine_labels")
+def _cifar100(paths: Sequence[Path]) -> RawData:
+    return files.cifar(paths[:1], paths[1], paths[1].parent / "meta", "fine_labels")
 
 
 def _numbers(n: int) -> tuple[str, ...]:
@@ -89,7 +90,7 @@ DATASETS: dict[str, KnownDataset] = {
         KnownDataset(
             "emnist", "EMNIST ByClass: digits and letters", _DIGITS + _UPPER + tuple(c.lower() for c in _UPPER),
             (1, 28, 28), (697_932, 116_323), _EMNIST, ("EMNIST/raw", "gzip"),
-            lambda found: files.idx_set(found, transpose=True),
+            lambda paths: files.idx_set(paths, transpose=True),
         ),
         KnownDataset(
             "cifar10", "CIFAR-10: small photographs", _CIFAR10, (3, 32, 32), (50_000, 10_000),
@@ -103,7 +104,7 @@ DATASETS: dict[str, KnownDataset] = {
         ),
         KnownDataset(
             "cinic10", "CINIC-10: CIFAR-10 and more of ImageNet", _CIFAR10, (3, 32, 32), (180_000, 90_000),
-            ("train", "valid", "test"), ("CINIC-10", "cinic-10"), lambda found: files.folder(found[0].parent),
+            ("train", "valid", "test"), ("CINIC-10", "cinic-10"), lambda paths: files.folder(paths[0].parent),
         ),
         KnownDataset(
             "svhn", "street view house numbers", _DIGITS, (3, 32, 32), (73_257, 26_032),
@@ -116,27 +117,29 @@ DATASETS: dict[str, KnownDataset] = {
         KnownDataset(
             "tinyimagenet", "Tiny-ImageNet: photographs", _numbers(200), (3, 64, 64), (100_000, 10_000),
             ("train", "val/val_annotations.txt"), ("tiny-imagenet-200",),
-            lambda found: files.tiny_imagenet(found[0].parent),
+            lambda paths: files.tiny_imagenet(paths[0].parent),
         ),
     )
 }  # fmt: skip
 
 
 def data_dir() -> Path:
-    """COTERIE_DATA, or a folder in the user's cache."""
-    named = os.environ.get("COTERIE_DATA")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "coterie" / "data"
+    """Return the data folder: COTERIE_DATA, or a folder in the user's cache."""
+    path = os.environ.get("COTERIE_DATA")
+    return Path(path).expanduser() if path else Path.home() / ".cache" / "coterie" / "data"
 
 
 def locate(known: KnownDataset, folder: Path | None) -> list[Path] | None:
-    """Files of a known set below `folder`, or below the usual folders when none is given: Coterie's own, those of Linux
-    distributions, `data` of the working directory (torchvision's habit), and the caches of Keras and Hugging Face.
+    """Return the files of a known data set below `folder`, or None.
+
+    If `folder` is None, it searches Coterie's own data folder, those of Linux distributions, `data` in the working
+    directory (torchvision's default), and the caches of Keras and Hugging Face.
     """
     if folder is not None:
         return known.find(folder)
     for root in (data_dir(), *map(Path, known.system), Path("data"), *_keras()):
-        if (got := known.find(root)) is not None:
-            return got
+        if (paths := known.find(root)) is not None:
+            return paths
     return _hub_cache(known)
 
 
@@ -146,7 +149,7 @@ def _keras() -> list[Path]:
 
 
 def _hub_cache(known: KnownDataset) -> list[Path] | None:
-    """Parquet files of the newest snapshot in Hugging Face's cache: those of the train part, then of the test part."""
+    """Return the parquet files of the newest snapshot in Hugging Face's cache: train part first, then test part."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     root = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     for repository in known.hub:
@@ -159,19 +162,19 @@ def _hub_cache(known: KnownDataset) -> list[Path] | None:
 
 
 def dataset_size(name: str, folder: Path | None = None) -> tuple[int, int]:
-    """Samples of the train and test parts: of the file that is there if it is an npz, else of the original."""
-    found = locate(DATASETS[name], folder) if name in DATASETS else None
-    if found and found[0].suffix == ".npz":
+    """Return the sizes of the train and test parts: of the npz file if there is one, otherwise of the original."""
+    paths = locate(DATASETS[name], folder) if name in DATASETS else None
+    if paths and paths[0].suffix == ".npz":
         try:
-            with np.load(found[0], allow_pickle=False) as z:
+            with np.load(paths[0], allow_pickle=False) as z:
                 return len(z["y_train"]), len(z["y_test"]) if "y_test" in z else 0
         except (KeyError, ValueError, OSError):
-            pass  # another layout of names; the original's size will do
+            pass  # the arrays have different names; use the size of the original
     return DATASETS[name].samples if name in DATASETS else (60_000, 10_000)
 
 
 def missing_message(known: KnownDataset, folder: Path | None) -> str:
-    """Which files to put where."""
+    """Return the sentence that says which files to put into which folder."""
     root = folder or data_dir()
     forms = f"{known.name}.npz with x_train, y_train, x_test, y_test"
     if known.name == "organamnist":
@@ -180,4 +183,4 @@ def missing_message(known: KnownDataset, folder: Path | None) -> str:
         inside = f" (in a folder {known.folders[0]})" if known.folders else ""
         forms += f", or {', '.join(known.needs)}{inside},"
     get = "" if known.name == "digits" else f"run `coterie data get {known.name}`, "
-    return f"{known.name} is not on this machine: {get}put {forms} into {root}, or name another folder with --data-dir"
+    return f"{known.name} is not on this machine: {get}put {forms} into {root}, or name their folder with --data-dir"

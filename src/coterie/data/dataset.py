@@ -1,9 +1,9 @@
-"""A data set in memory: items, labels, the official test part and, where the data name them, the natural clients."""
+"""A data set in memory: items, labels, the official test part and, if the data name them, the natural clients."""
 
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,39 +14,48 @@ from coterie.core.rng import torch_rng
 from coterie.core.tasks import Task, make
 from coterie.data.rotation import Interp, rotate
 
+Array = NDArray[Any]
 Ints = NDArray[np.int64]
 Normalize = Literal["standard", "unit", "none"]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Pictures are channels first and stay bytes in memory; floats and token ids are kept as the model takes them."""
+    """Items and targets of a data set.
+
+    Pictures have their channels first and stay bytes in memory; floats and token ids are stored as the model takes
+    them.
+    """
 
     name: str
     x: Tensor  # uint8 [n, C, H, W] pictures | float32 [n, ...] pictures, signals [n, C, T], vectors | int64 [n, L] text
     y: Tensor  # classes: int64 [n]; other targets: float32 [n, k]
-    classes: tuple[str, ...]  # names of classes, or of labels; empty where targets are numbers
+    classes: tuple[str, ...]  # names of the classes or labels; empty if targets are numbers
     is_test: Tensor  # bool [n], the official test part
     owner: Tensor | None = None  # int64 [n], the natural client of each item
-    mean: tuple[float, ...] | None = None  # per channel, of the official training part; of x/255 for bytes
-    std: tuple[float, ...] | None = None  # None, as for the mean: leave as is
-    vocab: int | None = None  # token ids are below this
-    kind: str = "classification"  # of task, a name of tasks.py
-    part: Tensor | None = None  # int64 [n], a split that came with the data: 0 train, 1 validation, 2 test
-    group: Tensor | None = None  # int64 [n], items of one group (windows of a recording) stay on one side of a split
-    client_names: tuple[str, ...] | None = None  # by the numbers of owner
+    mean: tuple[float, ...] | None = (
+        None  # mean per channel of the official training part; bytes are divided by 255 first
+    )
+    std: tuple[float, ...] | None = (
+        None  # standard deviation per channel; None, as for the mean: items are not standardised
+    )
+    vocab: int | None = None  # upper bound of token ids, exclusive
+    kind: str = "classification"  # name of the task, see coterie.core.tasks
+    part: Tensor | None = None  # int64 [n], the split of the data themselves: 0 train, 1 validation, 2 test
+    group: Tensor | None = None  # int64 [n], group of each item; a split never divides a group (windows of a recording)
+    client_names: tuple[str, ...] | None = None  # client names, indexed by the values of owner
 
     def __len__(self) -> int:
         return len(self.y)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one item as the model sees it."""
+        """Shape of one item as the model sees it."""
         return tuple(self.x.shape[1:])
 
     @property
     def targets(self) -> int:
-        """Numbers per item; of a class one."""
+        """Number of target values per item; a class counts as one."""
         return 1 if self.y.dim() == 1 else self.y.shape[1]
 
     @cached_property
@@ -57,7 +66,7 @@ class Dataset:
 
     @cached_property
     def strata(self) -> tuple[Ints, tuple[str, ...]]:
-        """Class or range of targets of each item [n], by which items are dealt out and split evenly, and the names."""
+        """Class or target range of each item [n], and their names; items are dealt out and split evenly by them."""
         strata, names = self.task.strata(self.y)
         return strata, self.classes if self.task.classes else names
 
@@ -67,28 +76,28 @@ class Dataset:
 
     @cached_property
     def digest(self) -> str:
-        """Of items and labels: changed inputs are other data, even where every label is the same."""
-        found = hashlib.blake2b(digest_size=16)
+        """Hash of items and labels."""
+        digest = hashlib.blake2b(digest_size=16)
         for t in (self.x, self.y):
-            found.update(f"{t.dtype} {tuple(t.shape)}".encode())
-            found.update(t.contiguous().numpy().data)
-        return found.hexdigest()
+            digest.update(f"{t.dtype} {tuple(t.shape)}".encode())
+            digest.update(t.contiguous().numpy().data)
+        return digest.hexdigest()
 
     def ready(
-        self, index: Tensor, normalize: Normalize = "standard", turn: float = 0.0, interp: Interp = "bilinear"
+        self, index: Tensor, normalize: Normalize = "standard", degrees: float = 0.0, interp: Interp = "bilinear"
     ) -> Tensor:
-        """Items as the model takes them: gathered, turned by `turn` degrees, scaled to 0..1 and standardised."""
+        """Return items as the model takes them: gathered, rotated by `degrees`, scaled to 0..1 and standardised."""
         x = self.x.index_select(0, index)
-        return prepare_items(x, normalize, self.mean, self.std, turn, interp)
+        return prepare_items(x, normalize, self.mean, self.std, degrees, interp)
 
     def subset(self, n: int) -> "Dataset":
-        """N items, the same ones every time; training and test parts keep their shares."""
+        """Return a data set of n items, the same ones on every call; training and test parts keep their shares."""
         if n >= len(self):
             return self
         test = self.is_test.nonzero().flatten()
         train = (~self.is_test).nonzero().flatten()
         n_test = round(n * len(test) / len(self))
-        picked = [_some(part, k, self.name) for part, k in ((train, n - n_test), (test, n_test))]
+        picked = [_draw_fixed(part, k, self.name) for part, k in ((train, n - n_test), (test, n_test))]
         keep = torch.cat(picked).sort().values
         owner, part, group = (None if t is None else t[keep] for t in (self.owner, self.part, self.group))
         return replace(
@@ -108,15 +117,15 @@ def prepare_items(
     normalize: Normalize,
     mean: tuple[float, ...] | None,
     std: tuple[float, ...] | None,
-    turn: float = 0.0,
+    degrees: float = 0.0,
     interp: Interp = "bilinear",
 ) -> Tensor:
-    """Raw items as the model takes them; floats are changed in place."""
+    """Turn raw items into items as the model takes them; floats are changed in place."""
     if x.dtype == torch.int64:
         return x
     is_bytes = x.dtype == torch.uint8
-    if turn:  # before standardising, so that the corners filled with zero are black
-        x = rotate(x, turn, interp)
+    if degrees:  # before standardising, so that the corners filled with zero are black
+        x = rotate(x, degrees, interp)
     if is_bytes:
         x = x.float() if normalize == "none" else x.float().div_(255)
     if normalize == "standard" and mean is not None and std is not None:
@@ -125,5 +134,5 @@ def prepare_items(
     return x
 
 
-def _some(items: Tensor, k: int, name: str) -> Tensor:
+def _draw_fixed(items: Tensor, k: int, name: str) -> Tensor:
     return items[torch.randperm(len(items), generator=torch_rng(0, "subset", name, len(items)))[:k]]

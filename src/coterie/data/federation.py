@@ -1,4 +1,4 @@
-"""A federation: clients with train, validation and test parts, as one index array and offsets."""
+"""A federation of clients, each with train, validation and test samples, stored as one index array and offsets."""
 
 import hashlib
 from typing import Any, Literal
@@ -12,8 +12,8 @@ from coterie.core.method import ClientData, Split
 from coterie.core.rng import torch_rng
 from coterie.core.tasks import Task
 from coterie.data.annotations import PART_WORDS, client_number
-from coterie.data.dataset import Dataset
-from coterie.data.partition import Ints, deal
+from coterie.data.dataset import Dataset, Ints
+from coterie.data.partition import deal
 from coterie.data.settings import PartitionSettings
 from coterie.data.split import deal_official_test, draw_grouped_parts, draw_parts, hold_out_public
 from coterie.errors import CoterieError
@@ -21,7 +21,7 @@ from coterie.errors import CoterieError
 Part = Literal["train", "val", "test"]
 PARTS: tuple[Part, ...] = ("train", "val", "test")
 DEFAULT_CLIENTS = 20
-CACHE_BYTES = 256 * 2**20  # ready tensors kept per process; small federations are then converted only once
+CACHE_BYTES = 256 * 2**20  # cache of prepared tensors per process; small federations are prepared only once
 
 
 class Federation:
@@ -36,7 +36,7 @@ class Federation:
         bounds: Ints,
         public: Ints,
         official: Ints | None,
-        turns: NDArray[np.float64] | None,
+        rotations: NDArray[np.float64] | None,
         names: tuple[str, ...] | None = None,
         test_from: str = "own",
     ):
@@ -46,13 +46,13 @@ class Federation:
         self._bounds = bounds  # [3 * clients + 1] into index: train, val, test of client 0, train of client 1, ...
         self._public = torch.from_numpy(public)
         self._official = None if official is None else torch.from_numpy(official)
-        self._turns = turns  # degrees per client
+        self._rotations = rotations  # degrees per client
         self.clients: tuple[int, ...] = tuple(range(len(bounds) // 3))
-        self.named = names is not None  # do the data name the clients?
+        self.named = names is not None  # True if the data name the clients
         self.names: tuple[str, ...] = names or tuple(map(str, self.clients))
-        self.groups: Ints | None = None  # the true group of each client, 0 is as recorded
-        if turns is not None:
-            self.groups = np.unique(turns, return_inverse=True)[1].astype(np.int64)
+        self.groups: Ints | None = None  # true group of each client; 0: not rotated
+        if rotations is not None:
+            self.groups = np.unique(rotations, return_inverse=True)[1].astype(np.int64)
         self.identity: dict[str, Any] = self._identity()
         self._cache: dict[tuple[int, str], Split] = {}
         self._cached = 0
@@ -69,11 +69,11 @@ class Federation:
 
     @property
     def num_classes(self) -> int:
-        """0 where targets are no classes."""
+        """Number of classes; 0 if targets are not classes."""
         return self.task.classes
 
     def data(self, client: int) -> ClientData:
-        """The data that the client's hooks may use."""
+        """Return the data that the hooks of this client may use."""
         return ClientData(
             client, self._split(client, "train"), self._split(client, "val"), self.num_classes, self.public()
         )
@@ -82,7 +82,7 @@ class Federation:
         return self._split(client, "test")
 
     def public(self) -> Tensor | None:
-        """The unlabelled items every party has."""
+        """Return the unlabelled items that the server and all clients have, or None."""
         if not self.settings.public:
             return None
         if self._public_ready is None:
@@ -94,7 +94,7 @@ class Federation:
         return self._public_ready
 
     def official(self) -> Split | None:
-        """The official test part; None if it was merged into the pool or does not exist."""
+        """Return the official test part, or None if it was merged into the pool or does not exist."""
         if self._official is None or len(self._official) == 0:
             return None
         if self._official_ready is None:
@@ -103,13 +103,13 @@ class Federation:
         return self._official_ready
 
     def number(self, client: int | str) -> int:
-        """The number of a client that is given by number or name."""
+        """Return the number of a client that is given by number or by name."""
         return client_number(self.names, client)
 
     def indices(self, client: int, part: Part) -> Tensor:
-        """Sample numbers in the data set, ascending."""
+        """Return the indices of the samples in the data set, ascending."""
         if not 0 <= client < len(self.clients):
-            raise CoterieError(f"there is no client {client}; they are numbered 0 to {len(self.clients) - 1}")
+            raise CoterieError(f"unknown client {client}; clients are numbered 0 to {len(self.clients) - 1}")
         at = 3 * client + PARTS.index(part)
         return self._index[self._bounds[at] : self._bounds[at + 1]]
 
@@ -117,39 +117,37 @@ class Federation:
         return len(self.indices(client, part))
 
     def sizes(self, part: Part | Literal["all"] = "train") -> Ints:
-        """Samples per client [clients]."""
+        """Return the number of samples per client [clients]."""
         each = np.diff(self._bounds).reshape(-1, 3)
         return each.sum(axis=1) if part == "all" else each[:, PARTS.index(part)]
 
     def label_counts(self, part: Part | Literal["all"] = "train") -> Ints:
-        """Samples per client and class [clients, classes]; without classes, per range of targets."""
+        """Return the number of samples per client and class (or target range) [clients, classes]."""
         strata, names = self.dataset.strata
         row = np.repeat(np.arange(len(self._bounds) - 1), np.diff(self._bounds))  # 3 * client + part
         picked = slice(None) if part == "all" else row % 3 == PARTS.index(part)
         cell = row[picked] // 3 * len(names) + strata[self._index.numpy()[picked]]
         return np.bincount(cell, minlength=len(self.clients) * len(names)).reshape(-1, len(names))
 
-    def turn(self, client: int) -> float:
-        """Degrees by which this client sees its pictures turned."""
-        return 0.0 if self._turns is None else float(self._turns[client])
+    def rotation(self, client: int) -> float:
+        """Return the degrees by which the pictures of this client are rotated."""
+        return 0.0 if self._rotations is None else float(self._rotations[client])
 
     def source(self, client: int) -> Dataset:
-        """The data set that this client's items come from."""
+        """Return the data set that this client's items come from."""
         return self.dataset
 
     def _split(self, client: int, part: Part) -> Split:
-        got = self._cache.get((client, part))
-        if got is None:
-            index = self.indices(client, part)
-            s = self.settings
-            got = Split(
-                self.dataset.ready(index, s.normalize, self.turn(client), s.rotate_interp), self.dataset.y[index]
-            )
-            size = got.x.numel() * got.x.element_size()
+        split = self._cache.get((client, part))
+        if split is None:
+            index, s = self.indices(client, part), self.settings
+            x = self.dataset.ready(index, s.normalize, self.rotation(client), s.rotate_interp)
+            split = Split(x, self.dataset.y[index])
+            size = x.numel() * x.element_size()
             if self._cached + size <= CACHE_BYTES:
-                self._cache[client, part] = got
+                self._cache[client, part] = split
                 self._cached += size
-        return got
+        return split
 
     def _identity(self) -> dict[str, Any]:
         digest = hashlib.sha256()
@@ -174,7 +172,7 @@ class Federation:
 
 
 def federate(dataset: Dataset, settings: PartitionSettings, seed: int) -> Federation:
-    """Divide the pool among clients and split each client's samples; a pure function of its arguments."""
+    """Divide the samples among clients and split each client's samples; a pure function of its arguments."""
     labels, names = dataset.strata
     is_test = dataset.is_test.numpy()
     scheme = settings.scheme
@@ -189,37 +187,38 @@ def federate(dataset: Dataset, settings: PartitionSettings, seed: int) -> Federa
     pool, official, public = hold_out_public(pool, official, settings, seed)
 
     n = settings.clients or DEFAULT_CLIENTS
-    turns = _turns(dataset, n, int(scheme["K"])) if scheme.name == "rotate" else None
+    rotations = _rotations(dataset, n, int(scheme["K"])) if scheme.name == "rotate" else None
     owner = None if dataset.owner is None else dataset.owner.numpy()[pool]
     client = deal(labels[pool], owner, len(names), n, settings, seed)
-    kept = client >= 0
-    pool, client = pool[kept], client[kept]
+    pool, client = pool[client >= 0], client[client >= 0]
 
-    called = _names(dataset, pool, client) if scheme.name == "natural" else None
-    part = _parts(dataset, settings, test_from, pool, client, seed, called)
-    if test_from == "official" and official is not None and scheme.name == "natural":
-        whose = _owned(dataset, pool, client)[dataset.owner.numpy()[official]]  # type: ignore[union-attr]  # natural
-        pool, client = np.concatenate([pool, official[whose >= 0]]), np.concatenate([client, whose[whose >= 0]])
-        part = np.concatenate([part, np.full(int((whose >= 0).sum()), 2)])
-    elif test_from == "official" and official is not None:
-        dealt, whose = deal_official_test(client, labels[pool], labels[official], len(names), seed)
-        pool, client = np.concatenate([pool, official[dealt]]), np.concatenate([client, whose])
+    client_names = _names(dataset, pool, client) if scheme.name == "natural" else None
+    part = _parts(dataset, settings, test_from, pool, client, seed, client_names)
+    if test_from == "official" and official is not None:
+        if scheme.name == "natural":
+            test_client = _owned(dataset, pool, client)[dataset.owner.numpy()[official]]  # type: ignore[union-attr]  # natural
+            dealt, test_client = np.flatnonzero(test_client >= 0), test_client[test_client >= 0]
+        else:
+            dealt, test_client = deal_official_test(client, labels[pool], labels[official], len(names), seed)
+        pool, client = np.concatenate([pool, official[dealt]]), np.concatenate([client, test_client])
         part = np.concatenate([part, np.full(len(dealt), 2)])
     n = int(client.max()) + 1
     if test_from != "own":
-        _check_parts(np.bincount(3 * client + part, minlength=3 * n).reshape(n, 3), called)
-        _check_groups(dataset, pool, client, part, called)
+        _check_parts(np.bincount(3 * client + part, minlength=3 * n).reshape(n, 3), client_names)
+        _check_groups(dataset, pool, client, part, client_names)
     order = np.lexsort((pool, 3 * client + part))
     bounds = np.concatenate([[0], np.cumsum(np.bincount(3 * client + part, minlength=3 * n))])
-    return Federation(dataset, settings, seed, pool[order], bounds, public, official, turns, called, test_from)
+    return Federation(
+        dataset, settings, seed, pool[order], bounds, public, official, rotations, client_names, test_from
+    )
 
 
 def _test_from(dataset: Dataset, settings: PartitionSettings) -> str:
-    """Where test samples come from, checked against what the data have."""
+    """Return the source of test samples; raise CoterieError if the data do not have it."""
     asked = settings.test_from
     if asked is None:
-        keep = dataset.part is not None and settings.scheme.name == "natural" and settings.pool == "merged"
-        return "given" if keep else "own"
+        given = dataset.part is not None and settings.scheme.name == "natural" and settings.pool == "merged"
+        return "given" if given else "own"
     if asked == "official" and not dataset.is_test.any():
         raise CoterieError(f"test_from = official needs an official test part, and {dataset.name} has none")
     if asked == "given" and dataset.part is None:
@@ -238,7 +237,7 @@ def _parts(
     seed: int,
     names: tuple[str, ...] | None,
 ) -> Ints:
-    """0 train, 1 validation, 2 test for each sample of the pool."""
+    """Return 0 (train), 1 (validation) or 2 (test) for each sample of the pool."""
     strata = dataset.strata[0][pool]
     group = None if dataset.group is None else dataset.group.numpy()[pool]
     if group is not None and names is None:
@@ -247,29 +246,29 @@ def _parts(
             "them among clients; take natural, or data without groups"
         )
 
-    def drawn(own_test: bool, where: Ints | slice) -> Ints:
+    def draw(own_test: bool, where: Ints | slice) -> Ints:
         if group is None or names is None:
             return draw_parts(client[where], strata[where], settings, own_test, seed)
         return draw_grouped_parts(client[where], strata[where], group[where], settings, own_test, seed, names)
 
     if test_from != "given" or dataset.part is None:
-        return drawn(test_from == "own", slice(None))
+        return draw(test_from == "own", slice(None))
     part = dataset.part.numpy()[pool].copy()
     if settings.val_share and not (part == 1).any() and (rest := np.flatnonzero(part == 0)).size:
-        part[rest] = drawn(False, rest)  # the split says nothing of validation
+        part[rest] = draw(False, rest)  # the split has no validation part
     return part
 
 
 def _names(dataset: Dataset, pool: Ints, client: Ints) -> tuple[str, ...]:
-    """What the data call the clients."""
+    """Return the names that the data give to the clients."""
     assert dataset.owner is not None
     first = np.unique(client, return_index=True)[1]
-    whose = dataset.owner.numpy()[pool][first]
-    return tuple(str(i) if dataset.client_names is None else dataset.client_names[i] for i in whose.tolist())
+    owner = dataset.owner.numpy()[pool][first].tolist()
+    return tuple(str(i) if dataset.client_names is None else dataset.client_names[i] for i in owner)
 
 
 def _owned(dataset: Dataset, pool: Ints, client: Ints) -> Ints:
-    """The client of each owner; -1 for who is left out."""
+    """Return the client number of each owner in the data; -1 if the owner is left out."""
     assert dataset.owner is not None
     number = np.full(int(dataset.owner.max()) + 1, -1, np.int64)
     number[dataset.owner.numpy()[pool]] = client
@@ -277,29 +276,29 @@ def _owned(dataset: Dataset, pool: Ints, client: Ints) -> Ints:
 
 
 def _check_groups(dataset: Dataset, pool: Ints, client: Ints, part: Ints, names: tuple[str, ...] | None) -> None:
-    """A split that came with the data must not divide a group."""
+    """Raise CoterieError if the split of the data divides a group."""
     if dataset.group is None or names is None:
         return
     group = dataset.group.numpy()[pool]
     code = client * (int(group.max()) + 1) + group
     divided = np.intersect1d(code[part == 2], code[part != 2])
     if divided.size:
-        who = names[int(divided[0]) // (int(group.max()) + 1)]
-        raise CoterieError(f"a group of client {who} has both test and other samples in the split of the data")
+        name = names[int(divided[0]) // (int(group.max()) + 1)]
+        raise CoterieError(f"a group of client {name} has both test and other samples in the split of the data")
 
 
 def _check_parts(sizes: Ints, names: tuple[str, ...] | None) -> None:
-    """Nobody may be without training or test samples. sizes [clients, 3]"""
+    """Raise CoterieError if a client has no training or no test samples; sizes is [clients, 3]."""
     for part in (0, 2):
         if (empty := np.flatnonzero(sizes[:, part] == 0)).size:
-            who = str(empty[0]) if names is None else names[empty[0]]
+            name = str(empty[0]) if names is None else names[empty[0]]
             raise CoterieError(
-                f"client {who} has no {PART_WORDS[part]} samples in the split of the data; take test_from = own"
+                f"client {name} has no {PART_WORDS[part]} samples in the split of the data; take test_from = own"
             )
 
 
-def _turns(dataset: Dataset, n: int, K: int) -> NDArray[np.float64]:
-    """Degrees per client: for r = 1..K-1 the r-th n//K clients are turned by 360 r / K, the rest stay as they are."""
+def _rotations(dataset: Dataset, n: int, K: int) -> NDArray[np.float64]:
+    """Return degrees per client: for r = 1..K-1 the r-th n//K clients are rotated by 360 r / K, the others not."""
     if not dataset.is_picture or dataset.shape[1] != dataset.shape[2]:
         raise CoterieError(f"partition rotate needs square pictures, and items of {dataset.name} are {dataset.shape}")
     if n < K:

@@ -1,4 +1,4 @@
-"""`coterie data get`: the files of a known data set from its official source, checked, and resumable."""
+"""Download a known data set from its official source (`coterie data get`), with checksums and resuming."""
 
 import hashlib
 import tarfile
@@ -15,12 +15,12 @@ from coterie.errors import CoterieError, unknown
 _BLOCK = 1 << 20
 _TIMEOUT = 30.0  # seconds without a byte
 
-Tell = Callable[[str, int, int], None]  # the file, bytes there, bytes in all (0: nobody said)
+Progress = Callable[[str, int, int], None]  # file name, bytes received, bytes in total (0: unknown)
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file on the network. Its MD5, as publisher or torchvision state it, finds damage, not forgery."""
+    """A file on the network. Its MD5, as stated by its publisher or torchvision, detects damage, not forgery."""
 
     url: str
     md5: str
@@ -36,7 +36,7 @@ def _idx(base: str, *sums: str) -> tuple[SourceFile, ...]:
     return tuple(SourceFile(f"{base}/{part}-ubyte.gz", md5) for part, md5 in zip(parts, sums, strict=True))
 
 
-# name -> the folder below the data folder, and the files
+# name -> subfolder of the data folder, and the files
 SOURCES: dict[str, tuple[str, tuple[SourceFile, ...]]] = {
     "mnist": (
         "MNIST/raw",
@@ -122,75 +122,79 @@ SOURCES: dict[str, tuple[str, tuple[SourceFile, ...]]] = {
 }
 
 
-def fetch_dataset(name: str, folder: Path | None = None, tell: Tell = lambda file, done, total: None) -> list[Path]:
-    """The files of a data set; what is on this machine already is not fetched again."""
+def fetch_dataset(
+    name: str, folder: Path | None = None, progress: Progress = lambda file, done, total: None
+) -> list[Path]:
+    """Return the files of a data set, downloading them unless they are on this machine already."""
     if name not in DATASETS:
         raise unknown("data", name, SOURCES)
     if name == "digits":
-        raise CoterieError("digits come with scikit-learn and are always there")
+        raise CoterieError("digits come with scikit-learn and are always available")
     if name not in SOURCES:
-        raise CoterieError(f"{name} has no official source on the network; `coterie list data` says what it is")
-    found = locate(DATASETS[name], folder)
-    if found is not None:
-        return found
+        raise CoterieError(f"{name} cannot be downloaded by this command; `coterie list data` says how to get it")
+    paths = locate(DATASETS[name], folder)
+    if paths is not None:
+        return paths
     root = folder or data_dir()
     below, sources = SOURCES[name]
     for source in sources:
-        file = fetch_file(source, root / below, tell)
+        file = fetch_file(source, root / below, progress)
         if source.unpack:
             _unpack(file, root / below)
-    found = locate(DATASETS[name], folder)
-    if found is None:
+    paths = locate(DATASETS[name], folder)
+    if paths is None:
         raise CoterieError(f"{name} was fetched into {root}, but files are missing: {', '.join(DATASETS[name].needs)}")
-    return found
+    return paths
 
 
-def fetch_file(source: SourceFile, folder: Path, tell: Tell = lambda file, done, total: None) -> Path:
-    """One file. What a broken connection left is continued; a file with another checksum is never kept."""
+def fetch_file(source: SourceFile, folder: Path, progress: Progress = lambda file, done, total: None) -> Path:
+    """Download one file; continue a partial download, and remove a file whose checksum is wrong."""
     target = folder / source.name
     if target.exists() and _md5(target) == source.md5:
         return target
     folder.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
-    _receive(source, part, tell)
+    _receive(source, part, progress)
     if _md5(part) != source.md5:
         part.unlink()
         raise CoterieError(
-            f"{source.url} gave a file with another checksum than {source.md5}; it was removed, try again"
+            f"the file from {source.url} does not have the checksum {source.md5}; it was removed, try again"
         )
     part.replace(target)
     return target
 
 
-def _receive(source: SourceFile, part: Path, tell: Tell) -> None:
-    there = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(source.url, headers={"Range": f"bytes={there}-"} if there else {})
+def _receive(source: SourceFile, part: Path, progress: Progress) -> None:
+    received = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(source.url, headers={"Range": f"bytes={received}-"} if received else {})
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
-            if there and answer.status != 206:  # the server begins from the start
-                there = 0
+            if received and answer.status != 206:  # the server sends the file from its start
+                received = 0
             length = int(answer.headers.get("Content-Length") or 0)
-            total = there + length if length else 0
-            with part.open("ab" if there else "wb") as f:
+            total = received + length if length else 0
+            with part.open("ab" if received else "wb") as f:
                 while block := answer.read(_BLOCK):
                     f.write(block)
-                    there += len(block)
-                    tell(source.name, there, total)
-        if total and there < total:
-            raise CoterieError(f"{source.url} ended after {there:,} of {total:,} bytes; the same command continues")
+                    received += len(block)
+                    progress(source.name, received, total)
+        if total and received < total:
+            raise CoterieError(
+                f"{source.url} ended after {received:,} of {total:,} bytes; run the command again to continue"
+            )
     except urllib.error.HTTPError as e:
-        if e.code == 416:  # all of it is there already
+        if e.code == 416:  # the partial file is complete
             return
         raise CoterieError(f"{source.url} answered {e.code} ({e.reason})") from None
     except (OSError, ValueError) as e:
         reason = getattr(e, "reason", None) or e
         raise CoterieError(
-            f"{source.url} cannot be reached ({reason}); is there a network? Files put into {part.parent} work as well"
+            f"{source.url} cannot be reached ({reason}); check the network, or put the file into {part.parent}"
         ) from None
 
 
 def _unpack(file: Path, folder: Path) -> None:
-    """An archive's files below `folder`, and nowhere else."""
+    """Extract an archive below `folder`; raise CoterieError if it names a path outside of it."""
     try:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as z:
@@ -206,8 +210,5 @@ def _unpack(file: Path, folder: Path) -> None:
 
 
 def _md5(path: Path) -> str:
-    found = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as f:
-        while block := f.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
+        return hashlib.file_digest(f, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -1,4 +1,4 @@
-"""Readers of the original file formats. Nothing in a file is ever run; a damaged or wrong file gets one sentence."""
+"""Readers of the original file formats. No code in a file is run; a damaged file raises CoterieError."""
 
 import gzip
 import io
@@ -12,7 +12,8 @@ import numpy as np
 from PIL import Image
 
 from coterie.data import unpickle
-from coterie.data.arrays import Array, RawData
+from coterie.data.arrays import RawData
+from coterie.data.dataset import Array
 from coterie.errors import CoterieError
 
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
@@ -21,7 +22,7 @@ _IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 
 @contextmanager
 def reading(path: Path, kind: str) -> Iterator[None]:
-    """Turn any error while reading a file into one sentence that names the file."""
+    """Turn any error while reading a file into a CoterieError that names the file."""
     try:
         yield
     except FileNotFoundError:
@@ -29,86 +30,92 @@ def reading(path: Path, kind: str) -> Iterator[None]:
     except Exception as e:  # the formats' libraries raise nearly everything for damaged files
         reason = " ".join(str(e).split()).rstrip(".")[:200] or type(e).__name__
         raise CoterieError(
-            f"{path} cannot be read as {kind}; it is damaged, cut short or another file: {reason}"
+            f"{path} cannot be read as {kind}; it is damaged, incomplete or of a different kind: {reason}"
         ) from e
 
 
 def npz(path: Path) -> RawData:
-    """x_train, y_train, x_test, y_test (classes, client_train, client_test, group_train, group_test, task); x, y
-    (client, group, split); or MedMNIST's names.
+    """Read an .npz file in one of three layouts.
+
+    These are x_train, y_train, x_test, y_test (classes, client_train, client_test, group_train, group_test, task);
+    x, y (client, group, split); or MedMNIST's names.
     """
     with reading(path, "an .npz data file"):
-        have = _arrays(path)
-        if "train_images" in have:
-            parts = [p for p in ("train", "val") if f"{p}_images" in have]  # the validation part is for training
-            have["x_train"] = np.concatenate([have[f"{p}_images"] for p in parts])
-            have["y_train"] = np.concatenate([have[f"{p}_labels"] for p in parts])
-            have |= {
-                f"{a}_test": have[f"test_{b}"] for a, b in (("x", "images"), ("y", "labels")) if f"test_{b}" in have
+        arrays = _arrays(path)
+        if "train_images" in arrays:
+            parts = [p for p in ("train", "val") if f"{p}_images" in arrays]  # the validation part is for training
+            arrays["x_train"] = np.concatenate([arrays[f"{p}_images"] for p in parts])
+            arrays["y_train"] = np.concatenate([arrays[f"{p}_labels"] for p in parts])
+            arrays |= {
+                f"{a}_test": arrays[f"test_{b}"] for a, b in (("x", "images"), ("y", "labels")) if f"test_{b}" in arrays
             }
-        have = {k + "_train" if k in ("x", "y", "client", "group") else k: v for k, v in have.items()}
-        lacks = [k for k in ("x_train", "y_train") if k not in have]
-        if lacks:
-            raise ValueError(f"it lacks {' and '.join(lacks)}")
-        classes = [str(c) for c in have["classes"]] if "classes" in have else None
-        clients = have.get("client_train"), have.get("client_test")
-        task = str(have["task"]) if "task" in have else None
-        tests = have.get("x_test"), have.get("y_test")
-        raw = RawData(have["x_train"], have["y_train"], *tests, classes, *clients, task)
-        return raw._replace(split=have.get("split"), group=have.get("group_train"), group_test=have.get("group_test"))
+        arrays = {k + "_train" if k in ("x", "y", "client", "group") else k: v for k, v in arrays.items()}
+        missing = [k for k in ("x_train", "y_train") if k not in arrays]
+        if missing:
+            raise ValueError(f"it lacks {' and '.join(missing)}")
+        columns = ("x_test", "y_test", "client_test", "split", "group_test")
+        return RawData(
+            arrays["x_train"],
+            arrays["y_train"],
+            classes=[str(c) for c in arrays["classes"]] if "classes" in arrays else None,
+            task=str(arrays["task"]) if "task" in arrays else None,
+            client=arrays.get("client_train"),
+            group=arrays.get("group_train"),
+            **{k: arrays[k] for k in columns if k in arrays},
+        )
 
 
 def new_items(path: Path) -> tuple[Array, Array | None]:
-    """Items and, if they are there, their targets: x and y of an .npz file, else x_test and y_test; or an .npy file."""
+    """Read items and, if present, targets: x and y (or x_test and y_test) of an .npz file, or items of an .npy file."""
     with reading(path, "a file of items (.npz or .npy)"):
         if path.suffix == ".npy":
             return np.load(path, allow_pickle=False), None
-        have = _arrays(path)
-        end = "" if "x" in have else "_test"
-        if f"x{end}" not in have:
+        arrays = _arrays(path)
+        suffix = "" if "x" in arrays else "_test"
+        if f"x{suffix}" not in arrays:
             raise ValueError("it lacks x")
-        x, y = have[f"x{end}"], have.get(f"y{end}")
+        x, y = arrays[f"x{suffix}"], arrays.get(f"y{suffix}")
         if x.ndim == 0 or (y is not None and (y.ndim == 0 or len(x) != len(y))):
-            raise ValueError("x and y must have one row for each item")
+            raise ValueError("x and y must have one row per item")
         return x, y
 
 
 def own_items(path: Path) -> tuple[Array, Array | None, Array | None, Array | None]:
-    """Somebody's own samples: x and y (or x_train and y_train), x_test and y_test; all but x may be missing."""
+    """Read the samples of a newcomer: x and y (or x_train and y_train), x_test and y_test; only x is required."""
     with reading(path, "a file of items (.npz)"):
-        have = _arrays(path)
-        end = "" if "x" in have else "_train"
-        if f"x{end}" not in have:
+        arrays = _arrays(path)
+        suffix = "" if "x" in arrays else "_train"
+        if f"x{suffix}" not in arrays:
             raise ValueError("it lacks x")
-        return have[f"x{end}"], have.get(f"y{end}"), have.get("x_test"), have.get("y_test")
+        return arrays[f"x{suffix}"], arrays.get(f"y{suffix}"), arrays.get("x_test"), arrays.get("y_test")
 
 
 def _arrays(path: Path) -> dict[str, Array]:
     with path.open("rb") as f:
         if (start := f.read(4)) not in (b"PK\x03\x04", b"PK\x05\x06"):
-            raise ValueError("it does not begin like one" if start else "it is empty")
+            raise ValueError("its first bytes are wrong" if start else "it is empty")
         f.seek(0)
-        with np.load(f, allow_pickle=False) as z:  # opened here: numpy leaves a broken archive open
+        with np.load(f, allow_pickle=False) as z:  # opened here, because numpy does not close a broken archive
             try:
-                found = {k: z[k] for k in z.files}
+                arrays = {k: z[k] for k in z.files}
             except ValueError as e:
                 if "allow_pickle" in str(e):
                     raise ValueError("it holds Python objects, and these are never loaded") from None
                 raise
-    for k, array in found.items():
+    for k, array in arrays.items():
         if not isinstance(array, np.ndarray):
-            raise ValueError(f"its part {k} is no array")
-    return found
+            raise ValueError(f"its part {k} is not an array")
+    return arrays
 
 
 def idx(path: Path) -> Array:
-    """One array of MNIST's format, packed by gzip or not."""
+    """Read an array in MNIST's format, packed by gzip or not."""
     with reading(path, "an idx file"):
         raw = path.read_bytes()
         if raw[:2] == b"\x1f\x8b":
             raw = gzip.decompress(raw)
         if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _IDX_TYPES:
-            raise ValueError("it does not begin like one")
+            raise ValueError("its first bytes are wrong")
         shape = tuple(int(d) for d in np.frombuffer(raw, ">u4", raw[3], 4))
         dtype = np.dtype(_IDX_TYPES[raw[2]])
         data = raw[4 + 4 * raw[3] :]
@@ -118,7 +125,7 @@ def idx(path: Path) -> Array:
 
 
 def idx_set(files: Sequence[Path], transpose: bool = False) -> RawData:
-    """Training pictures and labels, test pictures and labels; EMNIST's pictures are stored on their side."""
+    """Read training pictures and labels, test pictures and labels; EMNIST stores its pictures transposed."""
     x, y, x_test, y_test = (idx(f) for f in files)
     for pictures, f in ((x, files[0]), (x_test, files[2])):
         if pictures.ndim != 3:
@@ -129,50 +136,50 @@ def idx_set(files: Sequence[Path], transpose: bool = False) -> RawData:
 
 
 def cifar(train: Sequence[Path], test: Path, meta: Path, label: str) -> RawData:
-    """CIFAR's python folders; `label` is labels or fine_labels."""
+    """Read CIFAR's python folders; `label` is labels or fine_labels."""
     parts = [_cifar_batch(p, label) for p in train]
     x_test, y_test = _cifar_batch(test, label)
     names: list[str] | None = None
     if meta.exists():
         with reading(meta, "CIFAR's list of class names"):
-            found = _text_keys(unpickle.plain_values(meta.read_bytes()))
             key = "fine_label_names" if label == "fine_labels" else "label_names"
-            names = [n.decode() if isinstance(n, bytes) else str(n) for n in found[key]]
+            stored = _text_keys(unpickle.plain_values(meta.read_bytes()))[key]
+            names = [n.decode() if isinstance(n, bytes) else str(n) for n in stored]
     return RawData(np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]), x_test, y_test, names)
 
 
 def _cifar_batch(path: Path, label: str) -> tuple[Array, Array]:
     with reading(path, "a CIFAR file"):
-        found = _text_keys(unpickle.plain_values(path.read_bytes()))
-        if "data" not in found or label not in found:
+        batch = _text_keys(unpickle.plain_values(path.read_bytes()))
+        if "data" not in batch or label not in batch:
             raise ValueError(f"it has no data or no {label}")
-        return np.asarray(found["data"], np.uint8).reshape(-1, 3, 32, 32), np.asarray(found[label], np.int64)
+        return np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32), np.asarray(batch[label], np.int64)
 
 
-def _text_keys(found: object) -> dict[str, list[object]]:
-    if not isinstance(found, dict):
+def _text_keys(value: object) -> dict[str, list[object]]:
+    if not isinstance(value, dict):
         raise ValueError("it does not hold a dictionary")
-    return {k.decode("latin-1") if isinstance(k, bytes) else str(k): v for k, v in found.items()}
+    return {k.decode("latin-1") if isinstance(k, bytes) else str(k): v for k, v in value.items()}
 
 
 def svhn(files: Sequence[Path]) -> RawData:
-    """train_32x32.mat and test_32x32.mat, where the digit 0 is called 10."""
+    """Read train_32x32.mat and test_32x32.mat, in which the digit 0 has the label 10."""
     import scipy.io  # slow to import, and only needed here
 
-    got: list[Array] = []
+    arrays: list[Array] = []
     for path in files:
         with reading(path, "an SVHN .mat file"):
-            found = scipy.io.loadmat(path, variable_names=["X", "y"])
-            if "X" not in found or "y" not in found or found["X"].ndim != 4:
+            mat = scipy.io.loadmat(path, variable_names=["X", "y"])
+            if "X" not in mat or "y" not in mat or mat["X"].ndim != 4:
                 raise ValueError("it lacks the arrays X and y")
-            got += [found["X"].transpose(3, 2, 0, 1), found["y"].reshape(-1).astype(np.int64) % 10]
-    return RawData(got[0], got[1], got[2], got[3])
+            arrays += [mat["X"].transpose(3, 2, 0, 1), mat["y"].reshape(-1).astype(np.int64) % 10]
+    return RawData(arrays[0], arrays[1], arrays[2], arrays[3])
 
 
 def folder(root: Path) -> RawData:
-    """Pictures in train/CLASS and test/CLASS (valid counts as training), or just in CLASS folders."""
+    """Read pictures in train/CLASS and test/CLASS (valid counts as training), or only in CLASS folders."""
     if root.resolve() == Path(root.anchor or "/"):
-        raise CoterieError(f"{root} is the whole disk; name the folder that the data are in")
+        raise CoterieError(f"{root} is the whole disk; name the folder of the data")
     if (root / "train").is_dir():
         trains = [root / "train"] + ([root / "valid"] if (root / "valid").is_dir() else [])
         test = next((root / d for d in ("test", "val") if (root / d).is_dir()), None)
@@ -189,7 +196,7 @@ def folder(root: Path) -> RawData:
 
 
 def parquet(paths: Sequence[Path]) -> RawData:
-    """Pictures and labels of a data set of the Hugging Face hub: parts train and test, by their files' names."""
+    """Read pictures and labels of a data set of the Hugging Face hub; file names begin with train or test."""
     parts: dict[str, tuple[list[Array], list[Array]]] = {"train": ([], []), "test": ([], [])}
     for path in paths:
         with reading(path, "a parquet file of pictures"):
@@ -206,7 +213,10 @@ def parquet(paths: Sequence[Path]) -> RawData:
 
 
 def tiny_imagenet(root: Path) -> RawData:
-    """train/CLASS/images, and val/images with val_annotations.txt as the test part: labels of test are not public."""
+    """Read train/CLASS/images and, as the test part, val/images with val_annotations.txt.
+
+    The labels of Tiny-ImageNet's own test part are not public.
+    """
     classes = sorted(d.name for d in (root / "train").iterdir() if d.is_dir())
     notes = root / "val" / "val_annotations.txt"
     with reading(notes, "Tiny-ImageNet's annotations"):
@@ -220,23 +230,23 @@ def tiny_imagenet(root: Path) -> RawData:
 
 
 def _labelled(part: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
-    """(file, class number), in order of names so that sample numbers are the same on every machine.
+    """Return (file, class number) pairs, sorted by name so that sample indices are the same on every machine.
 
-    Looks two folders deep below the class: a wrong folder must not have the whole disk searched.
+    Only two levels below the class folder are searched, so that a wrong folder does not make the search endless.
     """
-    found = []
+    labelled = []
     for c, d in enumerate(classes):
         with reading(part / d, "a folder of pictures"):
             inside = [f for depth in ("*", "*/*", "*/*/*") for f in (part / d).glob(depth)]
-        found += [(f, c) for f in sorted(inside) if f.suffix.lower() in _PICTURES]
-    return found
+        labelled += [(f, c) for f in sorted(inside) if f.suffix.lower() in _PICTURES]
+    return labelled
 
 
 def _pictures(train: list[tuple[Path, int]], test: list[tuple[Path, int]], classes: Sequence[str]) -> RawData:
     files = [f for f, _ in train + test]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # decoding leaves Python's lock
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # decoding releases Python's lock
         pictures = list(pool.map(_picture, files, chunksize=256))
-    if any(p.ndim == 3 for p in pictures):  # grey ones among coloured
+    if any(p.ndim == 3 for p in pictures):  # grey pictures among coloured ones
         pictures = [p if p.ndim == 3 else np.repeat(p[:, :, None], 3, axis=2) for p in pictures]
     odd = next((i for i, p in enumerate(pictures) if p.shape != pictures[0].shape), None)
     if odd is not None:

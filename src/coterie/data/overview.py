@@ -1,4 +1,4 @@
-"""A partition as a table and as a picture of labels by client."""
+"""Show a partition as a table and as a picture of labels by client."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -6,42 +6,42 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
+from coterie.data.dataset import Ints
 from coterie.data.federation import Federation
-from coterie.data.partition import Ints
 from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_ROWS = 30  # clients a table lists
-_BUBBLES = 60  # clients, and classes, up to which bubbles stay readable
-_HEAT_ROWS = 300  # clients a heat map has room for
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")  # Okabe and Ito's
+_ROWS = 30  # clients in a table
+_BUBBLES = 60  # largest number of clients and of classes for which bubbles are readable
+_HEAT_ROWS = 300  # clients in a heat map
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")  # Okabe and Ito
 
 
 def partition_table(fed: Federation) -> Table:
-    """Sizes and labels of each client; an even spread of them if there are many."""
+    """Return a table of sizes and labels per client; if there are many clients, of evenly spaced ones."""
     counts = fed.label_counts("all")
     total = counts.sum(axis=1)
-    rows = _spread(len(total), _ROWS)
+    clients = _spread(len(total), _ROWS)
     title = f"{_title(fed)}: {len(total)} clients, {total.sum()} samples"
-    out = Table(title=title, caption=_caption(fed, counts, len(rows)), caption_justify="left")
+    out = Table(title=title, caption=_caption(fed, counts, len(clients)), caption_justify="left")
     out.add_column("client", justify="right")
     for part in ("train", "val", "test", "labels"):
         out.add_column(part, justify="right")
     out.add_column("largest labels")
     if fed.groups is not None:
-        out.add_column("turned", justify="right")
+        out.add_column("rotated", justify="right")
     sizes = [fed.sizes(p) for p in ("train", "val", "test")]
-    for i in rows:
-        turn = [] if fed.groups is None else [f"{fed.turn(i):g}°"]
-        parts = [str(s[i]) for s in sizes]
-        out.add_row(fed.names[i], *parts, str((counts[i] > 0).sum()), _largest(counts[i], fed.dataset.strata[1]), *turn)
+    for i in clients:
+        rotated = [] if fed.groups is None else [f"{fed.rotation(i):g}°"]
+        parts = [*(str(s[i]) for s in sizes), str((counts[i] > 0).sum())]
+        out.add_row(fed.names[i], *parts, _largest(counts[i], fed.dataset.strata[1]), *rotated)
     return out
 
 
 def partition_rows(fed: Federation) -> list[dict[str, Any]]:
-    """The same as plain values, for all clients."""
+    """Return sizes and labels of all clients as plain values."""
     counts, names = fed.label_counts("all"), fed.dataset.strata[1]
     sizes = {part: fed.sizes(part) for part in ("train", "val", "test")}
     return [
@@ -55,7 +55,7 @@ def partition_rows(fed: Federation) -> list[dict[str, Any]]:
 
 
 def draw_partition(fed: Federation, path: Path) -> Path:
-    """The picture of labels by client as PNG, SVG or PDF by the suffix."""
+    """Write the picture of labels by client as PNG, SVG or PDF, by the suffix, and return the path."""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise CoterieError(f'a picture is written as .png, .svg or .pdf, not "{path.suffix}"')
     if not path.absolute().parent.is_dir():
@@ -65,7 +65,7 @@ def draw_partition(fed: Federation, path: Path) -> Path:
 
 
 def partition_figure(fed: Federation) -> "Figure":
-    """Bubbles of labels by client, or a heat map when there are too many for bubbles."""
+    """Plot labels by client as bubbles, or as a heat map if there are too many for bubbles."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -102,11 +102,11 @@ def _bubbles(axes: Any, fed: Federation, counts: Ints) -> None:
     colours = np.array(_COLOURS)[groups[client] % len(_COLOURS)]
     axes.scatter(client, label, s=220 * held / counts.max(), c=colours, alpha=0.8, linewidths=0)
     largest = int(counts.max())
-    for n in sorted({largest, max(1, largest // 4)}):  # the key to the areas
+    for n in sorted({largest, max(1, largest // 4)}):  # legend of the areas
         axes.scatter([], [], s=220 * n / largest, c=_COLOURS[0], alpha=0.8, linewidths=0, label=f"{n} samples")
     for g in np.unique(groups) if fed.groups is not None else ():
-        turn = fed.turn(int(np.flatnonzero(groups == g)[0]))
-        axes.scatter([], [], s=60, marker="s", c=_COLOURS[g % len(_COLOURS)], label=f"turned {turn:g}°")
+        degrees = fed.rotation(int(np.flatnonzero(groups == g)[0]))
+        axes.scatter([], [], s=60, marker="s", c=_COLOURS[g % len(_COLOURS)], label=f"rotated {degrees:g}°")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelspacing=1.2, fontsize=8)
     axes.set_xlabel("client")
     ticks = _spread(len(counts), 21)
@@ -140,5 +140,5 @@ def _largest(counts: Ints, classes: tuple[str, ...]) -> str:
 
 
 def _spread(n: int, limit: int) -> list[int]:
-    """At most `limit` client numbers, evenly spread."""
+    """Return at most `limit` client numbers, evenly spaced."""
     return list(range(n)) if n <= limit else sorted({int(i) for i in np.linspace(0, n - 1, limit)})

@@ -1,7 +1,7 @@
-"""Partitions: which client each sample of a pool goes to.
+"""Partitions: assign each sample of a pool to a client.
 
-A scheme deals whole pools at once with array operations, so 100,000 clients take seconds. Every draw is keyed by
-(seed, scheme, attempt); a partition that leaves somebody below the minimum size is drawn again, within bounds.
+A scheme deals a whole pool with array operations, so 100,000 clients take seconds. Every draw is keyed by (seed,
+scheme, attempt); a partition that leaves a client below the minimum size is drawn again, a limited number of times.
 """
 
 from collections.abc import Callable
@@ -10,55 +10,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.core.rng import numpy_rng
-from coterie.data.partition_spec import Scheme, parse_scheme
+from coterie.data.dataset import Ints
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 
 
 def deal(
     labels: Ints, owner: Ints | None, classes: int, n_clients: int, settings: PartitionSettings, seed: int
 ) -> Ints:
-    """The client of each sample [n]; -1 for samples whose natural client is left out."""
+    """Return the client of each sample [n]; -1 for samples whose natural client is left out."""
     scheme = settings.scheme
     if scheme.name == "natural":
         return _natural(owner, settings)
-    least = max(settings.min_size, 1)
+    min_size = max(settings.min_size, 1)
     if n_clients > len(labels):
-        raise CoterieError(f"clients = {n_clients} is more than the {len(labels)} samples there are to deal out")
-    if n_clients * least > len(labels):
+        raise CoterieError(f"clients = {n_clients} is more than the number of samples, {len(labels)}")
+    if n_clients * min_size > len(labels):
         raise CoterieError(
-            f"{len(labels)} samples cannot give {n_clients} clients min_size = {least} each; lower clients or min_size"
+            f"{len(labels)} samples are too few for {n_clients} clients with min_size = {min_size}; lower one of these"
         )
     if scheme.name == "iid":
         return _iid(len(labels), n_clients, numpy_rng(seed, "partition", "iid"))
     if scheme.name == "shards":
-        return _shards(labels, n_clients, int(scheme["s"]), least, numpy_rng(seed, "partition", "shards"))
+        return _shards(labels, n_clients, int(scheme["s"]), min_size, numpy_rng(seed, "partition", "shards"))
     if scheme.name == "exdir":
         return _exdir(labels, classes, n_clients, settings, seed)
     return _dirichlet(labels, classes, n_clients, settings, seed)
 
 
 def _iid(n: int, n_clients: int, rng: np.random.Generator) -> Ints:
-    """Equal shares of a shuffled pool; sizes differ by one at most."""
+    """Deal equal shares of a shuffled pool; sizes differ by at most one."""
     client = np.empty(n, np.int64)
     client[rng.permutation(n)] = np.arange(n) * n_clients // n
     return client
 
 
-def _shards(labels: Ints, n_clients: int, per_client: int, least: int, rng: np.random.Generator) -> Ints:
-    """Sort by label, cut into per_client * n_clients equal shards, deal each client per_client of them at random."""
+def _shards(labels: Ints, n_clients: int, per_client: int, min_size: int, rng: np.random.Generator) -> Ints:
+    """Sort by label, cut into per_client * n_clients equal shards, and deal per_client of them to each client."""
     n, shards = len(labels), per_client * n_clients
     if shards > n:
         raise CoterieError(
             f"shards({per_client}) over {n_clients} clients needs {shards} shards, but there are only {n} samples"
         )
-    if n // shards * per_client < least:
+    if n // shards * per_client < min_size:
         raise CoterieError(
             f"shards({per_client}) over {n_clients} clients can leave {n // shards * per_client} samples to a client, "
-            f"fewer than min_size = {least}; lower clients, shards or min_size"
+            f"fewer than min_size = {min_size}; lower clients, shards or min_size"
         )
     order = _by_class(labels, rng)
     holder = rng.permutation(shards) // per_client
@@ -68,25 +67,25 @@ def _shards(labels: Ints, n_clients: int, per_client: int, least: int, rng: np.r
 
 
 def _natural(owner: Ints | None, settings: PartitionSettings) -> Ints:
-    """The clients the data name, renumbered from 0; those with fewer than min_size samples are left out."""
+    """Take the clients that the data name, renumbered from 0; leave out those with fewer than min_size samples."""
     if owner is None:
         raise CoterieError("partition natural needs data that name their clients (client_train), and these do not")
     _, client, size = np.unique(owner, return_inverse=True, return_counts=True)
-    kept = np.flatnonzero(size >= max(settings.min_size, 2))
-    if len(kept) == 0:
+    large = np.flatnonzero(size >= max(settings.min_size, 2))
+    if len(large) == 0:
         raise CoterieError(f"no natural client has min_size = {settings.min_size} samples; lower min_size")
-    wanted = settings.clients or len(kept)
-    if wanted > len(kept):
+    wanted = settings.clients or len(large)
+    if wanted > len(large):
         raise CoterieError(
-            f"clients = {wanted} is more than the {len(kept)} natural clients with at least {settings.min_size} samples"
+            f"clients = {wanted} is more than the {len(large)} natural clients with {settings.min_size} or more samples"
         )
     number = np.full(len(size), -1, np.int64)
-    number[kept[:wanted]] = np.arange(wanted)
+    number[large[:wanted]] = np.arange(wanted)
     return number[client]
 
 
 def _dirichlet(labels: Ints, classes: int, n_clients: int, settings: PartitionSettings, seed: int) -> Ints:
-    """Per class, shares ~ Dir(alpha) over the clients."""
+    """Deal each class by shares ~ Dir(alpha) over the clients."""
     scheme = settings.scheme
     alpha = np.full(n_clients, scheme["alpha"])
     per_class = np.bincount(labels, minlength=classes)
@@ -96,17 +95,17 @@ def _dirichlet(labels: Ints, classes: int, n_clients: int, settings: PartitionSe
         shares = rng.dirichlet(alpha, size=classes)  # [classes, clients]
         if limit is None:
             return _cut(shares, per_class)
-        return _capped(shares, per_class, limit, lambda c, opened: opened / opened.sum())
+        return _capped(shares, per_class, limit, lambda c, below: below / below.sum())
 
     if settings.short == "fill":
         rng = numpy_rng(seed, "partition", scheme.name, 0)
         return _filled(_spread(labels, draw(rng), rng), n_clients, settings.min_size, rng)
-    mend = "raise alpha, lower clients or min_size, or set short = fill"
-    return _redrawn(draw, labels, classes, n_clients, settings, seed, mend)
+    remedy = "raise alpha, lower clients or min_size, or set short = fill"
+    return _redrawn(draw, labels, classes, n_clients, settings, seed, remedy)
 
 
 def _exdir(labels: Ints, classes: int, n_clients: int, settings: PartitionSettings, seed: int) -> Ints:
-    """Every client draws C labels; per class, shares ~ Dir(alpha) over the clients that hold it."""
+    """Draw C labels for every client, then deal each class by shares ~ Dir(alpha) over the clients that hold it."""
     C, alpha = int(settings.scheme["C"]), settings.scheme["alpha"]
     per_class = np.bincount(labels, minlength=classes)
     if classes < C:
@@ -120,26 +119,26 @@ def _exdir(labels: Ints, classes: int, n_clients: int, settings: PartitionSettin
         for c, ids in enumerate(where):
             each = alpha if settings.exdir_prior == "indicator" else alpha / len(ids)
             shares[c, ids] = rng.dirichlet(np.full(len(ids), each))
-        # When all holders are at the cap, what is left goes to the last of them.
-        return _capped(shares, per_class, limit, lambda c, opened: np.arange(n_clients) == where[c][-1])
+        # When all holders of a class are at the cap, the last of them takes the rest.
+        return _capped(shares, per_class, limit, lambda c, below: np.arange(n_clients) == where[c][-1])
 
-    mend = "raise alpha or C, or lower clients or min_size"
-    return _redrawn(draw, labels, classes, n_clients, settings, seed, mend)
+    remedy = "raise alpha or C, or lower clients or min_size"
+    return _redrawn(draw, labels, classes, n_clients, settings, seed, remedy)
 
 
 def _holders(C: int, classes: int, n_clients: int, settings: PartitionSettings, seed: int) -> NDArray[np.bool_]:
-    """Who holds which label [classes, clients]; drawn again until every label has enough holders."""
-    least = settings.exdir_min_holders or max(1, C * n_clients // classes // 2)
+    """Draw which clients hold which label [classes, clients], until every label has enough holders."""
+    min_holders = settings.exdir_min_holders or max(1, C * n_clients // classes // 2)
     for attempt in range(_attempts(n_clients * classes)):
         rng = numpy_rng(seed, "partition", "exdir-labels", attempt)
         drawn = np.argpartition(rng.random((n_clients, classes), dtype=np.float32), C - 1, axis=1)[:, :C]
         holds = np.zeros((classes, n_clients), bool)
         holds[drawn.ravel(), np.repeat(np.arange(n_clients), C)] = True
-        if holds.sum(axis=1).min() >= least:
+        if holds.sum(axis=1).min() >= min_holders:
             return holds
     raise CoterieError(
-        f"{settings.scheme} over {n_clients} clients leaves some of {classes} labels with fewer than {least} holders "
-        "every time; raise C or clients, or lower exdir_min_holders"
+        f"{settings.scheme} over {n_clients} clients leaves some of {classes} labels with fewer than {min_holders} "
+        "holders in every draw; raise C or clients, or lower exdir_min_holders"
     )
 
 
@@ -150,9 +149,9 @@ def _redrawn(
     n_clients: int,
     settings: PartitionSettings,
     seed: int,
-    mend: str,
+    remedy: str,
 ) -> Ints:
-    """The first draw that gives every client min_size samples."""
+    """Return the first draw that gives every client min_size samples."""
     attempts = _attempts(n_clients * classes)
     for attempt in range(attempts):
         rng = numpy_rng(seed, "partition", settings.scheme.name, attempt)
@@ -161,17 +160,17 @@ def _redrawn(
             return _spread(labels, counts, rng)
     raise CoterieError(
         f"{settings.scheme} over {n_clients} clients left a client with fewer than min_size = {settings.min_size} "
-        f"samples in each of {attempts} draws; {mend}"
+        f"samples in each of {attempts} draws; {remedy}"
     )
 
 
 def _attempts(work: int) -> int:
-    """Few for huge federations, so that giving up takes seconds, never a matter of the machine's speed."""
+    """Return how often to draw: less often for huge federations, so that giving up takes seconds on any machine."""
     return max(20, min(2000, 50_000_000 // work))
 
 
-def _cut(shares: Floats, per_class: Ints) -> Ints:
-    """Counts [classes, clients]: each class cut at floor(cumsum * n), the last client taking the rest."""
+def _cut(shares: _Floats, per_class: Ints) -> Ints:
+    """Return counts [classes, clients]: each class is cut at floor(cumsum * n), and the last client takes the rest."""
     edges = np.floor(np.cumsum(shares, axis=1) * per_class[:, None]).astype(np.int64)
     edges = np.minimum(edges, per_class[:, None])
     edges[:, -1] = per_class
@@ -179,19 +178,22 @@ def _cut(shares: Floats, per_class: Ints) -> Ints:
 
 
 def _capped(
-    shares: Floats, per_class: Ints, limit: float, instead: Callable[[int, Floats], NDArray[np.float64 | np.bool_]]
+    shares: _Floats, per_class: Ints, limit: float, fallback: Callable[[int, _Floats], NDArray[np.float64 | np.bool_]]
 ) -> Ints:
-    """Like _cut, class after class, without those who hold `limit` samples; `instead` when nobody is left to share."""
+    """Return counts like _cut, but class by class and without the clients that already hold `limit` samples.
+
+    `fallback` gives the shares of a class if no client with a share in it is below the limit.
+    """
     counts = np.zeros(shares.shape, np.int64)
     held = np.zeros(shares.shape[1], np.int64)
     for c, n in enumerate(per_class):
         if n == 0:
             continue
-        opened = held < limit
-        share = shares[c] * opened
+        below = held < limit
+        share = shares[c] * below
         if not share.sum() > 0:
-            share = instead(c, opened.astype(float)).astype(float)
-        last = int(np.flatnonzero(share)[-1])  # rounding leftovers go to a client that is not full
+            share = fallback(c, below.astype(float)).astype(float)
+        last = int(np.flatnonzero(share)[-1])  # the rest of rounding goes to a client below the limit
         edges = np.floor(np.cumsum(share / share.sum()) * n).astype(np.int64)
         edges[last:] = n
         counts[c] = np.diff(np.minimum(edges, n), prepend=0)
@@ -200,36 +202,33 @@ def _capped(
 
 
 def _by_class(labels: Ints, rng: np.random.Generator) -> Ints:
-    """Sample numbers sorted by label, shuffled within each."""
+    """Return sample indices sorted by label and shuffled within each label."""
     shuffled = rng.permutation(len(labels))
     return shuffled[np.argsort(labels[shuffled], kind="stable")]
 
 
 def _spread(labels: Ints, counts: Ints, rng: np.random.Generator) -> Ints:
-    """Assign the shuffled samples of each class to clients, by the given counts [classes, clients]."""
+    """Assign the shuffled samples of each class to clients by counts [classes, clients]."""
     client = np.empty(len(labels), np.int64)
     client[_by_class(labels, rng)] = np.repeat(np.tile(np.arange(counts.shape[1]), len(counts)), counts.ravel())
     return client
 
 
-def _filled(client: Ints, n_clients: int, least: int, rng: np.random.Generator) -> Ints:
-    """Cut the largest clients to a common level and give what they lose to those below `least`."""
+def _filled(client: Ints, n_clients: int, min_size: int, rng: np.random.Generator) -> Ints:
+    """Cut the largest clients to a common size and give the freed samples to clients below `min_size`."""
     size = np.bincount(client, minlength=n_clients)
-    lacking = np.maximum(least - size, 0)
+    lacking = np.maximum(min_size - size, 0)
     need = int(lacking.sum())
     if need == 0:
         return client
-    low, high = least, int(size.max())
-    while low < high:  # the highest level at which enough is left over
+    low, high = min_size, int(size.max())
+    while low < high:  # the highest level that frees enough samples
         level = (low + high + 1) // 2
         low, high = (level, high) if np.maximum(size - level, 0).sum() >= need else (low, level - 1)
     shuffled = rng.permutation(len(client))
     order = shuffled[np.argsort(client[shuffled], kind="stable")]
-    rank = np.arange(len(client)) - np.repeat(np.cumsum(size) - size, size)  # of a sample within its client
+    rank = np.arange(len(client)) - np.repeat(np.cumsum(size) - size, size)  # rank of each sample within its client
     spare = order[rank >= low]
     given = client.copy()
     given[rng.permutation(spare)[:need]] = np.repeat(np.arange(n_clients), lacking)
     return given
-
-
-__all__ = ["Scheme", "deal", "parse_scheme"]

@@ -1,4 +1,4 @@
-"""Names of partition schemes with their parameters: dirichlet(0.1), exdir(2, 0.5), rotate(K=4)."""
+"""Parse partition schemes with their parameters: dirichlet(0.1), exdir(2, 0.5), rotate(K=4)."""
 
 import math
 import re
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from coterie.errors import CoterieError, unknown
 
-# Parameters of each scheme: name, kind, default (None: must be given).
+# Parameters of each scheme: name, type, default (None: required).
 _PARAMETERS: dict[str, tuple[tuple[str, type, float | None], ...]] = {
     "iid": (),
     "dirichlet": (("alpha", float, None),),
@@ -20,6 +20,8 @@ _EXAMPLES = {"dirichlet": "dirichlet(0.1)", "exdir": "exdir(2, 0.5)", "shards": 
 
 @dataclass(frozen=True)
 class Scheme:
+    """The name of a partition scheme and the values of its parameters."""
+
     name: str
     args: tuple[tuple[str, float], ...] = ()
 
@@ -31,17 +33,18 @@ class Scheme:
 
 
 def parse_scheme(text: str) -> Scheme:
-    """Read a scheme, with every parameter filled in and checked."""
+    """Parse a scheme, fill in defaults and check every parameter."""
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", text)
     if match is None:
         raise CoterieError(f'partition "{text}" is not of the form name or name(value, ...), such as dirichlet(0.1)')
     name = match[1].lower()
     if name not in _PARAMETERS:
         raise unknown("partition", name, _PARAMETERS)
-    wanted = _PARAMETERS[name]
-    given = _given(text, [p.strip() for p in (match[2] or "").split(",") if p.strip()], [p[0] for p in wanted])
+    parameters = _PARAMETERS[name]
+    values = [p.strip() for p in (match[2] or "").split(",") if p.strip()]
+    given = _given(text, values, [p[0] for p in parameters])
     args = []
-    for parameter, kind, default in wanted:
+    for parameter, kind, default in parameters:
         if parameter not in given and default is None:
             raise CoterieError(f'partition "{text}" needs {parameter}, for example {_EXAMPLES[name]}')
         args.append((parameter, _number(text, parameter, given[parameter], kind) if parameter in given else default))
@@ -49,7 +52,7 @@ def parse_scheme(text: str) -> Scheme:
 
 
 def _given(text: str, parts: list[str], names: list[str]) -> dict[str, str]:
-    """Values by position or by name."""
+    """Return the values by parameter name; they are given by position or by name."""
     if len(parts) > len(names):
         takes = f"takes {', '.join(names)}" if names else "takes no parameters"
         raise CoterieError(f'partition "{text}" has too many values: it {takes}')
@@ -67,8 +70,8 @@ def _number(text: str, parameter: str, value: str, kind: type) -> float:
     try:
         number = float(kind(value))
     except ValueError:
-        what = "a whole number" if kind is int else "a number"
-        raise CoterieError(f'{parameter} in partition "{text}" must be {what}, not "{value.strip()}"') from None
+        expected = "a whole number" if kind is int else "a number"
+        raise CoterieError(f'{parameter} in partition "{text}" must be {expected}, not "{value.strip()}"') from None
     if not (math.isfinite(number) and number > 0):
         raise CoterieError(f'{parameter} in partition "{text}" must be above 0, not {value.strip()}')
     return number

@@ -16,46 +16,51 @@ class PartitionSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     partition: str = Field("dirichlet(0.1)", description="how the samples are divided among the clients")
-    clients: int | None = Field(None, description="number of clients; empty: 20, or all that the data name (natural)")
+    clients: int | None = Field(None, description="number of clients; empty: 20, or all clients in the data (natural)")
     pool: Literal["merged", "train"] = Field(
         "merged", description="samples that are divided: all, or the official training part only"
     )
     test_share: float = Field(0.25, description="fraction of a client's samples used for testing")
     test_from: Literal["own", "official", "given"] | None = Field(
         None,
-        description="a client's test samples: drawn from its own; from the official test part, its own items there "
-        "(natural) or in proportion to its classes (needs pool = train); or given by the split of the data; "
-        "empty: given for natural clients of data with a split, else own",
+        description="own: a client's test samples are drawn from its samples; official: they come from the official "
+        "test part (needs pool = train), its own items there (natural) or in proportion to its classes; given: the "
+        "split of the data decides; empty: given for natural clients of data with a split, otherwise own",
     )
     val_share: float = Field(0.1, description="fraction of a client's remaining samples used for validation")
     min_size: int = Field(
         10,
-        description="fewest samples of a client; partitions are redrawn until it holds, smaller natural ones left out",
+        description="smallest number of samples of a client; partitions are redrawn until all clients have it, and "
+        "natural clients with fewer samples are left out",
     )
     short: Literal["redraw", "fill"] = Field(
-        "redraw", description="fill: draw once, then move samples from the largest clients to those below min_size"
+        "redraw",
+        description="for clients below min_size: redraw the partition, or fill them with samples of large clients",
     )
     cap: bool = Field(
-        False, description="a client that has an equal share of all samples gets no more (dirichlet, rotate)"
+        False, description="a client that holds an equal share of all samples gets no more (dirichlet, rotate)"
     )
     stratify: bool = Field(True, description="keep the class proportions when a client's samples are split")
-    public: int = Field(0, description="number of unlabelled samples that every party has and no client owns")
-    public_from: Literal["holdout", "test", "noise"] = Field(
-        "holdout", description="source of the public samples: set aside, official test part, or random noise"
+    public: int = Field(
+        0, description="number of unlabelled samples that the server and all clients have and that belong to no client"
     )
-    normalize: Normalize = Field("standard", description="standardise, scale to 0..1, or leave the pixels as they are")
+    public_from: Literal["holdout", "test", "noise"] = Field(
+        "holdout",
+        description="source of the public samples: taken from the pool, from the official test part, or random noise",
+    )
+    normalize: Normalize = Field("standard", description="preprocessing of pixels: standardise, scale to 0..1, or none")
     exdir_prior: Literal["indicator", "normalized"] = Field(
         "indicator", description="concentration for each holder of a class: alpha, or alpha / number of holders"
     )
-    exdir_cap: bool = Field(True, description="cap for exdir: a client with an equal share of all samples gets no more")
+    exdir_cap: bool = Field(True, description="a client that holds an equal share of all samples gets no more (exdir)")
     exdir_min_holders: int | None = Field(
-        None, description="fewest clients that hold a class (exdir); empty: half of an even spread"
+        None, description="smallest number of clients that hold a class (exdir); empty: half of an even spread"
     )
     rotate_interp: Interp = Field("bilinear", description="interpolation of rotated pictures")
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, given: Any) -> Any:
+    def _reject_unknown(cls, given: Any) -> Any:
         if isinstance(given, dict):
             for name in given:
                 if name not in cls.model_fields:
@@ -63,7 +68,7 @@ class PartitionSettings(BaseModel):
         return given
 
     @model_validator(mode="after")
-    def _possible(self) -> "PartitionSettings":
+    def _check_values(self) -> "PartitionSettings":
         scheme = self.scheme
         _need(self.clients is None or self.clients >= 1, f"clients must be at least 1, not {self.clients}")
         _need(0 < self.test_share < 1, f"test_share must lie between 0 and 1, not {self.test_share:g}")

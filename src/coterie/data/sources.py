@@ -1,4 +1,4 @@
-"""Where data come from: a known name, a file, a folder, the hub, or the user's own code."""
+"""Load data: by a known name, from a file, a folder, the hub, or by a function of the user."""
 
 import importlib
 from pathlib import Path
@@ -16,33 +16,35 @@ from coterie.errors import CoterieError, unknown
 
 
 class DatasetInfo(NamedTuple):
-    """One line of `coterie list data`."""
+    """A row of `coterie list data`."""
 
     name: str
     description: str
-    classes: int  # 0: no classes
-    shape: tuple[int, ...]  # empty: see its task
+    classes: int  # 0 for natural federations, whose targets are numbers
+    shape: tuple[int, ...]  # empty for natural federations
     available: bool
     task: str = "classification"
-    clients: str = ""  # natural ones
+    clients: str = ""  # number and kind of natural clients
     licence: str = ""
-    install: str = ""  # how to get it, if a package has it
+    install: str = ""  # command that installs the package with the data
 
 
 def load_dataset(name: str, data_dir: Path | None = None, subset: int | None = None) -> Dataset:
-    """A known name (natural federations too), NAME.npz of the data folder, a path, `hub:owner/name` or
-    `package.module:callable`.
+    """Load a data set.
+
+    `name` is a known name (also of a natural federation), the NAME of NAME.npz in the data folder, a path,
+    `hub:owner/name` or `package.module:callable`. With `subset`, only that many samples are kept.
     """
     if subset is not None and subset < 1:
         raise CoterieError(f"subset must be at least 1, not {subset}")
     if data_dir is not None and not Path(data_dir).is_dir():
         raise CoterieError(f"data-dir {data_dir} is not a folder")
-    got = _load(name, None if data_dir is None else Path(data_dir))
-    return got if subset is None else got.subset(subset)
+    data = _load(name, None if data_dir is None else Path(data_dir))
+    return data if subset is None else data.subset(subset)
 
 
 def list_datasets(folder: Path | None = None) -> list[DatasetInfo]:
-    """The known names, and whether their files were found."""
+    """Return the known data sets, and whether their files are on this machine."""
     return [
         DatasetInfo(k.name, k.text, len(k.classes), k.shape, k.name == "digits" or locate(k, folder) is not None)
         for k in DATASETS.values()
@@ -53,7 +55,7 @@ def list_datasets(folder: Path | None = None) -> list[DatasetInfo]:
 
 
 def save_dataset(data: Dataset, path: Path) -> None:
-    """Write NAME.npz, which opens much faster than thousands of picture files."""
+    """Write a data set as an .npz file, which opens much faster than thousands of picture files."""
     test = data.is_test.numpy() if data.part is None else np.zeros(len(data), bool)
     arrays = {"classes": np.array(data.classes)} if data.classes else {}
     if data.kind != "classification":
@@ -64,8 +66,8 @@ def save_dataset(data: Dataset, path: Path) -> None:
         if rows.any() or part == "train":
             arrays |= {f"x_{part}": data.x.numpy()[rows], f"y_{part}": data.y.numpy()[rows]}
             if data.owner is not None:
-                whose = data.owner.numpy()[rows]
-                arrays[f"client_{part}"] = whose if data.client_names is None else np.array(data.client_names)[whose]
+                owner = data.owner.numpy()[rows]
+                arrays[f"client_{part}"] = owner if data.client_names is None else np.array(data.client_names)[owner]
             if data.group is not None:
                 arrays[f"group_{part}"] = data.group.numpy()[rows]
     part_file = path.with_name(path.name + ".part.npz")
@@ -74,7 +76,7 @@ def save_dataset(data: Dataset, path: Path) -> None:
 
 
 def digits() -> Dataset:
-    """scikit-learn's 1,797 digits, as float32 in 0..1 (its 0..16 divided by 16); every fifth one is the test part."""
+    """Return scikit-learn's 1,797 digits as float32 in 0..1; every fifth digit is in the test part."""
     from sklearn.datasets import load_digits  # slow to import, and only needed here
 
     x, y = load_digits(return_X_y=True)
@@ -90,57 +92,57 @@ def _load(name: str, folder: Path | None) -> Dataset:
     if name == "digits":
         return digits()
     if name in DATASETS:
-        found = locate(DATASETS[name], folder)
-        if found is None:
+        paths = locate(DATASETS[name], folder)
+        if paths is None:
             raise CoterieError(missing_message(DATASETS[name], folder))
-        return make_dataset(name, DATASETS[name].load(found))
+        return make_dataset(name, DATASETS[name].load(paths))
     if name in NATURAL:
         return make_dataset(name, NATURAL[name].load())
     if name.startswith("hub:"):
         return make_dataset(name, hub.read_hub(name.removeprefix("hub:")))
-    beside = (folder or data_dir()) / f"{name}.npz"
-    if "/" not in name and _path(str(beside))[1] == "file":
-        return make_dataset(name, files.npz(beside))
+    named_file = (folder or data_dir()) / f"{name}.npz"
+    if "/" not in name and _path(str(named_file))[1] == "file":
+        return make_dataset(name, files.npz(named_file))
     path, kind = _path(name)
     if kind == "folder":
         return make_dataset(path.resolve().name, files.folder(path))
     if kind == "file" or path.suffix == ".npz":
         return make_dataset(path.stem, files.npz(path))
     if ":" in name and not kind:
-        return _called(name)
+        return _call(name)
     if "/" in name:
         raise CoterieError(
-            f"{name} does not exist; data are a known name, an .npz file, a folder of pictures or hub:NAME"
+            f"{name} does not exist; data can be a known name, an .npz file, a folder of pictures or hub:NAME"
         )
     root = folder or data_dir()
     raise unknown("data", name, [*DATASETS, *NATURAL, *(p.stem for p in root.glob("*.npz"))])
 
 
 def _path(name: str) -> tuple[Path, Literal["file", "folder", ""]]:
-    """A name as a path, and what is there."""
+    """Return a name as a path, and whether a file or a folder exists there."""
     try:
         path = Path(name).expanduser()
         return path, "folder" if path.is_dir() else "file" if path.is_file() else ""
-    except (OSError, ValueError, RuntimeError) as e:  # too long, a character no name may have, no such user
+    except (OSError, ValueError, RuntimeError) as e:  # too long, a forbidden character, an unknown user
         raise CoterieError(f'data "{name[:80]}" cannot be a name or a path: {e}') from None
 
 
-def _called(name: str) -> Dataset:
-    """The Dataset that the user's own function returns."""
+def _call(name: str) -> Dataset:
+    """Import and call `module:function` of the user and return its Dataset."""
     module, _, function = name.partition(":")
     try:
-        made = getattr(importlib.import_module(module), function)
+        make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as e:
         raise CoterieError(f'data "{name}" cannot be imported: {e}') from e
     try:
-        got = made()
+        data = make()
     except CoterieError:
         raise
     except Exception as e:  # a user's code may raise anything
         raise CoterieError(f'data "{name}" failed: {type(e).__name__}: {e}') from e
-    if not isinstance(got, Dataset):
-        raise CoterieError(f'data "{name}" returned {type(got).__name__}; it must return a coterie.data.Dataset')
-    return got
+    if not isinstance(data, Dataset):
+        raise CoterieError(f'data "{name}" returned {type(data).__name__}; it must return a coterie.data.Dataset')
+    return data
 
 
 __all__ = ["DatasetInfo", "digits", "from_arrays", "from_torch", "list_datasets", "load_dataset", "save_dataset"]

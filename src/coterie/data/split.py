@@ -1,11 +1,11 @@
-"""Splitting: each client's samples into train, validation and test; what is held out as public."""
+"""Split each client's samples into train, validation and test parts, and hold out public samples."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from coterie.core.rng import numpy_rng
-from coterie.data.partition import Ints
+from coterie.data.dataset import Ints
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError
 
@@ -15,13 +15,13 @@ _TOO_FEW = "test_from = official has too few test samples to give every client o
 def hold_out_public(
     pool: Ints, official: Ints | None, settings: PartitionSettings, seed: int
 ) -> tuple[Ints, Ints | None, Ints]:
-    """(pool, official, public): the public items leave the part they are drawn from."""
+    """Return (pool, official, public); public samples are removed from the part they are drawn from."""
     k = settings.public
     if k == 0 or settings.public_from == "noise":
         return pool, official, pool[:0]
     source = official if settings.public_from == "test" and official is not None else pool
     if k >= len(source):
-        raise CoterieError(f"public = {k} leaves nothing of the {len(source)} samples it is drawn from; lower public")
+        raise CoterieError(f"public = {k} leaves none of the {len(source)} samples that it is drawn from; lower public")
     picked = np.sort(numpy_rng(seed, "public").permutation(source)[:k])
     rest = np.setdiff1d(source, picked, assume_unique=True)
     return (rest, official, picked) if source is pool else (pool, rest, picked)
@@ -36,20 +36,20 @@ def draw_grouped_parts(
     seed: int,
     names: Sequence[str],
 ) -> Ints:
-    """The same with whole groups of each client: shares are of its groups, strata the groups' commonest labels."""
-    found, first, at = np.unique(np.stack([client, group]), axis=1, return_index=True, return_inverse=True)
-    at = at.reshape(-1)
+    """Return parts like draw_parts, but draw whole groups of each client, stratified by their most common label."""
+    pairs, position = np.unique(np.stack([client, group]), axis=1, return_inverse=True)
+    owner, position = pairs[0], position.reshape(-1)  # [groups], [samples]
     classes = int(labels.max(initial=0)) + 1
-    counts = np.bincount(at * classes + labels, minlength=len(first) * classes).reshape(-1, classes)
-    if own_test and (few := np.flatnonzero(np.bincount(found[0]) < 2)).size:
+    counts = np.bincount(position * classes + labels, minlength=len(owner) * classes).reshape(-1, classes)
+    if own_test and (few := np.flatnonzero(np.bincount(owner) < 2)).size:
         raise CoterieError(
             f"client {names[few[0]]} has all its samples in one group and cannot have both training and test data"
         )
-    return draw_parts(found[0], counts.argmax(1), settings, own_test, seed)[at]
+    return draw_parts(owner, counts.argmax(1), settings, own_test, seed)[position]
 
 
 def draw_parts(client: Ints, labels: Ints, settings: PartitionSettings, own_test: bool, seed: int) -> Ints:
-    """0 train, 1 validation, 2 test for each sample. Train and test are never empty."""
+    """Return 0 (train), 1 (validation) or 2 (test) for each sample; train and test are never empty."""
     size = np.bincount(client)
     if own_test and size.min() < 2:
         raise CoterieError(
@@ -68,10 +68,10 @@ def draw_parts(client: Ints, labels: Ints, settings: PartitionSettings, own_test
 
 
 def _picked(client: Ints, labels: Ints, wanted: Ints, stratify: bool, seed: int, purpose: str) -> Ints:
-    """Exactly wanted[i] samples of each client i, evenly spread over its classes if asked.
+    """Draw exactly wanted[i] samples of each client i, if `stratify` in proportion to its classes.
 
-    Systematic sampling: walk each client's samples class by class in equal steps from a random start, so every class
-    gives its share up to one sample and the totals are exact.
+    Systematic sampling: step through each client's samples, class by class, in equal steps from a random start. Every
+    class then gives its share up to one sample, and the totals are exact.
     """
     rng = numpy_rng(seed, "split", purpose)
     n = len(client)
@@ -80,18 +80,18 @@ def _picked(client: Ints, labels: Ints, wanted: Ints, stratify: bool, seed: int,
     order = shuffled[np.argsort(key, kind="stable")]
     size = np.bincount(client, minlength=len(wanted))
     start = rng.integers(0, np.maximum(size, 1))
-    who = client[order]
-    position = np.arange(n) - (np.cumsum(size) - size)[who]
-    step, length, first = wanted[who], size[who], start[who]
+    owner = client[order]
+    position = np.arange(n) - (np.cumsum(size) - size)[owner]
+    step, length, first = wanted[owner], size[owner], start[owner]
     taken = (position * step + step + first) // length > (position * step + first) // length
     return order[taken]
 
 
 def deal_official_test(client: Ints, labels: Ints, test_labels: Ints, classes: int, seed: int) -> tuple[Ints, Ints]:
-    """Deal test samples by each client's share of every class: (positions of dealt samples, their clients).
+    """Deal test samples by each client's share of every class; return positions of dealt samples and their clients.
 
-    Samples of a class nobody trains on are not dealt. A client whose shares round to nothing takes one sample of its
-    commonest class from the richest holder of that.
+    Samples of a class without training samples are not dealt. A client whose shares round to zero gets one sample of
+    its most common class from the client that got the most samples.
     """
     n = int(client.max()) + 1
     held = np.bincount(labels * n + client, minlength=classes * n).reshape(classes, n)

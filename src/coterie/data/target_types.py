@@ -1,34 +1,31 @@
-"""Targets: what the numbers beside the items mean, found in the data or said by the user, and checked.
+"""Targets of each task: inferred from the data or named by the user, converted and checked.
 
-Classes are int64 [n]. Everything else is float32 [n, k]: k numbers, labels (0 or 1), or time and event for survival.
+Classes are int64 [n]. All other targets are float32 [n, k]: numbers, labels (0 or 1), or time and event (survival).
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.core.tasks import known
+from coterie.data.dataset import Array, Dataset
 from coterie.errors import CoterieError
-
-if TYPE_CHECKING:
-    from coterie.data.dataset import Dataset
-
-Array = NDArray[Any]
 
 
 class Targets(NamedTuple):
+    """Checked targets and their task."""
+
     task: str
     y: Tensor
     classes: tuple[str, ...]  # names of classes or labels
 
 
 def read_targets(name: str, y: Array, classes: Sequence[str] | None = None, task: str | None = None) -> Targets:
-    """Targets [n, k] of any type as the task has them; without a task, the one that the data show."""
+    """Convert targets [n, k] of any type to those of the task; a task of None is inferred."""
     task = infer_task(name, y) if task is None else known(task)
     if task in ("classification", "binary"):
         labels, names = _labels(name, y, classes)
@@ -44,14 +41,14 @@ def read_targets(name: str, y: Array, classes: Sequence[str] | None = None, task
             raise CoterieError(f"{name} has {k} labels per item, but names {len(classes)}")
         return Targets(task, numbers, tuple(map(str, classes if classes is not None else range(k))))
     if task == "count" and not bool(((numbers >= 0) & (numbers == numbers.floor())).all()):
-        raise CoterieError(f"targets of {name} must be whole numbers from 0 on for the task count")
+        raise CoterieError(f"targets of {name} must be whole numbers that are not negative for the task count")
     if task == "survival":
         _check_survival(name, numbers)
     return Targets(task, numbers, ())
 
 
 def targets_like(name: str, y: Array, task: str, classes: Sequence[str], outputs: int) -> Tensor:
-    """Targets in the form of a data set that is known: labels are its class names, or numbers of its classes."""
+    """Convert targets to those of an existing data set; labels are its class names or class numbers."""
     y = y.reshape(len(y), -1)
     if task not in ("classification", "binary"):
         numbers = read_targets(name, y, None, task).y
@@ -64,17 +61,17 @@ def targets_like(name: str, y: Array, task: str, classes: Sequence[str], outputs
     values = [str(v) for v in y[:, 0].tolist()]
     if y.dtype.kind == "f":
         values = [v.removesuffix(".0") for v in values]
-    at = {c: i for i, c in enumerate(classes)}
+    numbers_of = {c: i for i, c in enumerate(classes)}
     if y.dtype.kind not in "US" and not any(c.lstrip("-").isdecimal() for c in classes):
-        at = {str(i): i for i in range(len(classes))}  # classes with names, counted from 0
-    if odd := [v for v in values if v not in at]:
+        numbers_of = {str(i): i for i in range(len(classes))}  # the classes have names, and y counts them from 0
+    if odd := [v for v in values if v not in numbers_of]:
         some = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
-        raise CoterieError(f'label "{odd[0]}" of {name} is none of the {len(classes)} classes of the model ({some})')
-    return torch.tensor([at[v] for v in values], dtype=torch.int64)
+        raise CoterieError(f'label "{odd[0]}" of {name} is not among the {len(classes)} classes of the model ({some})')
+    return torch.tensor([numbers_of[v] for v in values], dtype=torch.int64)
 
 
 def infer_task(name: str, y: Array) -> str:
-    """The task that targets [n, k] show: classes are whole numbers or names, labels several columns of 0 and 1."""
+    """Infer the task of targets [n, k]: classes are whole numbers or names; labels are several columns of 0 and 1."""
     if y.shape[1] == 1:
         whole = y.dtype.kind in "USbui" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all()))
         if y.dtype.kind == "f" and not np.isfinite(y).all():
@@ -83,20 +80,20 @@ def infer_task(name: str, y: Array) -> str:
     if y.dtype.kind in "buif" and bool(((y == 0) | (y == 1)).all()):
         if bool((y.sum(1) == 1).all()):
             raise CoterieError(
-                f"labels of {name} have exactly one 1 in every row: for classes give one number each (the column), "
-                "for labels of which an item may have several set task = multilabel"
+                f"labels of {name} have exactly one 1 in every row: for classes give the number of the column instead; "
+                "if an item may have several labels, set task = multilabel"
             )
         return "multilabel"
     if y.dtype.kind == "f":
         return "regression"
     raise CoterieError(
-        f"labels of {name} have shape {y.shape[1:]} each: several columns are 0 and 1 (multilabel) or numbers with "
-        "task = regression; for one class per item give one number each"
+        f"labels of {name} have shape {y.shape[1:]} each: several columns must be 0 and 1 (multilabel) or need "
+        "task = regression; for classes give one number per item"
     )
 
 
-def with_task(data: "Dataset", task: str | None) -> "Dataset":
-    """The same items for another task: class names that are numbers can be targets, two classes have an AUC."""
+def with_task(data: Dataset, task: str | None) -> Dataset:
+    """Return the data for a different task; classes whose names are numbers can become targets of regression."""
     if task is None or known(task) == data.kind:
         return data
     if {task, data.kind} <= {"classification", "binary"}:
@@ -115,8 +112,8 @@ def with_task(data: "Dataset", task: str | None) -> "Dataset":
         numbers = data.y.numpy().astype(np.float64)
     if task in ("classification", "binary"):
         raise CoterieError(f"the task {task} needs one class per item, and {data.name} is for {data.kind}")
-    got = read_targets(data.name, numbers, None, task)
-    return replace(data, y=got.y, classes=got.classes, kind=task)
+    targets = read_targets(data.name, numbers, None, task)
+    return replace(data, y=targets.y, classes=targets.classes, kind=task)
 
 
 def _labels(name: str, y: Array, classes: Sequence[str] | None) -> tuple[Tensor, tuple[str, ...]]:
@@ -155,9 +152,6 @@ def _check_survival(name: str, y: Tensor) -> None:
     if not bool((time >= 0).all()):
         raise CoterieError(f"times of {name} must not be negative")
     if not bool(((event == 0) | (event == 1)).all()):
-        raise CoterieError(f"events of {name} must be 0 (not seen) or 1 (happened)")
+        raise CoterieError(f"events of {name} must be 0 (not observed) or 1 (happened)")
     if not bool(event.any()):
-        raise CoterieError(f"{name} has no event, so there is nothing that the task survival could learn")
-
-
-__all__ = ["Targets", "infer_task", "read_targets", "targets_like", "with_task"]
+        raise CoterieError(f"{name} has no event; the task survival needs at least one")

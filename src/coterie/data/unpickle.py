@@ -1,8 +1,8 @@
-"""Plain values out of a pickle without running it.
+"""Read plain values from a pickle without loading it.
 
-CIFAR's files are pickles of a dictionary of lists and arrays. This reads the opcodes themselves and knows numbers,
-text, lists, tuples, dictionaries and numpy arrays; whatever else a file names is refused, so nothing in it is ever
-imported or called.
+CIFAR's files are pickles of a dictionary of lists and arrays. This module interprets the opcodes itself. It knows
+numbers, text, lists, tuples, dictionaries and numpy arrays and rejects everything else: nothing that a file names is
+imported or called, not even by numpy.
 """
 
 import pickletools
@@ -15,7 +15,7 @@ from coterie.errors import CoterieError
 
 
 class _Name(tuple[str, str]):
-    """A global the pickle mentions; never imported."""
+    """A global that the pickle mentions; it is never imported."""
 
 
 class _Dtype:
@@ -35,7 +35,7 @@ _VALUES = {
     "BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "BINFLOAT", "FLOAT",
     "BYTEARRAY8", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
 }  # fmt: skip
-_STRINGS = {"STRING", "BINSTRING", "SHORT_BINSTRING"}  # Python 2's, read as bytes
+_STRINGS = {"STRING", "BINSTRING", "SHORT_BINSTRING"}  # strings of Python 2, read as bytes
 _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,
@@ -48,7 +48,7 @@ _MARK = object()
 
 
 def plain_values(raw: bytes) -> Any:
-    """The value a pickle describes; ValueError or CoterieError if it is cut short or asks for anything else."""
+    """Return the value that a pickle describes; raise ValueError or CoterieError for anything but plain values."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     try:
@@ -105,16 +105,16 @@ def _step(op: str, arg: Any, stack: list[Any], memo: dict[int, Any]) -> None:
         _as(dict, stack[-1]).update(zip(items[::2], items[1::2], strict=True))
     elif op == "REDUCE":
         args, function = stack.pop(), stack.pop()
-        stack.append(_made(function, args))
+        stack.append(_construct(function, args))
     elif op == "BUILD":
         state = stack.pop()
         _build(stack[-1], state)
     else:
-        raise CoterieError(f"it uses {op}, which plain data do not need")
+        raise CoterieError(f"it uses {op}, which plain values do not need")
 
 
-def _made(function: Any, args: Any) -> Any:
-    """What the few calls of an array's pickle stand for; no call is made."""
+def _construct(function: Any, args: Any) -> Any:
+    """Return the value of one of the few calls in the pickle of an array, without making the call."""
     if isinstance(function, _Name):
         if tuple(function) in _ARRAY:
             return _Array()
@@ -127,8 +127,8 @@ def _made(function: Any, args: Any) -> Any:
             return _Dtype(args[0].decode("ascii") if isinstance(args[0], bytes) else str(args[0]))
         if tuple(function) == ("_codecs", "encode") and args[1:] in (("latin1",), ("latin-1",)):
             return args[0].encode("latin-1")  # how Python 3 writes bytes for Python 2
-        raise CoterieError(f"it wants to call {'.'.join(function)}, which plain data do not need")
-    raise CoterieError("it wants to call something that plain data do not need")
+        raise CoterieError(f"it wants to call {'.'.join(function)}, which plain values do not need")
+    raise CoterieError("it wants to call something that plain values do not need")
 
 
 def _build(target: Any, state: Any) -> None:
@@ -142,7 +142,7 @@ def _build(target: Any, state: Any) -> None:
         flat = np.frombuffer(data, np.dtype(order + dtype.code))
         target.value = flat.reshape(shape, order="F" if fortran else "C")
     else:
-        raise CoterieError("it sets the state of an object that plain data do not need")
+        raise CoterieError("it sets the state of an object that plain values do not need")
 
 
 def _marked(stack: list[Any]) -> list[Any]:
@@ -163,7 +163,7 @@ def _as(kind: type, value: Any) -> Any:
 
 
 def _final(value: Any) -> Any:
-    """Placeholders of arrays at the top level become the arrays."""
+    """Replace placeholders of arrays at the top level by the arrays."""
     if isinstance(value, _Array):
         return value.value
     if isinstance(value, dict):

@@ -16,7 +16,7 @@ from torch import Tensor
 from coterie.core.method import Batch, ClientData, Extras, Method, Model, Phase, Split, Start
 from coterie.core.tree import Tree
 from coterie.data import target_types as targets
-from coterie.data.arrays import items_form
+from coterie.data.arrays import convert_items
 from coterie.data.split import draw_parts
 from coterie.engine.edge_steps import preview
 from coterie.engine.personal_models import model_in_use
@@ -95,7 +95,7 @@ def _items_of(session: Session, about: About, name: str, x: Any) -> About:
     """The stranger's description: upright pictures, and in a federation whatever type its own items have."""
     update: dict[str, Any] = {"turn": 0.0}
     if session.federation.identity.get("partition") == "own":  # as devices with data of their own
-        form = items_form("the data", x)
+        form = convert_items("the data", x)
         if form.dtype != torch.int64 and about.items.type != "int64":
             update["type"] = str(form.dtype).removeprefix("torch.")
     return about.model_copy(update={"client": name, "items": about.items.model_copy(update=update)})

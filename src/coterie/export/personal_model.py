@@ -26,8 +26,8 @@ from coterie.core.tasks import Task
 from coterie.core.tasks import make as make_task
 from coterie.core.tree import Tree
 from coterie.data import target_types as targets
-from coterie.data.arrays import Array, items_like
-from coterie.data.dataset import Normalize, prepare_items
+from coterie.data.arrays import items_like
+from coterie.data.dataset import Array, Normalize, prepare_items
 from coterie.data.rotation import Interp
 from coterie.engine.provenance import origin, recalled
 from coterie.engine.session import Session
@@ -118,7 +118,7 @@ class About(BaseModel):
             classes=tuple(data.classes),
             items=Items(
                 type=str(data.x.dtype).removeprefix("torch."), shape=data.shape, vocab=fed.dataset.vocab,
-                normalize=s.normalize, mean=data.mean, std=data.std, turn=fed.turn(client), interp=s.rotate_interp,
+                normalize=s.normalize, mean=data.mean, std=data.std, turn=fed.rotation(client), interp=s.rotate_interp,
             ),
             model=source if isinstance(source, str) else None, own_model=None if own is None else origin(own),
             built=isinstance(own, nn.Module), options=dict(session.options_for(source)),

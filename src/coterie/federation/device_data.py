@@ -7,9 +7,8 @@ import numpy as np
 import torch
 
 from coterie.core.method import ClientData, Split
-from coterie.data.dataset import Dataset
+from coterie.data.dataset import Dataset, Ints
 from coterie.data.federation import Federation, Part, federate
-from coterie.data.partition import Ints
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError
 
@@ -55,7 +54,7 @@ class DeviceFederation(Federation):
     def source(self, client: int) -> Dataset:
         return self.dataset if self.own is None else self.own.dataset
 
-    def turn(self, client: int) -> float:
+    def rotation(self, client: int) -> float:
         return 0.0
 
     def _here(self) -> Federation:

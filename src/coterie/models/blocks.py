@@ -1,4 +1,4 @@
-"""What the convolutional nets are made of."""
+"""Building blocks of the convolutional nets."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 class Conv(NamedTuple):
-    """One block: how many channels it makes, with which kernel, and whether it halves the picture."""
+    """Specification of a block: output channels, kernel size, padding, and whether it pools and normalises."""
 
     out: int
     kernel: int
@@ -24,13 +24,13 @@ class Conv(NamedTuple):
     batch_norm: bool = False
 
     def side(self, n: int) -> int:
-        """How long a side of n is after the block."""
+        """Return the length of a side of n after the block."""
         n = n + 2 * self.padding - self.kernel + 1
         return n // 2 if self.pool else n
 
 
 class ConvBlock(nn.Module):
-    """conv -> batch norm (or none) -> ReLU -> max-pool 2 (or none), on pictures (dims 2) or signals (dims 1)."""
+    """Convolution, optional batch norm, ReLU, optional max-pool 2; for pictures (dims 2) or signals (dims 1)."""
 
     def __init__(self, channels: int, spec: Conv, dims: int = 2):
         super().__init__()
@@ -51,7 +51,7 @@ class ConvBlock(nn.Module):
 
 
 class Dense(nn.Module):
-    """fc1, fc2, ... with ReLU, then the classifier; takes flat input [batch, size]."""
+    """Fully connected layers fc1, fc2, ... with ReLU, then the classifier; the input is flat [batch, size]."""
 
     def __init__(
         self, size: int, hidden: Sequence[int], classes: int, bias: bool = True, blocks: Sequence[nn.Module] = ()
@@ -68,7 +68,7 @@ class Dense(nn.Module):
 
 
 class ConvNet(Dense):
-    """block1, block2, ..., flatten, fc1, fc2, ..., classifier. `to` pools the last block's output to that size."""
+    """Layers block1, block2, ..., flatten, fc1, fc2, ..., classifier; `to` is the pooled size of the last block."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class ConvNet(Dense):
             if min(sides) < 1:
                 raise CoterieError(f"items of shape {shape_text(shape)} are too small for this model's convolutions")
         inputs = [channels, *(spec.out for spec in blocks[:-1])]
-        made = [ConvBlock(c, spec, len(sides)) for c, spec in zip(inputs, blocks, strict=True)]
-        super().__init__(blocks[-1].out * prod(to or sides), hidden, classes, bias, made)
+        built = [ConvBlock(c, spec, len(sides)) for c, spec in zip(inputs, blocks, strict=True)]
+        super().__init__(blocks[-1].out * prod(to or sides), hidden, classes, bias, built)
         self.pooled = None if to is None or list(to) == sides else to
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class ConvNet(Dense):
 
 
 def _register(parent: nn.Module, name: str, modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Adds the modules as name1, name2, ..., so that state-dict names stay flat; returns those names."""
+    """Add the modules as name1, name2, ..., so that state-dict names stay flat, and return these names."""
     for i, module in enumerate(modules, 1):
         parent.add_module(f"{name}{i}", module)
     return tuple(f"{name}{i}" for i in range(1, len(modules) + 1))

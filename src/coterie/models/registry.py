@@ -1,4 +1,4 @@
-"""Models by name, by import path or as a user's own nn.Module; one sentence for what cannot work."""
+"""Build models: by name, by import path, or from the user's own factory, class or nn.Module."""
 
 import copy
 import importlib
@@ -20,11 +20,11 @@ from coterie.errors import CoterieError, unknown
 from coterie.models.blocks import Shape
 from coterie.models.zoo import ZOO
 
-ENTRY_POINT_GROUP = "coterie.models"  # entry points: name -> factory(shape, classes, **options)
+ENTRY_POINT_GROUP = "coterie.models"  # entry points of other packages: factory(shape, classes, **options)
 
-_FACTS = ("shape", "classes", "num_classes")  # what a factory may ask for by name
+_FACTS = ("shape", "classes", "num_classes")  # parameters of a factory that Coterie fills in
 
-_CLASS_TASKS = ("classification", "binary")  # tasks whose outputs are scores of classes
+_CLASS_TASKS = ("classification", "binary")  # tasks with one output per class
 
 ModelFactory = Callable[..., nn.Module]
 ModelSource = str | nn.Module | ModelFactory
@@ -32,11 +32,11 @@ ModelSource = str | nn.Module | ModelFactory
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A line of `coterie list models`."""
+    """A row of `coterie list models`."""
 
     name: str
     description: str
-    options: Mapping[str, Any]  # with their default values
+    options: Mapping[str, Any]  # default values by option name
 
 
 def build(
@@ -50,12 +50,12 @@ def build(
     options: Mapping[str, Any] | None = None,
     task: str = "classification",
 ) -> nn.Module:
-    """A model for items of `shape`: by name, by 'package.module:factory', or a user's own factory, class or instance.
+    """Build a model for items of `shape`.
 
-    `classes` is the number of its outputs, whatever the task.
-
-    With a seed its first values are a function of the seed alone and `initial` leaves them so; an instance keeps the
-    values it has. `dtype` and `vocab` are facts of the data, if known: the type of an item, the number of tokens.
+    The source is a name, 'package.module:factory', or a user's own factory, class or instance. `classes` is the number
+    of outputs, for every task. If a seed is given, the initial values are a function of the seed alone, and `initial`
+    does not change them; an instance keeps its values. `dtype` (type of an item) and `vocab` (number of tokens)
+    describe the data, if known.
     """
     shape, name, options = tuple(shape), _name(source), dict(options or {})
     if isinstance(source, str):
@@ -64,7 +64,7 @@ def build(
         torch.manual_seed(0 if seed is None else seed)
         if isinstance(source, nn.Module):
             if options:
-                raise CoterieError(f'a model that is built already takes no options, got "{next(iter(options))}"')
+                raise CoterieError(f'an nn.Module takes no options, got "{next(iter(options))}"')
             module = copy.deepcopy(source)
         elif callable(source):
             if vocab is not None and "vocab" in _parameters(source):
@@ -72,13 +72,13 @@ def build(
             module = _call(name, source, shape, classes, _checked(name, source, options))
         else:
             raise CoterieError(f"a model is a name, a factory or an nn.Module, not {type(source).__name__}")
-        _fit(name, module, shape, classes, dtype, task)  # here, because layers that wait for their first input draw now
+        _fit(name, module, shape, classes, dtype, task)  # inside fork_rng: lazy layers draw their values here
     if seed is not None or isinstance(source, nn.Module):
         module.keep_initial = True  # type: ignore[assignment]
     return module
 
 
-WITH_NORM = "default-bn"  # stands for the default model with batch norm
+WITH_NORM = "default-bn"  # a name for the default model with batch norm
 
 _NORMED = {"mlp": "mlp-bn", "text": "text-bn"}  # the other default models have batch norm
 
@@ -90,7 +90,7 @@ def default_for(
     batch_norm: bool = False,
     task: str = "classification",
 ) -> str:
-    """The name of a sensible model for items of this shape."""
+    """Return the name of the default model for items of this shape."""
     if shape == (1,) and not dtype.is_floating_point and task == "regression":
         return "ratings"
     if len(shape) == 1:
@@ -103,12 +103,12 @@ def default_for(
 
 
 def list_models() -> list[ModelInfo]:
-    """Every model there is a name for, by name."""
+    """Return all models that have a name, sorted by name."""
     return [_info(name, _factory(name)) for name in sorted({*ZOO, *entry_points(group=ENTRY_POINT_GROUP).names})]
 
 
 def options_of(name: str) -> set[str]:
-    """The options that a model takes."""
+    """Return the names of a model's options."""
     return {k for k in _parameters(_factory(name)) if k not in _FACTS}
 
 
@@ -129,38 +129,38 @@ def _factory(name: str) -> nn.Module | ModelFactory:
     plugins = {ep.name: ep for ep in entry_points(group=ENTRY_POINT_GROUP)}
     try:
         if name in plugins:
-            found = plugins[name].load()
+            factory = plugins[name].load()
         elif ":" in name:
-            found = _imported(name)
+            factory = _import(name)
         else:
             raise unknown("model", name, [*ZOO, *plugins])
     except (ImportError, AttributeError, ValueError) as e:
         raise CoterieError(f'the model "{name}" cannot be imported: {e}') from e
-    if not callable(found):
+    if not callable(factory):
         raise CoterieError(f'the model "{name}" is neither a factory nor an nn.Module')
-    return found  # type: ignore[no-any-return]
+    return factory  # type: ignore[no-any-return]
 
 
-def _imported(path: str) -> Any:
-    """What 'package.module:name' names."""
+def _import(path: str) -> Any:
+    """Import the object that 'package.module:name' names."""
     module, _, name = path.partition(":")
     if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # a command does not look there by itself; last, so that it hides nothing
-    found: Any = importlib.import_module(module)
+        sys.path.append(str(Path.cwd()))  # commands do not search it by default; last, so that it hides no module
+    value: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(factory).parameters)
-    except (TypeError, ValueError):  # written in C, without a signature
+    except (TypeError, ValueError):  # a function in C without a signature
         return {}
 
 
 def _checked(name: str, factory: ModelFactory, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, known to the factory and, for the built-in ones, converted to the types it names."""
+    """Check that the factory has these options; convert those of built-in models to their declared types."""
     parameters = _parameters(factory)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(options)
@@ -183,7 +183,7 @@ def _checked(name: str, factory: ModelFactory, options: Mapping[str, Any]) -> di
 
 
 def _call(name: str, factory: ModelFactory, shape: Shape, classes: int, options: Mapping[str, Any]) -> nn.Module:
-    """factory(shape, classes), factory(classes) or factory(): by the names of its parameters, else by their number."""
+    """Call factory(shape, classes), factory(classes) or factory(), by names or number of its parameters."""
     parameters = [p for p in _parameters(factory).values() if p.name not in options]
     facts = dict(zip(_FACTS, (shape, classes, classes), strict=True))
     named = {p.name: facts[p.name] for p in parameters if p.name in facts and p.kind is not p.POSITIONAL_ONLY}
@@ -192,7 +192,9 @@ def _call(name: str, factory: ModelFactory, shape: Shape, classes: int, options:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         needed = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
         if len(needed) > 2:
-            raise CoterieError(f'the model factory "{name}" is given (shape, classes), but needs {", ".join(needed)}')
+            raise CoterieError(
+                f'the model factory "{name}" is called with (shape, classes), but needs {", ".join(needed)}'
+            )
         args = ((), (classes,), (shape, classes))[len(needed)]
     try:
         module = factory(*args, **named, **options)
@@ -206,47 +208,47 @@ def _call(name: str, factory: ModelFactory, shape: Shape, classes: int, options:
 
 
 def _fit(name: str, module: nn.Module, shape: Shape, classes: int, dtype: torch.dtype | None, task: str) -> None:
-    """Runs two items of zeros through: a model that does not fit the data is refused before any work."""
-    taken = dtype or getattr(module, "takes", None)
-    tries = [taken] if taken is not None else [torch.float32, torch.int64]  # int64: a model for tokens
+    """Run two items of zeros through the model; raise CoterieError if it does not fit the data."""
+    declared = dtype or getattr(module, "takes", None)
+    candidates = [declared] if declared is not None else [torch.float32, torch.int64]  # int64: a model for tokens
     failures = []
-    for kind in tries:
+    for kind in candidates:
         try:
             width = _width(module, torch.zeros(2, *shape, dtype=kind))
         except CoterieError as e:
             failures.append(e)
             continue
         if width != classes:
-            wanted = f"the data have {classes} classes" if task in _CLASS_TASKS else f"the task {task} takes {classes}"
-            raise CoterieError(f"the model {name} gives {width} scores per item, but {wanted}")
-        _keeps_input(name, module, torch.zeros(2, *shape, dtype=kind))
+            needed = f"the data have {classes} classes" if task in _CLASS_TASKS else f"the task {task} needs {classes}"
+            raise CoterieError(f"the model {name} gives {width} scores per item, but {needed}")
+        _check_keeps_input(name, module, torch.zeros(2, *shape, dtype=kind))
         return
     raise CoterieError(f"{name}: {failures[0]}") from failures[0]
 
 
-def _keeps_input(name: str, module: nn.Module, example: torch.Tensor) -> None:
-    """Refuses a model that writes to its input: items are shared by everything that is computed from them."""
-    was, held = module.training, {k: v.clone() for k, v in module.state_dict().items()}
+def _check_keeps_input(name: str, module: nn.Module, example: torch.Tensor) -> None:
+    """Raise CoterieError if the model writes to its input, because items are shared by all computations."""
+    mode, values = module.training, {k: v.clone() for k, v in module.state_dict().items()}
     version, before = example._version, example.clone()
-    with torch.no_grad(), suppress(Exception):  # a model that cannot train on two items says so when it trains
+    with torch.no_grad(), suppress(Exception):  # an error in training mode is reported when the model trains
         for training in (False, True):
             module.train(training)(example)
-    module.load_state_dict(held)  # training moves running statistics
-    module.train(was)
+    module.load_state_dict(values)  # the call in training mode has changed running statistics
+    module.train(mode)
     if example._version != version or not torch.equal(example, before):
-        raise CoterieError(f"the model {name} changes its input in place (such as x -= 1); it must not, take x = x - 1")
+        raise CoterieError(f"the model {name} changes its input in place (such as x -= 1); write x = x - 1 instead")
 
 
 def _width(module: nn.Module, example: torch.Tensor) -> int:
-    """How many scores the model gives."""
-    found: list[int] = []
+    """Return the number of scores that the model gives per item."""
+    widths: list[int] = []
 
     def hook(_m: nn.Module, _i: object, out: Any) -> None:
-        found.append(out.shape[-1] if isinstance(out, torch.Tensor) and out.ndim else 0)
+        widths.append(out.shape[-1] if isinstance(out, torch.Tensor) and out.ndim else 0)
 
     handle = module.register_forward_hook(hook)
     try:
         layout(module, example)
     finally:
         handle.remove()
-    return found[-1]
+    return widths[-1]

@@ -14,16 +14,16 @@ from coterie.models.blocks import Conv, ConvNet, Shape, shape_text
 
 WIDTHS = (64, 128, 256, 256, 512, 512, 512, 512)
 _POOLED = (1, 2, 4, 6, 8)  # blocks that end in a max-pool
-_SMALLEST = 32  # five pools leave nothing of a smaller picture
-_SIDES = {512: 1, 2048: 2, 25088: 7}  # input of fc1 -> side of what the convolutions hand over
+_SMALLEST = 32  # side of the smallest picture that five pools can halve
+_SIDES = {512: 1, 2048: 2, 25088: 7}  # input size of fc1 -> side of the last feature map
 
-# torchvision's names of the same layers
+# torchvision's layer names -> ours
 _TORCHVISION_NAMES = {f"features.{n}": f"block{i}.conv" for i, n in enumerate((0, 3, 6, 8, 11, 13, 16, 18), 1)}
 _TORCHVISION_NAMES |= {"classifier.0": "fc1", "classifier.3": "fc2", "classifier.6": "classifier"}
 
 
 class VGG11(ConvNet):
-    """Grey pictures become three equal channels; pictures smaller than 32x32 are padded with zeros or resized."""
+    """VGG11; grey pictures become three equal channels, and pictures below 32x32 are padded with zeros or resized."""
 
     def __init__(self, shape: Shape, classes: int, head_input: int | None, resize: Literal["pad", "bilinear"]):
         if shape[0] not in (1, 3):
@@ -50,7 +50,7 @@ class VGG11(ConvNet):
         return super().forward(x)
 
     def load_pretrained(self, path: str) -> None:
-        """Takes every layer that fits by name and size; all convolutions must. What is left keeps its own values."""
+        """Load every layer that fits by name and size; all convolutions must fit, other layers may stay."""
         weights = _read_weights(path)
         renamed = {}
         for name, value in weights.items():
@@ -60,7 +60,7 @@ class VGG11(ConvNet):
         fits = {k: renamed[k] for k, p in own.items() if k in renamed and renamed[k].shape == p.shape}
         missing = [k for k in own if k.startswith("block") and k not in fits]
         if missing:
-            raise CoterieError(f'the model option pretrained_path "{path}" lacks a fitting {missing[0]}')
+            raise CoterieError(f'the model option pretrained_path "{path}" has no fitting tensor for {missing[0]}')
         with torch.no_grad():
             for name, value in fits.items():
                 own[name].copy_(value)
@@ -68,7 +68,7 @@ class VGG11(ConvNet):
 
 
 def _read_weights(path: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; other formats hold pickled code and are not opened."""
+    """Read a safetensors file; other formats may contain pickled code and are not opened."""
     if Path(path).suffix != ".safetensors":
         raise CoterieError(f'the model option pretrained_path "{path}" must name a .safetensors file')
     try:

@@ -1,7 +1,8 @@
-"""The models by name: factories (shape, classes, *, options) -> nn.Module.
+"""The built-in models by name: factories (shape, classes, *, options) -> nn.Module.
 
-The papers' nets have exactly the parameter counts of their tables. Every net ends in `classifier`, its hidden fully
-connected layers are fc1, fc2, ..., its convolutions block1.conv, block2.conv, ... with batch norm in block1.bn, ...
+The papers' nets have exactly the parameter counts of their tables. Every net ends in `classifier`. Hidden fully
+connected layers are called fc1, fc2, ...; convolutions are called block1.conv, block2.conv, ..., and their batch norms
+block1.bn, block2.bn, ...
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 def _listed(value: Any) -> Any:
-    """64, [128, 64] and "128,64" all name hidden widths."""
+    """Turn 64, [128, 64] or "128,64" into a list of widths."""
     if isinstance(value, str):
         return list(value.replace(",", " ").split())
     return [value] if isinstance(value, int) else value
@@ -87,7 +88,7 @@ def vgg11(
     resize: Literal["pad", "bilinear"] = "pad",
     pretrained_path: str | None = None,
 ) -> nn.Module:
-    """VGG11 without batch norm; by default what enters fc1 follows from the picture (512 at 32x32, 2048 at 64x64)."""
+    """VGG11 without batch norm; the default input size of fc1 fits the picture (512 at 32x32, 2048 at 64x64)."""
     _picture("vgg11", shape, 1)
     net = VGG11(shape, classes, head_input, resize)
     if pretrained_path is not None:
@@ -103,7 +104,7 @@ class Flat(Dense):
 
 
 class NormFlat(Flat):
-    """The same with batch norm (bn1, bn2, ...) before each ReLU."""
+    """Dense layers on the flattened item, with batch norm (bn1, bn2, ...) before each ReLU."""
 
     def __init__(self, size: int, hidden: list[int], classes: int):
         super().__init__(size, hidden, classes)
@@ -123,7 +124,7 @@ def mlp(shape: Shape, classes: int, *, hidden: Widths = (64,), batch_norm: bool 
 
 
 def mlp_bn(shape: Shape, classes: int, *, hidden: Widths = (64, 32)) -> nn.Module:
-    """Fully connected net with batch norm: small, and has all that any method asks of a model."""
+    """Small fully connected net with batch norm; it has every kind of layer that a method may need."""
     return mlp(shape, classes, hidden=hidden, batch_norm=True)
 
 
@@ -133,7 +134,7 @@ def logistic(shape: Shape, classes: int) -> nn.Module:
 
 
 class TextNet(Dense):
-    """Mean of word vectors, then dense layers. Token 0 is padding and does not count."""
+    """Mean of word vectors, then dense layers; token 0 is padding and is ignored."""
 
     takes = torch.int64
 
@@ -168,12 +169,12 @@ def text_net(
 def text_bn(
     shape: Shape, classes: int, *, vocab: Positive = 8192, width: Positive = 64, hidden: Widths = (64,)
 ) -> nn.Module:
-    """The same with batch norm on the mean of the word vectors."""
+    """Word vectors, their mean with batch norm, a small MLP; items are token numbers below `vocab`, 0 is padding."""
     return text_net(shape, classes, vocab=vocab, width=width, hidden=hidden, batch_norm=True)
 
 
 class ItemVectors(nn.Embedding):
-    """A vector and, as its last entry, a bias for each item."""
+    """A vector for each item; its last entry is the item's bias."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.1)
@@ -182,7 +183,7 @@ class ItemVectors(nn.Embedding):
 
 
 class Taste(nn.Linear):
-    """A person's vector and bias; the item's bias, its last input, counts fully at first."""
+    """The vector and bias of a person; the weight of the item's bias, its last input, starts at 1."""
 
     start = 0.0
 
@@ -194,7 +195,7 @@ class Taste(nn.Linear):
 
 
 class RatingNet(nn.Module):
-    """Matrix factorisation where each client is one person: item vectors are the body, the person's is the head."""
+    """Matrix factorisation in which a client is a person; item vectors are the body, the person's vector the head."""
 
     takes = torch.int64
 
@@ -212,7 +213,7 @@ class RatingNet(nn.Module):
 def ratings(
     shape: Shape, classes: int, *, vocab: Positive = 8192, width: Positive = 8, start: float = 3.0
 ) -> nn.Module:
-    """Matrix factorisation: an item is a number below `vocab`, the client a person; `start`: middle of the scale."""
+    """Matrix factorisation; an item is a number below `vocab`, a client is a person, `start` is the mean rating."""
     if shape != (1,):
         raise CoterieError(
             f"the model ratings takes one item number each; the data's items have shape {shape_text(shape)}"
@@ -232,11 +233,11 @@ def signal(shape: Shape, classes: int, *, batch_norm: bool = True, hidden: Width
 
 
 def _picture(name: str, shape: Shape, side: int) -> None:
-    """Pictures come as [channels, height, width], at least `side` high and wide."""
+    """Raise CoterieError unless items are pictures [channels, height, width] of at least side x side."""
     if len(shape) != 3 or min(shape[1:]) < side:
-        least = f" of {side}x{side} or more" if side > 1 else ""
-        wants = f"the model {name} takes pictures [channels, height, width]{least}"
-        raise CoterieError(f"{wants}; the data's items have shape {shape_text(shape)}")
+        smallest = f" of {side}x{side} or more" if side > 1 else ""
+        expected = f"the model {name} takes pictures [channels, height, width]{smallest}"
+        raise CoterieError(f"{expected}; the data's items have shape {shape_text(shape)}")
 
 
 ZOO: dict[str, Callable[..., nn.Module]] = {
