@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "Python 3.11 or newer is needed (set PYTHON=...)"; exit 1)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools
-	$(PIP) --no-build-isolation -e ".[dev,flower]" -e examples/fedclip
+	$(PIP) --no-build-isolation -e ".[dev,federation]" -e examples/fedclip
 	@touch $@
 
 $(DOCS): $(READY)

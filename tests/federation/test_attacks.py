@@ -27,7 +27,8 @@ from coterie.federation.policy.audit import AuditLog
 from coterie.federation.policy.quarantine import Quarantine
 from coterie.federation.protocol.messages import Attached, EdgeAnswer, EdgeJob, Hello
 from coterie.federation.transport import NodeReplies
-from coterie.federation.transport import grpc_wire as w
+from coterie.federation.transport.event_loop import event_loop, log_loop_error
+from coterie.federation.transport.frames import frame_fields, text_field
 from coterie.methods import find
 from coterie.testing import events
 from support.in_process_link import federation
@@ -41,13 +42,13 @@ BAD = 1
 @pytest.mark.parametrize("content", [b"P" + b"[" * 9000, b"P" + b'{"a":' * 2000, b"P" + b"9" * 9000, b"P\xff", b"P1"])
 def test_a_frame_that_cannot_be_read_is_a_sentence(content: bytes) -> None:
     with pytest.raises(CoterieError, match="damaged message"):
-        w.fields_of(content)
+        frame_fields(content)
 
 
 def test_half_a_character_is_no_text() -> None:
     """It could not be encoded again."""
     with pytest.raises(CoterieError, match="has no key"):
-        w.text(w.fields_of(rb'P{"key": "\ud800"}'), "key")
+        text_field(frame_fields(rb'P{"key": "\ud800"}'), "key")
 
 
 def test_only_what_means_nothing_is_left_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -55,9 +56,9 @@ def test_only_what_means_nothing_is_left_out_of_the_log(caplog: pytest.LogCaptur
         {"exception": OSError(9, "Bad file descriptor")},
         {"message": "Task was destroyed but it is pending!"},
     ):
-        w.no_farewell(w.loop(), {"message": "Exception in callback", **told})
+        log_loop_error(event_loop(), {"message": "Exception in callback", **told})
     assert not caplog.records
-    w.no_farewell(w.loop(), {"message": "Exception in callback", "exception": OSError(5, "Input/output error")})
+    log_loop_error(event_loop(), {"message": "Exception in callback", "exception": OSError(5, "Input/output error")})
     assert "Input/output error" in caplog.text
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("grpc", reason="a federation needs the extra federation")
 
 from coterie.errors import CoterieError
 from coterie.federation.identity import authority as certs
-from coterie.federation.transport import grpc_wire as w
+from coterie.federation.transport.proof import is_signed, sign_challenge
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_another_authority_is_not_trusted(made: certs.Certs, tmp_path: Path) -> 
 
 
 def test_secrets_are_readable_by_their_owner_only(made: certs.Certs) -> None:
-    for path in (made.ca_key, made.server_key, made.control_key, made.key("alice")):
+    for path in (made.ca_key, made.server_key, made.key("alice")):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
@@ -77,8 +77,8 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_a_node_key_is_on_a_nist_curve_and_matches_its_public_half(made: certs.Certs) -> None:
     key = certs.load_key(made.key("alice"))
     assert key.curve.name == "secp256r1"
-    public, signature = w.sign(key, bytes(32), bytes(16), bytes(32))
-    assert public == made.nodes()["alice"] and w.signed(public, signature, bytes(32), bytes(16), bytes(32))
+    public, signature = sign_challenge(key, bytes(32), bytes(16), bytes(32))
+    assert public == made.nodes()["alice"] and is_signed(public, signature, bytes(32), bytes(16), bytes(32))
 
 
 def test_a_key_made_on_the_device_is_registered_by_its_public_half_once(tmp_path: Path) -> None:

@@ -30,11 +30,13 @@ from coterie.federation.identity import authority as certs
 from coterie.federation.identity.authority import Certs
 from coterie.federation.localhost import processes
 from coterie.federation.localhost.processes import Child
-from coterie.federation.transport import Node, NodeReplies
-from coterie.federation.transport import grpc_server as grpc_link
-from coterie.federation.transport import grpc_wire as w
-from coterie.federation.transport.grpc_server import GrpcLink
-from coterie.federation.transport.grpc_wire import grpc
+from coterie.federation.transport import NodeReplies, authentication, exchange
+from coterie.federation.transport import frames as w
+from coterie.federation.transport.event_loop import event_loop, run_on_loop, start_on_loop
+from coterie.federation.transport.frames import frame_fields, grpc, make_frame
+from coterie.federation.transport.node import Node
+from coterie.federation.transport.proof import server_certificate, sign_challenge
+from coterie.federation.transport.server import GrpcServer, wait_for_port
 
 
 class Served:
@@ -44,7 +46,7 @@ class Served:
         self.certs = certs.init(root / "certs", [])
         self.port = processes.free_port()
         self.address = f"127.0.0.1:{self.port}"
-        self.link = GrpcLink(self.certs, "127.0.0.1", self.port)
+        self.link = GrpcServer(self.certs, "127.0.0.1", self.port)
         self.nodes: dict[str, tuple[Node, threading.Thread]] = {}
         self.calls: list[tuple[str, str]] = []
         self.pause = threading.Event()  # what "slow" waits for
@@ -82,7 +84,7 @@ class Served:
 
     def cut(self, name: str) -> None:
         """As a network that breaks."""
-        w.loop().call_soon_threadsafe(self.link._held[name].end, "cut by the test")
+        event_loop().call_soon_threadsafe(self.link.exchanges.streams[name].end, "cut by the test")
 
     def leave(self, name: str) -> None:
         node, thread = self.nodes.pop(name)
@@ -111,14 +113,14 @@ def served(tmp_path: Path) -> Iterator[Served]:
 def test_payloads_go_both_ways_and_every_byte_of_them_is_counted(served: Served) -> None:
     for name in ("alice", "bob"):
         served.join(name)
-    shared = os.urandom(2 * w.CHUNK + 5)
+    shared = os.urandom(2 * w.CHUNK_BYTES + 5)
     found = served.link.send({"alice": b"1", "bob": b""}, "train", 3, 20, shared=shared)
     assert found.errors == {} and found.answers == {"alice": shared + b"1", "bob": shared}
     about = found.traffic["alice"]
     assert about.payload_down == about.payload_up == len(shared) + 1
     # down: Q, three pieces of shared, one of own, G; up: A, three pieces. gRPC adds 5 bytes to each, we a letter.
-    assert 0 < about.total_down - about.payload_down - 6 * w.PREFIX - 4 < 400
-    assert 0 < about.total_up - about.payload_up - 4 * w.PREFIX - 3 < 200
+    assert 0 < about.total_down - about.payload_down - 6 * w.GRPC_PREFIX_BYTES - 4 < 400
+    assert 0 < about.total_up - about.payload_up - 4 * w.GRPC_PREFIX_BYTES - 3 < 200
     assert served.link.send({"alice": b""}, "train", 4, 20).answers == {"alice": b""}
     assert served.link.send({"alice": b"x"}, "aligned", 4, 20, shared=b"y" * 100).answers == {"alice": b"[0, 0]"}
 
@@ -141,8 +143,10 @@ def test_a_download_over_the_limit_of_the_node_is_refused_there(served: Served) 
     thread.start()
     served.nodes["small"] = node, thread
     served.until(lambda: "small" in served.link.nodes())
-    found = served.link.send({"small": bytes(3 * w.CHUNK)}, "train", 1, 20)
-    assert reasons(found) == {"small": f"small: the payload of {3 * w.CHUNK} bytes is larger than the 1000 allowed"}
+    found = served.link.send({"small": bytes(3 * w.CHUNK_BYTES)}, "train", 1, 20)
+    assert reasons(found) == {
+        "small": f"small: the payload of {3 * w.CHUNK_BYTES} bytes is larger than the 1000 allowed"
+    }
     assert served.link.send({"small": b"1"}, "train", 1, 20).answers == {"small": b""}
 
 
@@ -152,9 +156,9 @@ def test_a_node_cut_off_at_work_answers_once_over_its_next_connection(served: Se
 
     def breaks() -> None:
         served.until(lambda: ("alice", "slow") in served.calls)
-        first = served.link._held["alice"]
+        first = served.link.exchanges.streams["alice"]
         served.cut("alice")
-        served.until(lambda: served.link._held.get("alice") not in (None, first))
+        served.until(lambda: served.link.exchanges.streams.get("alice") not in (None, first))
         served.pause.set()
 
     threading.Thread(target=breaks, daemon=True).start()
@@ -198,8 +202,8 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_question(served: Served
 def test_who_said_goodbye_or_vanished_is_given_up_after_a_while(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_link, "LEAVE", 0.2)
-    monkeypatch.setattr(grpc_link, "LOOK", 0.1)
+    monkeypatch.setattr(exchange, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(exchange, "LOOK_SECONDS", 0.1)
     node = served.join("alice")
     threading.Timer(0.5, node.stopping.set).start()
     began = time.monotonic()
@@ -211,7 +215,7 @@ def test_who_said_goodbye_or_vanished_is_given_up_after_a_while(
 def test_a_new_server_program_gets_the_nodes_of_the_one_before(served: Served) -> None:
     served.join("alice")
     served.link.close()
-    served.link = GrpcLink(served.certs, "127.0.0.1", served.port)
+    served.link = GrpcServer(served.certs, "127.0.0.1", served.port)
     served.link.open()
     served.until(lambda: served.link.nodes() == ["alice"])
     assert served.link.send({"alice": b"1"}, "train", 1, 20).answers == {"alice": b"1"}
@@ -230,7 +234,7 @@ def test_strangers_are_refused_and_keys_come_and_go(served: Served, tmp_path: Pa
     assert "this key is not registered" in refused(served, key=eve)
     assert "cannot be read" in refused(served, key=tmp_path / "none.key")
     node = served.join("alice")
-    with pytest.raises(CoterieError, match="another process is already connected with the key"):
+    with pytest.raises(CoterieError, match="a different process is already connected with the key"):
         Node(served.address, served.certs.ca, served.certs.key("alice"), lambda k, r, s, own: own).run()
     public = served.certs.public("alice").read_bytes()
     served.certs.public("alice").unlink()
@@ -241,9 +245,9 @@ def test_strangers_are_refused_and_keys_come_and_go(served: Served, tmp_path: Pa
 
 def test_a_renewed_certificate_is_shown_without_a_restart(served: Served) -> None:
     served.join("alice")
-    before, _ = w.run(w.certificate_of(served.address, served.certs.ca))
+    before = run_on_loop(server_certificate(served.address, served.certs.ca))
     certs.renew(served.certs.root, [])
-    after, _ = w.run(w.certificate_of(served.address, served.certs.ca))
+    after = run_on_loop(server_certificate(served.address, served.certs.ca))
     assert before != after
     served.cut("alice")
     served.until(lambda: served.nodes["alice"][0].connected.is_set() and served.link.nodes() == ["alice"])
@@ -303,7 +307,7 @@ def test_an_exchange_that_waits_for_a_mute_node_delays_no_other(served: Served) 
     assert served.link.send({"alice": b"1"}, "train", 1, 20).answers == {"alice": b"1"}
     assert asked.waiting == {"mute"}
     served.pause.set()  # it answers after all
-    served.until(lambda: asked.now.answers)
+    served.until(lambda: asked.answers)
     assert list(asked.poll().answers) == ["mute"] and asked.waiting == set()
     late = served.link.begin({"nobody": b""}, "train", 0, 0.05)
     served.until(lambda: time.monotonic() > late.until)
@@ -312,16 +316,16 @@ def test_an_exchange_that_waits_for_a_mute_node_delays_no_other(served: Served) 
 
 def test_a_certificate_nobody_would_trust_and_a_port_in_use_are_sentences(served: Served, tmp_path: Path) -> None:
     with pytest.raises(CoterieError, match=f"port {served.port} on 127.0.0.1 cannot be used"):
-        quick = GrpcLink(served.certs, "127.0.0.1", served.port)
-        grpc_link.wait_for_port("127.0.0.1", served.port, 0.0)
+        quick = GrpcServer(served.certs, "127.0.0.1", served.port)
+        wait_for_port("127.0.0.1", served.port, 0.0)
         quick.open()
     mixed, other = certs.init(tmp_path / "mixed", []), certs.init(tmp_path / "another", [])
     mixed.ca.write_bytes(other.ca.read_bytes())
     with pytest.raises(CoterieError, match=r"server\.crt is not signed by .*ca\.crt"):
-        GrpcLink(mixed, "127.0.0.1", processes.free_port()).open()
+        GrpcServer(mixed, "127.0.0.1", processes.free_port()).open()
     mixed.server_key.write_bytes(other.server_key.read_bytes())
-    with pytest.raises(CoterieError, match="do not go together"):
-        GrpcLink(mixed, "127.0.0.1", processes.free_port()).open()
+    with pytest.raises(CoterieError, match="does not match its key"):
+        GrpcServer(mixed, "127.0.0.1", processes.free_port()).open()
 
 
 # ---- who speaks the protocol without a node of ours ------------------------------------------------------------------
@@ -332,11 +336,11 @@ class Raw:
         self.address, self.certs = address, certs
 
     async def __aenter__(self) -> "Raw":
-        self.der, _ = await w.certificate_of(self.address, self.certs.ca)
+        self.der = await server_certificate(self.address, self.certs.ca)
         trusted = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(self.der).encode())
         options = [("grpc.use_local_subchannel_pool", 1)]
         self.channel = grpc.aio.secure_channel(self.address, trusted, options=options)
-        self.call = self.channel.stream_stream(f"/{w.SERVICE}/{w.METHOD}")()
+        self.call = self.channel.stream_stream(f"/{w.RPC_SERVICE}/{w.RPC_METHOD}")()
         return self
 
     async def __aexit__(self, *about: object) -> None:
@@ -344,13 +348,13 @@ class Raw:
         await self.channel.close()
 
     async def challenge(self) -> dict[str, Any]:
-        return w.fields_of(await self.call.read())
+        return frame_fields(await self.call.read())
 
     def proof(self, challenge: dict[str, Any], name: str, der: bytes | None = None) -> bytes:
         digest = hashlib.sha256(self.der if der is None else der).digest()
         nonce, session = (bytes.fromhex(challenge[k]) for k in ("nonce", "session"))
-        pem, made = w.sign(certs.load_key(self.certs.key(name)), nonce, session, digest)
-        return w.frame(b"P", key=pem.decode(), certificate=digest.hex(), signature=made.hex(), ticket="")
+        pem, made = sign_challenge(certs.load_key(self.certs.key(name)), nonce, session, digest)
+        return make_frame(b"P", key=pem.decode(), certificate=digest.hex(), signature=made.hex(), ticket="")
 
     async def after(self, frame: bytes) -> str:
         """What the server says to a frame: the letter of its own, or why it ended the stream."""
@@ -377,13 +381,13 @@ def test_a_proof_is_worth_nothing_on_another_stream_or_for_another_server(served
         async with Raw(served.address, served.certs) as raw:
             return await raw.after(raw.proof(await raw.challenge(), "alice", der=other))
 
-    assert w.run(tried()) == ["the signature is not that of the key", "W"]
-    assert w.run(elsewhere()) == "the proof is for another server"
+    assert run_on_loop(tried()) == ["the signature does not match the key", "W"]
+    assert run_on_loop(elsewhere()) == "the proof is for a different server"
 
 
 @pytest.mark.parametrize(
     "frames",
-    [[b"D123"], [b"A{}"], [b"A" + b"[" * 9000], [w.frame(b"A", ticket=5)], [b""], [b"X" * (w.HEAD + 1)]],
+    [[b"D123"], [b"A{}"], [b"A" + b"[" * 9000], [make_frame(b"A", ticket=5)], [b""], [b"X" * (w.MAX_HEAD_BYTES + 1)]],
     ids=["data", "empty", "nested", "number", "nothing", "long"],
 )
 def test_frames_that_are_none_end_the_stream_of_their_sender_alone(served: Served, frames: list[bytes]) -> None:
@@ -395,7 +399,7 @@ def test_frames_that_are_none_end_the_stream_of_their_sender_alone(served: Serve
             assert await raw.after(raw.proof(await raw.challenge(), "eve")) == "W"
             return await raw.after(frames[0])
 
-    said = w.run(tried())
+    said = run_on_loop(tried())
     assert said not in ("W", "G", "N", "the end") and said
     assert served.link.send({"alice": b"1"}, "train", 1, 20).answers == {"alice": b"1"}
 
@@ -408,30 +412,30 @@ def test_an_answer_longer_than_it_says_costs_its_sender_the_round(served: Served
     async def lies() -> None:
         async with Raw(served.address, served.certs) as raw:
             await raw.after(raw.proof(await raw.challenge(), "eve"))
-            asked = w.fields_of(await raw.call.read())
+            asked = frame_fields(await raw.call.read())
             await raw.call.read()
             about = {"kind": asked["kind"], "round": asked["round"], "ticket": asked["ticket"]}
             size = 10 if more > 0 else 2**40
-            assert await raw.after(w.frame(b"A", **about, size=size)) == ("G" if more > 0 else "N")
+            assert await raw.after(make_frame(b"A", **about, size=size)) == ("G" if more > 0 else "N")
             if more > 0:
                 await raw.after(b"D" + bytes(11))
 
-    future = w.start(lies())
+    future = start_on_loop(lies())
     served.until(lambda: served.link.nodes() == ["eve"])
     found = served.link.send({"eve": b"1"}, "train", 1, 20, largest=1000)
-    assert "longer than it says" in reasons(found)["eve"] or "larger than the 1000 allowed" in reasons(found)["eve"]
+    assert "longer than announced" in reasons(found)["eve"] or "larger than the 1000 allowed" in reasons(found)["eve"]
     future.result(20)
 
 
 def test_frames_too_large_and_too_many_or_silent_strangers_are_cut_off(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_link, "STRANGERS", 1)
+    monkeypatch.setattr(authentication, "MAX_UNAUTHENTICATED", 1)
 
     async def large() -> str:
         async with Raw(served.address, served.certs) as raw:
             await raw.challenge()
-            return await raw.after(b"P" + bytes(w.CHUNK + 1))
+            return await raw.after(b"P" + bytes(w.CHUNK_BYTES + 1))
 
     async def ended(raw: Raw) -> str:
         with pytest.raises(grpc.aio.AioRpcError) as e:
@@ -439,7 +443,7 @@ def test_frames_too_large_and_too_many_or_silent_strangers_are_cut_off(
         return str(e.value.details())
 
     async def silent(seconds: float, *more: Raw) -> str:
-        monkeypatch.setattr(w, "HANDSHAKE", seconds)
+        monkeypatch.setattr(authentication, "HANDSHAKE_SECONDS", seconds)
         async with Raw(served.address, served.certs) as one:
             await one.challenge()
             for other in more:
@@ -447,10 +451,12 @@ def test_frames_too_large_and_too_many_or_silent_strangers_are_cut_off(
                     await other.challenge()
             return await ended(one)
 
-    assert "larger than max" in w.run(large())
-    assert w.run(silent(0.5)) == "the node did not say in time who it is"
+    assert "larger than max" in run_on_loop(large())
+    assert run_on_loop(silent(0.5)) == "the node did not prove its identity in time"
     began = time.monotonic()
-    assert w.run(silent(1000.0, Raw(served.address, served.certs))) == "the node did not say in time who it is"
+    assert (
+        run_on_loop(silent(1000.0, Raw(served.address, served.certs))) == "the node did not prove its identity in time"
+    )
     assert time.monotonic() - began < 100  # it gave its place to the other
     served.join("alice")
 
@@ -459,9 +465,9 @@ TLS_1_2 = """
 import socket, ssl, sys
 from pathlib import Path
 from coterie.federation.identity.authority import Certs
-from coterie.federation.transport.grpc_server import GrpcLink
+from coterie.federation.transport.server import GrpcServer
 root, port = Path(sys.argv[1]), int(sys.argv[2])
-with GrpcLink(Certs(root), "127.0.0.1", port):
+with GrpcServer(Certs(root), "127.0.0.1", port):
     for newest in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
         context = ssl.create_default_context(cafile=str(root / "ca.crt"))
         context.maximum_version = newest
@@ -484,10 +490,34 @@ def test_tls_is_1_3_and_plain_text_gets_no_answer(served: Served, tmp_path: Path
             return {"ssl_tls_version": [b"TLSv1.2"]}
 
     with pytest.raises(CoterieError, match=r"TLS 1\.3 is needed"):
-        w.run(served.link._proved(Old()))
+        run_on_loop(served.link.authentication.challenge(Old()))
     with socket.create_connection(("127.0.0.1", served.port), 10) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"200" not in raw.recv(1000)
+
+
+@pytest.mark.parametrize(("secure", "reason"), [(False, "does not speak TLS"), (True, "does not speak gRPC")])
+def test_a_port_of_another_service_is_an_error_and_not_tried_again(
+    served: Served, tmp_path: Path, secure: bool, reason: str
+) -> None:
+    certs.add_node(served.certs.root, "alice")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(served.certs.server, served.certs.server_key)
+    context.set_alpn_protocols(["http/1.1"])
+
+    def answer(service: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            peer, _ = service.accept()
+            if secure:
+                context.wrap_socket(peer, server_side=True).recv(1)
+            else:
+                peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        threading.Thread(target=answer, args=(service,), daemon=True).start()
+        address = f"127.0.0.1:{service.getsockname()[1]}"
+        said = refused(served, address=address, key=served.certs.key("alice"), patience=30.0)
+    assert said == f"{address} {reason}; is it the port of a Coterie cloud or edge?"
 
 
 # ---- real processes --------------------------------------------------------------------------------------------------
@@ -495,7 +525,7 @@ NODE = """
 import sys, time
 from pathlib import Path
 from coterie.federation.localhost.processes import die_with_parent
-from coterie.federation.transport import Node
+from coterie.federation.transport.node import Node
 die_with_parent()
 def handle(kind, round, shared, own):
     if kind == "slow":
@@ -508,9 +538,9 @@ import sys, time
 from pathlib import Path
 from coterie.federation.identity.authority import Certs
 from coterie.federation.localhost.processes import die_with_parent
-from coterie.federation.transport.grpc_server import GrpcLink
+from coterie.federation.transport.server import GrpcServer
 die_with_parent()
-with GrpcLink(Certs(Path(sys.argv[1])), "127.0.0.1", int(sys.argv[2])) as link:
+with GrpcServer(Certs(Path(sys.argv[1])), "127.0.0.1", int(sys.argv[2])) as link:
     while not link.nodes():
         time.sleep(0.05)
     print("asking", flush=True)
@@ -536,7 +566,7 @@ def resident(pid: int, peak: bool = False) -> int:
 def test_a_stopped_node_is_taken_for_gone_and_a_killed_one_is_asked_again(served: Served, tmp_path: Path) -> None:
     child = node_process(served, "alice", tmp_path)
     child.signal(signal.SIGSTOP)
-    served.until(lambda: served.link.nodes() == [], 2 * w.SILENCE)
+    served.until(lambda: served.link.nodes() == [], 2 * w.SILENCE_SECONDS)
     child.signal(signal.SIGCONT)
     served.until(lambda: served.link.nodes() == ["alice"], 30)
 
@@ -571,7 +601,7 @@ def test_a_server_that_was_stopped_for_a_while_gets_the_answer(tmp_path: Path) -
     server = Child("server", argv, tmp_path / "server.log", processes.bound(os.environ)).start()
     assert at_work.wait(30)
     server.signal(signal.SIGSTOP)
-    Served.until(lambda: not node.connected.is_set(), 2 * w.SILENCE)
+    Served.until(lambda: not node.connected.is_set(), 2 * w.SILENCE_SECONDS)
     server.signal(signal.SIGCONT)
     assert server.wait(60) == 0 and server.tail().endswith("{}"), server.tail()
     node.stopping.set()
@@ -611,11 +641,11 @@ def test_a_crowd_of_strangers_costs_little_memory_and_keeps_no_node_out(served: 
         for _ in range(100):  # streams that send what they may and no proof
             raw = await Raw(served.address, served.certs).__aenter__()
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                await raw.call.write(b"P" + bytes(w.CHUNK - 1))
+                await raw.call.write(b"P" + bytes(w.CHUNK_BYTES - 1))
             found.append(raw)
         return found
 
-    held = w.run(streams())
+    held = run_on_loop(streams())
     found = served.link.send({"alice": b"0"}, "slow", 1, 60)
     assert found.errors == {}
     late = node_process(served, "bob", tmp_path)
@@ -625,7 +655,7 @@ def test_a_crowd_of_strangers_costs_little_memory_and_keeps_no_node_out(served: 
         for raw in held:
             await raw.__aexit__()
 
-    w.run(over())
+    run_on_loop(over())
     for one in crowd:
         one.close()
     for process in (child, late):
@@ -648,8 +678,10 @@ def test_a_node_that_reconnects_in_a_loop_while_it_is_asked_is_noted_once(
             async with Raw(served.address, served.certs) as raw:
                 assert await raw.after(raw.proof(await raw.challenge(), "mallory")) == "W"
 
-    w.run(come_and_go())
+    run_on_loop(come_and_go())
     assert served.link.send({"alice": b"0"}, "echo", 1, 60).errors == {}
     exchange.poll()
-    assert [r.message for r in caplog.records if "came back" in r.message] == ["mallory came back, asking again"]
+    assert [r.message for r in caplog.records if "has reconnected" in r.message] == [
+        "mallory has reconnected; its request is sent again"
+    ]
     assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")], caplog.text

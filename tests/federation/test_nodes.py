@@ -27,7 +27,7 @@ from coterie.federation.identity.roles import NodeRole
 from coterie.federation.identity.seats import Roster
 from coterie.federation.localhost.trial import LocalFederation
 from coterie.federation.protocol.messages import Hello
-from coterie.federation.transport import Node
+from coterie.federation.transport.node import Node
 from coterie.testing import events
 from support.in_process_link import ALLOW, federation
 from support.replayed import same_as_replay

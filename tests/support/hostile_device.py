@@ -16,7 +16,8 @@ from coterie.federation.localhost import processes
 from coterie.federation.protocol import plan
 from coterie.federation.protocol import version as protocol
 from coterie.federation.protocol.messages import Attached, DeviceJob, Hello
-from coterie.federation.transport import grpc_node, grpc_wire
+from coterie.federation.transport.frames import frame_fields, make_frame
+from coterie.federation.transport.node import OutgoingAnswer
 
 MARK = 0.015625  # what a marked upload begins with
 HONEST = (1, 5)
@@ -112,15 +113,15 @@ def main() -> None:
         protocol.version = plan.version = lambda name: "9.9.9"  # type: ignore[attr-defined]
     if a.mode == "protocol":
         protocol.PROTOCOL = 99
-    honest = grpc_node.Reply.offer.fget  # type: ignore[attr-defined]
+    honest = OutgoingAnswer.offer.fget  # type: ignore[attr-defined]
 
-    def offer(self: grpc_node.Reply) -> bytes:
+    def offer(self: OutgoingAnswer) -> bytes:
         made: bytes = honest(self)
-        if a.mode == "wrong" and self.to.kind == "train" and self.to.round == 3:
-            return grpc_wire.frame(b"A", **{**grpc_wire.fields_of(made), "round": 1})
+        if a.mode == "wrong" and self.request.kind == "train" and self.request.round == 3:
+            return make_frame(b"A", **{**frame_fields(made), "round": 1})
         return made
 
-    grpc_node.Reply.offer = property(offer)  # type: ignore[assignment]
+    OutgoingAnswer.offer = property(offer)  # type: ignore[assignment]
     handler = {"hijack": Hijacker, "wrong": Hostile, **HANDLERS}.get(a.mode, DeviceHandler)
     join(a.cloud, Path(a.ca), Path(a.key), handler(a.data, Path(a.state), int(a.client)))
 

@@ -48,7 +48,6 @@ def _log() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 @certs_app.command("init")
@@ -59,7 +58,7 @@ def certs_init(
     ] = None,
     days: Annotated[int, Option(min=1, help="days of validity of the certificates")] = 825,
 ) -> None:
-    """Create a certificate authority, a server certificate and a control key."""
+    """Create a certificate authority and a server certificate."""
     from coterie.federation.identity import authority as certs
 
     made = certs.init(root, host or [], days)

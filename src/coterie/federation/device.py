@@ -215,7 +215,8 @@ class DeviceHandler:
 
 def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler) -> None:
     """Answer the cloud until the run has ended, or told to stop (SIGTERM, Ctrl-C)."""
-    from coterie.federation.transport import MAX_PAYLOAD, Node
+    from coterie.federation.transport import MAX_PAYLOAD
+    from coterie.federation.transport.node import Node
 
     load_dataset(handler.data, handler.data_dir)  # a wrong name is found now, not when the cloud first asks
     handler.peer = cloud

@@ -42,7 +42,8 @@ from coterie.federation.protocol.messages import (
     with_common,
 )
 from coterie.federation.protocol.plan import FederationPlan
-from coterie.federation.transport import Cause, Node, listening
+from coterie.federation.transport import Cause, listening
+from coterie.federation.transport.node import Node
 from coterie.federation.validation import SamplesError, check_answer, check_request, check_task, room
 
 PATIENCE = 0.85  # of the cloud's deadline that devices have; the rest is for the way up

@@ -9,7 +9,6 @@ import contextlib
 import ipaddress
 import os
 import re
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -64,11 +63,6 @@ class Certs:
     def switch_file(self) -> Path:
         """When the next authority takes over, in seconds since 1970."""
         return self.root / "next" / "from"
-
-    @property
-    def control_key(self) -> Path:
-        """What a caller of the SuperLink's control and runtime interfaces must know."""
-        return self.root / "control.key"
 
     def key(self, name: str) -> Path:
         return self.root / "nodes" / f"{name}.key"
@@ -131,7 +125,7 @@ class Certs:
 
     def check(self) -> None:
         """A sentence if the directory is not complete."""
-        for path in (self.ca, self.server, self.server_key, self.control_key):
+        for path in (self.ca, self.server, self.server_key):
             if not path.is_file():
                 raise CoterieError(
                     f"certs {self.root} has no {path.name}; create the directory with coterie certs init"
@@ -186,14 +180,13 @@ def init(root: Path, hosts: Sequence[str], days: int = 825) -> Certs:
     """Make an authority, a server certificate for `hosts` (and 127.0.0.1, localhost) and a control key."""
     certs = Certs(root)
     names = _subjects(hosts)
-    for path in (certs.ca, certs.ca_key, certs.server, certs.server_key, certs.control_key):
+    for path in (certs.ca, certs.ca_key, certs.server, certs.server_key):
         if path.exists():
             raise CoterieError(f"{path} exists already; choose another directory or remove it yourself")
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     (root / "nodes").mkdir(exist_ok=True, mode=0o700)
     _authority(certs, days)
     _issue(certs, names, days)
-    _write(certs.control_key, secrets.token_hex(32).encode(), secret=True)
     return certs
 
 
@@ -478,5 +471,5 @@ def _crypto() -> tuple[Any, Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as e:
-        raise CoterieError('certificates need the extra "flower": pip install coterie[flower]') from e
+        raise CoterieError('certificates need the extra "federation": pip install coterie[federation]') from e
     return x509, serialization, ec

@@ -1,17 +1,22 @@
-"""Messages between the hosts of a federation, over gRPC or Flower: the only part of Coterie that knows either.
+"""Messages between the hosts of a federation, over gRPC: no other package imports gRPC.
 
-A message is a kind, a round and bytes. What the bytes mean, who is which client and what is done about somebody who
-does not answer is decided elsewhere. `flower_api.py` names everything that is used of Flower.
+A message is a kind, a round and bytes. This package moves messages between a server and its named nodes; it does not
+know what the bytes mean or which client a node is.
 
-    with listening(certs, host, port) as link:                                   # a server
-        answers, errors, traffic = link.send({"alice": own}, "train", round=3, deadline=600, shared=shared)
+    with listening(certs, host, port) as server:
+        answers, errors, traffic = server.send({"alice": own}, "train", round=3, deadline=600, shared=shared)
 
-    Node(address, ca, key, lambda kind, round, shared, own: answer).run()               # a node
+    Node(address, ca, key, lambda kind, round, shared, own: answer).run()  # of transport/node.py
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from coterie.federation.identity.authority import Certs
 from coterie.federation.transport.base import (
     MAX_PAYLOAD,
-    Answering,
+    AnswerFunction,
     Buffer,
     Cause,
     Failure,
@@ -19,21 +24,22 @@ from coterie.federation.transport.base import (
     NodeReplies,
     RefusedError,
     UnreachableError,
-    address,
 )
-from coterie.federation.transport.choose import Node, listening
+
+if TYPE_CHECKING:
+    from coterie.federation.transport.server import GrpcServer
+
+
+@contextmanager
+def listening(certs: Certs, host: str, port: int) -> "Iterator[GrpcServer]":
+    """Run a server for the nodes registered in `certs`; gRPC is imported when it starts."""
+    from coterie.federation.transport.server import GrpcServer
+
+    with GrpcServer(certs, host, port) as server:
+        yield server
+
 
 __all__ = [
-    "MAX_PAYLOAD",
-    "Answering",
-    "Buffer",
-    "Cause",
-    "Failure",
-    "LinkBytes",
-    "Node",
-    "NodeReplies",
-    "RefusedError",
-    "UnreachableError",
-    "address",
-    "listening",
+    "MAX_PAYLOAD", "AnswerFunction", "Buffer", "Cause", "Failure", "LinkBytes", "NodeReplies", "RefusedError",
+    "UnreachableError", "listening",
 ]  # fmt: skip

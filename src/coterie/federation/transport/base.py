@@ -1,69 +1,34 @@
-"""What both transports have in common: what callers see, errors, and the environment that Flower is run in.
+"""The types that callers of the transport see. This module does not need gRPC."""
 
-Nothing here needs Flower or gRPC to be installed.
-"""
-
-import fcntl
-import socket
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import Any, NamedTuple, TextIO, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from coterie.errors import CoterieError
 
-T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
-Answering = Callable[[str, int, memoryview | None, memoryview], Buffer]  # (kind, round, shared, own) -> answer
-MAX_PAYLOAD = 8 * 2**30  # bytes of one payload, unless told otherwise
+AnswerFunction = Callable[[str, int, memoryview | None, memoryview], Buffer]  # (kind, round, shared, own) -> answer
+MAX_PAYLOAD = 8 * 2**30  # bytes of one payload, unless the caller sets a smaller limit
 
 
 class UnreachableError(CoterieError):
-    """The other side does not answer now; trying again later makes sense."""
+    """The other side does not respond at the moment; a later attempt may succeed."""
 
 
 class UntrustedError(UnreachableError):
-    """The certificate of the other side does not hold: it is out of date, or ours to check it with is."""
+    """The other side's certificate is not valid, or not signed by the authority in our file."""
 
 
 class RefusedError(CoterieError):
-    """The server does not know this key, node, run or task (any more)."""
-
-
-class Bell(threading.Event):
-    """An event that also calls who asked for it when it is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.expected = False  # will it be set in a moment?
-        self._calls: list[Callable[[], object]] = []
-
-    def set_after(self, seconds: float) -> None:
-        """Set it a moment later, on another thread."""
-        self.expected = True
-        timer = threading.Timer(seconds, self.set)
-        timer.daemon = True
-        timer.start()
-
-    def listen(self, call: Callable[[], object]) -> None:
-        self._calls.append(call)
-        if self.is_set():
-            call()
-
-    def set(self) -> None:
-        super().set()
-        for call in self._calls:
-            call()
+    """The server does not accept this node's key or protocol version."""
 
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Bytes of one exchange with one node: the payloads, and all that went over its link for them."""
+    """Bytes exchanged with one node for one request: the payloads, and everything sent for them."""
 
     payload_down: int
     payload_up: int
@@ -72,72 +37,37 @@ class LinkBytes:
 
 
 class Cause(Enum):
-    """Why a node gave no answer that counts."""
+    """Why a node gave no valid answer."""
 
-    ABSENT = "absent"  # it is not connected
-    LATE = "late"  # it is, and the time is over
-    DECLINED = "declined"  # it answered with a sentence instead
-    WRONG = "wrong"  # what it sent is no answer to the question
+    ABSENT = "absent"  # the node is not connected
+    LATE = "late"  # the node is connected and did not answer in time
+    DECLINED = "declined"  # the node answered with an error message
+    WRONG = "wrong"  # the message of the node is not an answer to the request
 
 
 @dataclass(frozen=True)
 class Failure:
+    """A request without a valid answer."""
+
     cause: Cause
-    why: str  # for a person, with the node's name
+    why: str  # an explanation for the operator, with the node's name
 
     @property
     def passing(self) -> bool:
-        """Is nothing wrong with the node but that it is not there, or not in time?"""
+        """True if the node was only absent or late."""
         return self.cause in (Cause.ABSENT, Cause.LATE)
 
 
 class NodeReplies(NamedTuple):
-    """The result of a request, by node: answers, reasons for missing answers, and traffic."""
+    """The result of a request, by node: answers, failures, and bytes of the nodes that answered."""
 
     answers: dict[str, memoryview]
     errors: dict[str, Failure]
     traffic: dict[str, LinkBytes]
 
 
-def by_name(found: dict[str, T]) -> dict[str, T]:
-    return dict(sorted(found.items()))
-
-
-def room(length: int) -> memoryview:
-    """So many bytes from a multiple of 64 on, so that tensors in it lie as they do in torch's own memory."""
+def aligned_buffer(length: int) -> memoryview:
+    """Return a writable buffer that starts at a multiple of 64 bytes, as torch's own memory does."""
     raw: Any = np.empty(length + 63, np.uint8)
     start = -raw.ctypes.data % 64
     return memoryview(raw[start : start + length])
-
-
-def lock_key(key: Path) -> TextIO | None:
-    """One process per key and host: the locked file beside the key; None if there is no place for it."""
-    try:
-        memory = key.with_suffix(".node").open("a+")
-    except OSError:
-        return None
-    try:
-        fcntl.flock(memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        memory.close()
-        raise CoterieError(f"another process is already connected with the key {key}") from e
-    return memory
-
-
-def address(host: str, port: int) -> str:
-    """Where this host itself reaches its server."""
-    return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
-
-
-def wait_for_port(host: str, port: int, patience: float) -> None:
-    """Until the port is free; a sentence if it stays in use."""
-    until = time.monotonic() + patience
-    while True:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                return s.bind((host, port))
-            except OSError as e:
-                if time.monotonic() > until:
-                    raise CoterieError(f"port {port} on {host} cannot be used: {e.strerror}") from e
-        time.sleep(0.3)
