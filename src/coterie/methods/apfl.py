@@ -2,16 +2,16 @@
 
 Each client keeps a second model v_i and a weight alpha_i, and uses the mixture of v_i and the global model. The global
 model is trained as in FedAvg; v_i is trained through the mixture with the global part fixed; alpha_i follows the
-gradient too. As in the authors' code outputs are mixed, not parameters (the paper's text).
+gradient too. Outputs are mixed, as in the authors' code; the paper's text mixes parameters.
 
 `rule = paper` (default): both models step from the same point, as the paper's two gradients at (w, v), and alpha takes
 its one step of a round on the first batch by the gradient of the loss, before the models move, with batch norm at its
-running values. The mean is by samples, and scored is the mixture with the model received.
-`rule = code`: what the authors' code does. In every batch w steps first and v then, through the mixture with the new w;
+running values. The mean is by samples, and the mixture with the received model is scored.
+`rule = code`: the authors' code. For every batch w steps first and v then, through the mixture with the new w;
 after that, on the first batch of a round, alpha steps by <v - w, alpha g_v + (1 - alpha) g_w>, with v and w as they now
-are and both gradients of the mixture's loss from before v's step; the mean is uniform; scored is the mixture with the
-client's own w as its last training left it. Steps are plain SGD at the run's rate: its momentum, weight decay and Adam
-are not used. This gradient counts alpha twice; so the paper's rule is the default.
+are and both gradients of the mixture's loss from before v's step; the mean is uniform; the scored model is the mixture
+with the client's own w as its last training left it. Steps are plain SGD at the run's rate: its momentum, weight decay
+and Adam are not used. This gradient counts alpha twice, so the paper's rule is the default.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ class APFL(Method):
 
     # ---- the paper's rule ----------------------------------------------------------------------------------------
     def weigh(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
-        """Alpha - lr (d loss / d alpha + decay alpha), kept in [0, 1]."""
+        """Return the new alpha: alpha - lr (d loss / d alpha + decay alpha), clipped to [0, 1]."""
         with torch.no_grad():
             v, w = self._outputs(params, batch.x)
         alpha = params[ALPHA].detach().clone().requires_grad_()
@@ -93,16 +93,16 @@ class APFL(Method):
         return self.ctx.forward(T.tagged("p", params), x), self.ctx.forward(T.tagged("g", params), x)
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        """W learns from its own loss only, v from that of the mixture only."""
+        """Return the sum of two losses: w learns from its own loss only, v from the loss of the mixture only."""
         w = self.ctx.forward(T.tagged("g", params), batch.x)
         if self.hp.alpha == 0 and not self.hp.adaptive:
-            return self.ctx.loss_of(w, batch)  # v has no part in anything: it and its batch norm are not updated
+            return self.ctx.loss_of(w, batch)  # v contributes nothing: it and its batch norm are not updated
         v, alpha = self.ctx.forward(T.tagged("p", params), batch.x), params[ALPHA]
         return self.ctx.loss_of(w, batch) + self.ctx.loss_of(alpha * v + (1 - alpha) * w.detach(), batch)
 
     # ---- the rule of the authors' code -----------------------------------------------------------------------------
     def in_turn(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
-        """W's step, v's step through the mixture with the new w, and on the first batch alpha's."""
+        """Step w, then v through the mixture with the new w, and on the first batch alpha."""
         plain = [k for k in T.tagged("g", params) if k in self.ctx.net.trainable]
         ws, vs = [f"g:{k}" for k in plain], [f"p:{k}" for k in plain]
         alpha, lr = params[ALPHA], extras["lr"]

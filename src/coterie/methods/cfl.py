@@ -1,12 +1,12 @@
 """CFL, clustered federated learning. Sattler, Mueller, Samek, IEEE TNNLS 2021 (arXiv 1910.01991).
 
-One model per cluster; when a cluster's mean update is small but some member's is large, it is cut in two by the
-cosine of the members' updates. Only members that answered vote on a split; an absent one follows the half whose mean
-update is closer to its last known update, or stays in the first half if it has none. The paper's gap criterion is not
-used (nor is it in its code). Norms and cosines are those of trained parameters: batch-norm statistics are averaged with
-their cluster, but say nothing about a gradient. The authors' optimisers live as long as their client and keep their
-momentum: `opt_state = keep` of the run does that. A second split here names clients; theirs names positions in the
-sub-matrix, which mixes clients up.
+There is one model per cluster. When a cluster's mean update is small but some member's update is large, the cluster is
+cut in two by the cosine of the members' updates. Only members that answered vote on a split; an absent member follows
+the half whose mean update is closer to its last known update, or stays in the first half if it has none. The paper's
+gap criterion is not used (nor is it in the authors' code). Norms and cosines are those of trained parameters:
+batch-norm statistics are averaged within the cluster, but say nothing about a gradient. The authors' optimisers live as
+long as their client and keep their momentum: the run's `opt_state = keep` does that. A second split here names clients;
+the authors' code names positions in the sub-matrix, which confuses clients.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class CFL(Clustered):
     weighting = "uniform"
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """Up go updates, down a cluster's model."""
+        """Clients upload updates and receive their cluster's model."""
         if link == "up":
             return Schema(like(T.drop(self.ctx.w0, self.stays), "update"))
         return self.model_schema
@@ -102,7 +102,7 @@ class CFL(Clustered):
 
 
 def bipartition(updates: Tensor) -> tuple[list[int], list[int]]:
-    """Positions of the two halves with the smallest largest cosine across (complete linkage on minus the cosine).
+    """Return the positions of the two halves whose largest mutual cosine is smallest (complete linkage on -cosine).
 
     The half that holds position 0 comes first, so the answer does not depend on the solver's labels.
     """

@@ -4,7 +4,7 @@ pFedMe with G server models, the contexts: a client trains its personal theta ag
 copy, and the server regroups the copies by k-means and moves each context towards the mean of its members.
 [C]: no public code was found; order of updates, step sizes and server rule are reconstructed from the objective.
 All contexts start equal and are cut apart by k-means once G clients have answered. Stored copies of absent clients
-take part in the regrouping, but only those who answered move a context. CGPFL-Heur, which tunes G, is not here.
+take part in the regrouping, but only clients that answered move a context. CGPFL-Heur, which tunes G, is not included.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class CGPFL(Clustered, PFedMe):
             labels = warm_kmeans(kept["flat"], vectors(self.ctx, contexts))[0].tolist()
         elif len(kept["ids"]) >= self.hp.groups:
             labels = first_groups(self.ctx, kept["flat"], self.hp.groups).tolist()
-            contexts = [contexts[0]] * self.hp.groups  # so far everybody was in the first
+            contexts = [contexts[0]] * self.hp.groups  # until now all clients were in the first context
         else:
             labels = [0] * len(kept["ids"])
         cluster = dict(zip(kept["ids"], labels, strict=True))

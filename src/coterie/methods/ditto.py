@@ -1,6 +1,6 @@
 """Ditto. Li, Hu, Beirami, Smith, ICML 2021 (arXiv 2012.04221).
 
-In addition to the usual FedAvg training each client keeps a model v_i of its own, trained on its loss plus
+Clients train the global model as in FedAvg. Each client also keeps a model v_i of its own, trained on its loss plus
 lambda/2 ||v - w_t||^2, where w_t is the model received. The two trainings see the same batches; their order does not
 matter. The mean is uniform, as in the authors' code. The authors sample participants in proportion to their samples, so
 that the mean is by samples in expectation: `draw = samples` does so and costs an opening round, in which the server

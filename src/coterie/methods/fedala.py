@@ -3,11 +3,12 @@
 Before training a client merges the received model w into its last own one o: lower layers become w, the top p layers
 o + A (w - o) with elementwise weights A in [0, 1] that are learned on a part of its data with the model held fixed.
 The first time A is learned until the losses settle, later for one epoch. Batch norm is not updated while A is learned.
-Scored is the model after local training; who has never trained is scored with the received one.
-Departs from the authors' code, with settings that undo it: the part of the data is a random subset, as the paper says,
-not a random window of data in their order (`draw = window`); only participants receive the model and merge, so that
-traffic and work are those of FedAvg, where their server sends it to everybody in every round, who merges it and is
-scored with what comes out (`merge = everybody`). Learning A stops after `max_epochs`; theirs may go on for ever.
+The model after local training is scored; a client that has never trained is scored with the received model.
+Two departures from the authors' code have settings that undo them. The part of the data is a random subset, as the
+paper says, not a random window of the data in their order (`draw = window`). Only participants receive the model and
+merge it, so that traffic and work are those of FedAvg; the authors' server sends it to all clients in every round, and
+all merge it and are scored with the result (`merge = everybody`). Learning A stops after `max_epochs`; in the authors'
+code it may go on for ever.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from coterie.core.method import (
 from coterie.core.schema import Entry, Link, Schema
 from coterie.parts.layer_groups import last_layers
 
-REST = "x:rest"  # in the download of a client that merges but does not train
+REST = "x:rest"  # entry that tells a client to merge without training
 
 
 class FedALASettings(Settings):
@@ -75,7 +76,7 @@ class FedALA(Method):
         return super().sample(server, round, self.ctx.rng("sample", round))
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The model both ways; a client that only merges is told so, and sends nothing."""
+        """The model travels both ways; a client that only merges gets a flag and sends nothing."""
         if self.hp.merge == "participants":
             return self.model_schema
         rest = Schema({REST: Entry((), torch.uint8, "control", low=1, high=1, optional=now is None)})
@@ -102,13 +103,13 @@ class FedALA(Method):
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         old, train = state.get("o"), REST not in download
         received = {**(state.get("own", {}) if old is None else old), **T.drop(download, lambda k: k == REST)}
-        if old is None:  # a flag, not a comparison of floats, says that there is nothing to merge yet
+        if old is None:  # the client has no model yet, so there is nothing to merge
             return Start(received, {"sends": train}, train)
         A = self.learned(state["A"], old, received, data, round, self.hp.max_epochs if not state["settled"] else 1)
         return Start(merged(old, received, A), {"A": A, "sends": train}, train)
 
     def learned(self, A: Tree, old: Tree, new: Tree, data: ClientData, round: int, epochs: int) -> Tree:
-        """Weights after up to `epochs` passes; they stop when the losses of the last batches have settled."""
+        """Return the weights after at most `epochs` passes; stop when the losses of the last batches have settled."""
         names = [k for k in A if k in self.ctx.net.trainable]
         n = len(data.train)
         rng, size = self.ctx.rng("ala", round, data.client), max(1, int(self.hp.share * n))
@@ -120,7 +121,7 @@ class FedALA(Method):
         parts, losses = torch.split(drawn, self.ctx.batch), list[float]()
         head_only = self.ctx.net.layout.head is not None and A.keys() <= set(self.ctx.net.layout.groups["head"])
         gap = {k: new[k] - old[k] for k in names}
-        entering: dict[int, Tensor] = {}  # what enters the head, by part: the same for all A
+        entering: dict[int, Tensor] = {}  # inputs of the head by part of the data; they do not depend on A
         for _ in range(epochs if names and n else 0):
             for i, part in enumerate(parts):
                 theta = merged(old, new, A)
@@ -162,7 +163,7 @@ class FedALA(Method):
 
 
 def merged(old: Tree, new: Tree, A: Tree) -> Tree:
-    """New, and old + A (new - old) where there are weights; lerp gives both ends exactly."""
+    """Return `new`, with old + A (new - old) where there are weights; lerp gives both ends exactly."""
     return {**new, **{k: torch.lerp(old[k], new[k], a) for k, a in A.items()}}
 
 

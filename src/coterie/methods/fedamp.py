@@ -2,7 +2,7 @@
 
 The server keeps the last model of every client and sends each a mixture u_i in which similar models weigh more; the
 client trains its own model with a pull lambda/(2 alpha) ||w - u_i||^2. Clients that never answered have w_0.
-Default is HeurFedAMP (cosine weights), which the paper itself prefers for deep networks; training starts from w_i.
+The default is HeurFedAMP (cosine weights), which the paper prefers for deep networks; training starts from w_i.
 Distances and cosines are those of trained parameters, as in PFLlib: batch-norm statistics are mixed but not compared.
 PFLlib's penalty has no gradient, so its FedAMP is local training; here it pulls, as the paper says.
 """
@@ -61,7 +61,7 @@ class FedAMP(Method):
         return {"bank": bank.fill(T.drop(self.ctx.w0, self.stays), self.ctx.clients)}
 
     def mixing(self, V: Tensor, rows: Tensor) -> Tensor:
-        """Weights xi [rows, clients] from the parameters V [clients, P] of all models."""
+        """Return the weights xi [rows, clients] for the parameters V [clients, P] of all models."""
         own = (torch.arange(len(rows)), rows)
         if len(V) == 1:
             return torch.ones(len(rows), 1)
@@ -86,7 +86,7 @@ class FedAMP(Method):
         like = T.drop(self.ctx.w0, self.stays)
         compared = V[:, bank.columns(like, self.ctx.net.trainable)]
         mixed = self.mixing(compared, bank.rows(server["bank"], known)) @ V
-        mean = T.unflatten(V.mean(0), like) if len(known) < len(ids) else {}  # for those the server does not know
+        mean = T.unflatten(V.mean(0), like) if len(known) < len(ids) else {}  # for clients without a model here
         return Download(each={**dict.fromkeys(ids, mean), **dict(zip(known, bank.trees(mixed, like), strict=True))})
 
     def init_client(self, data: ClientData) -> State:
@@ -112,7 +112,7 @@ class FedAMP(Method):
 
     def model(self, view: ModelView, client: Client) -> Model | None:
         if view == "newcomer":
-            return Model({**client.state["w"], **client.download})  # what would pull its training
+            return Model({**client.state["w"], **client.download})  # the mixture that pulls its training
         return super().model(view, client)
 
     def global_model(self, server: State) -> None:

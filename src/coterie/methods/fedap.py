@@ -1,9 +1,10 @@
 """FedAP, variant f-FedAP. Lu, Wang, Chen, Qin, Xu, Dimitriadis, Qin, IEEE Trans. Big Data 2022 (arXiv 2112.00734).
 
 Clients whose batch-norm layers see inputs with similar means and deviations share more: client i receives a mixture of
-everybody's last model (absent or not) in which j weighs 1/distance and i itself mu, and keeps its own batch norm.
-The common model on which the inputs are measured comes from `warm` rounds of FedBN (f-FedAP), not from public data.
-The round after them is an exchange: everybody gets the common model and sends its statistics once; nobody trains.
+the last models of all clients (absent or not) in which j weighs 1/distance and i itself mu, and keeps its own batch
+norm. The common model on which the inputs are measured comes from `warm` rounds of FedBN (f-FedAP), not from public
+data. After them comes an exchange round: all clients receive the common model and send their statistics once, without
+training.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ class FedAP(FedBN):
     )
 
     def _exchange(self) -> int:
-        """The round of the exchange; 0, the opening, without warm rounds."""
+        """The number of the exchange round; 0, the opening round, if there are no warm rounds."""
         warm = int(self.hp.warm * self.ctx.rounds)
         return warm + 1 if warm else 0
 
@@ -50,7 +51,7 @@ class FedAP(FedBN):
         return {name: self.ctx.w0[min(self.ctx.group(f"layer:{name}"))].numel() for name in names}
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The model; in the exchange, up go means and deviations of what enters the batch-norm layers instead."""
+        """The model; uploads of the exchange hold means and deviations of the batch-norm layers' inputs instead."""
         channels = sum(self._compared().values())
         statistics = Schema({"x:stats": Entry((2, channels), kind="statistic")})
         if link == "down":
@@ -66,7 +67,7 @@ class FedAP(FedBN):
         return list(self.ctx.clients) if round == self._exchange() else super().sample(server, round, rng)
 
     def mixing(self, server: State) -> Tensor:
-        """Weights [clients, clients]; clients that sent no statistics are not mixed with others."""
+        """Return weights [clients, clients]; clients that sent no statistics are not mixed with others."""
         ids, stats = server["bank"]["ids"], server["stats"]
         empty = torch.zeros(2, sum(self._compared().values()), dtype=torch.float64)
         S = torch.stack([stats[i].double() if i in stats else empty for i in ids])  # [clients, 2, channels]

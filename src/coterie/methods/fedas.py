@@ -1,11 +1,11 @@
 """FedAS. Yang, Huang, Ye, CVPR 2024.
 
-Heads stay on the clients. Before training a client aligns the received body with what it knows: it draws the features
-of its samples to the class means of its own last model, so that a body averaged over others fits its head again. The
+Heads stay on the clients. Before training a client aligns the received body with its own last model: it draws the
+features of its samples to that model's class means, so that a body averaged over others fits its head again. The
 server averages bodies by the trace of the Fisher information of the clients' models, so that clients that trained
 little (partial participation) count little.
-Scored is the client's own last model, as in the authors' code; who has never trained has the received body and the
-first head. Alignment is by plain SGD at `align_lr` with the run's batches (16 there).
+The client's own last model is scored, as in the authors' code; a client that has never trained has the received body
+and the initial head. Alignment is by plain SGD at `align_lr` with the run's batch size (the authors use 16).
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class FedAS(Method):
         return name in self.ctx.group("head")
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The body both ways; up also the trace of the Fisher information."""
+        """The body travels both ways; uploads add the trace of the Fisher information."""
         return self.model_schema | Schema(
             {FISHER: Entry((1,), kind="statistic", part="fisher information", low=0)} if link == "up" else {}
         )
@@ -75,7 +75,7 @@ class FedAS(Method):
         return [Phase(update=self.align, epochs=self.hp.align_epochs, stream=1), Phase(self.loss)]
 
     def align(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
-        """A step of the body: for each class of the batch the mean squared distance to its mean, summed."""
+        """Step the body on the sum over the batch's classes of the mean squared distance to the class mean."""
         names = [k for k in params if k in self.ctx.net.trainable and not self.private(k)]
 
         def distance(p: Tree) -> Tensor:
@@ -92,7 +92,7 @@ class FedAS(Method):
         return {**kept, "last": trained.params}, Upload({**upload.tree, FISHER: self.fisher(trained.params, data)})
 
     def fisher(self, params: Tree, data: ClientData) -> Tensor:
-        """Squared norms of the gradients of all batches, summed [1]."""
+        """Return the sum of the squared gradient norms of all batches [1]."""
         total = torch.zeros(1)
         names = [k for k in params if k in self.ctx.net.trainable]
         pairs = zip(*(torch.split(t, self.ctx.batch) for t in data.train), strict=True)

@@ -1,10 +1,12 @@
-"""FedAvg with fine-tuning, the strong simple baseline of personalised learning (Yu, Bagdasaryan, Shmatikov, arXiv
-2002.04758; Cheng, Chadha, Duchi, arXiv 2108.07313), and LP-FT (Kumar, Raghunathan, Jones, Ma, Liang, ICLR 2022).
+"""FedAvg with fine-tuning, and LP-FT.
+
+Yu, Bagdasaryan, Shmatikov, arXiv 2002.04758, 2020; Cheng, Chadha, Duchi, arXiv 2108.07313, 2021. LP-FT: Kumar,
+Raghunathan, Jones, Ma, Liang, ICLR 2022.
 
 The federation trains one model by FedAvg. Before a client uses it, it trains a copy on its own data: all of it
 (`fedavg-ft`), or first the head with the body frozen and then all of it (`lp-ft`), which keeps the features of a body
 whose head does not fit yet. The copy is the view `adapted`; it never feeds back. Rate and batch are the run's.
-LP-FT was written for a pre-trained network; here the federation's model stands in its place.
+LP-FT was written for a pre-trained network; here the federation's model takes its place.
 """
 
 from pydantic import Field

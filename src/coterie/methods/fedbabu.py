@@ -1,8 +1,8 @@
 """FedBABU. Oh, Kim, Yun, ICLR 2022 (arXiv 2106.06042).
 
-Only the body is trained and averaged; the head keeps its random start, the same for everybody, for the whole
-federation. A client gets its own model by fine-tuning a copy before it is used (the view `adapted`); the copy never
-feeds back. The head never travels: every party knows the start of the run.
+Only the body is trained and averaged; the head keeps its random initial values, the same for all clients, for the whole
+run. A client gets its own model by fine-tuning a copy before it is used (the view `adapted`); the copy never feeds
+back. The head never travels: every process knows the initial model.
 Fine-tuning uses the run's rate by default, as the paper's text does (`finetune_lr`: 0.001 in the authors' code, whose
 federation ends at a rate that has been divided by 100).
 """

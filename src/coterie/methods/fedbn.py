@@ -1,6 +1,6 @@
 """FedBN. Li, Jiang, Zhang, Kamp, Dou, ICLR 2021 (arXiv 2102.07623).
 
-Batch-norm layers (affine and running statistics) stay on the client, everything else is averaged; all are trained.
+Batch-norm layers (affine and running statistics) stay on the client, all other layers are averaged; all are trained.
 A client that has never trained starts from the initial batch norm and is scored with statistics of its own data.
 The mean is by samples, so that without batch norm it would be FedAvg; the authors' clients are of equal size.
 """

@@ -1,9 +1,10 @@
 """FedCAC. Wu, Liu, Niu, Zhu, Tang, ICCV 2023 (arXiv 2309.11103).
 
-Entries of the model that local training moved most to effect are critical: they are averaged only over clients whose
-critical entries lie in the same places, all others over everybody. The bar for "same places" rises with the rounds,
-until nobody shares critical entries any more. Partial participation: masks and models of absent clients are kept.
-A client merges both models itself (2W down); batch-norm statistics have no mask and follow the global model.
+Entries of the model whose change in local training had most effect are critical: they are averaged only over clients
+whose critical entries lie in the same places; all other entries are averaged over all clients. The threshold for "same
+places" rises with the rounds, until no two clients share critical entries. With partial participation, masks and models
+of absent clients are kept. A client merges both models itself, so it downloads two models; batch-norm statistics have
+no mask and follow the global model.
 """
 
 from collections.abc import Sequence
@@ -45,11 +46,11 @@ class FedCAC(Method):
     card = Card("FedCAC", "Wu et al., ICCV 2023, arXiv 2309.11103", 2023, "M,S", personal="the critical entries")
 
     def _masked(self) -> Tree:
-        """The entries that can be critical, at the start of the run."""
+        """The initial values of the entries that can be critical."""
         return {k: v for k, v in self.ctx.w0.items() if k in self.ctx.net.trainable and not self.stays(k)}
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """Up go the model and the masks of its critical entries, down the global model and the customised one."""
+        """Uploads hold the model and its critical masks, downloads the global and the customised model."""
         masked = self._masked()
         if link == "up":
             masks = {f"mask:{k}": Entry(tuple(v.shape), torch.bool, "statistic") for k, v in masked.items()}
@@ -96,7 +97,7 @@ class FedCAC(Method):
         return {"collaborators": float(server["together"].sum()) / n - 1} if n else {}
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
-        """The critical entries of the customised model in the global one."""
+        """Return the global model with the critical entries of the customised one."""
         w = {**T.untagged(download), **state.get("own", {})}
         custom = T.tagged("c", download)
         if "mask" not in state or not custom:
@@ -114,9 +115,9 @@ def overlap(masks: Tensor) -> Tensor:
 
 
 def collaborators(overlaps: Tensor, round: int, beta: float) -> Tensor:
-    """Who shares critical entries with whom [n, n]: everybody with itself, and pairs whose overlap reaches a bar.
+    """Return the mask [n, n] of clients that share critical entries: each with itself, and pairs above a threshold.
 
-    The bar rises from the mean overlap of all pairs to beyond the largest within beta rounds.
+    The threshold rises from the mean overlap of all pairs to above the largest overlap within beta rounds.
     """
     eye = torch.eye(len(overlaps), dtype=torch.bool, device=overlaps.device)
     pairs = overlaps[~eye].double()

@@ -1,8 +1,8 @@
 """FedCP. Zhang, Hua, Wang, Song, Xue, Ma, Guan, KDD 2023 (arXiv 2307.01217).
 
 A small policy network splits every feature vector into a personal and a global share; the client's own head reads the
-first, the frozen received head the second, and their logits are added. The body is held near the received one by a
-MMD between their features. Uploaded are body, policy and the mean of both heads.
+first, the frozen received head the second, and their logits are added. The body is held near the received one by the
+MMD between their features. Body, policy and the mean of both heads are uploaded.
 The policy sees the client through its own head at the start of the round; that head starts as the common random one,
 which stands in for the authors' random vector of the first round. Scoring uses the Gumbel softmax without noise.
 The received body is in training mode, as in the authors' code: then both bodies normalise by the same batch, and the
@@ -59,7 +59,7 @@ class FedCP(Method):
         return T.is_tagged("p", name)
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The model and the policy, both ways."""
+        """The model and the policy travel both ways."""
         return self.model_schema | Schema(like(self._policy(), part="policy"))
 
     def _head(self, name: str) -> bool:
@@ -97,7 +97,7 @@ class FedCP(Method):
         return [Phase(self.loss, lambda k: not self._head(k))]  # the received head is frozen
 
     def shares(self, params: Tree, z: Tensor, extras: Extras, noise: bool) -> Tensor:
-        """Personal and global share of every feature [2, batch, d]; they sum to 1."""
+        """Return the personal and the global share of every feature [2, batch, d]; they sum to 1."""
         q = small_layers.run_linear(params, "q:1", z * extras["context"])
         q = small_layers.run_layer_norm(params, "q:2", q).relu()
         pair = q.reshape(-1, 2, q.shape[-1] // 2)
@@ -118,7 +118,7 @@ class FedCP(Method):
         return loss + self.hp.lam * mmd(z, frozen, weight=batch.weight)
 
     def _reference(self, received: Tree) -> Tree:
-        """The received model; in training mode with statistics that may move and batch norm that counts as trained."""
+        """Return the received model; in training mode its batch-norm layers count as trained."""
         if self.hp.reference == "evaluation" or not self.ctx.net.has_batch_norm:
             return received
         norms = {k: received[k] for k in self.ctx.group("bn") if k in received}

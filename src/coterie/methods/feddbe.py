@@ -2,9 +2,9 @@
 
 The bias of a client's domain is kept out of the shared features: a vector of the client's own is added to them before
 the head, and their mean is drawn to the mean over all clients, kappa/2 |mean of the batch - mean of all|^2 / dim. That
-mean is made once, in a round 0 in which everybody trains a copy for a round and sends its mean feature.
-Means of round 0 are of one clean pass over the training part; the authors' are of the last batches of training. The
-mean of a batch stands alone (the authors' momentum 1, which they use on Fashion-MNIST).
+mean is computed once, in round 0, in which every client trains a copy for a round and sends its mean feature.
+Means of round 0 come from one clean pass over the training part; in the authors' code they come from the last training
+batches. The mean of a batch is not smoothed over batches (the authors' momentum 1, which they use on Fashion-MNIST).
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class FedDBE(Method):
         return name == BIAS
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """Round 0: up the mean feature. Later: the model both ways, and down the mean of all (NaN: not known)."""
+        """Round 0 uploads the mean feature; later the model travels both ways, with the mean of all (NaN: unknown)."""
         mean = Schema({MEAN: Entry((self.ctx.net.width,), kind="statistic", part="mean features", nan=link == "down")})
         if now is None:
             return self.model_schema.optional() | mean.optional()
@@ -81,7 +81,7 @@ class FedDBE(Method):
         return {"own": {**super().init_client(data).get("own", {}), BIAS: torch.zeros(self.ctx.net.width)}}
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
-        if not download:  # round 0: everybody has the start of the run
+        if not download:  # round 0: all clients have the initial model
             return Start({**self.ctx.w0, **state["own"]})
         mean = download[MEAN]
         known = float(not bool(mean.isnan().any()))

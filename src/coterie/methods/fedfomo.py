@@ -6,11 +6,12 @@ Affinities go back to the server, which sends the most helpful models next time 
 Only models of clients that have answered are sent, so the first rounds carry fewer than M. `val_share` of the
 federation (0.2 in the papers) sets the validation part; it is fixed per client and never trained on.
 
-`reading = paper` (default) is the text. `reading = code` sets what the authors' code does otherwise: distances are sums
-of absolute differences; a client whom nobody helps goes back to its model before its last training; affinities are
-divided by the size of their sum before they are added up; only models that were uploaded in the last round are sent;
-and averages are candidates as well: one for each of `averages` clusters of clients, found by spectral clustering of the
-affinities, over the most recent uploaders in it, and their mean. These go to everybody, beside the M models.
+`reading = paper` (default) is the text. `reading = code` follows the authors' code where it differs: distances are sums
+of absolute differences; a client that no candidate helps goes back to its model before its last training; affinities
+are divided by the size of their sum before they are added up; only models that were uploaded in the last round are
+sent; and averages are candidates as well: one for each of `averages` clusters of clients, found by spectral clustering
+of the affinities, over the most recent uploaders in it, and their mean. All clients receive these in addition to the M
+models.
 The paper's rule is the default, because it needs no number of clusters and never discards a client's own training.
 The authors count the chance of a random model by epochs, here it falls from round to round.
 """
@@ -48,7 +49,7 @@ from coterie.parts import pairwise_state as pairs
 from coterie.parts.readings import ReadingSettings
 
 MODELS, AVERAGES, AFFINITY = "models", "averages", "x:affinity"
-BOUND = 1e6  # of an affinity
+BOUND = 1e6  # largest absolute affinity
 
 
 class FedFomoSettings(ReadingSettings):
@@ -86,7 +87,7 @@ class FedFomo(Method):
     needs = ("val",)
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """Down go models of others as rows, up the client's own model and its affinity to each of those rows."""
+        """Downloads hold other clients' models as rows; uploads the client's model and its affinity to each row."""
         size = sum(v.numel() for v in T.floats(T.drop(self.ctx.w0, self.stays)).values())
         count: int | str = "models" if now is None else len(self.sent_to(now.server, now.client, now.round))
         lengths = {"models": (1, max(1, self.hp.models))} if now is None else {}
@@ -106,13 +107,13 @@ class FedFomo(Method):
         return {**opened, "averages": opened["bank"]["flat"], "last": {}, "samples": {}}
 
     def _sendable(self, server: State) -> list[int]:
-        """Rows of the bank whose models may be sent."""
+        """Return the rows of the bank whose models may be sent."""
         ids, last = server["bank"]["ids"], server["last"]
         newest = max(last.values(), default=0)
         return [r for r, i in enumerate(ids) if self.hp.sent == "answered" or last[i] == newest]
 
     def sent_to(self, server: State, client: ClientId, round: int) -> list[int]:
-        """Rows of the bank that the client is sent: by falling affinity, equal ones in random order."""
+        """Return the rows of the bank that the client is sent: by falling affinity, equal ones in random order."""
         ids, rng = server["bank"]["ids"], self.ctx.rng("candidates", round, client)
         others = {r for r in self._sendable(server) if ids[r] != client}
         shuffled = torch.randperm(len(ids), generator=rng)
@@ -132,9 +133,7 @@ class FedFomo(Method):
         return Download(shared, {i: {MODELS: server["bank"]["flat"][rows]} for i, rows in picked.items() if rows})
 
     def deliver(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
-        """Scoring needs models of others for clients that have never trained, and for all when the mixture, or one more
-        training, is scored too.
-        """
+        """Send other clients' models to clients that have never trained, and to all if a view needs the mixture."""
         mixes = round > self.ctx.rounds or self.ctx.headline in ("received", "trained")
         return self.down(server, ids if mixes else [i for i in ids if i not in server["bank"]["ids"]], round)
 
@@ -174,14 +173,14 @@ class FedFomo(Method):
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         new, rows = pairs.received(server, {u.sender: T.untagged(u.tree) for u in uploads})
         for row, u in zip(rows.tolist(), uploads, strict=True):
-            if AFFINITY in u.tree:  # others keep their rows in the bank, so those they were sent by still hold
+            if AFFINITY in u.tree:  # rows of the bank never change, so row numbers from earlier rounds are still valid
                 new["similarity"][row, self.sent_to(server, u.sender, round)] += u.tree[AFFINITY]
         new["last"] = {**server["last"], **{u.sender: round for u in uploads}}
         new["samples"] = {**server["samples"], **{u.sender: u.samples for u in uploads}}
         return {**new, "averages": self._averages(new)} if self.hp.averages else new
 
     def _averages(self, server: State) -> Tensor:
-        """Means [clusters + 1, P] over the most recent uploaders of each cluster by samples, and the mean of those."""
+        """Return sample-weighted means [clusters + 1, P] over each cluster's most recent uploaders, and their mean."""
         ids, V = server["bank"]["ids"], server["bank"]["flat"]
         rows = []
         for c in sorted(set(labels := self._clusters(server["similarity"]))):
@@ -193,7 +192,7 @@ class FedFomo(Method):
         return torch.stack([*rows, torch.stack(rows).mean(0)])
 
     def _clusters(self, affinity: Tensor) -> list[int]:
-        """Of the bank's clients, by the affinities between them; one cluster while there are too few."""
+        """Return the cluster of each client in the bank, by mutual affinity; one cluster while there are too few."""
         groups = self.hp.averages
         if groups == 1 or len(affinity) <= groups:
             return [0] * len(affinity)
@@ -215,4 +214,4 @@ class FedFomo(Method):
             return Model(state["w"])
         others = [{**state["w"], **tree} for tree in sent]
         raw = self.affinities(others, state["old"], client.data).clamp(min=0)
-        return Model(T.mean(others, raw if bool((raw > 0).any()) else None))  # of models that all have trained
+        return Model(T.mean(others, raw if bool((raw > 0).any()) else None))  # every one of these models was trained

@@ -1,10 +1,10 @@
 """FedGH. Yi, Wang, Liu, Shi, Yu, ACM MM 2023 (arXiv 2303.13137).
 
-Bodies stay at home and may differ; clients send the mean feature of each of their classes, and the server trains one
-head on these pairs and sends it to everybody. A client replaces its head by that one and trains body and head.
-Scored is the client's body with the received head, before local training; `trained` is the authors' number.
-The server trains its own head (in the authors' script the optimiser seems to hold another network). Class means are
-means over samples, not of batch means.
+Bodies stay on the clients and may differ; clients send the mean feature of each of their classes, and the server trains
+one head on these pairs and sends it to all participants. A client replaces its head by that one and trains body and
+head. The client's body with the received head is scored, before local training; the authors report `trained`.
+The server trains its own head (in the authors' script the optimiser seems to hold a different network). Class means are
+means over samples, not over batch means.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class FedGH(Method):
         return name in self.ctx.group("body")
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """Up go the means of the client's own classes, down the head."""
+        """Uploads hold the means of the client's own classes, downloads the head."""
         if link == "down":
             return self.model_schema
         entries = {
@@ -52,7 +52,7 @@ class FedGH(Method):
         return state, Upload({"x:means": value[mask], "x:labels": mask.nonzero()[:, 0].int()})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        """SGD of the head on the received pairs, in an order drawn for the round."""
+        """Train the head by SGD on the received pairs, in an order drawn for the round."""
         weight, bias = self.ctx.net.head_names
         z = torch.cat([u.tree["x:means"] for u in uploads])
         y = torch.cat([u.tree["x:labels"] for u in uploads]).long()

@@ -1,10 +1,11 @@
 """FedGroup. Duan, Liu, Ji, Wu, Liang, Chen, Tan, Ren, IEEE ISPA 2021 (arXiv 2010.06870).
 
 Cold start (round 0): clients pre-train from w_0; the cosines of their updates with the leading singular directions are
-grouped by k-means. From then on FedAvg inside each group; membership is fixed.
-Everybody pre-trains in round 0; min(20 G, N) of them found the groups, the others join by the cosine of their update
-with the groups' directions. Who comes later trains from w_0 in its first round (E epochs, not the 50 steps of the cold
-start), joins in the same way without voting, and has the mean of the groups until then. No FedGrouProx.
+grouped by k-means. Later rounds are FedAvg inside each group; membership is fixed.
+All clients pre-train in round 0; min(20 G, N) of them define the groups, the others join by the cosine of their update
+with the groups' directions. A client that joins later trains from w_0 in its first round (E epochs, not the 50 steps of
+the cold start), joins in the same way without voting, and has the mean of the groups until then. FedGrouProx is not
+included.
 """
 
 from collections.abc import Sequence
@@ -75,12 +76,12 @@ class FedGroup(Clustered):
             return self._join(self._found(uploads), uploads)
         models = list(server["models"])
         for g in range(len(models)):
-            if members := of_cluster(uploads, server["cluster"], g):  # without the new: they trained from w_0
+            if members := of_cluster(uploads, server["cluster"], g):  # new members are left out: they trained from w_0
                 models[g] = T.mean([u.tree for u in members], self.weights(members))
         return self._join({**server, "models": across(self.ctx, models, self.hp.eta_g)}, uploads)
 
     def _join(self, server: State, uploads: Sequence[Upload]) -> State:
-        """Clients without a group join the one with the nearest direction."""
+        """Assign clients without a group to the group with the nearest direction."""
         new = [u for u in uploads if u.sender not in server["cluster"]]
         if not new:
             return server
@@ -89,7 +90,7 @@ class FedGroup(Clustered):
         return {**server, "cluster": {**server["cluster"], **joined}}
 
     def _updates(self, uploads: Sequence[Upload]) -> Tensor:
-        """Pre-training updates [n, P]: always from w_0."""
+        """Return the pre-training updates [n, P], which are always relative to w_0."""
         return vectors(self.ctx, [u.tree for u in uploads]) - vectors(self.ctx, [T.drop(self.ctx.w0, self.stays)])
 
     def _found(self, uploads: Sequence[Upload]) -> State:
@@ -105,12 +106,12 @@ class FedGroup(Clustered):
         }
 
     def global_model(self, server: State) -> Tree | None:
-        """The auxiliary model: the mean of the groups."""
+        """Return the auxiliary model: the mean of the groups."""
         return Method.global_model(self, {"w": T.mean(server["models"])})
 
 
 def across(ctx: Context, models: Sequence[Tree], eta: float) -> list[Tree]:
-    """Each model mixed with every other one at weight eta / norm of that one, from one snapshot."""
+    """Mix each model with every other one at weight eta / norm of the other one, all from the same snapshot."""
     if eta == 0:
         return list(models)
     pull = [eta / float(v.norm()) for v in vectors(ctx, models)]

@@ -1,11 +1,11 @@
 """FedMD. Li, Wang, arXiv 1910.03581, 2019.
 
 No weights travel: clients send their scores (logits) on a public set, the server averages them, and each client draws
-its own model's scores to that consensus before it trains on its own data again. So models of clients may differ in
-everything but the outputs.
+its own model's scores to that consensus before it trains on its own data again. So the models of clients only need to
+agree in their outputs.
 The public set here has no labels, so the authors' training on it before the first round is left out; it holds few
-items, so all of them are scored in every round (a drawn part there). Scores are drawn together by their mean absolute
-difference, as in the authors' code, in steps of plain SGD at the run's rate.
+items, so all of them are scored in every round (the authors draw a part). The loss is the mean absolute difference of
+scores, as in the authors' code, in steps of plain SGD at the run's rate.
 """
 
 import math
@@ -63,7 +63,7 @@ class FedMD(Method):
         return True
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """Scores of all public items, both ways; down they are NaN before anybody has answered."""
+        """Scores of all public items travel both ways; downloads hold NaN before the first answer."""
         shape = (self.ctx.public, self.ctx.task.outputs)
         return Schema({SCORES: Entry(shape, kind="prediction", part="scores", nan=link == "down", summable=True)})
 
@@ -84,7 +84,7 @@ class FedMD(Method):
         return [Phase(update=self.digest, steps=steps), Phase(self.loss)]
 
     def digest(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
-        """A step towards the consensus on some public items; the batch of the client's own is not used."""
+        """Step towards the consensus on some public items; the client's own batch is not used."""
         drawn = torch.randperm(len(extras["public"]), generator=rng)[: self.ctx.batch]
         if not extras["rate"]:
             return params

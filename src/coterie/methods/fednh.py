@@ -4,7 +4,7 @@ The head is a set of class prototypes on the unit sphere that starts spread out 
 gradient; clients train the body against it by scaled cosine logits. After training a client sends the mean direction
 of its features per class, and the server moves each prototype a little that way. The personal model is the client's
 after its last local training, with the prototypes it had received then; before any, it is the global one.
-Prototypes travel as the head's weight; its bias is zero. With more classes than features they start well spread.
+Prototypes travel as the head's weight; its bias is zero. They start well spread even with more classes than features.
 """
 
 from collections.abc import Sequence
@@ -64,11 +64,11 @@ class FedNH(Method):
         return name in self.ctx.group("head")
 
     def _body(self) -> Tree:
-        """What is trained and averaged, at the start of the run."""
+        """The initial values of the entries that are trained and averaged."""
         return T.drop(self.ctx.w0, lambda k: self._head(k) or self.stays(k))
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The body and, in the place of the head's weight, unit rows: prototypes down, mean directions up."""
+        """The body and, instead of the head's weight, unit rows: prototypes down, mean directions up."""
         classes, part = self.ctx.classes, "prototypes"
         rows = Entry((classes, self.ctx.net.width), kind="prototype", part=part, low=-UNIT, high=UNIT)
         entries = {**like(self._body()), self._weight: rows}
@@ -82,7 +82,7 @@ class FedNH(Method):
         return {"w": w | ({SCALE: torch.tensor(self.hp.scale)} if self.hp.learn_scale else {})}
 
     def _complete(self, tree: Tree) -> Tree:
-        """With the bias that the network wants to see."""
+        """Add the zero bias that the network expects."""
         return {**{k: torch.zeros_like(v) for k, v in self.ctx.w0.items() if self._head(k)}, **tree}
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
@@ -110,7 +110,7 @@ class FedNH(Method):
         return {**state, "model": trained.params}, Upload(tree)
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        """Bodies step to their uniform mean; prototypes move on the sphere, those of absent classes not at all."""
+        """Average the bodies uniformly and move the prototypes of present classes on the sphere."""
         old, special = server["w"], (self._weight, COUNTS)
         mean = T.mean([T.drop(u.tree, lambda k: k in special) for u in uploads], self.weights(uploads))
         w = {k: torch.lerp(old[k], v, self.hp.server_lr) for k, v in mean.items()}
@@ -125,7 +125,7 @@ class FedNH(Method):
 
 
 def spread_rows(rows: int, width: int, rng: torch.Generator, steps: int = 500, sharpness: float = 20.0) -> Tensor:
-    """Unit rows [rows, width]: orthonormal if they fit, else with their largest cosines pushed down."""
+    """Return unit rows [rows, width]: orthonormal if they fit, else with their largest cosines reduced."""
     draw = torch.randn(rows, width, generator=rng, dtype=torch.float64)
     if rows <= width:
         basis: Tensor = torch.linalg.qr(draw.T).Q
@@ -140,9 +140,9 @@ def spread_rows(rows: int, width: int, rng: torch.Generator, steps: int = 500, s
 
 
 def move_rows(P: Tensor, directions: Tensor, counts: Tensor, rho: float) -> Tensor:
-    """unit(rho P + (1 - rho) M), M the mean of directions [n, classes, d] by counts [n, classes].
+    """Return unit(rho P + (1 - rho) M), where M is the mean of directions [n, classes, d] by counts [n, classes].
 
-    Rows that nobody has an opinion on come back bit for bit, and all of them with rho = 1.
+    Rows of classes without samples are returned bit for bit, and so are all rows if rho = 1.
     """
     mean = torch.einsum("nk,nkd->kd", counts.to(directions), directions)
     moved = F.normalize(rho * P + (1 - rho) * F.normalize(mean, dim=1), dim=1)

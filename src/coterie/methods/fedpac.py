@@ -4,9 +4,10 @@ The body is averaged and its features are drawn to global class means; each clie
 participants' heads, with the weights that minimise an estimate of its error: the variance of each participant's
 features over its number of samples, plus the squared distance between their class-weighted mean features. A client
 first fits its head with the body frozen, then the body with the head frozen.
-As in the authors' code: statistics are of the received body, class means of the trained one; means of a round are those
-of its participants; a class that none of them has is drawn to the client's own mean; weights below 0.001 are left out.
-Departs from it in the rate of the head, which is the run's (0.1 there), and in the solver (exact, by least squares).
+These points follow the authors' code: statistics are of the received body, class means of the trained one; means of a
+round are those of its participants; a class that none of them has is drawn to the client's own mean; weights below
+0.001 are dropped. Two points depart from it: the rate of the head is the run's (0.1 in their code), and the solver is
+exact, by least squares.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ from coterie.core.tree import Tree
 from coterie.parts.prototypes import collect
 
 MEANS = "x:prototypes"
-SMALL = 1e-3  # weights below are left out
+SMALL = 1e-3  # smaller weights are set to zero
 CHUNK = 512
 
 
@@ -67,7 +68,7 @@ class FedPAC(Method):
         return name in self.ctx.group("head")
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """Up: the model, class means before and after training, counts, a variance. Down: body, own head, means."""
+        """Uploads: model, class means before and after training, counts, a variance. Downloads: body, head, means."""
         classes, width, part = self.ctx.classes, self.ctx.net.width, "prototypes"
         if link == "down":
             means = Schema({MEANS: Entry((classes, width), kind="prototype", part=part, nan=True)})
@@ -93,14 +94,14 @@ class FedPAC(Method):
         return Download({**server["w"], MEANS: server["means"]}, self._heads(server, ids))
 
     def _heads(self, server: State, ids: Sequence[int]) -> dict[int, Tree]:
-        """Those of these clients; newcomers have the mean of all."""
+        """Return the heads of these clients; newcomers have the mean of all heads."""
         heads = server["heads"]
         new = [i for i in ids if i not in self.ctx.clients and i not in heads] if heads else []
         mean = T.mean([heads[i] for i in sorted(heads)]) if new else {}
         return {i: heads[i] for i in ids if i in heads} | dict.fromkeys(new, mean)
 
     def _model(self, state: State, download: Tree) -> Tree:
-        """Body, and the client's combined head (the first one of the run if it has none yet)."""
+        """Return the body with the client's combined head (the initial head if it has none yet)."""
         first = T.keep(self.ctx.w0, self._head)
         return {**first, **T.drop(download, MEANS.__eq__), **state.get("own", {})}
 
@@ -119,7 +120,7 @@ class FedPAC(Method):
         )
 
     def _variance(self, params: Tree, data: ClientData, own: Tensor, n: Tensor) -> Tensor:
-        """(mean |z|^2 - sum over classes of |p_k mu_k|^2) / n, of the client's features [1]."""
+        """Return (mean |z|^2 - sum over classes of |p_k mu_k|^2) / n of the client's features [1]."""
         z = self.ctx.outputs(params, data.train.x, CHUNK, self.ctx.features).double()
         total = sum(float(part.square().sum()) for part in torch.split(z, CHUNK))
         size = max(len(data.train), 1)
@@ -158,7 +159,7 @@ class FedPAC(Method):
         return {"w": w, "heads": {**server["heads"], **new}, "means": means}
 
     def _spread(self, u: Upload, name: str) -> Tensor:
-        """Sums of features per class [classes, d], zeros for those the client does not have."""
+        """Return the sums of features per class [classes, d]; zeros for classes that the client lacks."""
         out = torch.zeros(self.ctx.classes, self.ctx.net.width, dtype=torch.float64)
         out[u.tree["x:labels"].long()] = u.tree[name].double() * u.tree["x:counts"].double()[:, None]
         return out
@@ -173,11 +174,10 @@ class FedPAC(Method):
 
 
 def combination(i: int, vectors: Tensor, variances: Tensor) -> list[float]:
-    """Weights a on the simplex that minimise a' (diag(variances) + G) a, where G holds the inner products of the
-    differences h_i - h_j of vectors [clients, classes, d].
+    """Return the weights a on the simplex that minimise a' (diag(variances) + G) a.
 
-    Without the constraint on the sum the problem is least squares with non-negative unknowns, and its solution is the
-    one on the simplex up to a factor.
+    G holds the inner products of the differences h_i - h_j of vectors [clients, classes, d]. If the constraint on the
+    sum is dropped, the problem is non-negative least squares, whose solution lies on the simplex up to a factor.
     """
     gaps = (vectors[i] - vectors).flatten(1)
     P = torch.diag(variances) + gaps @ gaps.T

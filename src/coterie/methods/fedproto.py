@@ -1,12 +1,12 @@
 """FedProto. Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, AAAI 2022 (arXiv 2105.00243).
 
-No weights travel: a client sends the mean feature of each of its classes and receives the mean of everybody's. The
-whole model stays at home and is trained on its loss plus a pull of features towards the received prototypes. So
-clients whose models differ can work together.
+No weights travel: a client sends the mean feature of each of its classes and receives the mean over all clients. The
+whole model stays on the client and is trained on its loss plus a pull of features towards the received prototypes. So
+clients with different models can work together.
 Class means come from one clean pass after training, not from features collected while the model moves.
 The label of each row is sent and counted; the counts as well if rows are weighted by samples (paper; code: uniform).
 The model's head decides by default; the nearest prototype among the client's own classes is the other convention.
-A class that nobody has is a row of NaN in the download, so that no mask need be sent.
+A class that no client has is a row of NaN in the download, so that no mask need be sent.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class FedProto(Method):
         return True
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """Up go the means of the client's own classes, down one prototype for every class."""
+        """Uploads hold the means of the client's own classes, downloads one prototype for every class."""
         classes, width, part = self.ctx.classes, self.ctx.net.width, "prototypes"
         if link == "down":
             return Schema({"x:prototypes": Entry((classes, width), kind="prototype", part=part, nan=True)})
@@ -101,7 +101,7 @@ class FedProto(Method):
         return {**state, "own": trained.params}, Upload(tree)
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        """C[k] is the mean over the clients that own k; a class nobody sent in this round keeps its prototype."""
+        """Set C[k] to the mean over the clients that own k; a class without uploads keeps its prototype."""
         labels = torch.cat([u.tree["x:labels"] for u in uploads]).long()
         rows = torch.cat([u.tree["x:means"] for u in uploads]).double()
         weight = torch.cat([u.tree["x:counts"] for u in uploads]) if self._counted() else torch.ones(len(labels))

@@ -3,11 +3,11 @@
 The head stays on the client. Local training first fits the head with the body frozen, then the body with the head
 frozen. Departs from the authors' code:
 - Batch norm inside the frozen body is not updated in the head phase.
-- They end with a round in which everybody fits its head for 10 epochs or more. Here everybody is scored as it is, like
-  in every other method; `final_epochs` adds that round as the view `adapted`.
-- A client that was never sampled holds the initial head; theirs holds the mean of the others' heads, which would have
-  to leave their clients.
-- Under the PyTorch of their time zeroed gradients let the head drift by momentum in the body phase. It is frozen here.
+- It ends with a round in which all clients fit their heads for 10 epochs or more. Here clients are scored as they are,
+  as in every other method; `final_epochs` adds that round as the view `adapted`.
+- A client that was never sampled holds the initial head; in the authors' code it holds the mean of the other heads,
+  which would have to leave their clients.
+- With the PyTorch of that time, zeroed gradients let the head drift by momentum in the body phase. It is frozen here.
 - The mean is by samples as in their general code; for CIFAR and MNIST they average uniformly (`weighting = uniform`).
 """
 

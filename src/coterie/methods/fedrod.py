@@ -51,14 +51,14 @@ class FedRoD(Method):
         return T.is_tagged("p", name)
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The model with its generic head and, with `hyper`, the network that makes personal heads; both ways."""
+        """The model with its generic head and, with `hyper`, the network that makes personal heads travel both ways."""
         return self.model_schema | Schema(like(self._hyper_net(), part="hyper-network"))
 
     def _second_head(self) -> Tree:
         return T.tag("p", T.keep(self.ctx.w0, lambda k: k in self.ctx.group("head")))
 
     def _hyper_net(self) -> Tree:
-        """Label shares [classes] to a flat head [H]; the last layer's bias is the first head."""
+        """Return the initial network from label shares [classes] to a flat head [H]; its last bias is that head."""
         if not self.hp.hyper:
             return {}
         head, rng = T.flatten(self._second_head()), self.ctx.rng("hyper")
@@ -81,7 +81,7 @@ class FedRoD(Method):
         return generic + cross_entropy(g.detach() + self._second(params, z.detach(), extras), batch)
 
     def _second(self, params: Tree, z: Tensor, extras: Extras) -> Tensor:
-        """Logits of the personal head."""
+        """Return the logits of the personal head."""
         if not self.hp.hyper:
             return self.ctx.logits(T.tagged("p", params), z)
         shares = extras["counts"] / extras["counts"].sum().clamp(min=1)
@@ -94,7 +94,7 @@ class FedRoD(Method):
     def model(self, view: ModelView, client: Client) -> Model | None:
         if view != "newcomer":
             return super().model(view, client)
-        # the hyper-network makes a head; without it the generic head speaks alone
+        # the hyper-network makes a head for the newcomer; otherwise the generic head predicts alone
         params, extras = self.personal(client.state, client.download, client.data)
         return Model({k: torch.zeros_like(v) if self.private(k) else v for k, v in params.items()}, extras)
 

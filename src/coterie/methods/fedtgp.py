@@ -3,7 +3,7 @@
 FedProto whose global prototypes are not means: the server makes them from class embeddings with a small network, which
 it trains so that each client's class mean is closest to the prototype of its class, by a margin that is the largest of
 the distances between classes and their nearest neighbours, at most `margin`. So models of clients may differ.
-`server_epochs` is the paper's 100 (1000 in the authors' code). The nearest prototype decides, of all classes.
+`server_epochs` is the paper's 100 (1000 in the authors' code). The nearest prototype of all classes is the prediction.
 """
 
 from collections.abc import Sequence
@@ -67,26 +67,28 @@ class FedTGP(FedProto):
 
 
 def made(net: Tree) -> Tensor:
-    """The prototypes [classes, d]."""
+    """Return the prototypes [classes, d]."""
     return run_linear(net, "2", run_linear(net, "1", net["embedding"]).relu())
 
 
 def widest_gap(z: Tensor, y: Tensor, classes: int) -> float:
-    """The largest distance of a class mean to its nearest other one; infinite with fewer than two classes."""
+    """Return the largest distance of a class mean to its nearest neighbour; infinite with fewer than two classes."""
     means, mask = class_means(z, y, classes)
     far = torch.cdist(means[mask], means[mask]).fill_diagonal_(torch.inf)
     return float(far.min(1).values.max())
 
 
 def slope(net: Tree, z: Tensor, y: Tensor, margin: float) -> Tree:
-    """Gradient of the mean cross-entropy over minus the distances of z [batch, d] to the prototypes, plus the margin at
-    the own class. Written out, because it is taken thousands of times on a few small vectors.
+    """Return the gradient of the server's loss, written out because it is computed thousands of times per round.
+
+    The loss is the mean cross-entropy over minus the distances of z [batch, d] to the prototypes, with the margin added
+    at the sample's own class.
     """
     hidden = run_linear(net, "1", net["embedding"]).relu()
     prototypes = run_linear(net, "2", hidden)
     far = torch.cdist(z, prototypes).clamp(min=EPS)  # [batch, classes]
     own = F.one_hot(y, len(prototypes)).to(z)
-    push = (own - (-far - margin * own).softmax(1)) / (far * len(z))  # by the distances, over the distances
+    push = (own - (-far - margin * own).softmax(1)) / (far * len(z))  # d loss / d distance, over the distance
     back = push.sum(0)[:, None] * prototypes - push.T @ z  # [classes, d]
     inner = (back @ net["2.weight"]) * (hidden > 0)
     return {

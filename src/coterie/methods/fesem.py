@@ -2,9 +2,10 @@
 
 The server holds G centres. A client's trained model is assigned to the nearest centre (all trainable entries), and each
 centre becomes the mean of its members' models, from which they train next.
-Everybody starts at the run's own start; the first round with at least G answers is cut by k-means. Centres are means of
-the members that answered in the round, as in FlexCFL, not of stale models; who was never seen gets a random centre.
-The authors re-cluster every few rounds on a few layers and skip clusters of one; here every round and on all of them.
+All clients start from the initial model; the first round with at least G answers is grouped by k-means. Centres are
+means of the members that answered in the round, as in FlexCFL, not of stale models; a client that has never answered
+gets a random centre. The authors re-cluster every few rounds on a few layers and skip clusters of one; here clusters
+are renewed in every round and on all layers.
 """
 
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ class FeSEM(Clustered):
         return Download(each={i: server["centres"][self._centre(server, i)] for i in ids})
 
     def expectation(self, server: State, uploads: Sequence[Upload]) -> Tensor:
-        """Nearest centre [answers] of each trained model."""
+        """Return the nearest centre [answers] of each trained model."""
         V = vectors(self.ctx, [u.tree for u in uploads])
         if server["grouped"]:
             return assign(V, vectors(self.ctx, server["centres"]))

@@ -1,10 +1,11 @@
 """FL+HC, hierarchical clustering of local updates. Briggs, Fan, Andras, IJCNN 2020 (arXiv 2004.11791).
 
-After n rounds of FedAvg there is one round in which everybody trains from w; the updates are clustered
-agglomeratively, and from then on each cluster is a FedAvg of its own.
+After n rounds of FedAvg there is one round in which all clients train from w; the updates are clustered
+agglomeratively, and in later rounds each cluster is a FedAvg of its own.
 Metric, linkage and threshold of the paper are unconfirmed: l2 and ward, cut at a quantile of the merge heights, are our
 choice. The clustering round's training counts: a cluster starts at the mean of its members.
-Who missed that round receives w from before it and, on answering, joins the cluster whose mean update is nearest (l2).
+A client that missed that round receives w from before it and, when it answers, joins the cluster whose mean update is
+nearest (l2).
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class FLHC(Clustered):
         return {**super().setup(), "models": [], "cluster": {}, "centres": torch.zeros(0), "height": 0.0}
 
     def sample(self, server: State, round: int, rng: torch.Generator) -> list[ClientId]:
-        """Everybody in the clustering round; afterwards at least one client of each cluster."""
+        """Sample all clients in the clustering round; afterwards at least one client of each cluster."""
         if not server["models"]:
             return super().sample(server, round, rng) if round <= self.hp.warmup else list(self.ctx.clients)
         clusters: dict[int, list[ClientId]] = {}  # -1: missed the clustering round

@@ -3,9 +3,9 @@
 The head's weight is a point of a simplex spanned by M endpoints, all of them shared: a solution region instead of one
 solution. Every batch draws a point, and body and endpoints are trained under it. After `tau` rounds the server places
 the clients in the simplex by their last updates of the endpoints (principal components, projected so that the clients
-spread most evenly); from then on a client draws from a small ball around its own place, and is scored at it.
-In round `tau` everybody takes part (the authors add a training of everybody that is not averaged). Who did not answer
-in it, or joins later, has the centre. The head's bias is shared, as in the authors' code.
+spread most evenly); in later rounds a client draws from a small ball around its own place, and is scored at it.
+All clients take part in round `tau` (the authors add a training of all clients that is not averaged). A client that did
+not answer in it, or joins later, has the centre. The head's bias is shared, as in the authors' code.
 """
 
 import math
@@ -63,17 +63,17 @@ class Floco(Method):
     needs = ("head",)
 
     def private(self, name: str) -> bool:
-        """The weight of the head itself is made, and never travels."""
+        """The weight of the head is computed from the endpoints and never travels."""
         return name == self.ctx.net.head_names[0]
 
     def _first(self) -> Tensor:
-        """[M, classes, d], drawn as by Glorot."""
+        """Return the initial endpoints [M, classes, d], drawn by Glorot's rule."""
         classes, d = self.ctx.w0[self.ctx.net.head_names[0]].shape
         drawn = torch.randn(self.hp.endpoints, classes, d, generator=self.ctx.rng("endpoints"))
         return drawn * math.sqrt(2 / (classes + d))
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The model with all endpoints both ways; down also the client's place, when it has one."""
+        """The model with all endpoints travels both ways; downloads add the client's place once it has one."""
         place = Schema({PLACE: Entry((self.hp.endpoints,), kind="control", part="places", optional=now is None)})
         model = self.model_schema | Schema(like({ENDPOINTS: self._first()}, part="endpoints"))
         if link == "up" or (now is not None and now.client not in now.server["places"]):
@@ -109,7 +109,7 @@ class Floco(Method):
         return self.ctx.loss_of(self.ctx.forward(self.at(params, point), batch.x), batch)
 
     def at(self, params: Tree, point: Tensor) -> Tree:
-        """The model with the head at a point [M]."""
+        """Return the model with the head at a point [M]."""
         weight = torch.einsum("m,mcd->cd", point, params[ENDPOINTS])
         return {**T.drop(params, ENDPOINTS.__eq__), self.ctx.net.head_names[0]: weight}
 
@@ -136,8 +136,10 @@ class Floco(Method):
 
 
 def placed(updates: Array, corners: int) -> Array:
-    """Places [clients, corners] in the simplex, from updates [clients, P]: of the projections of the principal
-    components onto simplices of different sizes, the one with the least Riesz energy (clients spread most evenly).
+    """Return the clients' places [clients, corners] in the simplex, from updates [clients, P].
+
+    The principal components are projected onto simplices of different sizes; the projection with the least Riesz energy
+    is taken, because it spreads the clients most evenly.
     """
     n = len(updates)
     points = np.zeros((n, corners))
@@ -153,7 +155,7 @@ def placed(updates: Array, corners: int) -> Array:
 
 
 def on_simplex(points: Array, size: float) -> Array:
-    """The closest points [n, m] with non-negative entries that sum to `size`."""
+    """Return the closest points [n, m] with non-negative entries that sum to `size`."""
     falling = -np.sort(-points, axis=1)
     excess = (falling.cumsum(1) - size) / np.arange(1, points.shape[1] + 1)
     last = (falling > excess).sum(1) - 1
@@ -162,6 +164,6 @@ def on_simplex(points: Array, size: float) -> Array:
 
 
 def riesz(points: Array) -> float:
-    """Sum of 1 / distance^2 over all pairs."""
+    """Return the sum of 1 / distance^2 over all pairs."""
     gaps = np.linalg.norm(points[:, None] - points[None], axis=2)[np.triu_indices(len(points), 1)]
     return float((1 / np.maximum(gaps, NEAREST) ** 2).sum())

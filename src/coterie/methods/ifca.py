@@ -1,8 +1,9 @@
 """IFCA, iterative federated clustering. Ghosh, Chung, Yin, Ramchandran, NeurIPS 2020 (arXiv 2006.04088).
 
-The server holds G models with different starts and sends them all; a client picks the one with the lowest loss on its
-training data and trains it. Each model becomes the mean of those who picked it; one that nobody picked stays.
-Model averaging, without the paper's weight sharing. The first model is the run's own start, the others fresh draws.
+The server holds G models with different initial values and sends them all; a client picks the one with the lowest loss
+on its training data and trains it. Each model becomes the mean over the clients that picked it; a model without such
+clients stays as it is. This is the paper's model averaging, without weight sharing. The first model is the run's
+initial model, the others are drawn afresh.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ class IFCA(Clustered):
         starts(self.ctx, min(2, self.hp.groups))
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """Up goes the trained model with the number of the one picked, down go all G models."""
+        """Uploads hold the trained model and the number of the one picked, downloads all G models."""
         model = self.model_schema.entries
         if link == "down":
             return Schema(numbered(dict.fromkeys(range(self.hp.groups), model)))
@@ -64,7 +65,7 @@ class IFCA(Clustered):
         return Download(numbered(dict(enumerate(server["models"]))))
 
     def deliver(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
-        """Newcomers choose among the models that were trained; the mean of these stands for the others."""
+        """Let newcomers choose among trained models; the mean of these replaces the others."""
         sent, trained = self.down(server, ids, round), server["trained"]
         new = [i for i in ids if i not in self.ctx.clients]
         if not new or not 0 < len(trained) < self.hp.groups:
@@ -74,7 +75,7 @@ class IFCA(Clustered):
         return Download(sent.shared, dict.fromkeys(new, numbered(instead)))
 
     def pick(self, models: Sequence[Tree], data: ClientData) -> int:
-        """Return the number of the model with the lowest loss on the training part; of equals the first."""
+        """Return the number of the model with the lowest loss on the training part; the first of equal ones."""
         losses = [float(self.ctx.losses(m, data.train).double().sum()) for m in models]
         return int(torch.tensor(losses).argmin())
 

@@ -3,8 +3,8 @@
 The federation trains one model by FedAvg. A client stores the features of its training samples under that model, and
 predicts by a mixture: `share` times the labels of the k nearest stored samples, weighed by exp(-d^2 / (dim * scale)),
 plus 1 - share times the model's own probabilities. Nothing more is trained and nothing more is sent.
-Without a given share a client takes the one of 0, 0.1, ..., 1 that is best on its validation part, as in the paper
-(the first of equals; 0.5 without such a part). The view `trained` is the model alone.
+If no share is given, a client takes the one of 0, 0.1, ..., 1 that is best on its validation part, as in the paper
+(the first of equal ones; 0.5 without such a part). The view `trained` is the model alone.
 """
 
 import torch
@@ -15,7 +15,7 @@ from coterie.core.method import Card, ClientData, Extras, Method, Model, Setting
 from coterie.parts.neighbours import votes
 
 SHARES = [i / 10 for i in range(11)]
-LEAST = 1e-12  # probability of a class that nobody names
+LEAST = 1e-12  # probability of a class that none of the neighbours has
 
 
 class KNNPerSettings(Settings):
@@ -52,7 +52,7 @@ class KNNPer(Method):
         return Model(params, store)
 
     def mixed(self, params: Tree, x: Tensor, store: Extras, share: float) -> Tensor:
-        """Probabilities [batch, classes]."""
+        """Return the mixed probabilities [batch, classes]."""
         logits, z = self.ctx.net.both(params, x)
         near = votes(z, store["keys"], store["labels"], self.hp.k, self.hp.scale, self.ctx.classes)
         return share * near + (1 - share) * logits.softmax(1)

@@ -44,14 +44,14 @@ class LGFedAvg(Method):
         return name not in last_layers(self.ctx.net.layout, self.hp.layers)
 
     def _local(self, name: str) -> bool:
-        """Stays even while everything is shared."""
+        """True if an entry stays on the client even in warm rounds, in which the whole model is shared."""
         return self.ctx.bn_stats == "local" and name in self.ctx.group("bn_stats")
 
     def _warm(self, round: int) -> bool:
         return round <= self.hp.warm_rounds
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The last layers; in warm rounds, and once after them on the way down, the body as well."""
+        """The last layers; also the body in warm rounds, and once after them in the download."""
         if self.hp.warm_rounds == 0:
             return self.model_schema
         whole = T.drop(self.ctx.w0, self._local)
@@ -71,7 +71,7 @@ class LGFedAvg(Method):
         return Download(T.drop(server["w"], self.stays), {i: body for i in ids if i not in server["answered"]})
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
-        return Start({**state.get("own", {}), **download})  # a body that was sent replaces the client's
+        return Start({**state.get("own", {}), **download})  # a body in the download replaces the client's own
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, trained, data, round)
@@ -79,7 +79,7 @@ class LGFedAvg(Method):
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         mean = T.mean([u.tree for u in uploads], self.weights(uploads))
-        answered = server["answered"]  # since the split
+        answered = server["answered"]  # clients that have answered since the warm rounds
         if not self._warm(round):
             answered = sorted({*answered, *(u.sender for u in uploads)})
         return {"w": {**server["w"], **mean}, "answered": answered}

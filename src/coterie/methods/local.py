@@ -1,7 +1,7 @@
 """Local-Only: the lower reference of personalised learning.
 
-Every client trains a model of its own from the common start and nothing crosses the network. A client trains in the
-rounds in which it is sampled, so that its compute equals that of the other methods.
+Every client trains a model of its own, starting at the common initial model, and no payload crosses the network. A
+client trains in the rounds in which it is sampled, so that its compute equals that of the other methods.
 """
 
 from collections.abc import Sequence

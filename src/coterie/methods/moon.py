@@ -2,9 +2,9 @@
 
 FedAvg with a contrastive term: the features of a sample are drawn towards those of the model received and pushed from
 those of the client's model after its last local training, -log(e^a / (e^a + e^b)) with cosines a, b over tau.
-Features are what enters the head; the authors add a projection of two layers to their models, which is part of the
-model there. The two other models are not updated, their batch norm uses its running statistics. A client that has
-never trained uses the initial model as its last one, so the first round is FedAvg.
+Features are the inputs of the head; the authors add a projection of two layers to their models. The two reference
+models are not updated, and their batch norm uses its running statistics. A client that has never trained uses the
+initial model as its last one, so the first round is FedAvg.
 """
 
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ class Moon(Method):
 
 
 def mean(each: Tensor, batch: Batch) -> Tensor:
-    """Over the samples of a batch that count [batch]."""
+    """Return the mean of values [batch] over the samples with a weight."""
     if batch.weight is None:
         return each.mean()
     return (each * batch.weight).sum() / batch.weight.sum().clamp(min=1)

@@ -1,9 +1,9 @@
 """Per-FedAvg. Fallah, Mokhtari, Ozdaglar, NeurIPS 2020 (arXiv 2002.07948).
 
-The shared model is a start from which one gradient step on a client's own data does well: clients descend the loss
-after such an inner step, by its first-order approximation (FO) or with the Hessian by differences of gradients (HF).
-b is the run's lr unless set (0.001 in others' code). What is scored as `adapted` is a copy after the inner step.
-Batch-norm statistics move in the outer pass only; the inner step and the Hessian leave them alone.
+The shared model is an initial model from which one gradient step on a client's own data does well: clients descend the
+loss after such an inner step, by its first-order approximation (FO) or with the Hessian by differences of gradients
+(HF). The outer rate b is the run's lr unless set (0.001 in public implementations). The view `adapted` scores a copy
+after the inner step. Batch-norm statistics change in the outer pass only, not in the inner step or the Hessian.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,7 @@ def meta_gradient(
     delta: float,
     stats: Iterable[str] = (),
 ) -> Tree:
-    """Of f(w - a grad f(w)): losses on D, D' (first-order), and D'' if the Hessian is wanted."""
+    """Return the gradient of f(w - a grad f(w)), with losses on D, D' (first-order), and D'' for the Hessian."""
     names, stats = list(names), list(stats)
     inner = grad(losses[0], still(w, stats), names)
     g = grad(losses[1], {**w, **T.add(T.keep(w, names.__contains__), inner, -a)}, names)

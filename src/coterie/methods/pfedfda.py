@@ -3,10 +3,10 @@
 Features of each class are modelled as Gaussians with one common covariance, so that the best head follows in closed
 form (linear discriminant analysis with the client's label shares). Clients train the body under the head of the global
 Gaussians, estimate their own ones, and send a mixture of both; the shares of means and covariance in the mixture are
-chosen by two-fold cross-validation on the training part. Scored is the received body with the head of such a mixture.
-Folds are every second sample of a class (shuffled in the authors' code), shares are found on a grid, to 0.02 (by a
-quasi-Newton search there), features are of a clean pass after training (collected during training there). The identity
-that is added to a client's covariance is the authors'.
+chosen by two-fold cross-validation on the training part. The received body with the head of such a mixture is scored.
+Three points differ from the authors' code: folds are every second sample of a class (theirs are shuffled), shares are
+found on a grid, to 0.02 (by a quasi-Newton search there), and features come from a clean pass after training (collected
+during training there). The identity matrix that is added to a client's covariance is the authors'.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class PFedFDA(Method):
         return name in self.ctx.group("head")
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The body with class means and covariance, both ways."""
+        """The body with class means and covariance travels both ways."""
         d, part = self.ctx.net.width, "gaussians"
         gaussians = {
             MEANS: Entry((self.ctx.classes, d), kind="prototype", part=part, summable=True),
@@ -98,7 +98,7 @@ class PFedFDA(Method):
 
     @torch.no_grad()
     def mixture(self, params: Tree, data: ClientData, common: Tree) -> tuple[Tensor, Tensor]:
-        """Means and covariance between the client's own, under this body, and the common ones."""
+        """Return means and covariance between the client's own, under this body, and the common ones."""
         z = self.ctx.outputs(params, data.train.x, 512, self.ctx.features).double()
         y, shared = data.train.y, (common[MEANS].double(), common[COVARIANCE].double())
         own = gaussians(z, y, shared[0])
@@ -107,10 +107,10 @@ class PFedFDA(Method):
         return means.float(), covariance.float()
 
     def shares(self, z: Tensor, y: Tensor, shared: tuple[Tensor, Tensor], prior: Tensor) -> Tensor:
-        """Of the client's own means and covariance [2]; none if no class has two samples."""
+        """Return the shares [2] of the client's own means and covariance; zeros if no class has two samples."""
         n = torch.bincount(y, minlength=len(prior))
         order = torch.argsort(y, stable=True)
-        rank = torch.empty_like(y)  # how many of the class come before
+        rank = torch.empty_like(y)  # number of earlier samples of the same class
         rank[order] = torch.arange(len(y)) - (n.cumsum(0) - n)[y[order]]
         usable = n[y] > 1
         folds = [(usable & (rank % 2 == i), usable & (rank % 2 != i)) for i in (0, 1)]
@@ -152,13 +152,13 @@ class PFedFDA(Method):
 
 
 def priors(data: ClientData) -> Tensor:
-    """Label shares of the training part, none of them zero [classes]."""
+    """Return the label shares of the training part [classes], all of them positive."""
     shares = data.label_counts.float() / max(len(data.train), 1) + EPS
     return shares / shares.sum()
 
 
 def gaussians(z: Tensor, y: Tensor, fallback: Tensor) -> tuple[Tensor, Tensor]:
-    """Class means [classes, d], the fallback's where there is no sample, and one covariance [d, d]."""
+    """Return class means [classes, d], from the fallback for classes without samples, and one covariance [d, d]."""
     means, mask = from_sums(*class_sums(z, y, len(fallback)))
     means = torch.where(mask[:, None], means, fallback)
     centred = z - means[y]
@@ -167,7 +167,7 @@ def gaussians(z: Tensor, y: Tensor, fallback: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def definite(covariance: Tensor) -> Tensor:
-    """The matrix itself, or, if an upload has spoiled it, its symmetric part with no eigenvalue below a bound."""
+    """Return the matrix if it is positive definite, else its symmetric part with eigenvalues raised to a bound."""
     values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
     if float(values.min()) > EPS and torch.allclose(covariance, covariance.T, rtol=1e-3):
         return covariance
@@ -176,13 +176,13 @@ def definite(covariance: Tensor) -> Tensor:
 
 
 def regular(covariance: Tensor) -> Tensor:
-    """A little of the mean variance in all directions, so that it can be inverted."""
+    """Add a little of the mean variance in all directions, so that the matrix can be inverted."""
     d = len(covariance)
     return (1 - EPS) * covariance + EPS * covariance.trace() / d * torch.eye(d, dtype=covariance.dtype)
 
 
 def discriminant(means: Tensor, covariance: Tensor, prior: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight [classes, d] and bias [classes] of linear discriminant analysis."""
+    """Return weight [classes, d] and bias [classes] of linear discriminant analysis."""
     weight = torch.linalg.solve(regular(covariance), means.T).T
     return weight, prior.to(means).log() - (means * weight).sum(1) / 2
 
@@ -211,7 +211,7 @@ class Fold:
         self.start, self.move = shared[0] @ basis, (own[0] - shared[0]) @ basis  # [classes, d]
 
     def losses(self, shares: Tensor) -> Tensor:
-        """For each pair of shares of means and covariance [pairs, 2]."""
+        """Return the loss for each pair of shares of means and covariance [pairs, 2]."""
         means = self.start + shares[:, 0, None, None] * self.move  # [pairs, classes, d]
         weight = means / (1 + shares[:, 1, None, None] * self.stretch)
         bias = self.prior - (means * weight).sum(2) / 2

@@ -56,15 +56,15 @@ class PFedHN(Method):
         return {"net": net, "momentum": {k: torch.zeros_like(v) for k, v in net.items()}, "stats": stats}
 
     def _made(self) -> Tree:
-        """The first values of what the hyper-network makes."""
+        """The initial values of the entries that the hyper-network generates."""
         return {k: v for k, v in self.ctx.w0.items() if k in self.ctx.net.trainable}
 
     def _row(self, client: int) -> int | None:
-        """The client's embedding; None for a newcomer."""
+        """Return the row of the client's embedding; None for a newcomer."""
         return self.ctx.clients.index(client) if client in self.ctx.clients else None
 
     def generated(self, net: Tree, client: int) -> Tensor:
-        """The client's parameters as one vector [P]."""
+        """Return the client's parameters as one vector [P]."""
         row = self._row(client)
         h = net["embedding"].mean(0) if row is None else net["embedding"][row]
         h = run_linear(net, "0", h)

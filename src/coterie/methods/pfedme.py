@@ -66,7 +66,7 @@ class PFedMe(Method):
         return [Phase(update=self.update, steps=self.hp.steps)]
 
     def update(self, params: Tree, batch: Batch, extras: Extras, rng: torch.Generator) -> Tree:
-        """K inner steps on theta, then one of w towards it."""
+        """Take K inner steps on theta, then one step of w towards it."""
         w, theta = T.tagged("w", params), T.tagged("t", params)
         names = [k for k in w if k in self.ctx.net.trainable]
         lr, anchor = self.hp.personal_lr, [w[k] for k in names]
@@ -94,5 +94,5 @@ class PFedMe(Method):
         return super().model(view, client)
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
-        """theta; clients that never trained have the received model."""
+        """Return theta; clients that never trained have the received model."""
         return Model(state["theta"]) if "theta" in state else super().personal(state, download, data)

@@ -1,6 +1,6 @@
 """pFedSim. Tan, Zhou, Liu, Wang, Yu, arXiv 2305.15706, 2023.
 
-A first share rho of the rounds is FedAvg. After it everybody starts from that model; a client receives a mixture of
+A first share rho of the rounds is FedAvg. After it all clients start from that model; a client receives a mixture of
 all stored bodies, weighted by -log(1 - s) of the cosines s of the classifiers, and keeps its own head.
 Every similarity is capped at 0.9999 (FL-bench caps a client's own only), so that equal heads weigh equally.
 A client's head comes down once, in its first round of the second phase; s of a pair is renewed when both answer.
@@ -49,14 +49,14 @@ class PFedSim(Method):
     needs = ("head",)
 
     def _fedavg_rounds(self) -> int:
-        """Rounds of FedAvg."""
+        """The number of FedAvg rounds."""
         return int(self.hp.rho * self.ctx.rounds + 0.5)
 
     def _head(self, name: str) -> bool:
         return name in self.ctx.group("head")
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The whole model up; down without the head for who has answered in the second phase."""
+        """The whole model; downloads lack the head once a client has answered in the second phase."""
         if link == "up":
             return self.model_schema
         shared = T.drop(self.ctx.w0, self.stays)
@@ -70,7 +70,7 @@ class PFedSim(Method):
         return server if self._fedavg_rounds() else {**server, **pairs.opened(server["w"], self.ctx.clients)}
 
     def mixing(self, similarity: Tensor, rows: Tensor) -> Tensor:
-        """Weights [rows, clients] from s [clients, clients]."""
+        """Return weights [rows, clients] from the similarities s [clients, clients]."""
         return normalise_rows(neg_log_weights(similarity)[rows], torch.zeros(()))
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
@@ -79,7 +79,7 @@ class PFedSim(Method):
         known, V = bank.known(server["bank"], ids), server["bank"]["flat"]
         rows = bank.rows(server["bank"], known)
         mixed = bank.trees(self.mixing(server["similarity"], rows).to(V) @ V, server["w"])
-        each: dict[ClientId, Tree] = {i: dict(server["w"]) for i in ids}  # for those the server does not know
+        each: dict[ClientId, Tree] = {i: dict(server["w"]) for i in ids}  # for clients without a stored body
         for i, r, tree in zip(known, rows.tolist(), mixed, strict=True):
             own = {} if i in server["answered"] else T.keep(T.unflatten(V[r], server["w"]), self._head)
             each[i] = {**T.drop(tree, self._head), **own}
@@ -98,7 +98,7 @@ class PFedSim(Method):
             return {**server, **(pairs.opened(server["w"], self.ctx.clients) if round == self._fedavg_rounds() else {})}
         server, rows = pairs.received(server, {u.sender: u.tree for u in uploads})
         weight, _ = self.ctx.net.head_names
-        heads = torch.stack([u.tree[weight] for u in uploads])  # as trained, [answers, classes, d]
+        heads = torch.stack([u.tree[weight] for u in uploads])  # trained heads [answers, classes, d]
         server["similarity"][rows[:, None], rows] = cosine_rows(heads).clamp(min=0)
         return server
 

@@ -1,12 +1,12 @@
 """PRR-FL, personalised retrogress-resilient federated learning. Chen, Zhu, Yang, Yuan, MICCAI 2021 (arXiv 2110.00394).
 
 Only a deputy of the personal model travels. The server averages the low-frequency amplitudes of the deputies' weights
-and leaves each its own phases and high frequencies, so that everybody gets a deputy of its own back. At home, deputy
-and personal model teach each other: who teaches is decided per epoch by their macro-F1 on the training data.
-Both models keep their batch norm at home. Layers are told by type; what is no conv or linear weight is a plain mean.
-Means are over whoever answered (the authors divide by their 4 clients); others keep the deputy they had. The window
-of low frequencies is half-open as the authors', so the inverse is complex and its real part is taken. "At the start"
-is the first epoch of each local training: the deputy has just been changed.
+and leaves each its own phases and high frequencies, so that each client receives a deputy of its own. On the client,
+deputy and personal model teach each other: the teacher is chosen per epoch by their macro-F1 on the training data.
+Batch norm of both models stays on the client. Layers are recognised by type; entries other than convolution and linear
+weights are plain means. Means are over the clients that answered (the authors divide by their 4 clients); others keep
+the deputy they had. The window of low frequencies is half-open as the authors', so the inverse is complex and its real
+part is taken. "At the start" is the first epoch of each local training, when the deputy has just been replaced.
 """
 
 import math
@@ -84,7 +84,7 @@ class PRRFL(Method):
         flat = server["bank"]["flat"][bank.rows(server["bank"], known)]
         each = dict(zip(known, bank.trees(flat, self._like()), strict=True))
         mean = T.unflatten(server["bank"]["flat"].mean(0), self._like()) if len(known) < len(ids) else {}
-        return Download(each={**dict.fromkeys(ids, mean), **each})  # the mean for those the server does not know
+        return Download(each={**dict.fromkeys(ids, mean), **each})  # the mean for clients without a deputy here
 
     def init_client(self, data: ClientData) -> State:
         return {"own": T.clone(T.keep(self.ctx.w0, self.stays)), "w": T.clone(self.ctx.w0)}
@@ -99,13 +99,13 @@ class PRRFL(Method):
         return [Phase(self.loss, every_epoch=self.next_stage)]
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        """Both models' losses at once; a teacher is detached, so neither moves the other."""
+        """Return the sum of both models' losses; a teacher is detached, so neither moves the other."""
         v = self.ctx.forward(T.tagged("v", params), batch.x)
         w = self.ctx.forward(T.tagged("w", params), batch.x)
         return cross_entropy(w, batch) + cross_entropy(v, batch) + lessons(w, v, extras["stage"], batch.weight)
 
     def next_stage(self, params: Tree, extras: Extras, data: ClientData) -> tuple[Tree, Extras]:
-        """Who teaches in the next epoch, by both models' macro-F1 on the training data."""
+        """Choose the teacher of the next epoch by both models' macro-F1 on the training data."""
         if extras["left"] <= 0:
             return params, extras
         # detached, so that batch norm is not updated
@@ -142,14 +142,14 @@ class PRRFL(Method):
 
 
 def stage(deputy: float, personal: float, alpha1: float, alpha2: float) -> Stage:
-    """Who teaches, from the scores of both: a deputy that is far behind only learns, a good one only teaches."""
+    """Return the stage for both scores: a deputy that is far behind only learns, a good one only teaches."""
     if deputy < alpha1 * personal:
         return "recover"
     return "exchange" if deputy < alpha2 * personal else "sublimate"
 
 
 def lessons(personal: Tensor, deputy: Tensor, now: Stage, weight: Tensor | None = None) -> Tensor:
-    """Sum of KL(teacher || student) over those who listen; teachers are detached."""
+    """Return the sum of KL(teacher || student) over the learning models; teachers are detached."""
     total = personal.new_zeros(())
     if LISTENS[now][0]:
         total = total + kl(deputy, personal, weight)
@@ -158,7 +158,7 @@ def lessons(personal: Tensor, deputy: Tensor, now: Stage, weight: Tensor | None 
 
 @torch.no_grad()
 def macro_f1(forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, chunk: int = 512) -> float:
-    """Mean F1 over the classes that occur or are guessed, as scikit-learn's (whose call costs more than the pass)."""
+    """Return the mean F1 over the classes that occur or are predicted, as scikit-learn does (but faster)."""
     logits = torch.cat([forward(part) for part in torch.split(x, chunk)])
     guess, classes = logits.argmax(1), logits.shape[1]
     hits = torch.bincount(y[guess == y], minlength=classes)

@@ -1,9 +1,9 @@
 """q-FFL by q-FedAvg. Li, Sanjabi, Beirami, Smith, ICLR 2020 (arXiv 1905.10497).
 
-Minimises the sum of F_i^(q+1) / (q+1): clients with a higher loss count more, so that accuracies spread less. A client
-sends its model and F_i, its loss at the model received; with g_i = (w - w_i) / lr the server takes the step
-w - sum F_i^q g_i / sum (q F_i^(q-1) |g_i|^2 + F_i^q / lr). With q = 0 it is FedAvg.
-Clients are drawn alike and count alike, as in the authors' code; the paper draws them by their numbers of samples
+It minimises the sum of F_i^(q+1) / (q+1): clients with a higher loss count more, so that accuracies spread less. A
+client sends its model and F_i, its loss at the model received. The server computes g_i = (w - w_i) / lr and the new
+model w - sum F_i^q g_i / sum (q F_i^(q-1) |g_i|^2 + F_i^q / lr). The method equals FedAvg if q = 0.
+Clients are sampled and weighted uniformly, as in the authors' code; the paper samples them by their numbers of samples
 (weighting = samples puts those into both sums instead).
 Norms are over trained entries; batch-norm statistics are averaged.
 """
@@ -40,7 +40,7 @@ class QFFL(Method):
     weighting = "uniform"
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The model both ways; up also the client's loss at the model received."""
+        """The model travels both ways; uploads add the client's loss at the model received."""
         return self.model_schema | Schema(
             {LOSS: Entry((1,), kind="statistic", part="loss", low=0)} if link == "up" else {}
         )
@@ -50,7 +50,7 @@ class QFFL(Method):
         return Start(params, {"loss": self.risk(params, data.train)})
 
     def risk(self, params: Tree, split: Split) -> Tensor:
-        """Mean loss over a whole split [1]."""
+        """Return the mean loss over a whole split [1]."""
         return self.ctx.losses(params, split, 512).sum()[None] / max(len(split), 1)
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:

@@ -1,4 +1,4 @@
-"""Models whose first channels are private: what stays, what travels, and the two sub-networks.
+"""Models whose first channels are private: private entries, shared entries, and the two sub-networks.
 
 A layer's private channels are its first ones, so the size of a travelling tensor tells how many there are.
 """
@@ -14,7 +14,7 @@ from coterie.parts.masks import share_count
 
 
 def split_axis(net: Net, name: str) -> int | None:
-    """Along which axis an entry has channels: outputs, but inputs for the head; None: it has none of its own."""
+    """Return the axis of an entry's channels: outputs, but inputs for the head; None if it has no channels."""
     layout = net.layout
     if name in layout.group("head"):
         return 1 if name == net.head_names[0] else None
@@ -22,9 +22,9 @@ def split_axis(net: Net, name: str) -> int | None:
 
 
 def private_entries(tensor: Tensor, share: float, dim: int = 0) -> Tensor:
-    """Mask of the tensor's shape, set on private channels along `dim` (0: outputs; 1: inputs, for the classifier).
+    """Return a mask that is set on private channels along `dim` (0: outputs; 1: inputs, for the classifier).
 
-    Private are the first floor(share * channels), so that a growing share only adds to them.
+    The first floor(share * channels) channels are private, so that a growing share only adds to them.
     """
     channels = tensor.shape[dim]
     view = [1] * tensor.ndim
@@ -34,7 +34,7 @@ def private_entries(tensor: Tensor, share: float, dim: int = 0) -> Tensor:
 
 
 def masks(net: Net, like: Mapping[str, Tensor], share: float) -> Tree:
-    """True where an entry is private; what has no channels is shared until everything is private."""
+    """Return masks of private positions; an entry without channels is shared until the whole model is private."""
     out = {}
     for name, v in like.items():
         axis = split_axis(net, name)
@@ -45,17 +45,17 @@ def masks(net: Net, like: Mapping[str, Tensor], share: float) -> Tree:
 
 
 def pack(tree: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> Tree:
-    """The shared entries of each tensor as a vector; tensors without any are left out."""
+    """Return the shared positions of each tensor as a vector; tensors without any are omitted."""
     return {k: tree[k][~mask] for k, mask in private.items() if not bool(mask.all())}
 
 
 def unpack(packed: Mapping[str, Tensor], own: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> Tree:
-    """`own` with the shared entries replaced."""
+    """Return `own` with its shared positions replaced."""
     return {k: v.masked_scatter(~private[k], packed[k]) if k in packed else v.clone() for k, v in own.items()}
 
 
 def masks_of(net: Net, packed: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tree:
-    """The masks behind a packed tree, from the sizes of its vectors."""
+    """Return the masks of a packed tree, from the sizes of its vectors."""
     out = {}
     for name, v in like.items():
         axis = split_axis(net, name)
@@ -70,14 +70,16 @@ def masks_of(net: Net, packed: Mapping[str, Tensor], like: Mapping[str, Tensor])
 
 
 def divided(net: Net, private: Mapping[str, Tensor]) -> bool:
-    """Has every layer both private and shared channels? Else one of the sub-networks is cut through."""
+    """True if every layer has both private and shared channels; else one of the sub-networks is disconnected."""
     split = [m for k, m in private.items() if split_axis(net, k) is not None]
     return bool(split) and all(bool(m.any()) and not bool(m.all()) for m in split)
 
 
 def sub_net(net: Net, params: Mapping[str, Tensor], keep: Mapping[str, Tensor]) -> Tree:
-    """The model with other channels silenced: their outputs are 0, so they reach nothing (for activations with
-    f(0) = 0). Batch-norm statistics are clones, so that a pass moves none; what has no channels serves both.
+    """Return the model with all other channels silenced.
+
+    Silenced channels output 0, so they affect nothing (for activations with f(0) = 0). Batch-norm statistics are
+    clones, so that a pass changes none of the originals; entries without channels belong to both sub-networks.
     """
     stats = net.layout.group("bn_stats")
     silenced = {k: v * keep[k] for k, v in params.items() if k in keep and split_axis(net, k) is not None}

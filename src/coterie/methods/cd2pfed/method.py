@@ -4,9 +4,10 @@ A growing share of every layer's channels turns private and stays private; the o
 channels each make a sub-network, and the two teach each other (symmetric KL) while the whole network learns.
 RECONSTRUCTED (certainty C): no public code; ramps, distillation weight and averaging over epochs are not stated
 openly. The share grows from 0 in round 1 to p_max over `ramp` of the rounds; averaging is off (average = 1), so that
-p_max = 0 is FedAvg and p_max = 1 without a ramp is Local-Only. No distillation while some layer has no private or no
-shared channel, for a sub-network would be cut through. What has no channels (the head's bias, embeddings) is shared
-until all is private. A newcomer's private channels are the initial ones (the paper averages everybody's outputs).
+p_max = 0 is FedAvg and p_max = 1 without a ramp is Local-Only. There is no distillation while some layer has no private
+or no shared channel, because a sub-network would be disconnected. Entries without channels (the head's bias,
+embeddings) are shared until the whole model is private. A newcomer's private channels are the initial ones (the paper
+averages the outputs of all clients).
 """
 
 from collections.abc import Sequence
@@ -61,7 +62,7 @@ class CD2pFed(Method):
     needs = ("head", "classes")
 
     def share(self, round: int) -> float:
-        """p_t, the private share in a round."""
+        """Return p_t, the private share in a round."""
         length = self.hp.ramp * self.ctx.rounds
         return self.hp.p_max * (min(1.0, max(0, round - 1) / length) if length else 1.0)
 
@@ -69,7 +70,7 @@ class CD2pFed(Method):
         return channels.masks(self.ctx.net, T.drop(self.ctx.w0, self.stays), self.share(round))
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """Both ways the shared entries of each tensor as a vector, which grows shorter from round to round."""
+        """The shared positions of each tensor travel as a vector, which gets shorter from round to round."""
         if now is not None:
             return Schema(like(channels.pack(self.ctx.w0, self._masks(now.round))))
         sizes = {k: v.numel() for k, v in T.drop(self.ctx.w0, self.stays).items()}
@@ -107,7 +108,7 @@ class CD2pFed(Method):
         return ce + self.hp.distil * mutual_kl(one, other, batch.weight)
 
     def average(self, params: Tree, extras: Extras, data: ClientData) -> tuple[Tree, Extras]:
-        """B w_new + (1 - b) w_previous after each epoch; batch-norm statistics are left alone."""
+        """Return b w_new + (1 - b) w_previous after each epoch; batch-norm statistics stay as they are."""
         if extras["blend"] >= 1:
             return params, extras
         old, moved = extras["previous"], self.ctx.net.trainable
@@ -118,7 +119,7 @@ class CD2pFed(Method):
         return {"w": trained.params}, Upload(channels.pack(trained.params, trained.extras["private"]))
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        """Means of the shared entries; what has turned private keeps the value it had here last."""
+        """Average the shared positions; positions that have become private keep their last value on the server."""
         mean = T.mean([u.tree for u in uploads], self.weights(uploads)) if uploads[0].tree else {}
         private = channels.masks_of(self.ctx.net, mean, server["w"])
         return {"w": channels.unpack(mean, server["w"], private)}

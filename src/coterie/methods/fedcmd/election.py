@@ -16,20 +16,20 @@ VOTE = "x:vote"
 def voting_loss(
     ctx: Context, params: Tree, batch: Batch, layers: Sequence[str], use_sigma: bool
 ) -> tuple[Tensor, Tensor]:
-    """Loss of a batch and, from the same pass, the mismatch of each layer."""
+    """Return the loss of a batch and, from the same pass, the mismatch of each layer."""
     logits, entering = ctx.net.inputs(params, batch.x, layers)
     return ctx.loss_of(logits, batch), output_scores(batch.x, batch.y, [*entering, logits], use_sigma)
 
 
 @torch.no_grad()
 def output_scores(x: Tensor, y: Tensor, outputs: Sequence[Tensor], use_sigma: bool) -> Tensor:
-    """Mismatch [layers] of a batch; outputs are what enters the first candidate and what leaves each of them."""
+    """Return the mismatch [layers] of a batch, from the input of the first candidate and the output of each."""
     to = [torch.stack([w2(fit(o), fit(end), use_sigma) for o in outputs]) for end in (y, x)]
     return layer_scores(to[0], to[1])
 
 
 def client_vote(scores: Sequence[Tensor], layers: int) -> Tensor:
-    """The layer most batches voted for, as one byte [1]; a tie goes to the smaller mean score.
+    """Return the layer that most batches voted for, as one byte [1]; a tie goes to the smaller mean score.
 
     A client that saw no batch abstains: its vote is the number of layers.
     """
@@ -41,12 +41,12 @@ def client_vote(scores: Sequence[Tensor], layers: int) -> Tensor:
 
 
 def most_voted(votes: Sequence[int]) -> int:
-    """Index of the most frequent vote; a tie goes to the deepest layer."""
+    """Return the index of the most frequent vote; a tie goes to the deepest layer."""
     return max(range(len(votes)), key=lambda layer: (votes[layer], layer))
 
 
 def round_winner(uploads: Sequence[Upload], votes: Sequence[int]) -> list[int]:
-    """Votes [layers] with one more for the layer that most clients named; abstentions do not count."""
+    """Return the votes [layers] with one more for the layer that most clients named; abstentions do not count."""
     ballots = [int(u.tree[VOTE]) for u in uploads]
     counts = [ballots.count(layer) for layer in range(len(votes))]
     best = most_voted(counts) if any(counts) else -1
@@ -54,7 +54,7 @@ def round_winner(uploads: Sequence[Upload], votes: Sequence[int]) -> list[int]:
 
 
 def around(layout: Layout, layer: str) -> tuple[Names, Names, Names]:
-    """Names of entries before, in and after the layer, in order of execution; what takes no part counts as before."""
+    """Return the names of entries before, in and after the layer, in order of execution (unused ones before)."""
     own = layout.group(f"layer:{layer}")
     later = layout.layers[layout.layers.index(layer) + 1 :]
     after = Names(n for name in later for n in layout.group(f"layer:{name}"))

@@ -1,10 +1,11 @@
 """FedCMD. Chen et al., IEEE Trans. Computers 2024 (DOI 10.1109/TC.2024.3514302).
 
-In a first share rho of the rounds (FedAvg) every batch votes for the linear layer at which the output's distance to
-the labels and its distance to the input change most alike; the layer elected most often becomes personal for good.
+The first share rho of the rounds is FedAvg, and every batch votes for the linear layer at which the output's distance
+to the labels and its distance to the input change most alike; the layer elected most often becomes personal for good.
 Then layers before it are averaged over the participants, those after it mixed over all clients by the cosines of the
-updates of the personal layer. Departs from the authors' code, as its text says: candidates are all linear layers, a tie
-goes to the deepest, sample weights belong to the participants, the similarity matrix is whole. A vote is one byte up.
+updates of the personal layer. The paper's text is followed where the authors' code differs: candidates are all linear
+layers, a tie goes to the deepest, sample weights belong to the participants, the similarity matrix is complete. A vote
+is one byte in the upload.
 """
 
 from collections.abc import Sequence
@@ -63,16 +64,16 @@ class FedCMD(Method):
             raise CoterieError("FedCMD needs a model with at least one linear layer (at most 255), from which to elect")
 
     def _election_rounds(self) -> int:
-        """Rounds of the election."""
+        """The number of election rounds."""
         return max(1, int(self.hp.rho * self.ctx.rounds + 0.5))
 
     def _candidates(self) -> tuple[str, ...]:
         return self.ctx.net.layout.of_kind("fc")
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The model, with a vote up while there is an election; later down without the layer the client holds."""
+        """The model, with a vote in uploads of the election; later downloads lack the layer that the client holds."""
         if link == "up":
-            candidates = len(self._candidates())  # which is also the vote of a client that abstains
+            candidates = len(self._candidates())  # also the vote of a client that abstains
             vote = Entry((1,), torch.uint8, "statistic", low=0, high=candidates, optional=now is None)
             voting = now is None or now.round <= self._election_rounds()
             return self.model_schema | Schema({VOTE: vote} if voting else {})
@@ -107,7 +108,7 @@ class FedCMD(Method):
         return {"w": T.clone(self.ctx.w0), "apart": False}
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
-        return Start({**state["w"], **download})  # what is not sent is the client's own
+        return Start({**state["w"], **download})  # entries that are not sent are the client's own
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self._vote)] if round <= self._election_rounds() else super().phases(round)
@@ -126,7 +127,7 @@ class FedCMD(Method):
         if round <= self._election_rounds():
             server = {**server, "w": mean, "votes": round_winner(uploads, server["votes"])}
             return {**server, **self._elected(server)} if round == self._election_rounds() else server
-        if server["layer"] is None:  # nobody answered in the last round of the election
+        if server["layer"] is None:  # no client answered in the last round of the election
             server = {**server, **self._elected(server)}
         unknown = {i: server["w"] for i in models if i not in server["bank"]["ids"]}
         start, _ = pairs.received(server, unknown)
@@ -141,7 +142,7 @@ class FedCMD(Method):
         return {**new, "w": w, "moved": moved, "similarity": similarity}
 
     def _elected(self, server: State) -> State:
-        """The second phase: its layer, everybody at w, and the last update of that layer of everybody."""
+        """Return the state of the second phase: the layer, all clients' models at w, and their last layer updates."""
         layer, w = self._candidates()[most_voted(server["votes"])], server["w"]
         still = {f"{layer}.weight": torch.zeros_like(w[f"{layer}.weight"])}
         return {**pairs.opened(w, self.ctx.clients), "layer": layer, "moved": bank.fill(still, self.ctx.clients)}
