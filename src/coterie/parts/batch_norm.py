@@ -1,4 +1,4 @@
-"""Statistics of what enters the layers of a network, and batch norm measured anew on a client's own data."""
+"""Statistics of the inputs of a network's layers, and batch norm recalibrated on a client's own data."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Moments(NamedTuple):
 
 @torch.no_grad()
 def input_moments(net: Net, params: Tree, x: Tensor, layers: Sequence[str]) -> list[Moments]:
-    """Mean and variance per channel of what enters each layer over all of x; batches merge exactly."""
+    """Return mean and variance per channel of each layer's input over all of x; batches are merged exactly."""
     totals: list[Tensor] = []
     for part in torch.split(x, CHUNK):
         flat = [seen.double().transpose(0, 1).flatten(1) for seen in net.inputs(params, part, layers)[1]]
@@ -33,7 +33,7 @@ def input_moments(net: Net, params: Tree, x: Tensor, layers: Sequence[str]) -> l
 
 
 def recalibrated(net: Net, params: Tree, x: Tensor) -> Tree:
-    """The tree with running statistics measured on x, layer after layer, because each layer feeds the next."""
+    """Return the tree with running statistics measured on x, layer by layer, because each layer feeds the next."""
     out = dict(params)
     if len(x) < 2:
         return out

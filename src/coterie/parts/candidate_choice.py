@@ -1,4 +1,4 @@
-"""A choice among candidates by validation data, shrunk towards what is known from other clients."""
+"""A choice among candidates by validation data, shrunk towards the choices of other clients."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 TEMPERATURES = [0.5 * 2 ** (i / 2) for i in range(7)]  # 0.5 to 4
-CERTAINTY = 2.0  # of temperature 1, as a penalty in nats per squared logarithm
+CERTAINTY = 2.0  # prior belief in temperature 1: penalty in nats per squared logarithm of the temperature
 
 
 def shrunk(sums: Tensor, prior: Tensor, strength: float) -> Tensor:
-    """Scores [candidates]: the client's summed log-likelihoods, and `strength` samples of the federation's mean."""
+    """Return scores [candidates]: the client's summed log-likelihoods plus `strength` samples of the prior mean."""
     return sums + strength * prior
 
 
 def is_behind(errors: Tensor, own: Tensor, margin: float) -> bool:
-    """Are errors [samples] larger than the own model's by more than `margin` standard errors of their sum?"""
+    """True if errors [samples] exceed the own model's by more than `margin` standard errors of their sum."""
     gap = errors - own
     return bool(gap.sum() > margin * gap.square().sum().sqrt())
 
@@ -23,9 +23,9 @@ def is_behind(errors: Tensor, own: Tensor, margin: float) -> bool:
 def choose(
     sums: Tensor, prior: Tensor, strength: float, errors: Tensor, own: int | None, margin: float
 ) -> tuple[int, bool]:
-    """The candidate with the best shrunk score, or the own model where that candidate is behind it; and whether it is.
+    """Return the candidate with the best shrunk score and False, or the own model and True if that candidate is behind.
 
-    `sums` and `prior` [candidates], `errors` [candidates, samples]; the first of equals.
+    `sums` and `prior` are [candidates], `errors` is [candidates, samples]; the first of equal candidates is taken.
     """
     best = int(shrunk(sums, prior, strength).argmax())
     if own is not None and best != own and is_behind(errors[best], errors[own], margin):
@@ -34,9 +34,7 @@ def choose(
 
 
 def temperatures(logits: Sequence[Tensor], y: Tensor) -> list[float]:
-    """For each of these logits [samples, classes] the one of TEMPERATURES that is most likely, 1 being likely
-    beforehand.
-    """
+    """Return the most likely of TEMPERATURES for each of these logits [samples, classes], with a prior around 1."""
     if not len(y):
         return [1.0] * len(logits)
     t = torch.tensor(TEMPERATURES)
@@ -46,5 +44,5 @@ def temperatures(logits: Sequence[Tensor], y: Tensor) -> list[float]:
 
 
 def mixed(outputs: list[Tensor], shares: Tensor) -> Tensor:
-    """The weighted mean [batch, outputs] of members' outputs."""
+    """Return the weighted mean [batch, outputs] of the members' outputs."""
     return torch.einsum("m,mbo->bo", shares.to(outputs[0]), torch.stack(outputs))

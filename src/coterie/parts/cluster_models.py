@@ -42,13 +42,13 @@ class Clustered(Method):
 
 
 def vectors(ctx: Context, trees: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """Flattened trainable entries [n, P]; batch-norm statistics say nothing about distance."""
+    """Return flattened trainable entries [n, P]; batch-norm statistics say nothing about distance."""
     names = sorted(k for k in trees[0] if k in ctx.net.trainable)
     return torch.stack([T.flatten(t, names) for t in trees])
 
 
 def first_groups(ctx: Context, x: Tensor, groups: int) -> Tensor:
-    """Labels [n] of k-means on rows [n, P], from a table of distances: P does not matter."""
+    """Return the labels [n] of k-means on rows [n, P], from pairwise distances, so that P does not matter."""
     if groups == 1:
         return torch.zeros(len(x), dtype=torch.int64)
     return kmeans(coordinates(pairwise_sqdist(x)), groups, key(ctx.seed, "first-groups"))
@@ -60,16 +60,16 @@ def sizes(cluster: Mapping[ClientId, int], count: int) -> list[int]:
 
 
 def largest(cluster: Mapping[ClientId, int]) -> int:
-    """The cluster with most members; ties to the lower number."""
+    """Return the cluster with most members; a tie goes to the lower number."""
     count = sizes(cluster, max(cluster.values()) + 1)
     return count.index(max(count))
 
 
 def of_cluster(uploads: Sequence[Upload], cluster: Mapping[ClientId, int], c: int) -> list[Upload]:
-    """The uploads of one cluster's members, in order."""
+    """Return the uploads of one cluster's members, in order."""
     return [u for u in uploads if cluster.get(u.sender) == c]
 
 
 def towards(a: Mapping[str, Tensor], b: Mapping[str, Tensor], step: float) -> Tree:
-    """(1 - step) a + step b, exact at 0 and 1."""
+    """Return (1 - step) a + step b, exact at 0 and 1."""
     return {k: torch.lerp(v, b[k], step) for k, v in a.items()}

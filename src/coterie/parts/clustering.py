@@ -20,7 +20,7 @@ Linkage = Literal["single", "complete", "average", "ward"]
 
 
 def canonical(labels: object) -> Tensor:
-    """The same partition with labels numbered by first appearance."""
+    """Return the partition with its labels numbered by first appearance."""
     values = np.asarray(labels)
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int64)
@@ -29,7 +29,7 @@ def canonical(labels: object) -> Tensor:
 
 
 def members(labels: Tensor) -> list[list[int]]:
-    """Positions of each group, in order."""
+    """Return the positions of each group, in order."""
     return [(labels == g).nonzero().flatten().tolist() for g in range(int(labels.max()) + 1)] if len(labels) else []
 
 
@@ -58,7 +58,7 @@ def kmeans(x: Tensor, groups: int, seed: int, restarts: int = 10, iterations: in
 
 class Hierarchy(NamedTuple):
     labels: Tensor
-    heights: Tensor  # of the n - 1 merges, rising
+    heights: Tensor  # heights of the n - 1 merges, rising
     threshold: float
 
 
@@ -85,17 +85,17 @@ def agglomerate(
         cut = float(heights[-groups]) if groups <= len(heights) else 0.0
         return Hierarchy(canonical(fcluster(tree, groups, "maxclust")), heights, cut)
     cut = threshold if threshold is not None else float(torch.quantile(heights, quantile or 0.0))
-    # a merge happens strictly below the threshold: 0 leaves everybody alone, also equal rows
+    # a merge happens strictly below the threshold: 0 merges nothing, not even equal rows
     return Hierarchy(canonical(fcluster(tree, np.nextafter(cut, -np.inf), "distance")), heights, cut)
 
 
 def assign(x: Tensor, centres: Tensor) -> Tensor:
-    """Nearest centre [n] of rows [n, p]; ties to the lower index."""
+    """Return the nearest centre [n] of rows [n, p]; a tie goes to the lower index."""
     return pairwise_sqdist(x, centres).argmin(1)
 
 
 def recentre(x: Tensor, labels: Tensor, centres: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Means of the members of each centre [g, p]; a centre without members stays."""
+    """Return the mean of each centre's members [g, p]; a centre without members stays where it is."""
     hot = (labels[:, None] == torch.arange(len(centres), device=labels.device)).to(x)
     hot = hot if weight is None else hot * weight[:, None].to(x)
     total = hot.sum(0)[:, None]

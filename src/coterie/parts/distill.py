@@ -14,12 +14,12 @@ def kl(teacher: Tensor, student: Tensor, weight: Tensor | None = None, detach: b
 
 
 def mutual_kl(a: Tensor, b: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Half of KL both ways; both sides learn (CD2-pFed)."""
+    """Return half of the KL divergence in both directions; both sides learn (CD2-pFed)."""
     return (kl(a, b, weight, detach=False) + kl(b, a, weight, detach=False)) / 2
 
 
 def batch_mean(each: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Mean over [batch], by weight if there is padding."""
+    """Return the mean over [batch], weighted if there is padding."""
     return each.mean() if weight is None else (each * weight).sum() / weight.sum().clamp(min=1)
 
 

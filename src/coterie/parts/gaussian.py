@@ -16,7 +16,7 @@ Score = Literal["eq7", "absdiff"]
 Tie = Literal["mean_score", "deepest", "fc2"]
 
 LN2 = math.log(2.0)
-NODES = 4001  # of the quadrature of js
+NODES = 4001  # nodes of the quadrature in js
 
 
 class Gaussian(NamedTuple):
@@ -30,10 +30,10 @@ Distance = Callable[[Gaussian, Gaussian], Tensor]
 def fit(
     t: Tensor, normalize: Normalize = "minmax", sigma_min: float = 1e-3, batch_dims: int = 0, per_dim: bool = False
 ) -> Gaussian:
-    """Mean and biased std of all elements behind the first `batch_dims` axes, after normalisation of the whole tensor.
+    """Return mean and biased std of all elements after the first `batch_dims` axes; the whole tensor is normalised.
 
     `per_dim` gives one Gaussian per column of [n, ...] instead (still normalised as a whole). Under `zscore` every
-    scalar fit is (0, 1) by construction, so it only tells constant tensors from others.
+    scalar fit is (0, 1) by construction, so it only distinguishes constant tensors from others.
     """
     lead = t.shape[:batch_dims]
     flat = t.double().reshape(*lead, -1)
@@ -57,7 +57,7 @@ def fit(
 
 
 def encode_labels(y: Tensor, classes: int, encoding: Literal["index", "onehot"] = "index") -> Tensor:
-    """Labels as numbers in [0, 1] by a range that is the same for every client."""
+    """Return labels as numbers in [0, 1] by a range that is the same for every client."""
     if encoding == "index":
         return y.double() / max(classes - 1, 1)
     if encoding == "onehot":
@@ -127,7 +127,7 @@ DISTANCES: dict[str, Distance] = {
 
 
 def distance(name: str, js_sqrt: bool = False, w2_sigma: bool = True) -> Distance:
-    """The distance of that name with its options: the root of js, w2 without deviations."""
+    """Return the distance of that name with its options: the root of js, w2 without deviations."""
     if name not in DISTANCES:
         raise unknown("distance", name, DISTANCES)
     if name == "js":
@@ -158,8 +158,10 @@ def best_layer(scores: Tensor) -> Tensor:
 
 
 def winner(votes: Tensor, mean_scores: Tensor, tie: Tie = "mean_score") -> Tensor:
-    """Layer [...] with most votes [..., L]. A tie goes to the smallest mean score, or the layer before the classifier
-    (`fc2`), and then to the deepest of the tied.
+    """Return the layer [...] with most votes [..., L].
+
+    A tie goes to the smallest mean score, or to the layer before the classifier (`fc2`), and then to the deepest of the
+    tied layers.
     """
     tied = votes == votes.amax(-1, keepdim=True)
     depth = votes.shape[-1]

@@ -1,8 +1,8 @@
-"""A client keeps the best model that it has trained, by its validation data, and uses it unless another one is better.
+"""A client keeps the best model that it has trained, by its validation data, and uses it unless a new one is better.
 
-What a client receives rests on the participants of one round, and what it trains on few samples: both vary from round
-to round. Keeping the best costs a pass over the validation data per participation and no communication. Without a
-validation part nothing is kept.
+A received model depends on the participants of one round, and a trained one on few samples: both vary from round to
+round. Keeping the best costs a pass over the validation data per participation and no communication. A client without a
+validation part keeps nothing.
 """
 
 import math
@@ -14,14 +14,15 @@ from coterie.core.method import Batch, ClientData, Context, Split, State, Tree
 
 Use = Literal["received", "best"]
 USE = "model a client uses: as it receives it, or the best on its validation data of that and of those it trained"
-BEST, SCORE = "best", "best_score"  # in a client's state
-PER_LOSS = 1e-3  # of equally accurate models the one with less loss is better
+BEST, SCORE = "best", "best_score"  # keys in a client's state
+PER_LOSS = 1e-3  # weight of the loss, which decides between equally accurate models
 
 
 @torch.no_grad()
 def score(ctx: Context, params: Tree, split: Split) -> float:
-    """How good a model is on these samples: accuracy, then loss; loss alone where there are no classes. One that has
-    diverged is worse than any other.
+    """Return how good a model is on these samples: by accuracy, then by loss; by loss alone without classes.
+
+    A model that has diverged scores minus infinity.
     """
     outputs = ctx.forward(params, split.x)
     loss = float(ctx.loss_of(outputs, Batch(*split)))
@@ -30,11 +31,11 @@ def score(ctx: Context, params: Tree, split: Split) -> float:
     if not ctx.classes:
         return -loss
     right = float((outputs.argmax(1) == split.y).float().mean())
-    return right - PER_LOSS * min(loss, 1 / (2 * len(split) * PER_LOSS))  # never worth half a sample
+    return right - PER_LOSS * min(loss, 1 / (2 * len(split) * PER_LOSS))  # the loss never outweighs half a sample
 
 
 def kept(ctx: Context, state: State, params: Tree, data: ClientData) -> State:
-    """What the client's state says of its best model, now that it has trained this one; of equals the newer."""
+    """Return the state entries of the best model after training `params`; of equal models the newer is kept."""
     if not len(data.val):
         return {}
     found = score(ctx, params, data.val)
@@ -44,7 +45,7 @@ def kept(ctx: Context, state: State, params: Tree, data: ClientData) -> State:
 
 
 def best(ctx: Context, state: State, params: Tree, data: ClientData) -> Tree:
-    """The model to use: this one if it is better than the best one kept."""
+    """Return the model to use: `params` if it is better than the best model kept."""
     if BEST not in state or not len(data.val) or score(ctx, params, data.val) > state[SCORE]:
         return params
     found: Tree = state[BEST]

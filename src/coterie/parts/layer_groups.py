@@ -1,11 +1,13 @@
-"""Which entries of a model belong together."""
+"""Groups of a model's entries that belong together."""
 
 from coterie.core.layers import Layout, Names
 
 
 def last_layers(layout: Layout, count: int) -> Names:
-    """Names of the last `count` layers; batch norms between two of them go with the earlier one. Recurrent layers,
-    embeddings and attention count as one layer each; layers that take no part in a prediction go with the body.
+    """Return the names of the last `count` layers.
+
+    A batch norm between two of them belongs to the earlier one. Recurrent layers, embeddings and attention count as one
+    layer each; layers that take no part in a prediction belong to the body.
     """
     weighted = layout.weighted or layout.layers
     if count <= 0:

@@ -25,9 +25,9 @@ def head_step(
     decay: float = 0.0,
     feature_norm: Literal["none", "l2"] = "none",
 ) -> Heads:
-    """One SGD step of every head on its mean cross-entropy; features [heads, v, d], labels and weight [heads, v].
+    """Take one SGD step of every head on its mean cross-entropy; features [heads, v, d], labels and weight [heads, v].
 
-    The gradient is in closed form (softmax minus target, times feature). Heads without weight come back bit for bit.
+    The gradient is in closed form (softmax minus target, times feature). Heads without weight are returned bit for bit.
     """
     if feature_norm not in ("none", "l2"):
         raise unknown("feature_norm", feature_norm, ("none", "l2"))

@@ -14,7 +14,7 @@ Scope = Literal["tensor", "whole"]
 
 
 def share_count(share: float, n: int) -> int:
-    """floor(share * n), forgiving the rounding of the product (0.29 * 100 is 29)."""
+    """Return floor(share * n), tolerant of the product's rounding (0.29 * 100 is 29)."""
     if not 0 <= share <= 1:
         raise CoterieError(f"a share must lie in [0, 1], got {share}.")
     return math.floor(share * n + 1e-9)
@@ -28,7 +28,7 @@ def top_mask(score: Tensor, count: int) -> Tensor:
 
 
 def criticality(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tree:
-    """|(after - before) * after| per entry: how much the change of a parameter meant to the loss."""
+    """Return |(after - before) * after| per entry: the importance of a parameter's change."""
     return {k: ((v - before[k]) * v).abs() for k, v in after.items()}
 
 
@@ -45,5 +45,5 @@ def top_share(scores: Mapping[str, Tensor], share: float, scope: Scope = "tensor
 
 
 def write_in(own: Mapping[str, Tensor], other: Mapping[str, Tensor], mask: Mapping[str, Tensor]) -> Tree:
-    """`other` where the mask is set, `own` elsewhere, bit for bit."""
+    """Return `other` where the mask is set and `own` elsewhere, bit for bit."""
     return {k: torch.where(mask[k], other[k], v) for k, v in own.items()}

@@ -14,24 +14,24 @@ from coterie.core.tree import Tree
 
 
 def fill(tree: Mapping[str, Tensor], ids: Sequence[ClientId]) -> State:
-    """All clients at the same model."""
+    """Return a bank in which all clients have the same model."""
     return {"ids": list(ids), "flat": T.flatten(tree).expand(len(ids), -1).clone()}
 
 
 def rows(bank: State, ids: Sequence[ClientId]) -> Tensor:
-    """Row numbers of these clients; all must be known."""
+    """Return the row numbers of these clients; all must be in the bank."""
     at = {i: r for r, i in enumerate(bank["ids"])}
     return torch.tensor([at[i] for i in ids], dtype=torch.int64)
 
 
 def known(bank: State, ids: Sequence[ClientId]) -> list[ClientId]:
-    """Those of `ids` that the bank has; the others are newcomers."""
+    """Return those of `ids` that are in the bank; the others are newcomers."""
     have = set(bank["ids"])
     return [i for i in ids if i in have]
 
 
 def put(bank: State, models: Mapping[ClientId, Mapping[str, Tensor]]) -> State:
-    """A bank with these models replaced, or added for clients it does not have yet."""
+    """Return a bank with these models replaced, or added for clients that it does not have yet."""
     new = [i for i in models if i not in set(bank["ids"])]
     flat = torch.cat([bank["flat"], bank["flat"].new_zeros(len(new), bank["flat"].shape[1])]) if new else bank["flat"]
     out: State = {"ids": [*bank["ids"], *new], "flat": flat if new else flat.clone()}
@@ -41,11 +41,11 @@ def put(bank: State, models: Mapping[ClientId, Mapping[str, Tensor]]) -> State:
 
 
 def columns(like: Mapping[str, Tensor], names: Container[str]) -> Tensor:
-    """Which columns [P] of a bank of such trees belong to these entries, as a mask."""
+    """Return the mask [P] of a bank's columns that belong to these entries."""
     order = sorted(k for k, v in like.items() if v.is_floating_point())
     return torch.cat([torch.full((like[k].numel(),), k in names) for k in order])
 
 
 def trees(flat: Tensor, like: Mapping[str, Tensor]) -> list[Tree]:
-    """Rows [m, P] back to trees with the names and shapes of `like`."""
+    """Turn rows [m, P] into trees with the names and shapes of `like`."""
     return [T.unflatten(row, like) for row in flat]

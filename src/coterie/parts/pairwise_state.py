@@ -1,4 +1,4 @@
-"""What a server keeps of all clients when it mixes their models by pairs: a bank, a matrix, and who has answered.
+"""The server's state in methods that mix models by pairs of clients: a bank, a matrix, and the clients that answered.
 
 The state is {"bank": ..., "similarity": [clients, clients] float64 in the order of the bank's ids,
 "answered": [client]}.
@@ -15,13 +15,13 @@ from coterie.parts import model_bank as bank
 
 
 def opened(tree: Mapping[str, Tensor], clients: Sequence[ClientId]) -> State:
-    """All clients at the same model, with no similarities."""
+    """Return the state in which all clients have the same model and there are no similarities yet."""
     n = len(clients)
     return {"bank": bank.fill(tree, clients), "similarity": torch.zeros(n, n, dtype=torch.float64), "answered": []}
 
 
 def received(kept: State, models: Mapping[ClientId, Mapping[str, Tensor]]) -> tuple[State, Tensor]:
-    """The state (a new one, similarity copied) with these models put in, and their rows."""
+    """Return a new state with these models put in (similarity is copied), and the rows of the models."""
     stored = bank.put(kept["bank"], models)
     more = len(stored["ids"]) - len(kept["similarity"])
     similarity = F.pad(kept["similarity"], (0, more, 0, more)) if more else kept["similarity"].clone()

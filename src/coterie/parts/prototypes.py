@@ -23,7 +23,7 @@ class Prototypes(NamedTuple):
 
 
 def one_hot(y: Tensor, classes: int, weight: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[..., batch, classes], rows scaled by weight [..., batch] (0 for padding)."""
+    """Return one-hot rows [..., batch, classes], scaled by weight [..., batch] (0 for padding)."""
     hot = (y.unsqueeze(-1) == torch.arange(classes, device=y.device)).to(dtype)
     return hot if weight is None else hot * weight.unsqueeze(-1).to(dtype)
 
@@ -49,7 +49,7 @@ def class_means(z: Tensor, y: Tensor, classes: int, weight: Tensor | None = None
 def collect(
     features: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, classes: int, chunk: int = 512
 ) -> tuple[Prototypes, Tensor]:
-    """Prototypes over all of x in one clean pass, and counts [classes]; summed in float64, so any chunk size agrees."""
+    """Return prototypes over all of x from one pass, and counts [classes]; sums are float64, for any chunk size."""
     sums: Tensor | float = 0.0
     dtype = torch.float32
     for part, label in zip(torch.split(x, chunk), torch.split(y, chunk), strict=True):
@@ -76,7 +76,7 @@ def prototype_loss(
     repulsion: float = 0.0,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Pull of features z [batch, d] towards the prototypes of their classes; classes without one add nothing.
+    """Return the loss that pulls features z [batch, d] towards their classes' prototypes; absent ones add nothing.
 
     batch_mean: distance of the batch's class means, per class. per_sample: distance of every sample. mse: squared
     distance of every sample, mean over the d entries (FedProto). `reduce` acts over the classes or samples that count.
@@ -108,5 +108,5 @@ def prototype_loss(
 
 
 def nearest_logits(z: Tensor, prototypes: Prototypes) -> Tensor:
-    """Scores [batch, classes]: minus the distance to each prototype, far below all others for absent classes."""
+    """Return scores [batch, classes]: minus the distance to each prototype, far below all others for absent classes."""
     return (-torch.cdist(z, prototypes.value)).masked_fill(~prototypes.mask, FAR)

@@ -11,8 +11,8 @@ from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown
 
 SimilarityMap = Literal["clip", "shift01", "abs"]
-TINY = 1e-20  # least product of two norms; not added to it, which would make short updates look less alike
-CHUNK = 1 << 16  # columns that are widened to float64 at a time: exact sums without a second copy of all models
+TINY = 1e-20  # lower bound of the product of two norms; adding it instead would make short updates look less similar
+CHUNK = 1 << 16  # columns converted to float64 at a time: exact sums without a second copy of all models
 
 
 def gram(a: Tensor, b: Tensor | None = None) -> Tensor:
@@ -25,7 +25,7 @@ def gram(a: Tensor, b: Tensor | None = None) -> Tensor:
 
 
 def cosine(a: Tensor, b: Tensor | None = None, eps: float = TINY) -> Tensor:
-    """Cosines [m, n] of flat rows [m, p], [n, p] in [-1, 1]; a zero row has cosine 0 with everything."""
+    """Return cosines [m, n] of flat rows [m, p] and [n, p], in [-1, 1]; a zero row has cosine 0 with every row."""
     product = gram(a, b)
     left = _norms(a) if b is not None else product.diagonal().sqrt()
     right = _norms(b) if b is not None else left
@@ -42,7 +42,7 @@ def cosine_rows(a: Tensor, b: Tensor | None = None, eps: float = TINY) -> Tensor
 
 
 def map_similarity(cosines: Tensor, how: SimilarityMap = "clip") -> Tensor:
-    """Cosines to [0, 1]: negative to 0, (1 + s)/2, or |s|."""
+    """Map cosines to [0, 1]: negative ones to 0, all by (1 + s)/2, or all by |s|."""
     if how == "clip":
         return cosines.clamp(0, 1)
     if how == "shift01":
@@ -61,7 +61,7 @@ def sketch(x: Tensor, dims: int, rng: torch.Generator) -> Tensor:
 
 
 def normalise_rows(weights: Tensor, fallback: Tensor) -> Tensor:
-    """Rows divided by their sums; a row that sums to 0 becomes the row of `fallback` (broadcast to [m, n])."""
+    """Divide rows by their sums; a row that sums to 0 becomes the row of `fallback` (broadcast to [m, n])."""
     total = weights.sum(-1, keepdim=True)
     safe = torch.where(total > 0, total, torch.ones_like(total))
     return torch.where(total > 0, weights / safe, fallback.to(weights))
@@ -88,7 +88,7 @@ def with_self(affinity: Tensor, self_weight: float) -> Tensor:
 
 
 def inverse_distances(distances: Tensor, floor: float = 1e-12) -> Tensor:
-    """1 / max(d, floor)."""
+    """Return 1 / max(d, floor)."""
     return 1 / distances.clamp(min=floor)
 
 
@@ -113,7 +113,7 @@ def pairwise_sqdist(a: Tensor, b: Tensor | None = None) -> Tensor:
 
 
 def flatten_stack(stacked: Mapping[str, Tensor]) -> Tensor:
-    """[n, P] of a stacked tree [n, ...]."""
+    """Return a stacked tree [n, ...] as rows [n, P]."""
     return torch.cat([v.flatten(1) for v in stacked.values()], 1)
 
 
@@ -124,7 +124,7 @@ def unflatten_stack(flat: Tensor, like: Mapping[str, Tensor]) -> Tree:
 
 
 def mix(rows: Tensor, stacked: Mapping[str, Tensor]) -> Tree:
-    """M mixtures of n models: rows [m, n] times the stacked tree [n, ...], as one matrix product."""
+    """Return m mixtures of n models: rows [m, n] times the stacked tree [n, ...], as one matrix product."""
     flat = flatten_stack(stacked)
     return unflatten_stack(rows.to(flat) @ flat, stacked)
 

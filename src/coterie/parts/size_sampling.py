@@ -9,16 +9,16 @@ from coterie.core.schema import Link, Schema
 
 
 class SampledBySize(Method):
-    """With `draw = samples` participants are sampled in proportion to their samples.
+    """A method whose participants are sampled in proportion to their samples if `draw = samples`.
 
-    That costs an opening round, in which nothing is sent or trained and the server learns the numbers of samples.
+    That costs an opening round without payloads and training, in which the server learns the numbers of samples.
     """
 
     def opening(self) -> bool:
         return bool(self.hp.draw == "samples")
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The model both ways; nothing in the opening round."""
+        """The model travels both ways, except in the opening round."""
         if not self.opening():
             return self.model_schema
         return self.model_schema.optional() if now is None else Schema({}) if now.round == 0 else self.model_schema

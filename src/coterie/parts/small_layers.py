@@ -1,4 +1,4 @@
-"""Small layers beside the model, as entries of a tree (FedCP's policy, GPFL's valve, FedRoD's hyper-network)."""
+"""Small extra layers as entries of a tree (FedCP's policy, GPFL's valve, FedRoD's hyper-network)."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from coterie.core.tree import Tree
 
 
 def linear(name: str, inner: int, out: int, rng: torch.Generator) -> Tree:
-    """A linear layer's first values, drawn as PyTorch draws them."""
+    """Return the initial values of a linear layer, drawn as PyTorch draws them."""
     bound = inner**-0.5
     weight, bias = (torch.rand(shape, generator=rng) * (2 * bound) - bound for shape in ((out, inner), (out,)))
     return {f"{name}.weight": weight, f"{name}.bias": bias}
