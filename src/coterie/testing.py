@@ -23,6 +23,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from coterie.config import Engine, RunSettings, settings, shared_names
+from coterie.core.context import Context
 from coterie.core.edges import ANNOUNCE, EdgeMethod
 from coterie.core.method import Client, ClientId, Method, Moment
 from coterie.core.schema import Entry, Schema
@@ -141,6 +142,7 @@ class Standard:
     loop: Loop
     rounds: list["Watched"] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)  # hooks that changed what they were given
+    plan_used: list[str] = field(default_factory=list)  # hooks that read ctx.planned_rounds
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def _standard(bench: Bench) -> Standard:
     runtime = _Spy(session.clients(), session.states(folder), session.cost)
     loop = make_loop(session, Folder(folder), runtime)
     made = Standard(session, folder, loop)
-    with _guarded(session.method, made.changed):
+    with _guarded(session.method, made.changed, made.plan_used):
         loop.start()
         while loop.done < session.settings.rounds:
             server, edges = codec.clone(loop.server), codec.clone(loop.edges)
@@ -228,14 +230,28 @@ GUARDED = (
 
 
 @contextmanager
-def _guarded(method: Method, changed: list[str]) -> Iterator[None]:
-    """Notes the hooks that change what they are given."""
+def _guarded(method: Method, changed: list[str], plan_used: list[str]) -> Iterator[None]:
+    """Note the hooks that change what they are given, and those that read `ctx.planned_rounds`.
+
+    `deliver` may read it: it decides what is scored, not how clients are trained.
+    """
+    running: list[str] = []
+
+    class RecordingContext(Context):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "planned_rounds" and "deliver" not in running:
+                plan_used.append(running[-1] if running else "a hook")
+            return super().__getattribute__(name)
 
     def guard(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any) -> Any:
             held = [a for a in args if _is_value(a)]
             before = codec.clone(held)
-            out = hook(*args)
+            running.append(name)
+            try:
+                out = hook(*args)
+            finally:
+                running.pop()
             if not codec.equal(before, held):
                 changed.append(name)
             return out
@@ -245,9 +261,11 @@ def _guarded(method: Method, changed: list[str]) -> Iterator[None]:
     names = [n for n in GUARDED if hasattr(method, n)]
     for name in names:
         setattr(method, name, guard(name, getattr(method, name)))
+    ctx, method.ctx = method.ctx, RecordingContext(**vars(method.ctx))
     try:
         yield
     finally:
+        method.ctx = ctx
         for name in names:
             delattr(method, name)
 
@@ -517,6 +535,11 @@ def hooks_do_not_change_what_they_are_given(bench: Bench, tmp: Path) -> None:
     assert not changed, f"{changed[0]} changed a tree or state it was given"
 
 
+def use_of_planned_rounds_is_declared(bench: Bench, tmp: Path) -> None:
+    hooks = standard(bench).plan_used
+    assert not hooks or bench.method.plans_ahead, f"{hooks[0]} reads ctx.planned_rounds: declare plans_ahead = True"
+
+
 def state_survives_the_codec(bench: Bench, tmp: Path) -> None:
     parts = decided(standard(bench).loop)
     assert codec.equal(codec.unpack(codec.pack(parts)), parts)
@@ -609,6 +632,7 @@ CHECKS: dict[str, Callable[[Bench, Path], None]] = {
         a_spoiled_upload_is_refused,
         nothing_private_is_uploaded,
         hooks_do_not_change_what_they_are_given,
+        use_of_planned_rounds_is_declared,
         state_survives_the_codec,
         learns_a_small_task,
         numbers_are_learned_or_refused,

@@ -67,11 +67,10 @@ def bind(cls, own=None, *, model=None, data=None, **ctx):
     data = data or clients()
     method = cls(**(own or {}))
     net = Net(copy.deepcopy(model or mlp()), data.parts[0][0][:2])
-    base = {"rounds": 3, "join": 1.0, "epochs": 1, "batch": 4, "lr": 0.1, "seed": 0}
+    base = {"join": 1.0, "epochs": 1, "batch": 4, "lr": 0.1, "seed": 0}
+    ctx = {**base, "planned_rounds": ctx.pop("rounds", 3), **ctx}
     everybody = tuple(range(len(data.parts)))
-    method.ctx = Context(
-        net=net, w0=net.state(), clients=everybody, task=Classification(data.classes), **{**base, **ctx}
-    )
+    method.ctx = Context(net=net, w0=net.state(), clients=everybody, task=Classification(data.classes), **ctx)
     method.check()
     return method
 
@@ -116,7 +115,7 @@ def open_toy(
     method = bind(cls, own, model=model, data=data, **ctx)
     folder = Folder(tmp / f"toy{next(_count)}")
     rules = Rules(method.ctx.seed, dropout, stragglers, watch)
-    schedule = Schedule(method.ctx.rounds, rules, eval_every=1, checkpoint_every=1, final_trained=False)
+    schedule = Schedule(method.ctx.planned_rounds, rules, eval_every=1, checkpoint_every=1, final_trained=False)
     doing = Clients(method, data, Optimiser(optimizer, momentum, weight_decay))
     states = ClientStates(folder.path, len(data.parts), disk)
 

@@ -62,7 +62,7 @@ def declared(method: Method) -> tuple[int, int]:
     sizes = []
     for link in links:
         try:
-            schema = method.schema(link, Moment(server, method.ctx.clients[0], method.ctx.rounds))
+            schema = method.schema(link, Moment(server, method.ctx.clients[0], method.ctx.planned_rounds))
         except (LookupError, TypeError):  # a state that this server does not have yet
             schema = method.schema(link)
         sizes.append(schema.nbytes())

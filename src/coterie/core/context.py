@@ -61,7 +61,7 @@ class Context:
     w0: Tree
     clients: tuple[ClientId, ...]
     task: Task
-    rounds: int
+    planned_rounds: int  # rounds that the run began with; a method whose training uses it declares plans_ahead
     join: float
     epochs: float
     batch: int

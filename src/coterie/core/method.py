@@ -238,6 +238,8 @@ class Method:
     controls: ClassVar[tuple[str, ...]] = ()
     # what the models of all clients have in common: everything, the head and its features, or only the outputs
     agree: ClassVar[Literal["model", "head", "output"]] = "model"
+    # True if training depends on ctx.planned_rounds: a run that is extended then differs from one that began longer
+    plans_ahead: ClassVar[bool] = False
     # True if a newcomer's model needs no labels, so that it can be made from items alone
     unlabelled: ClassVar[bool] = False
 

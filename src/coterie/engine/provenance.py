@@ -125,15 +125,3 @@ def _code(thing: object) -> str:
 def _bytecode(code: CodeType) -> str:
     inner = [_bytecode(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
     return f"{code.co_name}{code.co_code.hex()}{code.co_names}{inner}"
-
-
-def plans_by_rounds(cls: type) -> bool:
-    """Does a class use the number of rounds, as for a share of them? What only scores (deliver) does not count."""
-    for part in cls.__mro__:
-        for name, value in vars(part).items():
-            inner = getattr(value, "fget", None) or getattr(value, "func", None) or value
-            if name != "deliver" and isinstance(inner, FunctionType):
-                names = inner.__code__.co_names
-                if "rounds" in names and "ctx" in names:
-                    return True
-    return False

@@ -91,7 +91,7 @@ class DeviceHandler:
             arrived = of_request(session.method, job.request)
             self._audit.write(AuditLine(job.run, round, kind, "in", self.peer, arrived))
             check_request(session.method, job.request, round)
-            if not job.base < round <= session.method.ctx.rounds + 1:
+            if not job.base < round <= session.method.ctx.planned_rounds + 1:
                 raise CoterieError(f"round {round} is over or never comes (my state: {job.base})")
             samples = len(session.federation.data(job.request.client).train)
             self.allow.check_request(session.method, job.request, samples)

@@ -39,10 +39,11 @@ class FedAP(FedBN):
         "M,S",
         personal="batch norm and a mixture of the others",
     )
+    plans_ahead = True
 
     def _exchange(self) -> int:
         """The number of the exchange round; 0, the opening round, if there are no warm rounds."""
-        warm = int(self.hp.warm * self.ctx.rounds)
+        warm = int(self.hp.warm * self.ctx.planned_rounds)
         return warm + 1 if warm else 0
 
     def _compared(self) -> dict[str, int]:

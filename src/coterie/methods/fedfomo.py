@@ -134,7 +134,7 @@ class FedFomo(Method):
 
     def deliver(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         """Send other clients' models to clients that have never trained, and to all if a view needs the mixture."""
-        mixes = round > self.ctx.rounds or self.ctx.headline in ("received", "trained")
+        mixes = round > self.ctx.planned_rounds or self.ctx.headline in ("received", "trained")
         return self.down(server, ids if mixes else [i for i in ids if i not in server["bank"]["ids"]], round)
 
     def init_client(self, data: ClientData) -> State:

@@ -47,10 +47,11 @@ class PFedSim(Method):
         "pFedSim", "Tan et al., arXiv 2305.15706, 2023", 2023, "M,S", personal="the head, and a mixture of bodies"
     )
     needs = ("head",)
+    plans_ahead = True
 
     def _fedavg_rounds(self) -> int:
         """The number of FedAvg rounds."""
-        return int(self.hp.rho * self.ctx.rounds + 0.5)
+        return int(self.hp.rho * self.ctx.planned_rounds + 0.5)
 
     def _head(self, name: str) -> bool:
         return name in self.ctx.group("head")

@@ -69,6 +69,7 @@ class PRRFL(Method):
     )
     needs = ("classes",)
     weighting = "uniform"
+    plans_ahead = True
 
     def private(self, name: str) -> bool:
         return name in self.ctx.group("bn")
@@ -120,7 +121,7 @@ class PRRFL(Method):
         return {"own": T.keep(v, self.stays), "w": w}, Upload(T.drop(v, self.stays), note)
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        r = prrfl_window(round, self.ctx.rounds, self.hp.r_first, self.hp.r_last)
+        r = prrfl_window(round, self.ctx.planned_rounds, self.hp.r_first, self.hp.r_last)
         stacked, shares = T.stack([u.tree for u in uploads]), self.weights(uploads)
         share = None if shares is None else torch.tensor(shares)
         new = fourier_aggregate(stacked, self._treatment, r / 2, "halfopen", "prrfl", share) if r > 0 else stacked

@@ -97,7 +97,7 @@ def _first_training(clients: Clients) -> tuple[int, list[tuple[Start, ClientData
     method, ctx = clients.method, clients.method.ctx
     server = method.setup()
     states: dict[ClientId, State] = {}
-    for t in range(0 if method.opening() else 1, ctx.rounds + 1):
+    for t in range(0 if method.opening() else 1, ctx.planned_rounds + 1):
         trains = bool(method.phases(t))
         ids = sorted(set(method.sample(server, t, torch_rng(ctx.seed, "sample", t))))
         ids = ids[: TRIED if trains else EXCHANGED]

@@ -75,7 +75,7 @@ def bind(
         w0=_started(net.state(), start, settings.warm_start),
         clients=federation.clients[: n - settings.newcomers],
         task=federation.task,
-        rounds=planned_rounds or settings.rounds,
+        planned_rounds=planned_rounds or settings.rounds,
         join=settings.join,
         epochs=settings.epochs,
         batch=settings.batch,

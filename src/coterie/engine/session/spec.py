@@ -17,7 +17,7 @@ from coterie.config import PUBLIC, Engine, RunSettings
 from coterie.core.method import Method
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation
-from coterie.engine.provenance import code_digest, origin, plans_by_rounds, recalled
+from coterie.engine.provenance import code_digest, origin, recalled
 from coterie.errors import CoterieError
 from coterie.methods import unusual_reading, written_out
 from coterie.models.per_client import PerClient, assign_models, is_assignment
@@ -115,8 +115,8 @@ class Session:
 
     def extension_warning(self) -> str:
         """Return a warning if the run is extended and its method plans ahead; otherwise an empty string."""
-        planned, rounds = self.method.ctx.rounds, self.settings.rounds
-        if planned == rounds or not plans_by_rounds(type(self.method)):
+        planned, rounds = self.method.ctx.planned_rounds, self.settings.rounds
+        if planned == rounds or not self.method.plans_ahead:
             return ""
         return (
             f"{self.method.card.title} plans by the number of rounds: it keeps its plan for {planned} rounds, so the "

@@ -60,10 +60,11 @@ class CD2pFed(Method):
         certainty="C",
     )
     needs = ("head", "classes")
+    plans_ahead = True
 
     def share(self, round: int) -> float:
         """Return p_t, the private share in a round."""
-        length = self.hp.ramp * self.ctx.rounds
+        length = self.hp.ramp * self.ctx.planned_rounds
         return self.hp.p_max * (min(1.0, max(0, round - 1) / length) if length else 1.0)
 
     def _masks(self, round: int) -> Tree:

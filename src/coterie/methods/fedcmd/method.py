@@ -58,6 +58,7 @@ class FedCMD(Method):
         "M,S",
         personal="an elected layer",
     )
+    plans_ahead = True
 
     def check(self) -> None:
         if not 1 <= len(self._candidates()) <= 255:
@@ -65,7 +66,7 @@ class FedCMD(Method):
 
     def _election_rounds(self) -> int:
         """The number of election rounds."""
-        return max(1, int(self.hp.rho * self.ctx.rounds + 0.5))
+        return max(1, int(self.hp.rho * self.ctx.planned_rounds + 0.5))
 
     def _candidates(self) -> tuple[str, ...]:
         return self.ctx.net.layout.of_kind("fc")

@@ -73,11 +73,14 @@ class FedCPMD(EdgeMethod):
         personal="one layer of each client's own choice",
         certainty="P",
     )
+    plans_ahead = True
 
     def check(self) -> None:
         votes.check_candidates(self.ctx.net.layout, self.hp.candidates)
-        if self.hp.preparation >= 1 and self.prep >= self.ctx.rounds:
-            raise CoterieError(f"preparation = {self.prep} leaves none of the {self.ctx.rounds} rounds for phase 2")
+        if self.hp.preparation >= 1 and self.prep >= self.ctx.planned_rounds:
+            raise CoterieError(
+                f"preparation = {self.prep} leaves none of the {self.ctx.planned_rounds} rounds for phase 2"
+            )
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -88,7 +91,7 @@ class FedCPMD(EdgeMethod):
     def prep(self) -> int:
         """Rounds of phase 1."""
         p = self.hp.preparation
-        return int(p) if p >= 1 else max(1, int(p * self.ctx.rounds + 0.5))
+        return int(p) if p >= 1 else max(1, int(p * self.ctx.planned_rounds + 0.5))
 
     def own(self, layer: int) -> list[str]:
         """Entries of the personal part of who has this layer."""

@@ -76,9 +76,10 @@ class SCFPFL(EdgeMethod):
         personal="the whole model, taken over from an agent",
         certainty="P",
     )
+    plans_ahead = True
 
     def check(self) -> None:
-        clients, rounds = len(self.ctx.clients), self.ctx.rounds
+        clients, rounds = len(self.ctx.clients), self.ctx.planned_rounds
         for name in ("k0", "embed_dim", "n_min"):
             if isinstance(value := getattr(self.hp, name), int) and value > clients:
                 raise CoterieError(f"{self.card.title}: {name} = {value} is more than the {clients} clients")
@@ -290,7 +291,7 @@ class SCFPFL(EdgeMethod):
     def mix(self, theta: dict[EdgeId, Tree], samples: dict[EdgeId, int], round: int) -> dict[EdgeId, Tree]:
         """Common low-frequency amplitudes, own phases: equations (12) to (17); one model alone stays as it is."""
         hp, ctx = self.hp, self.ctx
-        g = hp.g if hp.g_schedule == "const" else prrfl_window(round, ctx.rounds, hp.g, hp.g_last)
+        g = hp.g if hp.g_schedule == "const" else prrfl_window(round, ctx.planned_rounds, hp.g, hp.g_last)
         weights = torch.tensor([float(samples[k]) for k in theta]) if hp.fourier_weight == "samples" else None
 
         def treatment(name: str) -> Treatment:
