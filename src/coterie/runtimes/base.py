@@ -1,4 +1,4 @@
-"""What every runtime does: it takes requests and returns answers, and alone owns transport, client state and edges."""
+"""The interface of runtimes: a runtime takes requests, returns answers, and owns transport, client states and edges."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ from coterie.storage.client_states import ClientStates, Index
 from coterie.train.clients import Clients
 
 A = TypeVar("A")
-Replies = tuple[dict[ClientId, A], dict[ClientId, str]]  # answers, and why others gave none
-Cost = Callable[[ClientId], int]  # how long a client takes, in any unit
+Replies = tuple[dict[ClientId, A], dict[ClientId, str]]  # answers by client, and reasons of missing answers by client
+Cost = Callable[[ClientId], int]  # expected duration of a client's work, in any unit
 
 
 class Setup(Protocol):
@@ -54,14 +54,14 @@ class Conclusion(Enum):
 
 
 class Runtime(ABC):
-    """Answers come in any order, or with a reason why not; the round does not know which runtime it is."""
+    """A runtime returns answers in any order, or reasons why there are none; the round does not depend on its kind."""
 
     method: Method
-    trusted = False  # are clients part of this program, so that a wrong upload is a mistake of the method
+    trusted = False  # True: clients are part of this program, so a wrong upload is an error of the method
 
     @abstractmethod
     def train(self, requests: Sequence[TrainRequest]) -> Replies[TrainAnswer]:
-        """Local training. The new states are pending until `keep` says that they count."""
+        """Train clients locally. Their new states are pending until `keep` is called."""
 
     @abstractmethod
     def score(self, requests: Sequence[ScoreRequest]) -> Replies[ScoreAnswer]: ...
@@ -72,15 +72,15 @@ class Runtime(ABC):
 
     @abstractmethod
     def save(self) -> Index:
-        """Everything that counts is durable afterwards; the index goes into the checkpoint."""
+        """Make all kept states durable and return their index for the checkpoint."""
 
     @abstractmethod
     def restore(self, index: Index | None, older: Sequence[Index] = ()) -> None:
-        """Go back to a checkpoint; raises CoterieError if a state it names is missing or damaged."""
+        """Go back to a checkpoint; raise CoterieError if a state that it names is missing or damaged."""
 
     @abstractmethod
     def forget(self, oldest_kept: int) -> None:
-        """No checkpoint before this round is kept any more."""
+        """Delete states that only checkpoints before this round refer to."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -93,19 +93,19 @@ class Runtime(ABC):
         return Conclusion.ACCEPT
 
     def named(self, client: ClientId, reason: str) -> str:
-        """The reason with the client's name, where it has one."""
+        """Return the reason with the client's name in front, if it has one."""
         return reason
 
     def over(self) -> None:
-        """All rounds are done: whoever waits for more may be told."""
+        """Tell the clients that all rounds are done."""
         return None
 
     def newcomers(self) -> Sequence[ClientId]:
-        """Clients that came when all places were taken: they are scored, never sampled."""
+        """Return the clients that joined when all seats were taken: they are scored, never sampled."""
         return ()
 
     def run(self, plan: RoundPlan) -> RoundAnswers:
-        """A whole round; the default computes edges here."""
+        """Compute a whole round; the default computes edges in this process."""
         requests, handed = list(plan.direct), []
         for task in plan.edges:
             assert isinstance(self.method, EdgeMethod)
@@ -122,7 +122,7 @@ class Runtime(ABC):
 
 
 class Simulation(Runtime):
-    """Runtimes of one program: all clients answer, and their states are in memory or in the run's folder."""
+    """A runtime within one program: all clients answer, and their states are in memory or in the run's folder."""
 
     trusted = True
 
@@ -132,7 +132,7 @@ class Simulation(Runtime):
 
     @abstractmethod
     def _train(self, jobs: Sequence[Job]) -> list[TrainResult]:
-        """In any order."""
+        """Run the jobs and return their results in any order."""
 
     @abstractmethod
     def _score(self, jobs: Sequence[Job]) -> list[ScoreAnswer]: ...
@@ -162,7 +162,7 @@ class Simulation(Runtime):
         self.states.forget(oldest_kept)
 
     def _balanced(self, jobs: Sequence[Job], workers: int) -> list[list[Job]]:
-        """Jobs spread over workers, longest first to the least busy; workers without any are left out."""
+        """Distribute jobs over workers, longest first to the least busy; workers without jobs are omitted."""
         heaps: list[list[Job]] = [[] for _ in range(workers)]
         load = [0] * workers
         for job in sorted(jobs, key=lambda j: -self.cost(j.request.client)):

@@ -1,8 +1,8 @@
-"""The same run over the machines of a Ray cluster.
+"""A runtime over the machines of a Ray cluster, with the results of every other runtime.
 
 Every actor holds the method and the federation, built once. Jobs and answers travel as packed values; the items of the
-data set lie once per machine in Ray's object store, and so does the state of each client, on the machine where it was
-computed last: it moves only when the client trains elsewhere, and comes here only to be written into a checkpoint.
+data set are stored once per machine in Ray's object store. So is the state of each client, on the machine where it was
+computed last: it moves only when the client trains elsewhere, and comes to this process only for a checkpoint.
 """
 
 import copy
@@ -31,20 +31,20 @@ from coterie.storage.client_states import ClientStates, StateLostError
 from coterie.train import native
 from coterie.train.clients import Clients
 
-READY = 60.0  # seconds a new actor gets to start before its work goes to another
+READY = 60.0  # seconds that a new actor has to start before its jobs go to a different one
 What = Literal["train", "score"]
-Reply = tuple[str, np.ndarray | str]  # "r" and packed answers, "e" and a sentence for the user, or "x" and a traceback
+Reply = tuple[str, np.ndarray | str]  # "r", packed answers; "e", an error message for the user; "x", a traceback
 
 
 @register
 @dataclass(frozen=True)
 class Beside(Remote):
-    """In place of a state that travels, or stays, as an object of its own beside the message."""
+    """Placeholder in a message for a state that is stored as a separate object."""
 
     number: int
 
     def fetch(self) -> State:
-        raise RuntimeError("the state lies beside the message")
+        raise RuntimeError("the state is stored as a separate object")
 
 
 # ---- in a process of the cluster -------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Actor:
         torch.set_num_threads(1)
         native.enable(native_wanted)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the items are read-only, and nobody writes to them
+            warnings.simplefilter("ignore")  # torch warns that the items are read-only; no code writes to them
             items = torch.from_numpy(x)
         clients.federation.dataset = replace(clients.federation.dataset, x=items)
         self.clients = clients
@@ -64,7 +64,7 @@ class Actor:
         return fingerprint()
 
     def work(self, what: What, packed: np.ndarray, *held: np.ndarray) -> Any:
-        """The reply, and after it one object per job with the client's new state (None where there is none)."""
+        """Return the reply, followed by one object per job with the client's new state (or None)."""
         jobs: list[Job] = _unpacked(packed)
         left: list[np.ndarray | None] = [None] * len(jobs)
         try:
@@ -85,7 +85,7 @@ class Actor:
 
 
 def fingerprint() -> dict[str, str]:
-    """What has to be equal on all machines, or results would not be."""
+    """Return the versions and settings that must be equal on all machines for equal results."""
     return {"coterie": version("coterie"), "torch": torch.__version__, "convolutions": native.status()}
 
 
@@ -94,7 +94,7 @@ def _packed(value: Value) -> np.ndarray:
 
 
 def _unpacked(packed: np.ndarray) -> Value:
-    """With memory of its own: Ray's is read-only."""
+    """Unpack a value into memory of its own, because Ray's memory is read-only."""
     return unpack(bytearray(packed), copy=True)
 
 
@@ -114,7 +114,7 @@ class Held(Remote):
 
 
 class RayRuntime(Simulation):
-    """Actors over a cluster; one that dies is replaced and its jobs are run again (same keys, same bits)."""
+    """Actors over a cluster; an actor that dies is replaced and its jobs are run again (same keys, same bits)."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class RayRuntime(Simulation):
         return self._spread("score", jobs)
 
     def _spread(self, what: What, jobs: Sequence[Job]) -> list[Any]:
-        """Answers of all jobs, in any order."""
+        """Return the answers of all jobs, in any order."""
         ray = self.ray
         heaps = self._balanced(jobs, self.workers)
         answers: list[Any] = []
@@ -187,7 +187,7 @@ class RayRuntime(Simulation):
             self.ray.shutdown()
 
     def _send(self, i: int, what: What, jobs: Sequence[Job]) -> list[Any]:
-        """Hand jobs over; references to their reply and to each job's new state."""
+        """Send jobs to an actor; return references to its reply and to each job's new state."""
         held: list[Any] = []
         sent: list[Job] = []
         for job in jobs:
@@ -200,7 +200,7 @@ class RayRuntime(Simulation):
         return list(refs) if isinstance(refs, list) else [refs]
 
     def _with_states(self, answers: list[Any], states: list[Any]) -> list[Any]:
-        """States that stayed on the machines that computed them become references to them."""
+        """Replace states by references to the machines that computed them."""
         return [
             replace(a, state=Held(self.ray, ref)) if isinstance(a, TrainResult) and isinstance(a.state, Beside) else a
             for a, ref in zip(answers, states, strict=True)
@@ -211,7 +211,7 @@ class RayRuntime(Simulation):
         return self._class.remote(self._clients, self._items, native.enabled())
 
     def _replace(self, i: int) -> None:
-        """A new actor in this place; where the cluster has no room left, another one does its work too."""
+        """Start a new actor in this place; if the cluster has no room left, the remaining actors do its work."""
         new = self._new()
         hello = new.hello.remote()
         ready, _ = self.ray.wait([hello], timeout=READY)
@@ -243,7 +243,7 @@ def open_ray(session: Setup, folder: Path, should_stop: Callable[[], bool]) -> I
 
 
 def _without_items(clients: Clients) -> Clients:
-    """The same with an empty data set: the items travel apart, once per machine."""
+    """Return the clients with an empty data set, because the items are sent separately, once per machine."""
     federation = copy.copy(clients.federation)
     federation.dataset = replace(federation.dataset, x=federation.dataset.x[:0].clone())
     return replace(clients, federation=federation)
@@ -259,7 +259,7 @@ def _ray() -> Any:
 
 
 def _connect(ray: Any, workers: int | None, address: str | None) -> bool:
-    """Join or start a cluster; False if one was joined before by somebody else, who also leaves it."""
+    """Join or start a cluster; return False if the program had joined one before, which it then also leaves itself."""
     if ray.is_initialized():
         return False
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
@@ -283,7 +283,7 @@ def _connect(ray: Any, workers: int | None, address: str | None) -> bool:
 
 
 def _reach(address: str) -> None:
-    """Ray itself would try for minutes."""
+    """Raise CoterieError if the address does not answer, because Ray itself would try for minutes."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit() and "/" not in host:
         try:

@@ -27,7 +27,7 @@ What = Literal["train", "score"]
 
 
 class Arena:
-    """Shared memory that two processes of one fork write and read in turn; it grows with what is written."""
+    """Shared memory that two forked processes write and read in turn; it grows with the values written."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
@@ -38,7 +38,7 @@ class Arena:
         self._map: mmap.mmap | None = None
 
     def write(self, value: Value) -> int:
-        """Lay the value down and return its size, with which the other process finds it."""
+        """Write the value and return its size, which the other process needs to read it."""
         made = codec.layout(value)
         if self._map is None or made.size > len(self._map):
             os.ftruncate(self._file, made.size + made.size // 4)
@@ -46,7 +46,7 @@ class Arena:
         return made.size
 
     def read(self, size: int, copy: bool = False) -> Value:
-        """The value; without a copy its tensors are valid until the next write."""
+        """Return the value; unless it is copied, its tensors are valid until the next write."""
         return codec.unpack(self._mapped(size), copy)
 
     def _mapped(self, size: int) -> mmap.mmap:
@@ -64,7 +64,7 @@ class Worker(NamedTuple):
 
 
 class Workers(Simulation):
-    """Forked workers; one that dies is replaced and its jobs are run again (same keys, same bits)."""
+    """Forked workers; a worker that dies is replaced and its jobs are run again (same keys, same bits)."""
 
     def __init__(self, clients: Clients, states: ClientStates, workers: int, cost: Cost = lambda client: 1):
         super().__init__(clients.method, states, cost)
@@ -87,7 +87,7 @@ class Workers(Simulation):
         return Worker(process, ours)
 
     def _spread(self, what: What, jobs: Sequence[Job]) -> list[Any]:
-        """Answers of all jobs, in any order."""
+        """Return the answers of all jobs, in any order."""
         heaps = self._balanced(jobs, self.workers)
         answers: list[Any] = []
         deaths = 0
@@ -129,7 +129,7 @@ class Workers(Simulation):
         self._members[i] = self._start(i)
 
     def close(self) -> None:
-        for member in self._members:  # all of them first: a later worker holds copies of the earlier ones' pipes
+        for member in self._members:  # all pipes first: a later worker holds copies of earlier pipes
             member.pipe.close()
         for member in self._members:
             member.process.join(2)
@@ -142,7 +142,7 @@ class Workers(Simulation):
 
 
 def _serve(clients: Clients, pipe: Any, parents_end: Any, inbox: Arena, outbox: Arena) -> None:
-    """The life of a worker: it ends when the parent's end of the pipe closes."""
+    """Run jobs in a worker process until the parent's end of the pipe closes."""
     parents_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

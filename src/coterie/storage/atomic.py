@@ -13,9 +13,9 @@ from typing import Any
 from coterie.errors import CoterieError
 
 Blob = bytes | bytearray | memoryview
-TEMPORARY = ".*.tmp"  # what a killed process may leave behind
+TEMPORARY = ".*.tmp"  # temporary files that a killed process may leave behind
 _MARK = b', "crc": "'
-_MANY = 64  # files that are synced one by one; more of them, all at once
+_MANY = 64  # up to this many files are synced one by one, more of them by one call
 
 
 def write_atomic(path: Path, blob: Blob | Sequence[Blob], durable: bool = True, mode: int = 0o666) -> None:
@@ -37,7 +37,7 @@ def write_atomic(path: Path, blob: Blob | Sequence[Blob], durable: bool = True, 
 
 
 def sync(paths: Collection[Path]) -> None:
-    """Files written before survive a power cut afterwards."""
+    """Make files that were written before survive a power cut."""
     if len(paths) > _MANY:
         os.sync()
         return
@@ -71,17 +71,17 @@ def digest(*parts: Blob) -> bytes:
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Readable JSON that ends in a checksum of what it says."""
+    """Write readable JSON that ends in a checksum of its content."""
     plain = finite(content)
     text = json.dumps({**plain, "checksum": fingerprint(plain)}, indent=2, allow_nan=False)
     write_atomic(path, text.encode() + b"\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote, without the checksum; a sentence if it is not the same any more."""
+    """Return the content of `write_json` without the checksum; raise CoterieError if the file has changed."""
     try:
         found = json.loads(read(path))
-    except (ValueError, RecursionError):  # no JSON, or no UTF-8
+    except (ValueError, RecursionError):  # neither JSON nor UTF-8
         raise CoterieError(f"{path} is damaged: it is no JSON") from None
     if not isinstance(found, dict) or "checksum" not in found:
         raise CoterieError(f"{path} was damaged, edited or written by another version of Coterie: it has no checksum")
@@ -91,19 +91,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def fingerprint(content: dict[str, Any]) -> str:
-    """Of what JSON says, however it is laid out."""
+    """Return the checksum of JSON content, whatever its layout."""
     return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hex()
 
 
 def seal(fields: dict[str, Any], before: int = 0) -> tuple[bytes, int]:
-    """A line of JSON that ends in its checksum, which goes on from that of the line before: no line can be lost."""
+    """Return a line of JSON with a checksum that continues the previous line's, so that no line can be lost."""
     body = json.dumps(finite(fields), allow_nan=False).encode()
     crc = zlib.crc32(body, before)
     return body[:-1] + _MARK + b'%08x"}\n' % crc, crc
 
 
 def unseal(line: bytes, before: int = 0) -> tuple[dict[str, Any], int] | None:
-    """The fields and the checksum of a line without its end; None if it is damaged or in the wrong place."""
+    """Return the fields and the checksum of a sealed line; None if it is damaged or in the wrong place."""
     body, mark, tail = line.rpartition(_MARK)
     crc = zlib.crc32(body + b"}", before)
     if not mark or tail != b'%08x"}' % crc:
@@ -113,7 +113,7 @@ def unseal(line: bytes, before: int = 0) -> tuple[dict[str, Any], int] | None:
 
 
 def stated(line: bytes) -> int:
-    """The checksum that a line claims to have; 0 if it claims none."""
+    """Return the checksum that a line states; 0 if it states none."""
     claim = line.rpartition(_MARK)[2][:8]
     try:
         return int(claim, 16)
@@ -122,8 +122,8 @@ def stated(line: bytes) -> int:
 
 
 def finite(value: Any) -> Any:
-    """Plain JSON: arrays as lists, and null for what is no number (other languages cannot read NaN)."""
-    if hasattr(value, "tolist"):  # of torch or numpy, whose import takes seconds
+    """Return plain JSON values: lists for arrays, and None for NaN and infinity, which other languages cannot read."""
+    if hasattr(value, "tolist"):  # an array of torch or numpy, which are not imported here because that takes seconds
         value = value.tolist()
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}

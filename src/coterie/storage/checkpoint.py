@@ -15,7 +15,7 @@ from coterie.storage.run_folder import Folder, checkpoints, read_checkpoint, rou
 
 
 class WrongMethodError(CoterieError):
-    """The checkpoint is sound but belongs to another method."""
+    """The checkpoint is sound but belongs to a different method."""
 
 
 @codec.register
@@ -28,13 +28,13 @@ class Checkpoint:
     server: State
     edges: dict[EdgeId, State]
     clients: Index
-    bytes: Page  # since the start of the run
+    bytes: Page  # declared bytes since the start of the run
     events: int  # length of events.jsonl
     timing: int
 
 
 def write(folder: Folder, runtime: Runtime, made: Callable[[Index], Checkpoint]) -> None:
-    """Client states first, then the file that names them: a crash in between leaves the checkpoint before it whole."""
+    """Write client states first, then the file that names them, so that a crash keeps the previous checkpoint valid."""
     saved = made(runtime.save())
     kept = folder.write_checkpoint(saved.round, codec.pack(saved))
     runtime.forget(min(kept))
@@ -43,9 +43,9 @@ def write(folder: Folder, runtime: Runtime, made: Callable[[Index], Checkpoint])
 def resume(
     folder: Folder, runtime: Runtime, method: str, from_round: int | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Go back to the newest sound checkpoint, or to that of `from_round`; and a sentence for each that was not.
+    """Go back to the newest sound checkpoint, or to that of `from_round`; return a sentence for each damaged one.
 
-    Without one, the run starts again from its first round.
+    The run starts again from its first round if no checkpoint is sound.
     """
     complaints: list[str] = []
     paths = checkpoints(folder.path)
@@ -70,7 +70,7 @@ def resume(
 
 
 def _indexes(paths: Sequence[Path], method: str) -> list[Index]:
-    """Of the sound checkpoints among these."""
+    """Return the indexes of the sound checkpoints among these."""
     found = []
     for path in paths:
         with suppress(CoterieError):
@@ -90,7 +90,7 @@ def _of_round(paths: Sequence[Path], round: int, folder: Path) -> Path:
 
 
 def _roll_back(folder: Folder, runtime: Runtime, saved: Checkpoint, method: str) -> Checkpoint:
-    """The rounds after it are forgotten, once everything that it needs has been found sound."""
+    """Forget the rounds after this checkpoint, once all files that it needs have been found sound."""
     paths = [p for p in checkpoints(folder.path) if round_of(p) < saved.round]
     runtime.restore(saved.clients, _indexes(paths, method))
     folder.open_logs(saved.events, saved.timing)
@@ -111,7 +111,7 @@ def read(path: Path, method: str) -> Checkpoint:
 
 
 def newest(path: Path, method: str) -> Checkpoint:
-    """The newest sound checkpoint in a run's folder, which is only read."""
+    """Return the newest sound checkpoint in a run's folder, without changing the folder."""
     complaint: CoterieError | None = None
     for file in reversed(checkpoints(path)):
         try:

@@ -19,7 +19,7 @@ SUFFIX = ".state"
 
 
 class StateLostError(RuntimeError):
-    """States that a cluster kept are gone with one of its machines; the newest checkpoint has what is needed."""
+    """Client states were lost with a machine of the cluster; the newest checkpoint still has them."""
 
 
 @codec.register
@@ -34,8 +34,8 @@ class Index:
 class ClientStates:
     """Files `clients/<thousand>/<client>-<round>.state`, one per client and version.
 
-    A version is deleted only when no kept checkpoint refers to it. In memory mode files are written when a checkpoint
-    is made, in disk mode at once.
+    A version is deleted only when no kept checkpoint refers to it. States kept in memory are written when a
+    checkpoint is made, states kept on disk at once.
     """
 
     def __init__(self, folder: Path, clients: int, disk: bool):
@@ -43,7 +43,7 @@ class ClientStates:
         self._version = np.full(clients, -1, dtype=np.int64)
         self._checksum = np.zeros(clients, dtype=np.int64)
         self._held: dict[ClientId, State | Remote] = {}
-        self._unwritten: dict[ClientId, int] = {}  # and the round they were made in
+        self._unwritten: dict[ClientId, int] = {}  # clients whose newest state is not on disk yet, and its round
         self._unsynced: list[Path] = []
         self._superseded: list[tuple[int, Path]] = []  # (round of the newer version, file)
 
@@ -51,12 +51,12 @@ class ClientStates:
         return self.folder / f"{client // 1000:04d}" / f"{client}-{version:06d}{SUFFIX}"
 
     def get(self, client: ClientId) -> State | None:
-        """The client's state; None if it has none yet."""
+        """Return the client's state; None if it has none yet."""
         state = self.handle(client)
         return state.fetch() if isinstance(state, Remote) else state
 
     def handle(self, client: ClientId) -> State | Remote | None:
-        """The state, or where in a cluster it lies."""
+        """Return the state, or a reference to it in the cluster."""
         if client in self._held:
             return self._held[client]
         if self._version[client] < 0:
@@ -76,13 +76,13 @@ class ClientStates:
             self._unwritten[client] = round
 
     def drop(self, client: ClientId) -> None:
-        """The client has no state any more."""
+        """Delete the client's state."""
         self._held.pop(client, None)
         self._unwritten.pop(client, None)
         self._version[client] = -1
 
     def save(self) -> Index:
-        """Everything put so far is on disk afterwards; the index says what counts."""
+        """Write all states to disk and return the index of the valid versions."""
         for client, round in self._unwritten.items():
             self._write(client, self._held[client], round)
         self._unwritten.clear()
@@ -91,9 +91,9 @@ class ClientStates:
         return Index(torch.from_numpy(self._version.copy()), torch.from_numpy(self._checksum.copy()))
 
     def restore(self, index: Index | None, older: Sequence[Index] = ()) -> None:
-        """Go back to an index (None: to the start); raises if one of its states is missing or damaged.
+        """Go back to an index (None: to the start); raise CoterieError if one of its states is missing or damaged.
 
-        `older`: indexes of other checkpoints that are kept. Files that none of them names are deleted.
+        `older` are the indexes of other kept checkpoints. Files that none of them names are deleted.
         """
         n = len(self._version)
         if index is None:
@@ -119,7 +119,7 @@ class ClientStates:
         self._superseded = [(r, p) for r, p in self._superseded if r > oldest_kept]
 
     def _sweep(self, kept: list[np.ndarray]) -> None:
-        """After a crash: delete every file that no kept index refers to."""
+        """Delete every file that no kept index refers to, as a crash may leave them."""
         named = {self.path(int(c), int(v[c])) for v in kept for c in np.flatnonzero(v >= 0)}
         for path in self.folder.glob("*/*"):
             if path not in named and (path.name.startswith(".") or path.suffix == SUFFIX):

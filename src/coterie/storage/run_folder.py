@@ -1,10 +1,10 @@
 """A run's folder: settings, append-only events, evaluations, checkpoints. Every file is covered by a checksum.
 
-settings.json     what was asked for, fully resolved, with the identity of the partition
+settings.json     the resolved settings, with the identity of the partition
 events.jsonl      one line per round; a function of settings and seed alone, byte for byte
-timing.jsonl      wall-clock per round; not reproducible, so kept apart
+timing.jsonl      wall-clock time per round, in a file of its own because it is not reproducible
 eval/NNNNNN.npz   hits, totals and losses of every client, view and part; the event of the round has the digest
-checkpoints/      the last few, whole or not there at all
+checkpoints/      the last few checkpoints, each complete or absent
 clients/          private state of the clients, one file each; the checkpoint has the checksums
 """
 
@@ -25,23 +25,23 @@ import numpy as np
 from coterie.errors import CoterieError
 from coterie.storage import atomic as disk
 
-KEPT = 2  # checkpoints, unless told otherwise
+KEPT = 2  # default number of kept checkpoints
 EVENTS, TIMING, SETTINGS = "events.jsonl", "timing.jsonl", "settings.json"
-EXTENDED = "extended.json"  # more rounds than the run began with
-START = "start.safetensors"  # first values that came from another run
-_TIMES = 1  # checksums of times start from here, so that no event passes for one
+EXTENDED = "extended.json"  # number of rounds of a run that was extended
+START = "start.safetensors"  # initial values that came from another run
+_TIMES = 1  # first checksum of the timing log, so that no line of the event log is valid in it
 _open: set[Path] = set()  # folders written by this process; a record lock does not keep out its own threads
 _guard = threading.Lock()
 
 
 class Folder:
-    """Opens and locks a run's folder; nobody else may write to it until it is closed."""
+    """An open and locked run folder; no other process can write to it until it is closed."""
 
     def __init__(self, path: Path, keep: int = KEPT):
         self.path, self.keep = path, max(1, keep)
         self._events: io.FileIO | None = None
         self._timing: io.FileIO | None = None
-        self._crc = 0  # of the newest event
+        self._crc = 0  # checksum of the newest event
         self._evaluated: tuple[int, str] | None = None  # round and digest of the newest evaluation
         self._unsynced: list[Path] = []
         try:
@@ -74,8 +74,11 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """Unlock the folder. A folder without a run is restored as it was."""
-        self._close_logs()
+        """Unlock the folder; a folder without a run is restored as it was."""
+        for f in (self._events, self._timing):
+            if f is not None:
+                with suppress(OSError):  # nothing is buffered, so nothing can be lost here
+                    f.close()
         with _guard:
             if self._real in _open:
                 _open.discard(self._real)
@@ -97,10 +100,10 @@ class Folder:
 
     # ---- events ------------------------------------------------------------------------------------------------------
     def open_logs(self, events_at: int = 0, timing_at: int = 0, complain: Callable[[str], None] | None = None) -> None:
-        """Continue both logs from the given lengths: what a crash left behind them is cut off.
+        """Continue both logs at the given lengths; lines that a crash left after them are cut off.
 
-        Raises if events or evaluations before that are damaged: they must be computed again. Where
-        that is impossible, `complain` gets the sentences, and what is damaged is taken out.
+        Raise CoterieError if earlier events or evaluations are damaged, because they must be computed again. If that is
+        impossible, `complain` gets the sentences, and damaged rows are removed.
         """
         log = read_log(self.path / EVENTS, events_at)
         damage = [*([log.damage] if log.damage else []), *evaluation_damage(self.path, log.rows)]
@@ -116,7 +119,7 @@ class Folder:
         self._timing = _appending(self.path / TIMING, timing_at)
 
     def event(self, **fields: Any) -> None:
-        """One line; that of an evaluated round covers the evaluation's file."""
+        """Append one line; the line of an evaluated round holds the digest of the evaluation file."""
         if self._evaluated is not None and self._evaluated[0] == fields.get("round"):
             fields["evaluation"] = self._evaluated[1]
         line, crc = disk.seal(fields, self._crc)
@@ -131,7 +134,7 @@ class Folder:
         return self._events.tell(), self._timing.tell()
 
     def evaluation(self, round: int, arrays: dict[str, np.ndarray]) -> None:
-        """Before the event of the same round."""
+        """Write the evaluation of a round, before the event of the same round."""
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)  # type: ignore[arg-type]
         path = evaluation_file(self.path, round)
@@ -141,15 +144,15 @@ class Folder:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
     def roll_back(self, round: int) -> None:
-        """Delete what was written about later rounds; the logs are cut when they are opened."""
+        """Delete files of later rounds; the logs are cut when they are opened."""
         for later in (*checkpoints(self.path), *evaluations(self.path)):
             if round_of(later) > round:
                 later.unlink()
 
     def write_checkpoint(self, round: int, blob: disk.Blob) -> list[int]:
-        """Write it atomically, drop all but the last `keep`, return the rounds that are kept.
+        """Write a checkpoint atomically, delete all but the last `keep`, and return the rounds that are kept.
 
-        Everything this folder wrote before survives a power cut together with it.
+        All files written to this folder before survive a power cut together with it.
         """
         for f in (self._events, self._timing):
             if f is not None:
@@ -166,7 +169,7 @@ class Folder:
 
 # ---- reading, which locks nothing ------------------------------------------------------------------------------------
 def read_settings(path: Path) -> dict[str, Any]:
-    """settings.json of a run's folder."""
+    """Return the content of settings.json in a run's folder."""
     found = _written(path)
     if not (path / EXTENDED).exists():
         return found
@@ -175,39 +178,39 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _written(path: Path) -> dict[str, Any]:
-    """The settings as the run began."""
+    """Return the settings that the run began with."""
     if not (path / SETTINGS).exists():
         raise CoterieError(f"{path} holds no run ({SETTINGS} is missing)")
     return disk.read_json(path / SETTINGS)
 
 
 def extend(path: Path, rounds: int) -> None:
-    """Let the run go on to this round; the settings it began with stay as they are, checkpoints carry their mark."""
+    """Record a larger number of rounds; settings.json stays as it is, because checkpoints carry its fingerprint."""
     disk.write_json(path / EXTENDED, {"rounds": rounds})
 
 
 def fingerprint(path: Path) -> bytes:
-    """Of the settings of a run's folder; its checkpoints carry the same."""
+    """Return the fingerprint of a run's settings, which its checkpoints carry too."""
     return bytes.fromhex(disk.fingerprint(_written(path))) if (path / SETTINGS).exists() else bytes(32)
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """Checkpoint files of a run's folder, oldest first."""
+    """Return the checkpoint files of a run's folder, oldest first."""
     return sorted((path / "checkpoints").glob("[0-9]*.state"), key=round_of)
 
 
 def evaluations(path: Path) -> list[Path]:
-    """Evaluation files of a run's folder, oldest first."""
+    """Return the evaluation files of a run's folder, oldest first."""
     return sorted((path / "eval").glob("[0-9]*.npz"), key=round_of)
 
 
 def round_of(path: Path) -> int:
-    """The round that a checkpoint or an evaluation is named after; -1 if that is no number."""
+    """Return the round in the name of a checkpoint or evaluation file; -1 if the name is not a number."""
     return int(path.stem) if path.stem.isdecimal() else -1
 
 
 def read_checkpoint(path: Path) -> bytearray:
-    """What `write_checkpoint` got; a sentence if it is damaged or belongs to a run with other settings."""
+    """Return the value of `write_checkpoint`; raise CoterieError if it is damaged or of a run with other settings."""
     blob = disk.read(path)
     content, whose, found = (memoryview(blob)[a:b] for a, b in ((0, -64), (-64, -32), (-32, None)))
     if len(blob) < 64 or disk.digest(content, whose, b"%d" % round_of(path)) != found:
@@ -223,12 +226,12 @@ def read_checkpoint(path: Path) -> bytearray:
 @dataclass(frozen=True)
 class Log:
     rows: list[dict[str, Any]]
-    crc: int = 0  # of the last row
+    crc: int = 0  # checksum of the last row
     damage: str = ""  # one sentence
 
 
 def read_log(path: Path, length: int | None = None) -> Log:
-    """The sound rows of events.jsonl; a last line that a crash cut short is left out."""
+    """Return the sound rows of events.jsonl, without a last line that a crash cut short."""
     blob = bytes(disk.read(path)) if path.exists() else b""
     damage = f"{path} is shorter than the checkpoint says" if length is not None and len(blob) < length else ""
     *lines, rest = blob[:length].split(b"\n")
@@ -267,9 +270,9 @@ def how_to_mend(path: Path) -> str:
 
 
 def more_log(path: Path, before: Log, at: int) -> tuple[Log, int]:
-    """What `read_log` gives, for somebody who has read the first `at` bytes already: only the rest is read.
+    """Return the result of `read_log` for a reader that has the first `at` bytes already; only the rest is read.
 
-    A file that is shorter than that, or does not go on from there, is read from its start.
+    A file that is shorter, or does not continue there, is read from its start.
     """
     size = path.stat().st_size if path.exists() else 0
     if at and not before.damage and size >= at:
@@ -292,7 +295,7 @@ def more_log(path: Path, before: Log, at: int) -> tuple[Log, int]:
 
 
 def writer(path: Path) -> int | None:
-    """The process that has this folder open as a run's; None if there is none. The lock is looked at, never taken."""
+    """Return the process that has this run folder open, or None; the lock is inspected, never taken."""
     mac = sys.platform == "darwin"
     layout = "qqihh" if mac else "hhqqi4x"
     fields = (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET) if mac else (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -306,7 +309,7 @@ def writer(path: Path) -> int | None:
 
 
 def read_timing(path: Path) -> Log:
-    """The sound rows of timing.jsonl, wherever they stand."""
+    """Return all sound rows of timing.jsonl."""
     lines = bytes(disk.read(path)).split(b"\n") if path.exists() else []
     found = [disk.unseal(line, _TIMES) for line in lines]
     bad = [n for n, (line, row) in enumerate(zip(lines, found, strict=True), 1) if row is None and line]
@@ -318,7 +321,7 @@ def evaluation_file(path: Path, round: int) -> Path:
 
 
 def read_evaluation(path: Path, event: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The arrays of the evaluation that this event of the run in `path` covers."""
+    """Return the arrays of the evaluation that belongs to this event of the run in `path`."""
     file = evaluation_file(path, event["round"])
     blob = disk.read(file)
     if disk.digest(blob).hex() != event["evaluation"]:
@@ -328,7 +331,7 @@ def read_evaluation(path: Path, event: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def evaluation_damage(path: Path, events: list[dict[str, Any]]) -> list[str]:
-    """A sentence for each evaluation that is missing or damaged."""
+    """Return one message for each evaluation that is missing or damaged."""
     out = []
     for event in events:
         if "evaluation" in event:
@@ -340,7 +343,7 @@ def evaluation_damage(path: Path, events: list[dict[str, Any]]) -> list[str]:
 
 
 def _mend(path: Path, rows: list[dict[str, Any]]) -> tuple[int, int]:
-    """Rewrite the intact rows, without damaged evaluations; returns the length and the last checksum."""
+    """Rewrite the log with its intact rows, without damaged evaluations; return its length and last checksum."""
     lines, crc = [], 0
     for row in rows:
         if evaluation_damage(path, [row]):
@@ -352,7 +355,7 @@ def _mend(path: Path, rows: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def _appending(path: Path, length: int) -> io.FileIO:
-    """Unbuffered, so that a full disk is met where the line is written and not when the file is closed."""
+    """Open a log without buffering, so that a full disk raises where a line is written, not when the file is closed."""
     f = io.FileIO(path, "a")
     f.truncate(min(length, f.seek(0, os.SEEK_END)))
     f.seek(0, os.SEEK_END)
