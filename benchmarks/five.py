@@ -26,7 +26,7 @@ from coterie.core.method import ClientData, Method, Model, State, Trained, Tree,
 from coterie.errors import CoterieError
 from coterie.methods import find
 from coterie.parts.keep_best import best, kept
-from coterie.results.controls import Arena, Pair, Row
+from coterie.results.controls import ControlTable, Pair, Row
 from coterie.results.paper_metrics import official
 from coterie.results.run import Run
 
@@ -260,7 +260,7 @@ def table(name: str, out: Path) -> str:
 
 
 def _table(default: Row, rows: list[Row], scores: bool) -> str:
-    arena = Arena(list(default.runs.values()))
+    arena = ControlTable(list(default.runs.values()))
     head = ["method", "seeds", "mean", "sd", f"{default.title} minus it", "95 % interval", "gain / lose"]
     lines = ["| " + " | ".join(head + ["PM(V)", "PM(L)", "GM"] * scores) + " |"]
     lines.append("|" + "---|" * (lines[0].count("|") - 1))
@@ -288,7 +288,7 @@ def _table(default: Row, rows: list[Row], scores: bool) -> str:
     return "\n".join(lines)
 
 
-def pair_of(arena: Arena, default: Row, row: Row) -> Pair | None:
+def pair_of(arena: ControlTable, default: Row, row: Row) -> Pair | None:
     arena.opponents = lambda: [(default, [row])]  # type: ignore[method-assign]
     arena.__dict__.pop("pairs", None)
     return next(iter(arena.pairs), None)

@@ -28,7 +28,7 @@ from coterie.methods import find, known
 PEOPLE = 5
 AMOUNTS = (0, 1, 5, 20, None)  # samples per class; None: all
 ALONE = "training alone"
-TRAIN_ALONE = coterie.export.newcomers._alone
+TRAIN_ALONE = coterie.export.newcomers._local_scores
 NAMED = ("SC-FPFL", "Ditto", "FedAvg", "FedBABU", "FedRep", "CD2-pFed", "FedGH")  # in the figure
 
 
@@ -53,7 +53,7 @@ def measure(name: str, out: Path, data_dir: Path | None, rounds: int, seed: int)
         )  # fmt: skip
     data, fed = load_dataset("hapt", data_dir), run.session().federation
     # training alone is the same for every method: once is enough
-    coterie.export.newcomers._alone = TRAIN_ALONE if name == "fedavg" else lambda *_: {"accuracy": math.nan}
+    coterie.export.newcomers._local_scores = TRAIN_ALONE if name == "fedavg" else lambda *_: {"accuracy": math.nan}
     rows = []
     for person in fed.clients[-PEOPLE:]:
         own = torch.cat([fed.indices(person, "train"), fed.indices(person, "val")]).sort().values

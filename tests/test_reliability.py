@@ -6,6 +6,7 @@ The short versions draw a few cases of each kind; those marked `long` draw hundr
 import contextlib
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -64,7 +65,7 @@ def commands(path: Path) -> dict[str, Callable[[], Any]]:
 
     def reported() -> str:
         said: list[str] = []
-        html = page.write([path], path.parent / "page.html", complain=said.append).read_text()
+        html = page.write_report([path], path.parent / "page.html", complain=said.append).read_text()
         if said:
             raise CoterieError("; ".join(said))
         return html
@@ -83,7 +84,11 @@ def commands(path: Path) -> dict[str, Callable[[], Any]]:
 
 
 def without_times(value: Any) -> Any:
-    return value if not isinstance(value, str) else "".join(line for line in value.splitlines() if "<td>" not in line)
+    """Return a command's output without times: of a report's table, of its runs' files and of its writing."""
+    if not isinstance(value, str):
+        return value
+    text = "".join(line for line in value.splitlines() if "<td>" not in line)
+    return re.sub(r" Runs made [^.]*\.| Report written \S+ \d\d:\d\d", "", text)
 
 
 def names(sentence: str, file: Path) -> bool:

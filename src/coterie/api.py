@@ -20,7 +20,7 @@ from coterie.errors import CoterieError, unknown
 from coterie.methods import canonical, controls, fields, known, resolve
 from coterie.models.per_client import PerClient
 from coterie.models.registry import WITH_NORM
-from coterie.results.callbacks import OnRound, listening
+from coterie.results.callbacks import OnRound, round_callbacks
 from coterie.results.comparison import Comparison
 from coterie.results.controls import CONTROLS, GENERAL
 from coterie.results.discovery import APART
@@ -78,7 +78,7 @@ def _execute(
     resume: bool = False,
     from_round: int | None = None,
 ) -> None:
-    with listening(on_round, track, session, folder) as heard:
+    with round_callbacks(on_round, track, session, folder) as heard:
         execute(
             session,
             folder,

@@ -19,8 +19,8 @@ import httpx
 
 import coterie
 from coterie.board import control, metrics, runs, server
-from coterie.board.app import make, open_board
-from coterie.board.federation import Federation
+from coterie.board.app import make_app, open_board
+from coterie.board.federation import FederationStatus
 from coterie.errors import CoterieError
 from coterie.federation.cloud.liveness import Liveness
 from coterie.storage import atomic as disk
@@ -65,7 +65,7 @@ class Client:
 
 
 def page(root: Path, federation: Path | None = None) -> Client:
-    return Client(make(open_board(root, federation), TOKEN, 8765, ("board.example",)))
+    return Client(make_app(open_board(root, federation), TOKEN, 8765, ("board.example",)))
 
 
 def state_of(path: Path) -> dict[str, tuple[int, bytes]]:
@@ -88,14 +88,14 @@ def test_the_state_has_the_numbers_of_the_runs(made) -> None:
 def test_other_tasks_have_their_own_metric(tmp_path) -> None:
     settings = {"settings": {"rounds": 1}, "method": {}, "task": {"name": "regression", "outputs": 1}}
     event = {"round": 1, "participants": [], "failed": [], "nonfinite": [], "bytes": {}, "watch": {}, "loss": None}
-    seen = runs.Watched(tmp_path, "x", settings, [{**event, "eval": {"personal/test": {"mean": 2.5}}}])
+    seen = runs.WatchedRun(tmp_path, "x", settings, [{**event, "eval": {"personal/test": {"mean": 2.5}}}])
     about = seen.snapshot()
     assert about["score"] == 2.5 and not about["metric"]["percent"] and about["curves"]["personal"]["y"] == [2.5]
-    assert f'metric="{about["metric"]["name"]}"}} 2.5' in metrics.text([about], None)
+    assert f'metric="{about["metric"]["name"]}"}} 2.5' in metrics.prometheus_text([about], None)
 
 
 def test_a_long_curve_is_thinned_with_its_bytes(tmp_path) -> None:
-    seen = runs.Watched(tmp_path, "x", {"settings": {"rounds": 1000}, "method": {}})
+    seen = runs.WatchedRun(tmp_path, "x", {"settings": {"rounds": 1000}, "method": {}})
     event = {"participants": [], "failed": [], "nonfinite": [], "eval": {}, "loss": 1.0}
     watch = {"before": {"mean": 0.5}}
     sent = {"device-cloud": {"up": {"model": 1_000_000}}}
@@ -177,7 +177,7 @@ def test_a_writer_is_seen_and_its_end_too(tmp_path) -> None:
 
 
 def test_the_time_left_is_that_of_recent_rounds(tmp_path) -> None:
-    seen = runs.Watched(tmp_path, "x", {"settings": {"rounds": 100}, "method": {}})
+    seen = runs.WatchedRun(tmp_path, "x", {"settings": {"rounds": 100}, "method": {}})
     event = {"participants": [], "failed": [], "nonfinite": [], "bytes": {}, "eval": {}, "watch": {}, "loss": None}
     seen.rows = [{"round": t, **event} for t in range(1, 51)]
     seen.seconds = {t: 100.0 if t <= 30 else 2.0 for t in range(1, 51)}
@@ -307,12 +307,12 @@ def test_the_page_is_self_contained_and_locked_down(made) -> None:
 def test_other_addresses_need_to_be_asked_for(tmp_path) -> None:
     for host in ("0.0.0.0", "192.168.1.5", "::"):
         with pytest.raises(CoterieError, match="--allow-host"):
-            server.serve(tmp_path, host=host)
+            server.serve_board(tmp_path, host=host)
     assert server.loopback("127.0.0.1") and server.loopback("::1") and not server.loopback("board.example")
     with server.listen("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(CoterieError, match="choose another --port"):
-            server.serve(tmp_path, port=taken.getsockname()[1])
+            server.serve_board(tmp_path, port=taken.getsockname()[1])
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
@@ -354,23 +354,23 @@ def test_a_federation_is_a_tree_with_what_was_refused_and_who_is_waited_for(tmp_
     (device,) = found["devices"]
     assert device["refused"][0]["why"] == "the upload lacks fc.weight" and device["refusals"] == 1
     assert found["waiting_for"] == ["device-9"] and found["online"] == 2 and found["score"] == "accuracy 50.0"
-    text = metrics.text([], found)
+    text = metrics.prometheus_text([], found)
     assert 'coterie_node_online{node="edge-0/b",role="device"} 0' in text
     assert 'coterie_node_refused_uploads_total{node="device-9",role="device"} 1' in text
 
 
 def test_a_cloud_without_heartbeat_is_silent_and_nobody_is_online(tmp_path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(status(time.time() - 60)))
-    assert Federation(tmp_path).snapshot()["state"] == "dead"  # and its process is gone
+    assert FederationStatus(tmp_path).snapshot()["state"] == "dead"  # and its process is gone
     (tmp_path / "status.json").write_text(json.dumps(status(time.time() - 60, pid=os.getpid())))
-    found = Federation(tmp_path).snapshot()
+    found = FederationStatus(tmp_path).snapshot()
     assert found["state"] == "silent" and "no heartbeat" in found["trouble"] and found["online"] == 0
     (tmp_path / "status.json").write_text(json.dumps(status(time.time() - 60, state="ended")))
-    assert Federation(tmp_path).snapshot()["trouble"] == ""
+    assert FederationStatus(tmp_path).snapshot()["trouble"] == ""
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"state": 1}', json.dumps({"state": "x", "time": "y"}), "null"])
 def test_a_status_that_cannot_be_read_is_a_sentence(tmp_path, text) -> None:
     (tmp_path / "status.json").write_text(text)
-    assert "cannot be read" in Federation(tmp_path).snapshot()["trouble"]
+    assert "cannot be read" in FederationStatus(tmp_path).snapshot()["trouble"]
     assert page(tmp_path, tmp_path).get("/metrics").status_code == 200

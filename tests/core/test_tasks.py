@@ -368,18 +368,18 @@ def test_tables_and_reports_name_the_metric_and_mark_the_lowest(pair: list[Run])
     page = render(pair)
     assert "RMSE, lower is better" in page and "ccuracy in percent" not in page
     assert content.winners(table)["personal"] == [values.idxmin()]
-    gains = content.gained(table)["FedAvg"]
+    gains = content.client_gains(table)["FedAvg"]
     alone, together = (r.clients()["personal/test"] for r in pair)
     assert [v for *_, v in gains] == pytest.approx((alone - together).tolist(), abs=1e-4)
-    shown = content.clients(table)["0"]
+    shown = content.client_data(table)["0"]
     assert shown["values"]["FedAvg"] == pytest.approx(together.tolist(), abs=1e-4) and shown["labels"] == [[]] * 3
 
 
 def test_a_gain_is_a_smaller_error(pair: list[Run]) -> None:
-    figure = bars.clients(pair)
+    figure = bars.draw_clients(pair)
     left, right = figure.axes[:2]
     assert left.get_ylabel() == "RMSE" and right.get_ylabel() == "gain over Local-Only (RMSE)"
-    frame = bars.gains(pair)
+    frame = bars.client_scores(pair)
     gained = frame["Local-Only"] - frame["FedAvg"]
     assert sorted(right.get_lines()[0].get_ydata()) == pytest.approx(sorted(gained))
 

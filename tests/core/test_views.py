@@ -70,7 +70,7 @@ def test_tables_and_figures_lead_with_the_headline_and_keep_the_plain_number_bes
     assert next(iter(Comparison(runs, view="personal").readable().columns)) == "personal"
     with pytest.raises(CoterieError, match='did you mean "clusters"'):
         Comparison(runs, also=["cluster"])
-    assert bars.headline(runs[1]) == edge["last"] and curves.best_view(runs) == "edge/test/mean"
+    assert bars.headline_score(runs[1]) == edge["last"] and curves.best_view(runs) == "edge/test/mean"
     (pair,) = table.arena(against=["fedavg"]).pairs  # the same models: every client a tie
     assert (pair.row.label, pair.against.label) == ("SC-FPFL (paper), edge", "FedAvg, edge")
     assert (pair.difference.gain, pair.difference.lose, pair.difference.tie) == (0, 0, 5)

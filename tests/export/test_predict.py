@@ -37,6 +37,16 @@ def run(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-de
     return coterie.run("fedrod", coterie.from_arrays(x, y, name="bytes"), "mlp", out=out, **FEW)
 
 
+def test_the_file_of_a_model_depends_on_neither_workers_nor_folder(tmp_path: Path) -> None:
+    files = []
+    for workers in (1, 2):
+        out = tmp_path / f"with-{workers}"
+        run = coterie.run("apfl", "digits", "mlp", out=out, **{**FEW, "epochs": 1, "workers": workers})
+        run.export(1, out / "m.safetensors")
+        files.append((out / "m.safetensors").read_bytes())
+    assert files[0] == files[1]
+
+
 def its_test(run, client: int) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[no-untyped-def]
     x, y = bytes_of_digits()
     rows = run.session().federation.indices(client, "test").numpy()
@@ -52,7 +62,7 @@ def test_raw_items_score_as_in_the_run_from_run_and_file(run, tmp_path: Path) ->
     again = coterie.load_model(tmp_path / "m.safetensors")
     about = again.about
     assert about.items.type == "uint8" and about.items.shape == (1, 8, 8) and len(about.items.mean or ()) == 1
-    assert about.classes[0] == "eight" and about.client == "2" and about.round == 2 and about.run == "r"
+    assert about.classes[0] == "eight" and about.client == "2" and about.round == 2
     for form in (x, x[:, None], x[..., None], x.astype(np.int64)):  # whatever the layout
         assert np.array_equal(again.predict(form).outputs, found.outputs)
     assert found.proba is not None and np.allclose(found.proba.sum(1), 1)
@@ -191,7 +201,7 @@ def test_what_cannot_be_exported_gets_one_sentence(run, tmp_path: Path) -> None:
 
     model = run.predictor(0)
     model.network = Odd()
-    with pytest.raises(CoterieError, match="cannot be written as torchscript: the file gives other outputs"):
+    with pytest.raises(CoterieError, match="cannot be written as torchscript: the outputs of the file differ"):
         deploy(model, tmp_path / "m.pt", "torchscript")
     assert not (tmp_path / "m.pt").exists()
 

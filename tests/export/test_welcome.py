@@ -69,7 +69,7 @@ def test_what_cannot_be_welcomed_gets_one_sentence(run: Run, tmp_path: Path) -> 
         (X, np.full(len(X), 12), (None, None), 'label "12" of the data is not among the 10 classes'),
         (X[:, :, :5], Y, (None, None), r"shape \(1, 5, 8\), and the model takes floats of shape \(1, 8, 8\)"),
         ((X * 255).astype(np.uint8), Y, (None, None), "are bytes, and the model was trained on floats"),
-        (X[:1], Y[:1], (None, None), "one sample cannot be both learned from and tested on"),
+        (X[:1], Y[:1], (None, None), "one sample cannot be used for both training and testing"),
         (X, Y[:-1], (None, None), "there are 100 samples and 99 labels"),
         (X, np.array(3), (None, None), "labels of the data must be one for each sample"),
         (X, None, (X, Y), "the test part has labels and the other samples have none"),

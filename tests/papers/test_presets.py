@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from coterie.cli.app import app
 from coterie.config import Engine
 from coterie.errors import CoterieError
-from coterie.papers import estimate, presets, public, side
+from coterie.papers import estimate, presets, printed_values, public_logs
 from coterie.results.discovery import find_runs
 from coterie.results.grid import sweep
-from coterie.results.report.figures import save
+from coterie.results.report.figures import save_figure
+from coterie.results.tables import markdown_table
 from coterie.storage import atomic as disk
 
 ITEMS = [(p, i.name) for p in presets.PAPERS for i in presets.items(p)]
@@ -28,7 +29,7 @@ def test_every_cell_of_every_item_is_a_valid_run(paper: str, name: str) -> None:
     for row in it.rows:
         for column in it.columns:
             s = presets.cell(it, row, column, 0, presets.Shrink())
-            assert s.settings is not None and presets.statistic(it, column) in side.STATISTICS
+            assert s.settings is not None and presets.statistic(it, column) in printed_values.STATISTICS
 
 
 @pytest.mark.parametrize(("paper", "name"), [x for x in ITEMS if x[1].startswith("table")])
@@ -51,18 +52,18 @@ def test_shorter_runs_keep_the_share_of_their_phases_and_say_so() -> None:
     shrink = presets.Shrink(rounds=20, subset=500, stand_in={"fmnist": "digits"})
     s = presets.cell(presets.item("fedcpmd", "table7"), "FedCPMD", "FMNIST", 0, shrink)
     assert s.settings["preparation"] == 6 and s.subset == 500 and s.data == "digits"
-    assert shrink.words(presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], [])) == [
+    assert shrink.words(presets.narrow(presets.item("fedcpmd", "table7"), ["fmnist"], [])) == [
         "20 rounds", "digits instead of fmnist", "500 of digits's 1,797 samples",
         "clients of digits have at least 11 samples, not 40",
     ]  # fmt: skip
     assert presets.Shrink().words(presets.item("fedcpmd", "table7")) == []
     mine = presets.Shrink(subset=500, stand_in={"fmnist": "mine.npz"})  # nobody knows how large that is
-    told = mine.words(presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], []))
+    told = mine.words(presets.narrow(presets.item("fedcpmd", "table7"), ["fmnist"], []))
     assert told == ["mine.npz instead of fmnist", "500 samples of mine.npz"]
 
 
 def test_a_smaller_copy_of_a_data_set_has_smaller_clients_and_is_said() -> None:
-    it = presets.choose(presets.item("fedcpmd", "table7"), ["cifar10"], [])
+    it = presets.narrow(presets.item("fedcpmd", "table7"), ["cifar10"], [])
     shrink = presets.Shrink(held={"cifar10": 25_000})
     assert presets.cell(it, "FedAvg", "CIFAR10", 0, shrink).federation.min_size == 16
     told = ["25,000 of cifar10's 60,000 samples", "clients of cifar10 have at least 16 samples, not 40"]
@@ -81,13 +82,13 @@ def test_unknown_names_get_a_sentence() -> None:
             wrong()
     it = presets.item("fedcpmd", "table7")
     with pytest.raises(CoterieError, match="fmist"):
-        presets.choose(it, ["fmist"], [])
+        presets.narrow(it, ["fmist"], [])
     with pytest.raises(CoterieError, match="FedSomething"):
-        presets.choose(it, [], ["FedSomething"])
+        presets.narrow(it, [], ["FedSomething"])
 
 
 def test_a_table_reruns_side_by_side(tmp_path: Path) -> None:
-    it = presets.choose(
+    it = presets.narrow(
         presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg", "FedPer", "FedCPMD", "fedcpmd-random"]
     )
     changes = {"clients": 6, "min_size": 10, "model": "mlp-bn", "cap": False}
@@ -97,19 +98,19 @@ def test_a_table_reruns_side_by_side(tmp_path: Path) -> None:
     assert not status.failed
     from coterie.results.run import Run
 
-    table = side.frame(it, {k: Run(c.out) for k, c in cells.items()})
+    table = printed_values.compare_with_printed(it, {k: Run(c.out) for k, c in cells.items()})
     assert list(table["method"]) == ["FedAvg", "FedPer", "FedCPMD", "FedCPMD, random layers"]
     first = table.iloc[0]
     assert first["printed"] == 77.701 and first["difference"] == pytest.approx(first["measured"] - 77.701)
     assert table.iloc[3]["remark"].startswith("ours") and table["std"].notna().all()
-    (verdict,) = side.verdicts(it, table)
+    (verdict,) = printed_values.printed_verdicts(it, table)
     assert "FMNIST: rank correlation" in verdict and "over 3 methods" in verdict
-    assert "| FedPer | FMNIST | 95.71 |" in side.markdown(table)
+    assert "| FedPer | FMNIST | 95.71 |" in markdown_table(printed_values.printed_text(table))
 
 
 def test_columns_of_one_run_share_it(tmp_path: Path) -> None:
     cells = presets.cells(
-        presets.choose(presets.item("fedpc", "table4"), ["fmnist"], ["FedPC"]), 1, presets.Shrink(), tmp_path
+        presets.narrow(presets.item("fedpc", "table4"), ["fmnist"], ["FedPC"]), 1, presets.Shrink(), tmp_path
     )
     assert len(cells) == 6 and len({c.out for c in cells.values()}) == 2
 
@@ -131,13 +132,13 @@ def test_commas_inside_parentheses_do_not_divide() -> None:
 def test_methods_whose_names_have_commas_can_be_chosen() -> None:
     it = presets.item("sc-fpfl", "fig4")
     wanted = ["FedAvg", "SC-FPFL", "clusters first", "SC-FPFL"]
-    assert presets.choose(it, [], wanted).rows == ("FedAvg", "SC-FPFL", "SC-FPFL, clusters first")
+    assert presets.narrow(it, [], wanted).rows == ("FedAvg", "SC-FPFL", "SC-FPFL, clusters first")
     with pytest.raises(CoterieError, match='"clusters last"'):
-        presets.choose(it, [], ["SC-FPFL", "clusters last"])
+        presets.narrow(it, [], ["SC-FPFL", "clusters last"])
 
 
 def test_runs_of_an_earlier_version_with_fewer_settings_are_found_again(tmp_path: Path) -> None:
-    it = presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg"])
+    it = presets.narrow(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg"])
     (cell,) = presets.cells(it, 1, presets.Shrink(), tmp_path).values()
     old = tmp_path / "fedavg-fmnist-s42-00000000"
     old.mkdir()
@@ -163,7 +164,7 @@ def test_an_estimate_is_samples_times_seconds_over_workers(tmp_path: Path) -> No
         def seconds_per_sample(self, s: object) -> float:
             return 2.0
 
-    it = presets.choose(presets.item("fedcpmd", "table13"), ["fmnist", "cinic10"], ["JS", "Hellinger"])
+    it = presets.narrow(presets.item("fedcpmd", "table13"), ["fmnist", "cinic10"], ["JS", "Hellinger"])
     sizes = {"fmnist": (600, 400), "cinic10": (6000, 4000)}
     found = estimate.estimate(it, Clock(), sizes, {"fmnist"}, 4)  # type: ignore[arg-type]
     # 200 rounds of a tenth of 500 training samples, five epochs, and two passes over as much test data; eleven scores
@@ -197,26 +198,28 @@ class Logged:
 
 
 def test_windows_are_compared_with_the_public_logs() -> None:
-    mean, error = public.window(Logged(), "before_191_200")  # type: ignore[arg-type]
+    mean, error = public_logs.window(Logged(), "before_191_200")  # type: ignore[arg-type]
     assert mean == pytest.approx(91) and error == pytest.approx(np.std([90, 92] * 5, ddof=1) / np.sqrt(10))
-    table = public.frame(presets.item("fedcpmd", "public"), {("FedAvg", "FMNIST alpha=0.1", 0): Logged()})  # type: ignore[dict-item]
-    assert len(table) == 10 and len(public.windows()) == 324
+    table = public_logs.compare_with_logs(
+        presets.item("fedcpmd", "public"), {("FedAvg", "FMNIST alpha=0.1", 0): Logged()}
+    )  # type: ignore[dict-item]
+    assert len(table) == 10 and len(public_logs.windows()) == 324
     last = table[table["window"] == "before 191 to 200"].iloc[0]
     assert last["theirs"] == 77.701  # what FedCPMD's Table 7 prints for FedAvg
     assert last["apart"] == pytest.approx((91 - 77.701) / (np.sqrt(2) * error)) and not last["within two"]
-    assert "FedAvg" in public.verdicts(table)[0]
+    assert "FedAvg" in public_logs.log_verdicts(table)[0]
 
 
 def test_the_public_logs_are_the_source_of_the_printed_tables() -> None:
     names = {"fmnist": "FMNIST", "mnist": "MNIST", "svhn": "SVHN", "cifar10": "CIFAR10"}
     for method in ("FedAvg", "FedProx", "FedRep"):
         for data, column in names.items():
-            theirs = public.windows()["0.1", data, method]["before_191_200"]
+            theirs = public_logs.windows()["0.1", data, method]["before_191_200"]
             assert presets.printed()["fedcpmd", "table7", method, column].value == pytest.approx(theirs, abs=0.01)
 
 
 def test_an_item_leaves_table_report_and_figures_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save, "__defaults__", (30,))  # coarse pictures are drawn faster
+    monkeypatch.setattr(save_figure, "__defaults__", (30,))  # coarse pictures are drawn faster
     small = ["--rounds", "4", "--instead", "fmnist=digits", "--set", "clients=6", "--set", "min_size=10", "--set",
              "model=mlp-bn", "--set", "cap=false", "--out", str(tmp_path / "o")]  # fmt: skip
     asked = ["paper", "fedcpmd", "table13", "--data", "fmnist", "--methods", "JS,fedcpmd-auto", *small]
@@ -263,7 +266,7 @@ def test_missing_data_are_named_and_do_not_stop_the_rest(tmp_path: Path) -> None
 
 
 def test_results_of_another_version_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    it = presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg"])
+    it = presets.narrow(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg"])
     (cell,) = presets.cells(it, 1, presets.Shrink(), tmp_path).values()
     cell.out.mkdir()
     written = {**cell.settings.model_dump(mode="json"), "unheard_of": 1}
@@ -274,7 +277,7 @@ def test_results_of_another_version_are_refused_in_a_sentence(tmp_path: Path) ->
 
 
 def test_a_default_said_aloud_is_the_same_run(tmp_path: Path) -> None:
-    it = presets.choose(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedCPMD"])
+    it = presets.narrow(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedCPMD"])
 
     def out(**changes: object) -> Path:
         return next(iter(presets.cells(it, 1, presets.Shrink(changes=changes), tmp_path).values())).out

@@ -16,8 +16,8 @@ from coterie.core.tasks import Classification
 from coterie.engine.session import Objects, prepare
 from coterie.errors import CoterieError
 from coterie.methods import controls, known
-from coterie.results.bootstrap import differences, resampled
-from coterie.results.controls import Arena, arenas
+from coterie.results.bootstrap import paired_differences, resampled
+from coterie.results.controls import ControlTable, control_tables
 from coterie.results.discovery import find_runs
 from coterie.results.report import figures, page
 from coterie.results.run import Run
@@ -71,7 +71,7 @@ def test_an_interval_is_that_of_all_resamples_there_are() -> None:
                 return float(value)
         raise AssertionError
 
-    (d,) = differences(values, seeds)
+    (d,) = paired_differences(values, seeds)
     assert (100 * d.low, 100 * d.high) == pytest.approx((quantile(0.025), quantile(0.975)))
     assert 100 * d.mean == pytest.approx((20 + 20.5) / 2)
     assert (d.gain, d.lose, d.tie, d.seeds, d.clients) == (3, 1, 0, 2, 4)
@@ -93,14 +93,14 @@ def test_the_same_clients_are_paired_and_nobody_else() -> None:
     ours, theirs = [50, 60, 70, 80, 90, 90], [49, 60, 68, 79, 89, 91]
     local = {s: Made("local", s, personal=theirs) for s in (0, 1)}
     mine = [Made("fedrep", s, personal=ours) for s in (0, 1)]
-    (pair,) = Arena([*mine, *local.values()]).pairs
+    (pair,) = ControlTable([*mine, *local.values()]).pairs
     d = pair.difference
     assert (d.gain, d.lose, d.tie) == (8, 2, 2)  # over both seeds; a difference of 0 is a tie
     assert d.mean == pytest.approx(4 / 600) and pair.mean == pytest.approx(440 / 600)
     assert -0.01 < d.low < d.mean < d.high < 0.03
 
     local[0].z["clients"] = local[0].z["clients"][::-1].copy()  # client 0 has what 5 had
-    (other,) = Arena([*mine, *local.values()]).pairs
+    (other,) = ControlTable([*mine, *local.values()]).pairs
     assert other.difference.mean == pytest.approx(d.mean)  # means know no clients
     assert other.difference.high > 2 * d.high and other.difference.gain != d.gain
 
@@ -108,15 +108,15 @@ def test_the_same_clients_are_paired_and_nobody_else() -> None:
     for r in turned:  # both sides renumbered alike: nothing changes
         r.z["clients"] = r.z["clients"][::-1].copy()
     straight = [Made("fedrep", 0, personal=ours), Made("local", 0, personal=theirs)]
-    a, b = (Arena(runs).pairs[0].difference for runs in (turned, straight))
+    a, b = (ControlTable(runs).pairs[0].difference for runs in (turned, straight))
     assert (a.mean, a.gain, a.lose, a.tie) == (b.mean, b.gain, b.lose, b.tie)
 
 
 def test_one_seed_says_that_its_interval_covers_clients_only() -> None:
-    arena = Arena([Made("fedrep", 0, personal=[50, 60]), Made("local", 0, personal=[40, 60])])
+    arena = ControlTable([Made("fedrep", 0, personal=[50, 60]), Made("local", 0, personal=[40, 60])])
     assert arena.pairs[0].difference.covers == "clients" and "clients only" in arena.covers()
     assert np.isnan(arena.pairs[0].std)
-    two = Arena([Made(m, s, personal=[50, 60]) for m in ("fedrep", "local") for s in (0, 1)])
+    two = ControlTable([Made(m, s, personal=[50, 60]) for m in ("fedrep", "local") for s in (0, 1)])
     assert two.pairs[0].difference.covers == "seeds and clients" and "only" not in two.covers()
 
 
@@ -124,7 +124,7 @@ def test_newcomers_and_runs_that_diverged_do_not_count() -> None:
     local = [Made("local", s, personal=[40, 60, 1], newcomers=1) for s in (0, 1)]
     mine = [Made("fedrep", s, personal=[50, 60, 99], newcomers=1) for s in (0, 1)]
     mine[1].z["personal/test/loss"][:] = np.nan
-    arena = Arena([*local, *mine])
+    arena = ControlTable([*local, *mine])
     (pair,) = arena.pairs
     assert pair.difference.clients == 2 and pair.difference.mean == pytest.approx(0.05)
     assert any("diverged" in w for w in arena.warnings()) and any("1 common seed" in w for w in arena.warnings())
@@ -132,37 +132,37 @@ def test_newcomers_and_runs_that_diverged_do_not_count() -> None:
 
 def test_a_control_with_another_budget_is_named() -> None:
     runs = [Made("fedrep", 0, personal=[50, 60]), Made("local", 0, personal=[40, 50])]
-    assert not Arena(runs).warnings()
+    assert not ControlTable(runs).warnings()
     runs[1].settings["epochs"] = 2
-    assert Arena(runs).warnings() == ["fedrep and local were trained with different epochs"]
+    assert ControlTable(runs).warnings() == ["fedrep and local were trained with different epochs"]
 
 
 def test_other_test_parts_are_not_paired() -> None:
-    arena = Arena([Made("fedrep", 0, personal=[50, 60]), Made("local", 0, personal=[40, 50], total=90)])
+    arena = ControlTable([Made("fedrep", 0, personal=[50, 60]), Made("local", 0, personal=[40, 50], total=90)])
     assert not arena.pairs and any("test parts of their clients differ" in w for w in arena.warnings())
 
 
 def test_a_method_meets_the_usual_controls_and_its_own() -> None:
     names = ["fedpc", "fedpc-random", "fedpc-no-proto", "fedpc-j1", "fedrep", "fedper", "local"]
     runs = [Made(n, 0, personal=[50, 60], trained=[55, 60]) for n in [*names, "fedavg"]]
-    met = {row.label: [r.label for r in rivals] for row, rivals in Arena(runs).opponents()}
+    met = {row.label: [r.label for r in rivals] for row, rivals in ControlTable(runs).opponents()}
     usual = ["local", "fedavg", "fedavg, trained", "fedper"]
     assert met == {
         "fedpc": [*usual, "fedpc-no-proto", "fedpc-random"], "fedpc-j1": usual, "fedrep": usual,
     }  # fmt: skip
-    met = {row.label: [r.label for r in rivals] for row, rivals in Arena(runs, view="trained").opponents()}
+    met = {row.label: [r.label for r in rivals] for row, rivals in ControlTable(runs, view="trained").opponents()}
     assert met["fedrep, trained"] == ["local, trained", "fedavg, trained", "fedper, trained"]
-    chosen = Arena(runs, against=["fedavg/trained", "fedrep"], methods=["fedpc"])
+    chosen = ControlTable(runs, against=["fedavg/trained", "fedrep"], methods=["fedpc"])
     assert [(p.row.label, p.against.label) for p in chosen.pairs] == [("fedpc", "fedavg, trained"), ("fedpc", "fedrep")]
     with pytest.raises(CoterieError, match='did you mean "fedper"'):
-        Arena(runs, against=["fedpr"])
+        ControlTable(runs, against=["fedpr"])
     with pytest.raises(CoterieError, match='did you mean "trained"'):
-        Arena(runs, view="traned")
+        ControlTable(runs, view="traned")
 
 
 def test_a_view_that_a_method_lacks_is_named_and_not_passed_off() -> None:
     runs = [Made("fedrep", 0, personal=[50], adapted=[60]), Made("local", 0, personal=[40])]
-    arena = Arena(runs, view="adapted")
+    arena = ControlTable(runs, view="adapted")
     assert [(p.row.label, p.against.label) for p in arena.pairs] == [("fedrep, adapted", "local")]
     assert any("local has no adapted model" in w for w in arena.warnings())
 
@@ -273,12 +273,12 @@ def test_finished_runs_are_held_against_controls_from_their_folders(folder, cli,
 
 def test_figure_and_report_show_the_same_pairs(folder, tmp_path) -> None:
     runs = find_runs([folder])
-    (arena,) = arenas(runs)
+    (arena,) = control_tables(runs)
     axes = figures.draw("arena", runs).axes[0]
     assert [t.get_text() for t in axes.get_yticklabels()] == [p.against.label for p in arena.pairs]
     points = [c.lines[0].get_xdata()[0] for c in axes.containers]
     assert points == pytest.approx([100 * p.difference.mean for p in arena.pairs])
-    text = page.write([folder], tmp_path / "r.html").read_text()
+    text = page.write_report([folder], tmp_path / "r.html").read_text()
     assert "Against controls" in text and "FedAvg, trained" in text
     ((_, table),) = arena.readable().items()
     assert all(f">{cell.split()[0]}</td>" in text for cell in table["difference [95 %]"])

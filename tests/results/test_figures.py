@@ -12,6 +12,7 @@ from coterie.results.discovery import find_runs, grouped
 from coterie.results.report import figures, page
 from coterie.results.report.figures import bars, curves, groups, style
 from coterie.results.run import Run
+from coterie.results.statistics import gain_counts
 from coterie.storage import atomic as disk
 
 PLAIN = {"clients": 6, "rounds": 4, "join": 1.0, "eval_every": 2, "model": "mlp-bn", "epochs": 1, "min_size": 10,
@@ -78,12 +79,12 @@ def test_aun_is_what_the_log_says(runs) -> None:
 
 
 def test_gains_are_differences_to_local_only_and_are_counted(runs) -> None:
-    frame = bars.gains(of(runs, "Local-Only", "FedAvg"))
+    frame = bars.client_scores(of(runs, "Local-Only", "FedAvg"))
     per_seed = [r.clients()["personal/test"] for r in of(runs, "FedAvg")]
     np.testing.assert_allclose(frame["FedAvg"], 100 * np.mean(per_seed, axis=0))
     drawn = figures.draw("clients", of(runs, "Local-Only", "FedAvg"))
     gained = frame["FedAvg"] - frame["Local-Only"]
-    up, down = bars.counts(gained)
+    up, down = gain_counts(gained)
     texts = [t.get_text() for t in drawn.axes[1].get_legend().get_texts()]
     assert f"FedAvg: {up} gain, {down} lose" in texts
     np.testing.assert_allclose(drawn.axes[1].get_lines()[0].get_ydata(), np.sort(gained))
@@ -126,7 +127,7 @@ def test_layers_and_their_agreement(runs) -> None:
 def test_similar_clients_stand_together(runs) -> None:
     run = next(r for r in runs if "FedCPMD" in r.title)
     order, C = groups.cosines(run)
-    where = groups.members(run)
+    where = groups.cluster_by_client(run)
     assert sorted(order) == list(range(6)) and [where[i] for i in order] == sorted(where[i] for i in order)
     np.testing.assert_allclose(np.diag(C), 1, atol=1e-9)
     np.testing.assert_allclose(C, C.T)
@@ -146,11 +147,11 @@ def test_every_kind_is_written_as_png_svg_and_pdf(runs, tmp_path) -> None:
     chosen = {"layers": [r for r in runs if "FedCPMD" in r.title], "sizes": [r for r in runs if "FedCPMD" in r.title]}
     for kind in figures.KINDS:
         mine = chosen.get(kind, runs[:2] if kind == "similarity" else runs)
-        png, svg, pdf = figures.save(figures.draw(kind, mine, axis="join"), tmp_path / f"{kind}.png", dpi=40)
+        png, svg, pdf = figures.save_figure(figures.draw(kind, mine, axis="join"), tmp_path / f"{kind}.png", dpi=40)
         assert png.read_bytes().startswith(b"\x89PNG") and b"<svg" in svg.read_bytes()
         assert pdf.read_bytes().startswith(b"%PDF") and b"/FontFile2" in pdf.read_bytes()  # the font is embedded
     with pytest.raises(CoterieError, match=r'not "\.gif"'):
-        figures.save(figures.draw("loss", runs), tmp_path / "x.gif")
+        figures.save_figure(figures.draw("loss", runs), tmp_path / "x.gif")
     with pytest.raises(CoterieError, match='unknown kind of figure "round"; did you mean "rounds"'):
         figures.draw("round", runs)
 

@@ -46,7 +46,7 @@ def test_the_page_has_every_section_and_needs_nothing_else(html) -> None:
 
 
 def test_gains_are_differences_to_local_only_over_all_seeds(runs) -> None:
-    found = content.gained(Comparison(runs))["FedPer"]
+    found = content.client_gains(Comparison(runs))["FedPer"]
     expected = {}
     for seed in (0, 1):
         alone, mine = (
@@ -57,7 +57,7 @@ def test_gains_are_differences_to_local_only_over_all_seeds(runs) -> None:
         }
     assert {(s, i) for s, i, _ in found} == set(expected)
     np.testing.assert_allclose([v for *_, v in found], [expected[s, i] for s, i, _ in found], atol=0.006)
-    row = next(r for r in content.gains(Comparison(runs))["rows"] if r["title"] == "FedPer")
+    row = next(r for r in content.gain_table(Comparison(runs))["rows"] if r["title"] == "FedPer")
     assert row["up"] + row["same"] + row["down"] == 12 and row["down"] == sum(v < 0 for v in expected.values())
 
 
@@ -69,7 +69,7 @@ def test_methods_that_show_the_same_number_are_ties(runs, monkeypatch) -> None:
     monkeypatch.setattr(Comparison, "table", lambda self: table)
     marks = content.winners(comparison)
     assert marks["personal"] == [table.index[0], table.index[1], table.index[3]] and marks["global"] == [table.index[1]]
-    summary = content.summary(comparison)
+    summary = content.summary_table(comparison)
     assert [r["cells"][0]["tie"] for r in summary["rows"]] == [True, True, False, True] and summary["ties"]
 
 
@@ -86,14 +86,14 @@ def test_clients_have_their_labels_and_their_course(runs, html) -> None:
 
 
 def test_pages_with_many_clients_keep_fewer_rounds(runs, monkeypatch) -> None:
-    monkeypatch.setattr(content, "NUMBERS", 8 * 6 * 3 - 1)  # eight runs of six clients, not quite three rounds
-    assert content.clients(Comparison(runs))["0"]["course"] == {}
+    monkeypatch.setattr(content, "_MOST_NUMBERS", 8 * 6 * 3 - 1)  # eight runs of six clients, not quite three rounds
+    assert content.client_data(Comparison(runs))["0"]["course"] == {}
 
 
 def test_clusters_are_those_of_the_method(runs, html) -> None:
     mine = next(r for r in runs if r.title == "FedPC")
-    groups = membership.found(mine)
-    expected = figures.groups.members(mine)
+    groups = membership.client_groups(mine)
+    expected = figures.groups.cluster_by_client(mine)
     assert {i: name for name, ids in groups.items() for i in ids} == {i: str(k) for i, k in expected.items()}
     assert membership.has_edges(mine) and not membership.has_edges(runs[0])
     assert list(data_of(html)["groups"][0]["clusters"]) == ["FedPC"]
@@ -112,6 +112,23 @@ def test_the_command_repeats_the_run(runs, tmp_path) -> None:
     )
     again = Run(tmp_path / "again")
     assert again.settings == mine.settings and again.events == mine.events
+
+
+def test_a_federation_with_data_of_its_devices_has_a_report(runs, tmp_path) -> None:
+    pytest.importorskip("grpc")
+    from coterie.config import settings
+    from coterie.federation.cloud.program import CloudSettings, open_session
+
+    shutil.copytree(runs[0].path, tmp_path / "run")
+    cloud = open_session(settings(method="fedavg", clients=6), CloudSettings("certs", shape=(1, 8, 8), classes=10))
+    file = tmp_path / "run" / "settings.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "partition": cloud.described()["partition"]}))
+    found = find_runs([tmp_path])
+    text = page.render(found)
+    assert "<h1>own data: by device, 1 method" in text and "6 clients;" in text and "digits, dirichlet" not in text
+    assert origin.command(found[0]) == ""
+    with pytest.raises(CoterieError, match="are on the devices of the federation"):
+        figures.draw("labels", found)
 
 
 def test_text_from_outside_is_never_markup(runs, tmp_path) -> None:

@@ -13,20 +13,20 @@ import coterie
 from coterie import testing
 from coterie.cli import app
 from coterie.errors import CoterieError
-from coterie.results.search import Budget, Plan
+from coterie.results.search import Budget, SearchPlan
 
 FEW = {"clients": 4, "epochs": 5, "join": 1.0, "partition": "iid", "workers": 1, "val_share": 0.3}
 SPACE = {"lr": [0.0001, 0.2], "mu": [0.01, 1.0]}
 
 
 def test_a_plan_halves_and_counts_rounds() -> None:
-    plan = Plan.of(9, 27, 3)
+    plan = SearchPlan.of(9, 27, 3)
     assert plan.rounds == (3, 9, 27) and plan.trials == (9, 3, 1) and plan.cost == 27 + 18 + 18
-    assert Plan.of(1, 20, 3) == Plan((20,), (1,))
-    assert Plan.of(8, 20, 2).rounds == (2, 4, 8, 20) and Plan.of(8, 20, 2).trials == (8, 4, 2, 1)
-    assert Plan.of(9, 27, 3).cost * 3 <= 9 * 27
+    assert SearchPlan.of(1, 20, 3) == SearchPlan((20,), (1,))
+    assert SearchPlan.of(8, 20, 2).rounds == (2, 4, 8, 20) and SearchPlan.of(8, 20, 2).trials == (8, 4, 2, 1)
+    assert SearchPlan.of(9, 27, 3).cost * 3 <= 9 * 27
     assert Budget(rounds=63).fits(20, 27) == 9 and Budget(trials=4).fits(9, 27) == 4
-    assert Plan.of(9, 27, 3).cost == 63 < Plan.of(10, 27, 3).cost
+    assert SearchPlan.of(9, 27, 3).cost == 63 < SearchPlan.of(10, 27, 3).cost
     with pytest.raises(CoterieError, match="less than the 27 rounds of one trial"):
         Budget(rounds=20).fits(9, 27)
 
@@ -52,7 +52,7 @@ def test_the_winner_goes_on_as_one_run_would(tmp_path: Path) -> None:
     assert (alone.path / "events.jsonl").read_bytes() == (best.cell.out / "events.jsonl").read_bytes()
     frame = found.frame()
     assert frame.index[0] == best.number and frame["rounds"].tolist() == [4, 2, 1, 1]
-    assert (tmp_path / "t" / "tune.png").exists() and "--set lr=0.2" in found.command()
+    assert (tmp_path / "t" / "tune.png").exists() and "--lr 0.2" in found.command()
     before = digest(tmp_path / "t")
     again = coterie.tune("fedprox", data, "mlp", space=SPACE, rounds=4, eta=2, eval_every=3, out=tmp_path / "t", **FEW)
     assert again.frame().equals(frame) and digest(tmp_path / "t") == before
@@ -80,7 +80,7 @@ def test_mistakes_get_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tried('unknown setting "nu"', space={"nu": [1, 2]})
     tried("no client has any", val_share=0.0)
     tried("a setting that is searched has a list", space={"lr": 3})
-    tried("trials share it", space={"seed": [1, 2]})
+    tried("it is the same for all trials", space={"seed": [1, 2]})
     tried("eta = 1 is invalid", eta=1)
     tried('unknown sampler "optun"; did you mean "optuna"', sampler="optun")
     tried("is named twice", methods=["fedprox", "fedprox"])

@@ -19,26 +19,26 @@ from starlette.types import ASGIApp
 
 from coterie.board import metrics
 from coterie.board.control import Control
-from coterie.board.federation import Federation
+from coterie.board.federation import FederationStatus
 from coterie.board.guard import LOOPBACK, Guard
-from coterie.board.runs import CURVES, Watch
+from coterie.board.runs import CURVES, WatchedFolder
 from coterie.errors import CoterieError
 from coterie.methods import known
 from coterie.storage.atomic import finite
 
-EVERY = 1.0  # seconds between looks at the folders
-LARGEST = 65_536  # bytes of a request
-READERS = 64  # open pages
-STILL = 15.0  # seconds after which a page without news hears that the board is there
+_EVERY = 1.0  # seconds between looks at the folders
+_LARGEST = 65_536  # bytes of a request
+_READERS = 64  # open pages
+_STILL = 15.0  # seconds after which a page without news hears that the board is there
 
 
 @dataclass
 class Board:
     """What all pages see: read once for all of them, by whoever asks first."""
 
-    watch: Watch
+    watch: WatchedFolder
     control: Control
-    federation: Federation | None = None
+    federation: FederationStatus | None = None
     closing: bool = False  # then the streams end
     read: float = float("-inf")
     readers: int = 0
@@ -48,7 +48,7 @@ class Board:
 
     async def refresh(self) -> None:
         async with self.lock:
-            if time.monotonic() - self.read >= EVERY * 0.9:
+            if time.monotonic() - self.read >= _EVERY * 0.9:
                 await run_in_threadpool(self._look)
                 self.read = time.monotonic()
 
@@ -76,7 +76,7 @@ class Board:
         return self._about
 
 
-def make(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -> ASGIApp:
+def make_app(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -> ASGIApp:
     loader = ChoiceLoader([PackageLoader("coterie.board"), PackageLoader("coterie.results.report")])
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
@@ -100,8 +100,8 @@ def make(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -> AS
         return JSONResponse(finite({"runs": board.runs(), "federation": board.about()}))
 
     async def stream(request: Request) -> Response:
-        if board.readers >= READERS:
-            return PlainTextResponse(f"more than {READERS} pages are open\n", 503)
+        if board.readers >= _READERS:
+            return PlainTextResponse(f"more than {_READERS} pages are open\n", 503)
         return StreamingResponse(_news(board, request), media_type="text/event-stream")
 
     async def details(request: Request) -> Response:
@@ -124,7 +124,7 @@ def make(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -> AS
 
     async def numbers(request: Request) -> Response:
         await board.refresh()
-        return PlainTextResponse(metrics.text(board.runs(), board.about()), media_type=metrics.TYPE)
+        return PlainTextResponse(metrics.prometheus_text(board.runs(), board.about()), media_type=metrics.TYPE)
 
     async def act(request: Request) -> Response:
         asked = await _body(request)
@@ -174,7 +174,7 @@ async def _body(request: Request) -> dict[str, Any] | None:
     raw = b""
     async for part in request.stream():
         raw += part
-        if len(raw) > LARGEST:
+        if len(raw) > _LARGEST:
             return None
     try:
         found = json.loads(raw or b"{}")
@@ -199,16 +199,16 @@ async def _news(board: Board, request: Request) -> AsyncIterator[str]:
                 now = f'"now":{time.time():.3f}'
                 yield f'data: {{{now},"runs":[{",".join(changed)}],"gone":{json.dumps(gone)},"federation":{about}}}\n\n'
                 heard = time.monotonic()
-            elif time.monotonic() - heard > STILL:
+            elif time.monotonic() - heard > _STILL:
                 yield ": still here\n\n"
                 heard = time.monotonic()
             told, federation = runs, about
-            await asyncio.sleep(EVERY)
+            await asyncio.sleep(_EVERY)
     finally:
         board.readers -= 1
 
 
 def open_board(root: Path, federation: Path | None = None, data_dir: Path | None = None) -> Board:
     """About the runs below `root`, and about a federation if there is one."""
-    watched = Federation(federation) if federation is not None else None
-    return Board(Watch(root), Control(root, data_dir), watched)
+    watched = FederationStatus(federation) if federation is not None else None
+    return Board(WatchedFolder(root), Control(root, data_dir), watched)

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from coterie.board.federation import tail
-from coterie.board.runs import Watched
+from coterie.board.runs import WatchedRun
 from coterie.config import RunSettings, settings
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError, unknown
 from coterie.storage import run_folder as folder
 from coterie.storage.new_folder import fresh_folder
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
-PLAIN = ("data", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "lr", "seed")
-LONGEST = 200  # characters of a value
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+_OPTIONS = ("data", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "lr", "seed")
+_LONGEST = 200  # characters of a value
 
 
 @dataclass
@@ -48,18 +48,18 @@ class Control:
         method = given.pop("method", "")
         chosen = settings(method=str(method), **given)  # a mistake is a sentence before anything starts
         name = str(asked.get("name") or "")
-        if name and not NAME.fullmatch(name):
+        if name and not _NAME.fullmatch(name):
             raise CoterieError(f'the name "{name}" must be letters, digits, dot, dash or underscore')
         out = self.root / name if name else fresh_folder(f"{chosen.method}-{chosen.data}", self.root)
         if out.exists():
             raise CoterieError(f'there is a folder "{out.name}" already; choose another name')
-        options = [f"--{k}={_text(given.pop(k))}" for k in PLAIN if k in given]
+        options = [f"--{k}={_text(given.pop(k))}" for k in _OPTIONS if k in given]
         sets = [f"--set={k}={_text(v)}" for k, v in given.items()]
         where = [f"--data-dir={self.data_dir}"] if self.data_dir else []
         self._launch(out.name, ["run", chosen.method, f"--out={out}", *where, *options, *sets])
         return out.name
 
-    def resume(self, run: Watched) -> None:
+    def resume(self, run: WatchedRun) -> None:
         if run.pid is not None:
             raise CoterieError(f'"{run.id}" is running')
         if run.state == "finished":
@@ -68,7 +68,7 @@ class Control:
         where = [f"--data-dir={self.data_dir}"] if self.data_dir else []
         self._launch(run.id, ["run", f"--resume={run.path}", *where])
 
-    def stop(self, run: Watched) -> None:
+    def stop(self, run: WatchedRun) -> None:
         """As Ctrl-C does: the run finishes its round and writes a checkpoint."""
         _local(run)
         pid = folder.writer(run.path)  # asked anew: the process that writes to this folder now, and no other
@@ -109,7 +109,7 @@ class Control:
             )
 
 
-def _local(run: Watched) -> None:
+def _local(run: WatchedRun) -> None:
     if (run.path / "cloud.json").exists():
         raise CoterieError(f'"{run.id}" is a federation; it is stopped and continued where its cloud runs')
 
@@ -118,7 +118,7 @@ def _possible(key: str, value: Any) -> None:
     """Names and values that go to a command line; code is not started from a web page."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,40}", key):
         raise unknown("setting", key[:40], [*RunSettings.model_fields, *PartitionSettings.model_fields])
-    if isinstance(value, dict | list) or len(str(value)) > LONGEST or any(ord(c) < 32 for c in str(value)):
+    if isinstance(value, dict | list) or len(str(value)) > _LONGEST or any(ord(c) < 32 for c in str(value)):
         raise CoterieError(f"{key} must be one short value")
     if key in ("data", "model") and ":" in str(value):
         raise CoterieError(f'{key} "{value}" names code or a download; start such a run from the command line')

@@ -11,7 +11,7 @@ TAIL = 32_768  # bytes of a log that are shown
 
 
 @dataclass
-class Federation:
+class FederationStatus:
     """The folder of `coterie serve`, or of `coterie up` with run/ in it."""
 
     path: Path

@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 TOKEN = "x-coterie-token"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-PAUSE = 0.5  # seconds after a wrong token before the next is looked at
-HEADERS = {
+_PAUSE = 0.5  # seconds after a wrong token before the next is looked at
+_HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
@@ -40,7 +40,7 @@ class Guard:
         async def sealed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 have = {k.lower() for k, _ in message["headers"]}
-                extra = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in have]
+                extra = [(k.encode(), v.encode()) for k, v in _HEADERS.items() if k.encode() not in have]
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
@@ -63,7 +63,7 @@ class Guard:
             return None
         if method != "POST":
             return 405, "only GET and POST"
-        if time.monotonic() - self._wrong < PAUSE:
+        if time.monotonic() - self._wrong < _PAUSE:
             return 429, "a wrong token was tried a moment ago; wait a second"
         if not secrets.compare_digest(headers.get(TOKEN, "").encode(), self.token):
             self._wrong = time.monotonic()

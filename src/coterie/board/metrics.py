@@ -16,7 +16,7 @@ def _line(name: str, labels: Mapping[str, object], value: float) -> str:
     return f"{name}{{{inside}}} {float(value):.10g}" if inside else f"{name} {float(value):.10g}"
 
 
-def text(runs: Iterable[Mapping[str, Any]], federation: Mapping[str, Any] | None) -> str:
+def prometheus_text(runs: Iterable[Mapping[str, Any]], federation: Mapping[str, Any] | None) -> str:
     found: dict[str, tuple[str, str, list[str]]] = {}
 
     def add(name: str, kind: str, about: str, labels: Mapping[str, object], value: Any) -> None:

@@ -43,7 +43,7 @@ def discover(root: Path) -> Iterator[Path]:
 
 
 @dataclass
-class Watched:
+class WatchedRun:
     """One run's folder. `refresh` reads what is new; whatever is wrong with the files becomes a sentence."""
 
     path: Path
@@ -199,24 +199,24 @@ class Watched:
 
         try:
             mine = Run(self.path)
-            return {"clients": next(iter(content.clients(Comparison([mine])).values()), None), "name": mine.title}
+            return {"clients": next(iter(content.client_data(Comparison([mine])).values()), None), "name": mine.title}
         except (CoterieError, OSError, ValueError, KeyError, TypeError) as e:
             return {"clients": None, "name": "", "no_clients": str(e)}
 
 
 @dataclass
-class Watch:
+class WatchedFolder:
     """All runs below a folder."""
 
     root: Path
-    runs: dict[str, Watched] = field(default_factory=dict)
+    runs: dict[str, WatchedRun] = field(default_factory=dict)
     _searched: float = 0.0
 
     def refresh(self, every: float = 2.0) -> None:
         if time.monotonic() - self._searched > every:
             self._searched = time.monotonic()
             found = {_id(self.root, p): p for p in discover(self.root)}
-            self.runs = {i: self.runs.get(i) or Watched(p, i) for i, p in sorted(found.items())}
+            self.runs = {i: self.runs.get(i) or WatchedRun(p, i) for i, p in sorted(found.items())}
         for run in self.runs.values():
             run.refresh()
 

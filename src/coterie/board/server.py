@@ -8,7 +8,7 @@ from pathlib import Path
 
 import uvicorn
 
-from coterie.board.app import Board, make, open_board
+from coterie.board.app import Board, make_app, open_board
 from coterie.errors import CoterieError
 
 
@@ -19,7 +19,7 @@ def loopback(host: str) -> bool:
         return False
 
 
-def serve(
+def serve_board(
     root: Path,
     federation: Path | None = None,
     host: str = "127.0.0.1",
@@ -69,7 +69,7 @@ class _Server(uvicorn.Server):
 
 def server(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -> uvicorn.Server:
     config = uvicorn.Config(
-        make(board, token, port, hosts), log_level="warning", access_log=False, server_header=False, lifespan="off",
+        make_app(board, token, port, hosts), log_level="warning", access_log=False, server_header=False, lifespan="off",
         ws="none", timeout_graceful_shutdown=3, limit_concurrency=256, h11_max_incomplete_event_size=16_384,
     )  # fmt: skip
     return _Server(config, board)

@@ -16,12 +16,12 @@ from coterie.cli.arena import arena_app
 from coterie.cli.audit import audit_app
 from coterie.cli.board import board_app
 from coterie.cli.catalogue import catalogue
+from coterie.cli.export import export_app
 from coterie.cli.federation import federation_app
 from coterie.cli.figure import figure_app
 from coterie.cli.paper import paper_app
 from coterie.cli.screen import Stop, bar, console, frame_table
 from coterie.cli.tune import tune_app
-from coterie.cli.use import use_app
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=(
     "Personalised federated learning: many clients train together, and each ends up with a model of its own."
@@ -52,7 +52,7 @@ app.add_typer(audit_app)
 app.add_typer(figure_app)
 app.add_typer(arena_app)
 app.add_typer(board_app)
-app.add_typer(use_app)
+app.add_typer(export_app)
 app.add_typer(tune_app)
 
 
@@ -96,7 +96,7 @@ def run(
     from coterie.engine.personal_models import initial_values
     from coterie.engine.session import execute, prepare, rebuild
     from coterie.errors import CoterieError
-    from coterie.results.callbacks import listening
+    from coterie.results.callbacks import round_callbacks
     from coterie.storage.atomic import finite
     from coterie.storage.new_folder import fresh_folder
 
@@ -124,7 +124,7 @@ def run(
     with (
         stop.listening(),
         bar(session.method.card.title, session.settings.rounds, silent) as update,
-        listening(lambda p: update(p.round, p.text), track, session, folder) as heard,
+        round_callbacks(lambda p: update(p.round, p.text), track, session, folder) as heard,
     ):
         ended = execute(
             session,
@@ -178,7 +178,7 @@ def compare(
 ) -> None:
     """Run several methods on the same clients and print one table. `all` stands for every method."""
     from coterie.api import asked, comparison_cells, shared_choices
-    from coterie.cli.arena import show
+    from coterie.cli.arena import show_control_tables
     from coterie.methods import known
     from coterie.results.comparison import Comparison
     from coterie.results.grid import sweep
@@ -218,7 +218,7 @@ def compare(
         elif not quiet:
             _show_table(table, f"{table.metric.heading}, mean over clients; bytes and time per round")
             if arena is not None:
-                show([arena])
+                show_control_tables([arena])
             files = "table.csv and table.md" if arena is None else "table.csv, table.md and arena.csv"
             console.print(f"runs, {files} are in {folder}", soft_wrap=True, highlight=False)
         for sentence in [*table.warnings(), *(arena.warnings() if arena is not None else [])]:
@@ -370,12 +370,12 @@ def report(
     as_json: o.Json = False,
 ) -> None:
     """Write one HTML page about one or several runs; it opens offline."""
-    from coterie.results.report.page import write
+    from coterie.results.report.page import write_report
 
     damaged: list[str] = []
     words = ["coterie", "report", *map(str, folders), "-o", str(out), *(["--title", title] if title else [])]
     words += [*(["--score", score] if score else []), *(["--also", also] if also else [])]
-    written = write(folders, out, title, damaged.append, shlex.join(words), score, o.commas(also))
+    written = write_report(folders, out, title, damaged.append, shlex.join(words), score, o.commas(also))
     if as_json:
         typer.echo(json.dumps({"report": str(written), "damaged": damaged}))
     else:

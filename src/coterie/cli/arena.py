@@ -14,7 +14,7 @@ from coterie.cli.screen import console
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from coterie.results.controls import Arena
+    from coterie.results.controls import ControlTable
 
 arena_app = typer.Typer()
 
@@ -31,12 +31,12 @@ def arena(
 ) -> None:
     """Paired differences to controls, with 95 % intervals over seeds and clients."""
     from coterie.errors import CoterieError
-    from coterie.results.controls import arenas
+    from coterie.results.controls import control_tables
     from coterie.results.discovery import find_runs
 
     damaged: list[str] = []
     runs = [r for r in find_runs(folders, damaged.append) if r.events]
-    found = arenas(runs, o.commas(against), score, o.commas(methods), "selected" if selected else "last")
+    found = control_tables(runs, o.commas(against), score, o.commas(methods), "selected" if selected else "last")
     said = [*damaged, *dict.fromkeys(w for a in found for w in a.warnings())]
     if not any(a.pairs for a in found):
         raise CoterieError("; ".join(["these runs hold no method together with a control of it", *said]))
@@ -45,18 +45,18 @@ def arena(
     elif markdown:
         typer.echo("\n".join(_titled(a) + a.markdown() for a in found if a.pairs))
     else:
-        show(found)
+        show_control_tables(found)
     for sentence in said:
         typer.echo(f"coterie: {sentence}", err=True)
     if damaged:
         raise typer.Exit(1)
 
 
-def _titled(arena: "Arena") -> str:
+def _titled(arena: "ControlTable") -> str:
     return f"## {arena.group}\n\n" if arena.group else ""
 
 
-def show(arenas: "Sequence[Arena]") -> None:
+def show_control_tables(arenas: "Sequence[ControlTable]") -> None:
     """A small table for each method, with what the numbers mean below."""
     for a in arenas:
         if len(arenas) > 1 and a.pairs:

@@ -28,9 +28,9 @@ def board(
     from coterie.errors import CoterieError
 
     try:
-        from coterie.board.server import serve
+        from coterie.board.server import serve_board
     except ModuleNotFoundError as e:
         raise CoterieError(
             f"the board needs the extra board: pip install 'coterie[board]' ({e.name} is missing)"
         ) from e
-    serve(folder, federation, host, port, allow_host or [], data_dir, lambda text: typer.echo(text))
+    serve_board(folder, federation, host, port, allow_host or [], data_dir, lambda text: typer.echo(text))

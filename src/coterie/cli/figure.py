@@ -51,7 +51,7 @@ def figure(
         for r in runs:
             r._session = rebuild(r.path, engine_from(1, None, data_dir))
     drawn = figures.draw(kind, runs, view=view, axis=axis, score=score, against=o.commas(against))
-    files = figures.save(drawn, out or Path(kind))
+    files = figures.save_figure(drawn, out or Path(kind))
     if as_json:
         typer.echo(json.dumps({"files": [str(file) for file in files]}))
     else:

@@ -48,7 +48,7 @@ def paper(
     if item is None:
         found = ", ".join(i.name for i in sorted(presets.items(name), key=_order))
         raise CoterieError(f"name a table or figure of {name}: {found}")
-    chosen = presets.choose(presets.item(name, item), o.commas(data), [] if methods == "all" else o.commas(methods))
+    chosen = presets.narrow(presets.item(name, item), o.commas(data), [] if methods == "all" else o.commas(methods))
     changes, stand_in = dict(parse_assignment(a) for a in set_ or []), _pairs(instead)
     used = [(stand_in or {}).get(d, d) for d in presets.needs(chosen).data]
     shrink = presets.Shrink(rounds, subset, changes, stand_in, {d: sum(dataset_size(d, data_dir)) for d in used})
@@ -63,7 +63,7 @@ def paper(
     if done:
         words = shrink.words(chosen)
         note = "differs from the paper: " + ", ".join(words) if words else "as in the paper"
-        text, verdicts, missing = output.write(chosen, done, folder / item, note)
+        text, verdicts, missing = output.write_item(chosen, done, folder / item, note)
         if not quiet:
             console.print(frame_table(text, f"{name} {item}: {chosen.what}; {note}"))
             for v in [*verdicts, *missing]:

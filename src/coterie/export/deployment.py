@@ -1,4 +1,4 @@
-"""Personal models for programs without Coterie: ONNX or TorchScript files that contain the preprocessing."""
+"""Write personal models for programs without Coterie: ONNX or TorchScript files that contain the preprocessing."""
 
 import contextlib
 import io
@@ -19,26 +19,26 @@ from coterie.train import native
 
 Format = Literal["onnx", "torchscript"]
 ENDINGS: dict[Format, str] = {"onnx": ".onnx", "torchscript": ".pt"}
-CLOSE = 1e-4  # by which outputs of the file may differ, relative to the largest
+_TOLERANCE = 1e-4  # difference of outputs between file and model, relative to the largest
 
 
-class Whole(nn.Module):
-    """Preprocessing and network in one: raw items in, outputs of the network out."""
+class _Whole(nn.Module):
+    """Preprocessing and network as one module: from raw items to the outputs of the network."""
 
     def __init__(self, model: Predictor):
         super().__init__()
         self.network, self.items = model.network, model.about.items
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.network(self.items.ready(x))
-        return found
+        outputs: Tensor = self.network(self.items.ready(x))
+        return outputs
 
 
 def deploy(model: Predictor, path: Path, format: Format) -> None:
-    """Write the file and compare what it says with the model itself."""
+    """Write the file after comparing its outputs with those of the model."""
     if format not in ENDINGS:
-        raise CoterieError(f'format "{format}" is not possible; take safetensors, {" or ".join(ENDINGS)}')
-    whole = Whole(model).eval()
+        raise CoterieError(f'unknown format "{format}"; choose safetensors, {" or ".join(ENDINGS)}')
+    whole = _Whole(model).eval()
     make = {"onnx": _onnx, "torchscript": _torchscript}[format]
     two, five = _raw_items(model, 2), _raw_items(model, 5)
     with native.switched_off(), _constant(whole), torch.no_grad():
@@ -48,22 +48,22 @@ def deploy(model: Predictor, path: Path, format: Format) -> None:
                 blob, run = make(whole, two)
             except CoterieError:
                 raise
-            except Exception as e:  # the exporters raise nearly everything
+            except Exception as e:  # the exporters raise many types of exceptions
                 reason = " ".join(str(e).split())[:150] or type(e).__name__
                 raise CoterieError(_cannot(model, format, reason)) from e
             same = all(_agrees(run, x, w) for x, w in zip((two, five), want, strict=True))
     if not same:
-        raise CoterieError(_cannot(model, format, "the file gives other outputs than the model"))
+        raise CoterieError(_cannot(model, format, "the outputs of the file differ from those of the model"))
     write_atomic(path, blob)
 
 
 def _agrees(run: Callable[[Tensor], Tensor], x: Tensor, want: Tensor) -> bool:
     try:
-        found = run(x)
-    except Exception:  # such as a number of items that was taken for a constant
+        outputs = run(x)
+    except Exception:  # for example, a number of items that was exported as a constant
         return False
     scale = max(1.0, float(want.abs().max()))
-    return found.shape == want.shape and bool(((found - want).abs() <= CLOSE * scale).all())
+    return outputs.shape == want.shape and bool(((outputs - want).abs() <= _TOLERANCE * scale).all())
 
 
 def _cannot(model: Predictor, format: Format, why: str) -> str:
@@ -81,7 +81,7 @@ def _raw_items(model: Predictor, n: int) -> Tensor:
 Made = tuple[bytes, Callable[[Tensor], Tensor]]
 
 
-def _torchscript(whole: Whole, example: Tensor) -> Made:
+def _torchscript(whole: _Whole, example: Tensor) -> Made:
     made = torch.jit.trace(whole, (example,), check_trace=False)  # type: ignore[no-untyped-call]
     buffer = io.BytesIO()
     torch.jit.save(made, buffer)
@@ -89,7 +89,7 @@ def _torchscript(whole: Whole, example: Tensor) -> Made:
     return buffer.getvalue(), lambda x: torch.as_tensor(again(x))
 
 
-def _onnx(whole: Whole, example: Tensor) -> Made:
+def _onnx(whole: _Whole, example: Tensor) -> Made:
     try:
         import onnx.reference
         import onnxscript  # noqa: F401  # the exporter needs it
@@ -107,20 +107,20 @@ def _onnx(whole: Whole, example: Tensor) -> Made:
 
 @contextlib.contextmanager
 def _constant(module: nn.Module) -> Iterator[None]:
-    """Nothing in the file is to be trained."""
-    moves = [p for p in module.parameters() if p.requires_grad]
+    """Make all parameters constants, so that the file has no trainable ones."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
     try:
-        for p in moves:
+        for p in trainable:
             p.requires_grad_(False)
         yield
     finally:
-        for p in moves:
+        for p in trainable:
             p.requires_grad_(True)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporters talk a lot."""
+    """Suppress the exporters' messages."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,7 +1,7 @@
 """A personal model as a module and as one file that can be used without run, cloud or training data.
 
-The file is safetensors; its metadata say how the network is built again, what its outputs mean and how raw items become
-its input. Nothing in it is run: code that a file names is imported only with the caller's permission.
+The file is safetensors. Its metadata describe how to build the network, what its outputs mean and how raw items become
+its input. Nothing in the file is executed: code that it names is imported only with the caller's permission.
 """
 
 import copy
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,27 +38,24 @@ from coterie.models.registry import ModelFactory
 from coterie.models.registry import build as build_model
 from coterie.storage import atomic as disk
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 FORMAT = 2
-CHUNK = 256  # items per forward pass
+_CHUNK = 256  # items per forward pass
 DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
 
 
-# ---- what a file says ------------------------------------------------------------------------------------------------
+# ---- metadata of a file ----------------------------------------------------------------------------------------------
 class Items(BaseModel):
     """Raw items, and how they become the input of the network."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["uint8", "float32", "int64"]  # bytes 0..255, floats, or token ids
-    shape: tuple[int, ...]  # of one item, channels first
-    vocab: int | None = None  # token ids are below this; texts become ids by data/text.py
-    normalize: Normalize = "standard"  # bytes are divided by 255 unless it is none; standard: then mean and deviation
+    shape: tuple[int, ...]  # shape of one item, channels first
+    vocab: int | None = None  # upper bound of token ids; texts become ids by data/text.py
+    normalize: Normalize = "standard"  # none: bytes as they are; unit: divided by 255; standard: mean and std too
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    turn: float = 0.0  # degrees by which this client sees pictures turned
+    turn: float = 0.0  # degrees by which this client's pictures are rotated
     interp: Interp = "bilinear"
 
     @property
@@ -67,48 +64,48 @@ class Items(BaseModel):
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """Of what the network takes."""
+        """The type of the network's input."""
         return torch.int64 if self.type == "int64" else torch.float32
 
     def raw(self, x: Any, name: str = "the data") -> Tensor:
-        """Arrays in the form of the training data."""
+        """Return arrays as a tensor in the form of the training data."""
         return items_like(name, x, self.dtype, self.shape, self.vocab)
 
     def ready(self, x: Tensor) -> Tensor:
-        """Raw items as the network takes them, exactly as in training."""
+        """Return the network's input for raw items, prepared exactly as in training."""
         x = x.clone() if x.is_floating_point() else x
         return prepare_items(x, self.normalize, self.mean, self.std, self.turn, self.interp)
 
 
 class About(BaseModel):
-    """Everything about a model beside its tensors."""
+    """The description of a model in its file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: int = FORMAT
-    title: str  # the method's, as papers write it
+    title: str  # title of the method
     client: str
     round: int
-    run: str
+    run: str  # fingerprint of the run; in a federation, its id
     data: str
     task: str
     outputs: int
     classes: tuple[str, ...]  # names of classes or labels; empty where targets are numbers
     items: Items
-    model: str | None  # a registered name; None: the user's own
-    own_model: str | None = None  # package.module:name of it
-    built: bool = False  # it was an instance, which no name can make again
+    model: str | None  # registered name of the model; None: a model of the user
+    own_model: str | None = None  # package.module:name of a model of the user
+    built: bool = False  # the user's model was an instance, which cannot be built from its name
     options: dict[str, Any] = {}
-    # of a model that is more than its network (two heads, a gate, a mixture), the method that calls it
+    # the method that calls a model which is more than its network (two heads, a gate, a mixture)
     method: str | None = None  # a registered name or package.module:name
     settings: dict[str, Any] = {}
-    names: tuple[str, ...] = Field((), description="tensors of its tree")
-    extras: tuple[str, ...] = Field((), description="tensors beside them")
-    numbers: dict[str, Any] = Field({}, description="numbers beside them")
+    names: tuple[str, ...] = Field((), description="tensors of the tree")
+    extras: tuple[str, ...] = Field((), description="tensors of the extras")
+    numbers: dict[str, Any] = Field({}, description="numbers of the extras")
 
     @staticmethod
     def of(session: Session, client: int, round: int, run: str) -> "About":
-        """Of the plain network of a client."""
+        """Return the description of a client's network."""
         fed, source = session.federation, session.model_of(client)
         data, s = fed.source(client), fed.settings
         own = None if isinstance(source, str) else source
@@ -125,7 +122,7 @@ class About(BaseModel):
         )  # fmt: skip
 
     def calling(self, session: Session, module: "PersonalModel") -> "About":
-        """Of a model that its method calls."""
+        """Return this description with the method that calls the model."""
         own = session.objects.method
         return self.model_copy(update={
             "method": canonical(session.settings.method) if own is None else origin(own),
@@ -138,7 +135,7 @@ class About(BaseModel):
 class PersonalModel(nn.Module):
     """A personal model that is more than its network: two heads, a gate, a mixture.
 
-    Its tensors are parameters and buffers of submodules: state_dict() is whole, and it can be trained further.
+    All its tensors are parameters and buffers of submodules, so `state_dict()` is complete and it can be trained.
     """
 
     def __init__(self, method: Method, params: Tree, extras: Extras):
@@ -163,7 +160,7 @@ class PersonalModel(nn.Module):
 
 
 def _path(name: str) -> list[str]:
-    """`p:head.weight` as submodules p and head and a tensor weight."""
+    """Split `p:head.weight` into the submodules p and head and the tensor weight."""
     return [part for part in re.split(r"[.:]", name) if part]
 
 
@@ -181,19 +178,19 @@ def _hold(root: nn.Module, name: str, value: Tensor, trainable: bool) -> None:
 
 def _held(root: nn.Module, name: str) -> Tensor:
     *inner, last = _path(name)
-    found: Tensor = getattr(root.get_submodule(".".join(inner)), last)
-    return found
+    value: Tensor = getattr(root.get_submodule(".".join(inner)), last)
+    return value
 
 
 def as_module(method: Method, params: Tree, extras: Extras) -> nn.Module:
-    """In evaluation mode: the network itself where a personal model is no more than that."""
+    """Return a personal model in evaluation mode: the network itself if the method does not override `predict`."""
     if type(method).predict is not Method.predict:
         return PersonalModel(method, params, extras).eval()
     return _network(method.ctx.net, params, method.ctx.w0)
 
 
 def _network(net: Net, params: Tree, after: Tree) -> nn.Module:
-    """The network with these values as an ordinary module: parameters, buffers and the counters of batch norm."""
+    """Return the network with these values as an ordinary module, with parameters, buffers and batch-norm counters."""
     net.load({k: nn.Parameter(v) if k in net.trainable else v for k, v in params.items()})
     module = copy.deepcopy(net.module)
     net.load(after)
@@ -206,25 +203,25 @@ def _network(net: Net, params: Tree, after: Tree) -> nn.Module:
 # ---- predictions -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Predictions:
-    """What a model says about items."""
+    """The predictions of a model for items."""
 
-    values: Array  # class numbers [n]; else numbers [n, k]: predicted ones, labels of 0 and 1, or log risks
-    labels: tuple[str, ...]  # names of the classes, one for each item; empty where there are no classes
-    proba: Array | None  # [n, classes]; None where targets are numbers
-    outputs: Array  # [n, outputs], as the network gives them
-    scores: dict[str, float]  # metrics of the task, if targets were given
+    values: Array  # class numbers [n], or [n, k]: predicted numbers, labels of 0 and 1, or log risks
+    labels: tuple[str, ...]  # names of the predicted classes [n]; empty where there are no classes
+    proba: Array | None  # probabilities [n, classes]; None where targets are numbers
+    outputs: Array  # outputs of the network [n, outputs]
+    scores: dict[str, float]  # metrics of the task; empty if no targets were given
 
 
 class Predictor(nn.Module):
-    """A personal model with its preprocessing. `predict` takes raw items; called as a module it takes prepared ones."""
+    """A personal model with its preprocessing. `predict` takes raw items; a call as a module takes prepared items."""
 
     def __init__(self, network: nn.Module, about: About):
         super().__init__()
         self.network, self.about = network, about
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.network(x)
-        return found
+        outputs: Tensor = self.network(x)
+        return outputs
 
     @property
     def task(self) -> Task:
@@ -232,21 +229,22 @@ class Predictor(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Any, y: Any = None, name: str = "the data") -> Predictions:
-        """Predictions for raw items, such as bytes 0..255 [n, H, W]; with targets y the task's metrics too."""
+        """Return predictions for raw items, such as bytes 0..255 [n, H, W]; with targets `y`, metrics too."""
         raw, task, classes = self.about.items.raw(x, name), self.task, self.about.classes
-        parts = [self.network(self.about.items.ready(part)) for part in torch.split(raw, CHUNK)]
+        parts = [self.network(self.about.items.ready(part)) for part in torch.split(raw, _CHUNK)]
         outputs = torch.cat(parts)
         scores: dict[str, float] = {}
         if y is not None:
             true = targets.targets_like(name, np.asarray(y), self.about.task, classes, self.about.outputs)
             counts = {k: v[None].numpy() for k, v in task.count(outputs, true).items()}
             scores = {k: float(v[0]) for k, v in task.measured(counts).items()}
-        values, proba = _read(task, outputs)
+        values, proba = _decode(task, outputs)
         labels = tuple(classes[i] for i in values.tolist()) if task.classes else ()
         return Predictions(values.numpy(), labels, None if proba is None else proba.numpy(), outputs.numpy(), scores)
 
 
-def _read(task: Task, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+def _decode(task: Task, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return predicted values and probabilities for the outputs of a network."""
     if task.classes:
         return outputs.argmax(1), outputs.softmax(1)
     if task.name == "multilabel":
@@ -255,8 +253,8 @@ def _read(task: Task, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-def write(path: Path, module: nn.Module, about: About, durable: bool = True) -> None:
-    """The model as one file."""
+def write_model(path: Path, module: nn.Module, about: About, durable: bool = True) -> None:
+    """Write a model as one file."""
     meta = {
         "method": about.title, "client": about.client, "round": str(about.round), "run": about.run,
         "data": about.data, "plain": str(about.method is None).lower(),
@@ -266,33 +264,16 @@ def write(path: Path, module: nn.Module, about: About, durable: bool = True) -> 
     disk.write_atomic(path, _in_order(save(state, meta)), durable=durable)
 
 
-@dataclass(frozen=True)
-class Welcome:
-    """The model of somebody who was not there, and how it compares (runs/welcome.py)."""
-
-    model: Predictor
-    samples: dict[str, int]  # train, val, test
-    scores: dict[str, dict[str, float]]  # model -> metric -> value on the test part; empty without one
-    kept: str  # which model it is: received or adapted
-    said: tuple[str, ...]  # what to know
-
-    def table(self) -> "pd.DataFrame":
-        """A row for each model."""
-        import pandas as pd  # slow to import, and devices do not need it
-
-        return pd.DataFrame(self.scores).T.rename_axis("model")
-
-    def predict(self, x: Any) -> Predictions:
-        """What the model says about raw items."""
-        return self.model.predict(x)
-
-    def save(self, path: str | Path) -> None:
-        """As the file that `coterie predict` takes."""
-        write(Path(path), self.model.network, self.model.about)
+def run_fingerprint(session: Session) -> str:
+    """Return a fingerprint of everything that determines a run's results, whatever its folder and its workers."""
+    described = session.described()
+    return disk.fingerprint(
+        {k: described[k] for k in ("settings", "method", "digests", "task", "tensors", "partition")}
+    )
 
 
-def described(session: Session, client: int, module: nn.Module, round: int, run: str) -> About:
-    """What the file of a client's model says."""
+def describe_model(session: Session, client: int, module: nn.Module, round: int, run: str) -> About:
+    """Return the description of a client's model for its file."""
     about = About.of(session, client, round, run)
     return about.calling(session, module) if isinstance(module, PersonalModel) else about
 
@@ -304,10 +285,10 @@ def load_model(
     method: type[Method] | None = None,
     allow_module: Sequence[str] = (),
 ) -> Predictor:
-    """The personal model of a file, in evaluation mode.
+    """Return the personal model of a file, in evaluation mode.
 
-    A model or method of your own is given again, or imported by the name that the file says if `allow_module` lists
-    that name (`package.module:name`, or `package.module:*` for all of a module).
+    A model or method of your own must be given again, or is imported by the name in the file if `allow_module` lists
+    that name (`package.module:name`, or `package.module:*` for all names of a module).
     """
     path = Path(path)
     try:
@@ -329,18 +310,18 @@ def load_model(
     named = method or _method(path, about.method, allow_module)
     bound = build_method(named, restored(named, about.settings))
     task = make_task(about.task, about.outputs)
-    bound.ctx = Context(net, net.state(), (0,), task, planned_rounds=1, join=1, epochs=1, batch=1, lr=0.1, seed=0)
-    params = {k: _found(tensors, "model", k, path) for k in about.names}
-    extras = {k: _found(tensors, "extras", k, path) for k in about.extras}
+    bound.ctx = Context(net, net.state(), (0,), task, rounds=1, join=1, epochs=1, batch=1, lr=0.1, seed=0)
+    params = {k: _tensor(tensors, "model", k, path) for k in about.names}
+    extras = {k: _tensor(tensors, "extras", k, path) for k in about.extras}
     return Predictor(PersonalModel(bound, params, {**about.numbers, **extras}), about).eval()
 
 
 def _about(path: Path, text: str) -> About:
     try:
-        found = json.loads(text)
-        if found.get("format") != FORMAT:
-            raise CoterieError(f"{path} was written by another version of Coterie; export the model again")
-        return About(**found)
+        fields = json.loads(text)
+        if fields.get("format") != FORMAT:
+            raise CoterieError(f"{path} was written by a different version of Coterie; export the model again")
+        return About(**fields)
     except ValidationError as e:
         raise CoterieError(f"{path} is damaged: {sentence('its description', e)}") from None
     except (ValueError, TypeError, AttributeError) as e:
@@ -348,13 +329,13 @@ def _about(path: Path, text: str) -> About:
 
 
 def _module(path: Path, about: About, model: nn.Module | ModelFactory | None, allow: Sequence[str]) -> nn.Module:
-    """The network that a file is of."""
+    """Build the network that a file describes."""
     source: Any = model
     if source is None and about.model is not None:
         source = about.model if ":" not in about.model else _imported(path, "model", about.model, allow)
     elif source is None:
         if about.built or about.own_model is None:
-            raise CoterieError(f"{path} was made with a model of your own ({about.own_model}); give model = it")
+            raise CoterieError(f"{path} was made with a model of your own ({about.own_model}); pass it as model")
         source = _imported(path, "model", about.own_model, allow)
     options = {} if isinstance(source, nn.Module) else about.options
     items = about.items
@@ -366,23 +347,23 @@ def _method(path: Path, name: str, allow: Sequence[str]) -> str | type[Method]:
         if name not in known():
             raise CoterieError(f'{path} was made with the method "{name}", which is not installed here')
         return name
-    found = _imported(path, "method", name, allow)
-    if not (isinstance(found, type) and issubclass(found, Method)):
-        raise CoterieError(f"{path} names {name} as its method, which is none")
-    return found
+    cls = _imported(path, "method", name, allow)
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise CoterieError(f"{path} names {name} as its method, which is not a Method class")
+    return cls
 
 
 def _imported(path: Path, what: str, name: str, allow: Sequence[str]) -> Any:
-    """Code that a file names, if the caller allows just that."""
+    """Import the code that a file names if the caller allows that name."""
     if name not in allow and f"{name.partition(':')[0]}:*" not in allow:
         raise CoterieError(
-            f'{path} names the code "{name}" as its {what}; it is run only if you say so: give {what} = it, or allow '
-            f'"{name}" (allow_module, --allow-module)'
+            f'{path} names the code "{name}" as its {what}, which is imported only with your permission: pass it as '
+            f'{what}, or allow "{name}" (allow_module, --allow-module)'
         )
-    found = recalled(name)
-    if found is None:
+    code = recalled(name)
+    if code is None:
         raise CoterieError(f"{path} was made with a {what} of your own ({name}), which cannot be imported here")
-    return found
+    return code
 
 
 def _fill(module: nn.Module, tensors: Tree, path: Path) -> None:
@@ -393,7 +374,7 @@ def _fill(module: nn.Module, tensors: Tree, path: Path) -> None:
         raise CoterieError(f"the model does not fit {path}: {reason}") from None
 
 
-def _found(tensors: Tree, part: str, name: str, path: Path) -> Tensor:
+def _tensor(tensors: Tree, part: str, name: str, path: Path) -> Tensor:
     at = ".".join([part, *_path(name)])
     if at not in tensors:
         raise CoterieError(f"{path} lacks {at}")
@@ -401,7 +382,7 @@ def _found(tensors: Tree, part: str, name: str, path: Path) -> Tensor:
 
 
 def _in_order(blob: bytes) -> list[bytes]:
-    """The same safetensors file with its metadata sorted: the library writes them in any order."""
+    """Return the same safetensors file with sorted metadata; the library writes them in any order."""
     start = 8 + int.from_bytes(blob[:8], "little")
     header = json.loads(blob[8:start])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -416,7 +397,6 @@ __all__ = [
     "PersonalModel",
     "Predictions",
     "Predictor",
-    "Welcome",
     "as_module",
     "load_model",
 ]

@@ -19,9 +19,9 @@ from coterie.engine.messages import Job, Remote, Score, TrainAnswer, TrainReques
 from coterie.engine.personal_models import model_in_use
 from coterie.engine.session import Session
 from coterie.errors import CoterieError
-from coterie.export.personal_model import as_module, described, write
-from coterie.federation.device_states import KEEP, States, lock
-from coterie.federation.payload_kinds import of_answer, of_request, total
+from coterie.export.personal_model import as_module, describe_model, write_model
+from coterie.federation.device_states import KEEP_STATES, DeviceStates, lock_folder
+from coterie.federation.payload_kinds import of_answer, of_request, total_bytes
 from coterie.federation.policy.allow import Allow, Spent
 from coterie.federation.policy.audit import AUDIT_FILE, AuditLine, AuditLog
 from coterie.federation.protocol.messages import Answer, Common, DeviceJob, Hello, PlanText, RunOver, with_common
@@ -209,8 +209,8 @@ class DeviceHandler:
         method, data = session.method_of(client), session.federation.data(client)
         tree = model_in_use(method, session.clients().rule, state, job.request.download, data, job.request.round)
         module = as_module(method, *tree)
-        about = described(session, client, module, job.request.round - 1, run)
-        write(self._folder(run) / "model.safetensors", module, about, durable=False)
+        about = describe_model(session, client, module, job.request.round - 1, run)
+        write_model(self._folder(run) / "model.safetensors", module, about, durable=False)
 
 
 def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler) -> None:

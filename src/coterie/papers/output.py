@@ -8,14 +8,15 @@ from typing import Any
 import pandas as pd
 
 from coterie.errors import CoterieError
-from coterie.papers import presets, public, side
+from coterie.papers import presets, printed_values, public_logs
 from coterie.papers.presets import Item
 from coterie.results.discovery import ITEM, find_runs
 from coterie.results.report import figures, page
 from coterie.results.run import Run
+from coterie.results.tables import markdown_table
 from coterie.storage import atomic as disk
 
-VIEW = {  # the curve behind a statistic
+_CURVE = {  # the curve behind a statistic
     "participants_before_last10": "participants/before/pooled",
     "clients_mean_best": "personal/test/mean",
     "ac": "personal/test/mean",
@@ -28,25 +29,25 @@ VIEW = {  # the curve behind a statistic
 Cells = Mapping[tuple[str, str, int], Run]
 
 
-def write(it: Item, runs: Cells, folder: Path, note: str) -> tuple[pd.DataFrame, list[str], list[str]]:
+def write_item(it: Item, runs: Cells, folder: Path, note: str) -> tuple[pd.DataFrame, list[str], list[str]]:
     """Everything about the finished runs; returns the table as text, the verdicts, and what could not be drawn."""
     folder.mkdir(parents=True, exist_ok=True)
     if it.reads_only:
-        table = public.frame(it, runs)
-        text, verdicts = public.readable(table), [*public.verdicts(table), public.NOTE]
+        table = public_logs.compare_with_logs(it, runs)
+        text, verdicts = public_logs.log_text(table), [*public_logs.log_verdicts(table), public_logs.NOTE]
     else:
-        table = side.frame(it, runs)
-        text, verdicts = side.readable(table), side.verdicts(it, table)
+        table = printed_values.compare_with_printed(it, runs)
+        text, verdicts = printed_values.printed_text(table), printed_values.printed_verdicts(it, table)
     table.to_csv(folder / "side.csv", index=False)
     seeds = len({seed for _, _, seed in runs})
     head = f"{it.name}: {it.what}; {seeds} {'seed' if seeds == 1 else 'seeds'}; {note}."
-    lines = [f"# {presets.title(it.paper)}", "", head, "", side.to_markdown(text), *(f"- {v}" for v in verdicts)]
+    lines = [f"# {presets.title(it.paper)}", "", head, "", markdown_table(text), *(f"- {v}" for v in verdicts)]
     disk.write_atomic(folder / "side.md", ("\n".join(lines) + "\n").encode())
     described = {
         "paper": it.paper, "item": it.name, "title": presets.title(it.paper), "what": it.what, "note": note,
         "columns": [str(text.index.name), *map(str, text.columns)],
         "rows": [[str(i), *map(str, row)] for i, row in zip(text.index, text.values, strict=True)],
-        "statistics": {} if it.reads_only else statistics(it),
+        "statistics": {} if it.reads_only else statistics_in_words(it),
         "ours": [r for r in it.rows if presets.is_ours(it, r)], "verdicts": verdicts,
         "cells": [
             {"row": row, "column": column, "seed": seed, "run": os.path.relpath(run.path, folder)}
@@ -54,12 +55,12 @@ def write(it: Item, runs: Cells, folder: Path, note: str) -> tuple[pd.DataFrame,
         ],
     }  # fmt: skip
     disk.write_json(folder / ITEM, described)
-    missing = draw(it, find_runs([folder]), folder / "figures")
-    page.write([folder], folder / "report.html")
+    missing = draw_figures(it, find_runs([folder]), folder / "figures")
+    page.write_report([folder], folder / "report.html")
     return text, verdicts, missing
 
 
-WORDS = {  # what the measured numbers are, for a reader of the page
+_STATISTIC_WORDS = {  # what the measured numbers are, for a reader of the page
     "participants_before_last10": "the accuracy of participants before training, mean of the last ten rounds",
     "clients_mean_best": "the mean accuracy over clients at its best round",
     "ac": "the mean accuracy over clients at the last evaluation",
@@ -74,33 +75,33 @@ WORDS = {  # what the measured numbers are, for a reader of the page
 }
 
 
-def statistics(it: Item) -> dict[str, list[str]]:
+def statistics_in_words(it: Item) -> dict[str, list[str]]:
     """What is measured, in words, with the columns it stands in."""
     out: dict[str, list[str]] = {}
     for column in it.columns:
         name = presets.statistic(it, column)
-        words = "the accuracy of one client" if name.startswith("client_") else WORDS.get(name, name)
+        words = "the accuracy of one client" if name.startswith("client_") else _STATISTIC_WORDS.get(name, name)
         out.setdefault(words, []).append(column)
     return out
 
 
-def draw(it: Item, runs: Sequence[Run], folder: Path) -> list[str]:
+def draw_figures(it: Item, runs: Sequence[Run], folder: Path) -> list[str]:
     """The item's figures; a figure these runs cannot give (too few methods, data gone) is named, not fatal."""
     missing = []
     name = presets.statistic(it, it.columns[0])
     options: dict[str, Any] = {
-        "view": VIEW.get(name, "personal/test/mean"), "axis": it.axis, "axis_label": it.axis_label,
-        "value": side.STATISTICS[name], "label": LABELS.get(name, "accuracy (%)"),
+        "view": _CURVE.get(name, "personal/test/mean"), "axis": it.axis, "axis_label": it.axis_label,
+        "value": printed_values.STATISTICS[name], "label": _LABELS.get(name, "accuracy (%)"),
     }  # fmt: skip
     for kind in it.figures:
         try:
-            figures.save(figures.draw(kind, runs, **options), folder / kind)
+            figures.save_figure(figures.draw(kind, runs, **options), folder / kind)
         except CoterieError as e:
             missing.append(f"no figure {kind}: {e}")
     return missing
 
 
-LABELS = {
+_LABELS = {
     "participants_before_last10": "accuracy of participants\nbefore training, last ten rounds (%)",
     "clients_mean_best": "best round of the mean accuracy\nover clients (%)",
     "ac": "accuracy, mean over clients (%)",

@@ -21,7 +21,7 @@ from coterie.methods import build, fields, written_out
 from coterie.results.grid import Cell
 from coterie.storage.run_folder import read_settings
 
-LEAST = 10  # samples of a client, however much a protocol is shrunk
+_LEAST = 10  # samples of a client, however much a protocol is shrunk
 PAPERS = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")
 
 
@@ -69,9 +69,9 @@ class Shrink:
         return min(here, self.subset or here), original
 
     def least(self, data: str, planned: int) -> int:
-        """The smallest client's samples: of a smaller set fewer, in proportion, but not below LEAST."""
+        """The smallest client's samples: of a smaller set fewer, in proportion, but not below _LEAST."""
         used, original = self.samples(data)
-        return max(min(LEAST, planned), planned * used // original) if used < original else planned
+        return max(min(_LEAST, planned), planned * used // original) if used < original else planned
 
     def words(self, it: Item) -> list[str]:
         out = [f"{self.rounds} rounds"] if self.rounds else []
@@ -170,7 +170,7 @@ def statistic(it: Item, column: str) -> str:
     return str(_preset(it.paper)["columns"][column].get("statistic", it.statistic))
 
 
-def choose(it: Item, data: Sequence[str], methods: Sequence[str]) -> Item:
+def narrow(it: Item, data: Sequence[str], methods: Sequence[str]) -> Item:
     """The same item with only some data sets and methods; names that match nothing are refused."""
     preset = _preset(it.paper)
     known = {c: str(preset["columns"][c].get("data", "")) for c in it.columns}

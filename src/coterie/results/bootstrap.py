@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from coterie.core.rng import numpy_rng
 
-Floats = NDArray[np.floating[Any]]
-Ints = NDArray[np.integer[Any]]
+FloatArray = NDArray[np.floating[Any]]
+IntArray = NDArray[np.integer[Any]]
 
 RESAMPLES = 10_000
 COVERAGE = 0.95
@@ -38,7 +38,7 @@ class Difference:
         return "seeds and clients" if self.seeds > 1 else "clients"
 
 
-def differences(values: Floats, seeds: Ints, resamples: int = RESAMPLES) -> list[Difference]:
+def paired_differences(values: FloatArray, seeds: IntArray, resamples: int = RESAMPLES) -> list[Difference]:
     """One for each row of values [pairs, n]: a client's accuracy under one method minus its accuracy under the other.
 
     `seeds` [n] says which seed a column is of. Rows share their resamples, which depend on the sizes alone.
@@ -53,7 +53,7 @@ def differences(values: Floats, seeds: Ints, resamples: int = RESAMPLES) -> list
     ]  # fmt: skip
 
 
-def resampled(values: Floats, seeds: Ints, resamples: int = RESAMPLES) -> Floats:
+def resampled(values: FloatArray, seeds: IntArray, resamples: int = RESAMPLES) -> FloatArray:
     """Means [resamples, pairs] of values [pairs, n]: as many seeds as there are, drawn with replacement, and in each
     drawn seed as many of its clients, drawn with replacement; mean over clients, then over seeds.
     """

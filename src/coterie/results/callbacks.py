@@ -17,7 +17,7 @@ OnRound = Callback | Sequence[Callback]
 TRACKERS = ("tensorboard", "mlflow")
 
 
-class Heard:
+class RoundCallbacks:
     """Calls everybody after a round; remembers if somebody asked to stop by returning True."""
 
     def __init__(self, callbacks: Sequence[Callback]):
@@ -41,7 +41,7 @@ class Heard:
 
 
 @contextmanager
-def listening(on_round: OnRound, track: str | None, session: Session, folder: Path) -> Iterator[Heard]:
+def round_callbacks(on_round: OnRound, track: str | None, session: Session, folder: Path) -> Iterator[RoundCallbacks]:
     """The callbacks of a run, checked before it starts."""
     calls = [on_round] if callable(on_round) else list(on_round)
     for call in calls:
@@ -53,7 +53,7 @@ def listening(on_round: OnRound, track: str | None, session: Session, folder: Pa
                 raise unknown("tracker", track, TRACKERS)
             opened = tensorboard if track == "tensorboard" else mlflow
             calls.append(stack.enter_context(opened(session, folder)))
-        yield Heard(calls)
+        yield RoundCallbacks(calls)
 
 
 def numbers(progress: Progress) -> dict[str, float]:

@@ -8,13 +8,14 @@ import pandas as pd
 
 from coterie.core.tasks import Metric
 from coterie.errors import CoterieError, unknown
-from coterie.results.controls import Arena, headline
+from coterie.results.controls import ControlTable, headline_view
 from coterie.results.run import Run
+from coterie.results.tables import markdown_table
 
-ON_REQUEST = ("clusters", "received", "edge")  # columns that a table shows when asked for; files have them
+HIDDEN_COLUMNS = ("clusters", "received", "edge")  # columns that a table shows when asked for; files have them
 
 
-def columns(view: str) -> dict[str, tuple[str, str]]:
+def _columns(view: str) -> dict[str, tuple[str, str]]:
     """Column -> (view or key of the summary, statistic). The first is the headline, and the next ones are of it."""
     first = {
         view: "last", "worst 10%": "worst10", "std": "std", "pooled": "pooled", "clusters": "clusters",
@@ -45,18 +46,18 @@ class Comparison:
         """
         if not runs:
             raise CoterieError("there is nothing to compare")
-        self.view = headline(runs, view)
-        self.columns = columns(self.view) | {m.name: (self.view, m.name) for m in runs[0].task.metrics[1:]}
+        self.view = headline_view(runs, view)
+        self.columns = _columns(self.view) | {m.name: (self.view, m.name) for m in runs[0].task.metrics[1:]}
         for name in also:
-            if name not in ON_REQUEST:
-                raise unknown("column", name, ON_REQUEST)
-        self._hidden = {c for c in ON_REQUEST if c not in also and c != self.view}
+            if name not in HIDDEN_COLUMNS:
+                raise unknown("column", name, HIDDEN_COLUMNS)
+        self._hidden = {c for c in HIDDEN_COLUMNS if c not in also and c != self.view}
         self.runs, self._methods, self._against = list(runs), list(methods), list(against)
         self.titles = list(dict.fromkeys(r.title for r in self.runs))
 
-    def arena(self, view: str = "", against: Sequence[str] = (), methods: Sequence[str] = ()) -> Arena:
+    def arena(self, view: str = "", against: Sequence[str] = (), methods: Sequence[str] = ()) -> ControlTable:
         """The methods against their controls, paired by client and seed."""
-        return Arena(self.runs, against or self._against, view or self.view, methods or self._methods)
+        return ControlTable(self.runs, against or self._against, view or self.view, methods or self._methods)
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -104,7 +105,7 @@ class Comparison:
         frame = self.table()
         out = pd.DataFrame(index=frame.index)
         more = ("personal", "global", "trained", "adapted", "newcomer", "newcomer adapted")
-        main = (self.view, "worst 10%", *ON_REQUEST, "selected", *more)
+        main = (self.view, "worst 10%", *HIDDEN_COLUMNS, "selected", *more)
         others = {m.name: m for m in self.metrics[1:]}
         for name in dict.fromkeys(main) if brief else self.columns:
             if name in frame and name not in self._hidden and (frame[name].notna().any() or name == self.view):
@@ -125,7 +126,7 @@ class Comparison:
         seeds: dict[int, set[tuple[str, float]]] = {}
         for r in self.runs:
             # a validation part is cut from the training part, which changes the fingerprint but not the partition
-            mark = r.description["partition"]["sha256"], r.settings["federation"]["val_share"]
+            mark = r.description["partition"].get("sha256"), r.settings["federation"]["val_share"]
             seeds.setdefault(r.settings["seed"], set()).add(mark)
         if any(len(marks) > len({share for _, share in marks}) for marks in seeds.values()):
             where = f" of {self.runs[0].group}" if self.runs[0].group else ""
@@ -135,13 +136,8 @@ class Comparison:
         return list(dict.fromkeys(out))
 
     def markdown(self) -> str:
-        frame = self.readable()
-        head = ["method", *map(str, frame.columns)]
-        lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        lines += [
-            "| " + " | ".join([str(i), *map(str, row)]) + " |" for i, row in zip(frame.index, frame.values, strict=True)
-        ]
-        return "\n".join(lines) + "\n"
+        """Return the table as Markdown."""
+        return markdown_table(self.readable())
 
     def curves(self, view: str = "personal", part: str = "test", statistic: str = "mean") -> pd.DataFrame:
         """One column per method, mean over seeds, by evaluated round."""

@@ -12,9 +12,10 @@ import pandas as pd
 from coterie.core.tasks import Classification, Metric
 from coterie.errors import CoterieError, unknown
 from coterie.methods import canonical, controls, known
-from coterie.results.bootstrap import RESAMPLES, Difference, Floats, differences
+from coterie.results.bootstrap import RESAMPLES, Difference, paired_differences
 from coterie.results.run import Run
 from coterie.results.statistics import VIEWS
+from coterie.results.tables import markdown_table
 
 # What every method must beat, and the views its rows show beside (or, without "", instead of) the one asked for.
 # FedAvg after local training is no second run: it is the same one, scored after local training.
@@ -62,7 +63,7 @@ class Pair:
         return self.difference.low > 0
 
 
-class Arena:
+class ControlTable:
     """The pairs of one group of runs that have the same clients."""
 
     def __init__(
@@ -80,7 +81,7 @@ class Arena:
         self.group = runs[0].group if runs else ""
         self.metric: Metric = runs[0].metric if runs else Classification.metrics[0]
         self.at: At = at
-        self.view, self.resamples = headline(runs, view), resamples
+        self.view, self.resamples = headline_view(runs, view), resamples
         self._said: list[str] = []
         self._read: dict[tuple[str, int], pd.DataFrame | None] = {}
         self.rows = self._titles(runs)
@@ -160,8 +161,9 @@ class Arena:
         found: dict[tuple[str, str], Pair] = {}
         for alike in wanted.values():
             seeds = alike[0][2].index.get_level_values("seed").to_numpy()
-            values: Floats = self._sign * np.stack([(both["a"] - both["b"]).to_numpy() for _, _, both in alike])
-            for (row, rival, both), d in zip(alike, differences(values, seeds, self.resamples), strict=True):
+            gains = np.stack([gain_sign(self.metric) * (both["a"] - both["b"]).to_numpy() for _, _, both in alike])
+            differences = paired_differences(gains, seeds, self.resamples)
+            for (row, rival, both), d in zip(alike, differences, strict=True):
                 means = both.groupby(level="seed").mean()
                 spread = means.std(ddof=1)  # NaN of one seed
                 found[row.label, rival.label] = Pair(
@@ -169,10 +171,6 @@ class Arena:
                     float(spread["b"]), d,
                 )  # fmt: skip
         return [found[a.label, b.label] for a, b in order if (a.label, b.label) in found]
-
-    @property
-    def _sign(self) -> int:
-        return -1 if self.metric.lower else 1
 
     def _paired(self, row: Row, rival: Row) -> pd.DataFrame | None:
         """Scores a and b by (seed, client), where both have them; None (and a sentence) if nothing is left."""
@@ -251,12 +249,12 @@ class Arena:
             mine = [p for p in self.pairs if p.row.label == row]
             found = [p.difference for p in mine]
             most = max(mine, key=lambda p: p.difference.seeds)
-            head = f"{row}: {scored(self.metric, most.mean, most.std)} ({heading(most)})"
+            head = f"{row}: {value_text(self.metric, most.mean, most.std)} ({heading(most)})"
             out[head] = pd.DataFrame(
                 {
-                    self.metric.name: [scored(self.metric, p.against_mean, p.against_std) for p in mine],
+                    self.metric.name: [value_text(self.metric, p.against_mean, p.against_std) for p in mine],
                     "difference [95 %]": [
-                        f"{gained(self.metric, d.mean)} [{gained(self.metric, d.low)}, {gained(self.metric, d.high)}]"
+                        "{} [{}, {}]".format(*(signed_text(self.metric, v) for v in (d.mean, d.low, d.high)))
                         for d in found
                     ],
                     "gain": [str(d.gain) for d in found],
@@ -275,31 +273,23 @@ class Arena:
 
     def markdown(self) -> str:
         """The tables as Markdown."""
-        parts = []
-        for head, table in self.readable().items():
-            names = ["against", *table.columns]
-            lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-            lines += [
-                "| " + " | ".join([str(i), *row]) + " |" for i, row in zip(table.index, table.values, strict=True)
-            ]
-            parts.append(f"{head}\n\n" + "\n".join(lines) + "\n")
-        return "\n".join(parts)
+        return "\n".join(f"{head}\n\n{markdown_table(table)}" for head, table in self.readable().items())
 
 
-def arenas(
+def control_tables(
     runs: Sequence[Run],
     against: Sequence[str] = (),
     view: str = "",
     methods: Sequence[str] = (),
     at: At = "last",
     resamples: int = RESAMPLES,
-) -> list[Arena]:
+) -> list[ControlTable]:
     """One for each group of runs that share their clients. A group without the methods that are named is left out."""
     out = []
     problem: CoterieError | None = None
     for group in dict.fromkeys(r.group for r in runs):
         try:
-            out.append(Arena([r for r in runs if r.group == group], against, view, methods, at, resamples))
+            out.append(ControlTable([r for r in runs if r.group == group], against, view, methods, at, resamples))
         except CoterieError as e:
             problem = e
     if not out and problem is not None:
@@ -317,7 +307,7 @@ def _many(count: int, word: str) -> str:
     return f"{count} {word}" + ("" if count == 1 else "s")
 
 
-def headline(runs: Sequence[Run], view: str = "") -> str:
+def headline_view(runs: Sequence[Run], view: str = "") -> str:
     """The view that is asked for, or else the one that all of these runs lead with, or else the personal models."""
     found = {r.headline for r in runs}
     return _view(view or (found.pop() if len(found) == 1 else "personal"))
@@ -360,12 +350,22 @@ def _plain(p: Pair, group: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gained(metric: Metric, difference: float) -> str:
+def gain_sign(metric: Metric) -> int:
+    """Return the factor that makes a gain positive."""
+    return -1 if metric.lower else 1
+
+
+def gain_unit(metric: Metric) -> str:
+    """Return the unit of a difference: points for percentages."""
+    return "points" if metric.percent else metric.name
+
+
+def signed_text(metric: Metric, difference: float) -> str:
     """A difference, signed; of accuracies in points."""
     digits = 1 if metric.percent else 4
     return f"{round(metric.scale * difference, digits) + 0.0:+.{digits}f}"  # no -0.0
 
 
-def scored(metric: Metric, mean: float, std: float) -> str:
+def value_text(metric: Metric, mean: float, std: float) -> str:
     """A value and its standard deviation, if there is one."""
     return metric.text(mean) + ("" if np.isnan(std) else f" ± {metric.spread(std)}")

@@ -1,4 +1,4 @@
-"""Runs found in folders, with names that tell them apart and groups of those that share their clients."""
+"""Find runs in folders, give them distinct names, and group those that have the same clients."""
 
 import json
 from collections import defaultdict
@@ -11,12 +11,12 @@ from coterie.results.run import Run
 from coterie.storage import atomic as disk
 from coterie.storage.run_folder import EVENTS, SETTINGS
 
-ITEM = "item.json"  # what `coterie paper` writes about a table or figure
-APART = ("val_share",)  # some methods need a validation part; the clients are the same
+ITEM = "item.json"  # description of a table or figure, written by `coterie paper`
+APART = ("val_share",)  # settings that do not change the clients: some methods need a validation part
 
 
 def find_items(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Descriptions of the papers' items written in or right below these folders."""
+    """Return the descriptions of papers' items in these folders and their direct subfolders."""
     found = []
     for path in paths:
         for file in sorted({*path.glob(ITEM), *path.glob(f"*/{ITEM}")}):
@@ -25,45 +25,48 @@ def find_items(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def find_runs(paths: Sequence[Path], complain: Callable[[str], None] | None = None) -> list[Run]:
-    """Runs in these folders, themselves or below them, or those of a paper's item, named and grouped.
+    """Return the runs in or below these folders, or those of a paper's item, named and grouped.
 
-    Damaged runs are left out, with a sentence for `complain`; without it the first one is raised.
+    Damaged runs are left out and reported to `complain`; without it, the first one raises CoterieError.
     """
     names: dict[Path, str] = {}
     for item in find_items(paths):
         names |= {(item["at"] / c["run"]).resolve(): c["row"] for c in reversed(item["cells"])}
-    found: dict[Path, Run] = {}
+    runs: dict[Path, Run] = {}
     for path in paths:
         if (path / ITEM).exists():
             item = find_items([path])[0]
-            here = list(dict.fromkeys((path / c["run"]).resolve() for c in item["cells"]))
+            folders = list(dict.fromkeys((path / c["run"]).resolve() for c in item["cells"]))
         else:
-            here = run_folders(path)
-        if not here:
+            folders = run_folders(path)
+        if not folders:
             raise CoterieError(f"there are no runs in {path}")
-        for p in here:
-            if p.resolve() in found:
+        for folder in folders:
+            if folder.resolve() in runs:
                 continue
             try:
-                run = Run(p, title=names.get(p.resolve(), ""))
+                run = Run(folder, title=names.get(folder.resolve(), ""))
                 _ = run.events
-                found[p.resolve()] = run
+                runs[folder.resolve()] = run
             except CoterieError as e:
                 if complain is None:
                     raise
                 complain(str(e))
-    return grouped(list(found.values()))
+    return grouped(list(runs.values()))
 
 
 def run_folders(path: Path) -> list[Path]:
-    """The folder itself if it is a run's, else those below it; also if one of the files that tell it is lost."""
+    """Return the folder itself if it is a run's, otherwise the run folders below it.
+
+    A folder with only one of the two files of a run counts, so that a lost file is noticed.
+    """
     if any((path / name).exists() for name in (SETTINGS, EVENTS)):
         return [path]
     return sorted({p.parent for name in (SETTINGS, EVENTS) for p in path.rglob(name)})
 
 
 def grouped(runs: Sequence[Run]) -> list[Run]:
-    """The same runs: `group` says whose clients they have, and titles differ where settings do."""
+    """Return the same runs with `group` set by their clients, and with titles that differ where settings do."""
     keys = {id(r): _clients(r) for r in runs}
     labels = _labels(list(dict.fromkeys(keys.values())))
     for r in runs:
@@ -72,18 +75,23 @@ def grouped(runs: Sequence[Run]) -> list[Run]:
         apart = _differing([_flat(r) for r in mine])
         for r in mine if apart else ():
             r.base, r.apart = r.title, {k: _flat(r).get(k) for k in apart}
-            r._title = named(r)
+            r._title = run_name(r)
     return list(runs)
 
 
-def named(run: Run, without: str = "") -> str:
-    """The run's name, leaving out one of the settings that tell it from others."""
+def run_name(run: Run, without: str = "") -> str:
+    """Return the run's name with the settings that differ from other runs, leaving out one of them."""
     more = ", ".join(f"{k} {v}" for k, v in run.apart.items() if k != without)
     return (run.base or run.title) + (f" ({more})" if more else "")
 
 
+def local_only_title(runs: Sequence[Run]) -> str | None:
+    """Return the title of the Local-Only runs, which others are compared with."""
+    return next((r.title for r in runs if r.settings["method"] == "local"), None)
+
+
 def setting(run: Run, name: str) -> Any:
-    """A setting of the run, of its federation or of its method."""
+    """Return a setting of the run, of its federation or of its method."""
     flat = _flat(run)
     if name not in flat:
         raise CoterieError(f'{run.title} has no setting "{name}" in {run.path}')
@@ -97,14 +105,14 @@ def _flat(run: Run) -> dict[str, Any]:
 
 
 def _clients(run: Run) -> str:
+    """Return a key that is the same for runs with the same clients."""
     fed = {k: v for k, v in run.settings["federation"].items() if k not in APART}
-    return json.dumps(
-        {"data": run.settings["data"], "task": run.task.name, "subset": run.settings["subset"], **fed}, sort_keys=True
-    )
+    of_run = {"data": run.data, "task": run.task.name, "subset": run.settings["subset"]}
+    return json.dumps({**of_run, **fed, "partition": run.partition}, sort_keys=True)
 
 
 def _labels(keys: Sequence[str]) -> dict[str, str]:
-    """Data and partition, and what else differs among those that share both."""
+    """Return a label by key: data and partition, and the settings that differ among keys with the same both."""
     parsed = {k: json.loads(k) for k in keys}
     out = {}
     for alike in _by(keys, lambda k: (parsed[k]["data"], parsed[k]["partition"])).values():
@@ -115,9 +123,9 @@ def _labels(keys: Sequence[str]) -> dict[str, str]:
     return out
 
 
-def _differing(found: Sequence[dict[str, Any]]) -> list[str]:
-    names = dict.fromkeys(k for f in found for k in f)
-    return [n for n in names if len({json.dumps(f.get(n)) for f in found}) > 1]
+def _differing(settings: Sequence[dict[str, Any]]) -> list[str]:
+    names = dict.fromkeys(k for s in settings for k in s)
+    return [n for n in names if len({json.dumps(s.get(n)) for s in settings}) > 1]
 
 
 def _by(things: Sequence[Any], key: Any) -> dict[Any, list[Any]]:

@@ -4,44 +4,40 @@ Do not mix them in one table: they differ in the model, the data and the round t
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from sklearn.metrics import adjusted_rand_score
 
 from coterie.errors import CoterieError
+from coterie.results.bootstrap import FloatArray, IntArray
 from coterie.results.run import Run
 from coterie.results.statistics import rounds_to as rounds_to_target
 
-Counts = NDArray[np.integer[Any]]
-Floats = NDArray[np.floating[Any]]
 
-
-def weighted_accuracy(hits: Counts, total: Counts, weights: Counts | Floats) -> Floats:
+def weighted_accuracy(hits: IntArray, total: IntArray, weights: IntArray | FloatArray) -> FloatArray:
     """acc(w, u) = sum_k u_k hits_k / sum_k u_k total_k over the last axis [..., classes]; NaN where nothing counts."""
     count = (weights * total).sum(-1)
     return np.where(count > 0, (weights * hits).sum(-1) / np.where(count > 0, count, 1), np.nan)
 
 
-def gm(hits: Counts, total: Counts) -> float:
+def gm(hits: IntArray, total: IntArray) -> float:
     """GM: accuracy of one model for all [classes] on the official test part, every class by its own weight."""
     return float(weighted_accuracy(hits, total, np.ones(len(hits))))
 
 
-def pm_v(hits: Counts, total: Counts, train: Counts) -> float:
+def pm_v(hits: IntArray, total: IntArray, train: IntArray) -> float:
     """PM(V): personal models [clients, classes] on the classes of their training data [clients, classes]; mean."""
     return float(np.nanmean(weighted_accuracy(hits, total, (train > 0).astype(np.int64))))
 
 
-def pm_l(hits: Counts, total: Counts, train: Counts) -> float:
+def pm_l(hits: IntArray, total: IntArray, train: IntArray) -> float:
     """PM(L): the same with classes weighted as in the client's training data."""
     share = train / np.maximum(train.sum(-1, keepdims=True), 1)
     return float(np.nanmean(weighted_accuracy(hits, total, share)))
 
 
-def clients_mean(hits: Counts, total: Counts) -> float:
+def clients_mean(hits: IntArray, total: IntArray) -> float:
     """Unweighted mean of the clients' accuracies on their own test parts; Ac of SC-FPFL."""
     return float(np.nanmean(weighted_accuracy(hits, total, np.ones(hits.shape[-1]))))
 
@@ -64,13 +60,13 @@ def global_best(curve: pd.Series) -> tuple[float, int]:
     return clients_mean_best(curve)
 
 
-def class_recall(hits: Counts, total: Counts) -> Floats:
+def class_recall(hits: IntArray, total: IntArray) -> FloatArray:
     """Recall of each class [classes], pooled over clients if there are several [clients, classes]; NaN: no sample."""
     pooled_hits, pooled = (a.reshape(-1, a.shape[-1]).sum(0) for a in (hits, total))
     return np.where(pooled > 0, pooled_hits / np.maximum(pooled, 1), np.nan)
 
 
-def adjusted_rand(found: Sequence[int] | Counts, true: Sequence[int] | Counts) -> float:
+def adjusted_rand(found: Sequence[int] | IntArray, true: Sequence[int] | IntArray) -> float:
     """Agreement of two groupings: 1 the same up to names, about 0 by chance."""
     return float(adjusted_rand_score(np.asarray(true), np.asarray(found)))
 

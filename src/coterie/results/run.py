@@ -1,4 +1,4 @@
-"""A finished or unfinished run, read back from its folder as data frames, curves and models."""
+"""A run, finished or not, read from its folder as data frames, curves and models."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -15,8 +15,8 @@ from coterie.engine.evaluation import ALONE, statistics
 from coterie.engine.personal_models import SavedRun, refuse_devices
 from coterie.engine.session import Objects, Session, rebuild
 from coterie.errors import CoterieError
-from coterie.export.newcomers import cloud_session, welcome
-from coterie.export.personal_model import Predictions, Predictor, Welcome
+from coterie.export.newcomers import Welcome, cloud_session, welcome_newcomer
+from coterie.export.personal_model import Predictions, Predictor
 from coterie.export.run_models import client_module, client_predictor, export_model
 from coterie.methods import fields
 from coterie.results.statistics import summarise
@@ -26,11 +26,11 @@ _NEEDED = ("settings", "method", "partition", "versions", "data", "subset", "fed
 
 
 class Run:
-    """A run's folder, read only. `objects` are the user's own objects that its settings refer to, if any."""
+    """A run's folder, which is only read. `objects` are Python objects of the user that its settings refer to."""
 
-    group = ""  # runs of one group have the same clients and can be compared
-    base = ""  # the name without what tells it from other runs of the same method
-    apart: Mapping[str, Any] = MappingProxyType({})  # what tells it
+    group = ""  # name of the group; runs of one group have the same clients and can be compared
+    base = ""  # title without the settings that differ from other runs of the same method
+    apart: Mapping[str, Any] = MappingProxyType({})  # settings that differ from other runs of the same method
 
     def __init__(
         self, path: str | Path, session: Session | None = None, title: str = "", objects: Objects | None = None
@@ -39,7 +39,7 @@ class Run:
         self.description = folder.read_settings(self.path)
         settings = self.description.get("settings") or {}
         if missing := [k for k in _NEEDED if k not in self.description and k not in settings]:
-            raise CoterieError(f"{self.path} was written by another version of Coterie ({missing[0]} is missing)")
+            raise CoterieError(f"{self.path} was written by a different version of Coterie ({missing[0]} is missing)")
         self._session, self._title, self.objects = session, title, objects or Objects()
 
     def __repr__(self) -> str:
@@ -47,31 +47,46 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.description["settings"]
-        return found
+        settings: dict[str, Any] = self.description["settings"]
+        return settings
+
+    @property
+    def own_data(self) -> bool:
+        """True if the devices of a federation had data of their own, which the cloud does not know."""
+        return bool(self.description["partition"].get("partition") == "own")
+
+    @property
+    def data(self) -> str:
+        """The name of the data set."""
+        return "own data" if self.own_data else str(self.settings["data"])
+
+    @property
+    def partition(self) -> str:
+        """The name of the partition."""
+        return "by device" if self.own_data else str(self.settings["federation"]["partition"])
 
     @property
     def client_names(self) -> list[str] | None:
-        """By client number, if the data name their clients."""
+        """The clients' names by number, if the data have names."""
         return self.description.get("client_names")
 
     @property
     def title(self) -> str:
-        """What a table calls it: the method, or a name given to tell it from other runs of the same method."""
+        """The name of the run in tables: the method, or a name that differs from other runs of the same method."""
         return self._title or str(self.description["method"]["title"]) + (f" ({self.reading})" if self.reading else "")
 
     @property
     def headline(self) -> str:
-        """The view that tables lead with."""
+        """The view in the first column of tables."""
         return str(self.settings.get("headline", "personal"))
 
     @cached_property
     def reading(self) -> str:
-        """The reading of the paper that was run, if it is not the method's default."""
+        """The reading of the paper, if it is not the method's default."""
         about = self.description["method"]
         if "reading" in about:
             return str(about["reading"])
-        try:  # from before it was written down
+        try:  # an old run, which did not record it
             field = fields(self.settings["method"]).get("reading")
         except CoterieError:
             return ""
@@ -80,23 +95,23 @@ class Run:
 
     @cached_property
     def task(self) -> Task:
-        """Runs from before there were tasks are classification."""
-        found = self.description.get("task", {"name": Classification.name, "outputs": 1})
-        return make(found["name"], found["outputs"])
+        """The learning task; old runs without one are classification."""
+        task = self.description.get("task", {"name": Classification.name, "outputs": 1})
+        return make(task["name"], task["outputs"])
 
     @property
     def metric(self) -> Metric:
-        """What its numbers are: accuracy, RMSE, ..."""
+        """The metric of the task: accuracy, RMSE, ..."""
         return self.task.metric
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """One dictionary per finished round. Damaged events raise CoterieError."""
+        """The events, one dictionary per finished round; CoterieError is raised if they are damaged."""
         return folder.read_events(self.path)
 
     @cached_property
     def damage(self) -> list[str]:
-        """A sentence for each damaged or missing evaluation. Damaged events raise an error."""
+        """The damaged or missing evaluations, one message each."""
         return folder.evaluation_damage(self.path, self.events)
 
     @property
@@ -109,12 +124,12 @@ class Run:
 
     @property
     def ended(self) -> str:
-        """Why it ended before its last round; empty if it did not."""
+        """The reason why the run ended before its last round; otherwise empty."""
         return str(self.events[-1].get("ended", "")) if self.events else ""
 
     @cached_property
     def rounds(self) -> pd.DataFrame:
-        """One row per round: loss, bytes, seconds, participants' metric before and after, evaluated statistics."""
+        """One row per round: loss, bytes, seconds, metric of the participants before and after training, statistics."""
         rows = []
         for e in self.events:
             row: dict[str, Any] = {"round": e["round"], "loss": e["loss"], "participants": len(e["participants"])}
@@ -129,7 +144,7 @@ class Run:
             row |= {f"note/{k}": v for k, v in e["notes"].items()}
             rows.append({k: np.nan if v is None else v for k, v in row.items()})
         frame = pd.DataFrame(rows).set_index("round") if rows else pd.DataFrame()
-        for name, value in self._clusters_of_old().items():
+        for name, value in self._old_cluster_means().items():
             frame.loc[frame.index[frame.index == self._evaluated["round"]], name] = value
         if seconds := {row["round"]: row["seconds"] for row in self._timing.rows}:
             frame["seconds"] = frame.index.map(seconds).astype(float)
@@ -140,15 +155,15 @@ class Run:
         """The event of the last evaluation; empty if there is none."""
         return next((e for e in reversed(self.events) if "evaluation" in e), {})
 
-    def _clusters_of_old(self) -> dict[str, float]:
-        """The mean over clusters of the last evaluation of a run that logged its clusters and not this mean."""
+    def _old_cluster_means(self) -> dict[str, float]:
+        """Return the means over clusters at the last evaluation of an old run, which logged its clusters only."""
         event = self._evaluated
-        of = next((m for k in ("layer", "clusters") if (m := _clients(event.get("facts", {}).get(k)))), {})
+        of = next((m for k in ("layer", "clusters") if (m := names_by_client(event.get("facts", {}).get(k)))), {})
         if not of or any("clusters" in stats for stats in event["eval"].values()):
             return {}
         try:
             z = folder.read_evaluation(self.path, event)
-        except CoterieError:  # a warning says so
+        except CoterieError:  # damaged, which a warning reports
             return {}
         names = {name: k for k, name in enumerate(dict.fromkeys(of.values()))}
         cluster = np.array([names[of[int(i)]] if int(i) in of else ALONE for i in z["clients"]])
@@ -156,8 +171,8 @@ class Run:
         for key in (k.removesuffix("/hits") for k in z if k.endswith("/hits")):
             rows = ~z["newcomer"]
             hits, total, loss = (z[f"{key}/{part}"][rows] for part in ("hits", "total", "loss"))
-            found = statistics(Classification(hits.shape[1]), {"hits": hits, "total": total}, loss, cluster[rows])
-            out |= {f"{key}/{k}": v for k, v in found.items() if k.startswith("cluster")}
+            stats = statistics(Classification(hits.shape[1]), {"hits": hits, "total": total}, loss, cluster[rows])
+            out |= {f"{key}/{k}": v for k, v in stats.items() if k.startswith("cluster")}
         return out
 
     @cached_property
@@ -165,37 +180,38 @@ class Run:
         return folder.read_timing(self.path / folder.TIMING)
 
     def warnings(self) -> list[str]:
-        """Warnings that a reader of the numbers must know, one sentence each."""
+        """Return warnings for a reader of the numbers, one sentence each."""
         out = [f"{sentence}; {folder.how_to_mend(self.path)}" for sentence in self.damage]
         out += [f"{self._timing.damage}; seconds are incomplete"] if self._timing.damage else []
-        found = self.summary().get("personal", {})
-        if found.get("nonfinite"):
+        personal = self.summary().get("personal", {})
+        if personal.get("nonfinite"):
             name = f"{self.title}, seed {self.settings['seed']}"
-            many = f"{found['nonfinite']} of {found['clients']} clients"
-            out.append(f"{name}: training diverged, the personal models of {many} give NaN or infinity")
-        if found.get("undefined"):
-            many = f"{found['undefined']} of {found['clients']} clients"
-            out.append(f"{self.title}: {self.metric.name} is not defined for {many}, which are left out of its mean")
+            clients = f"{personal['nonfinite']} of {personal['clients']} clients"
+            out.append(f"{name}: training diverged, the personal models of {clients} give NaN or infinity")
+        if personal.get("undefined"):
+            clients = f"{personal['undefined']} of {personal['clients']} clients"
+            out.append(f"{self.title}: {self.metric.name} is not defined for {clients}, which its mean leaves out")
         return out
 
     def curve(self, view: str = "personal", part: str = "test", statistic: str = "mean") -> pd.Series:
-        """A statistic over the evaluated rounds, e.g. curve("global", statistic="pooled")."""
+        """Return a statistic by evaluated round, for example curve("global", statistic="pooled")."""
         name = f"{view}/{part}/{statistic}"
         if name not in self.rounds:
             raise CoterieError(f"{self.title} has no {name} in {self.path}")
         return self.rounds[name].dropna()
 
     def evaluation(self, round: int | None = None) -> dict[str, np.ndarray]:
-        """Raw arrays of one evaluation (default: the last): counts of the task [clients, ...] (hits and total per
-        class), losses [clients].
+        """Return the raw arrays of one evaluation (default: the last).
+
+        They are the counts of the task [clients, ...], such as hits and total per class, and losses [clients].
         """
-        found = [e for e in self.events if "evaluation" in e and round in (None, e["round"])]
-        if not found:
+        events = [e for e in self.events if "evaluation" in e and round in (None, e["round"])]
+        if not events:
             raise CoterieError(f"{self.path} has no evaluation" + (f" of round {round}" if round is not None else ""))
-        return folder.read_evaluation(self.path, found[-1])
+        return folder.read_evaluation(self.path, events[-1])
 
     def clients(self, round: int | None = None) -> pd.DataFrame:
-        """One row per client: its name if the data have names, test samples, and the task's metric of every view."""
+        """Return one row per client: name (if the data have names), test samples, and the metric of every view."""
         z = self.evaluation(round)
         frame = pd.DataFrame({"client": z["clients"], "newcomer": z["newcomer"]}).set_index("client")
         if self.client_names:
@@ -208,12 +224,14 @@ class Run:
         return frame
 
     def summary(self) -> dict[str, Any]:
-        """The protocol's statistics (see statistics.py)."""
+        """Return the statistics of the evaluation protocol (see statistics.py)."""
         return summarise(self.rounds, int(self.settings["rounds"]), self.task.metrics)
 
     # ---- models ------------------------------------------------------------------------------------------------------
     def session(self) -> Session:
-        """The run's data, model and method, built again from its settings."""
+        """Return the run's data, model and method, built again from its settings."""
+        if self.own_data:
+            raise CoterieError(f"the data of {self.path} are on the devices of the federation")
         if self._session is None:
             self._session = rebuild(self.path, objects=self.objects)
         return self._session
@@ -239,14 +257,15 @@ class Run:
         """Write the personal model of a client as a safetensors file; return code that loads the file."""
         return export_model(self.predictor(client), Path(path))
 
-    def welcome(self, x: Any, y: Any = None, x_test: Any = None, y_test: Any = None, name: str = "stranger") -> Welcome:
+    def welcome(self, x: Any, y: Any = None, x_test: Any = None, y_test: Any = None, name: str = "newcomer") -> Welcome:
         """Make a personal model for a newcomer from its own raw samples; labels are optional."""
         session = cloud_session(self.path) or self.session()
-        return welcome(session, self.path, x, y, x_test, y_test, name)
+        return welcome_newcomer(session, self.path, x, y, x_test, y_test, name)
 
 
-def _clients(value: Any) -> dict[int, str]:
-    """A map of clients to names, if it is one."""
+def names_by_client(value: Any) -> dict[int, str]:
+    """Return a logged mapping of clients to names; empty if the value is not such a mapping."""
     if not isinstance(value, Mapping) or not all(str(k).isdecimal() for k in value):
         return {}
-    return {int(k): str(v) for k, v in value.items()}
+    named = all(isinstance(v, int | str) for v in value.values())
+    return {int(k): str(v) for k, v in value.items()} if named else {}

@@ -1,19 +1,18 @@
-"""Settings and methods chosen on validation data by successive halving (Jamieson, Talwalkar, AISTATS 2016).
+"""Choose settings and methods on validation data by successive halving (Jamieson, Talwalkar, AISTATS 2016).
 
-Every trial is a run. All of them train a few rounds; the best third goes on to three times as many, and so on. A trial
-that goes on continues its own run, to the bit as if it had never paused, so no round is computed twice and a killed
-search continues where it was. Test data decide nothing.
+Every trial is a run. All trials train a few rounds; the best third continues to three times as many rounds, and so on.
+A promoted trial continues its own run and gives the same bits as a run without a pause, so no round is computed twice
+and a killed search continues from the rounds it has. Test data decide nothing.
 """
 
 import json
 import math
-import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pandas as pd
 
@@ -26,73 +25,104 @@ from coterie.engine.personal_models import initial_values
 from coterie.engine.session import Objects, prepare
 from coterie.errors import CoterieError, unknown
 from coterie.methods import fields
+from coterie.results.command_line import run_command
 from coterie.results.grid import Cell, Status, sweep
 from coterie.results.run import Run
 from coterie.storage.atomic import write_atomic
 
 Sampler = Literal["grid", "random", "optuna"]
-SAMPLERS: tuple[Sampler, ...] = ("grid", "random", "optuna")
-GENERATION = 4  # trials that Optuna proposes at a time; a fixed number, so that nothing depends on workers
-MOST = 100_000  # combinations
-SHARED = ("rounds", "method", "seed", "data", "eval_every", "checkpoint_every", "final_trained", "watch", "stop_after")
+SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)
+_GENERATION = 4  # trials that Optuna proposes at a time; a constant, so that proposals do not depend on workers
+_MOST_COMBINATIONS = 100_000
+_SHARED = ("rounds", "method", "seed", "data", "eval_every", "checkpoint_every", "final_trained", "watch", "stop_after")
+_OF_TRIALS = ("eval_every", "checkpoint_every", "final_trained", "watch")  # settings that the search decides
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One combination."""
+    """One combination of settings."""
 
     number: int
     method: str
-    chosen: Mapping[str, Any]  # the settings that are searched
+    chosen: Mapping[str, Any]  # values of the settings that are searched
     cell: Cell
 
     @property
     def name(self) -> str:
         return ", ".join([self.method, *(f"{k}={v}" for k, v in self.chosen.items())])
 
+    def run(self) -> Run:
+        """Return the trial's run."""
+        return Run(self.cell.out, objects=self.cell.objects)
+
 
 @dataclass(frozen=True)
-class Plan:
-    """How many trials reach which round."""
+class SearchPlan:
+    """The number of trials that train up to each of the listed rounds."""
 
     rounds: tuple[int, ...]
     trials: tuple[int, ...]
 
     @staticmethod
-    def of(trials: int, rounds: int, eta: int) -> "Plan":
+    def of(trials: int, rounds: int, eta: int) -> "SearchPlan":
         steps = 0
         while eta ** (steps + 1) <= min(trials, rounds):
             steps += 1
         first = max(1, rounds // eta**steps)
         at = [first * eta**i for i in range(steps)] + [rounds]
-        return Plan(tuple(at), tuple(max(1, trials // eta**i) for i in range(steps + 1)))
+        return SearchPlan(tuple(at), tuple(max(1, trials // eta**i) for i in range(steps + 1)))
 
     @property
     def cost(self) -> int:
-        """Rounds of all trials together."""
+        """The rounds of all trials together."""
         before = (0, *self.rounds)
         return sum(n * (t - s) for n, t, s in zip(self.trials, self.rounds, before, strict=False))
 
 
+@dataclass(frozen=True)
+class Budget:
+    """The limits of a search."""
+
+    eta: int = 3
+    rounds: int | None = None  # rounds of all trials together
+    minutes: float | None = None
+    trials: int | None = None  # largest number of combinations
+
+    def __post_init__(self) -> None:
+        if self.eta < 2:
+            raise CoterieError(f"eta = {self.eta} is invalid: it must be at least 2 (one of every eta is promoted)")
+        for k in ("rounds", "minutes", "trials"):
+            if (v := getattr(self, k)) is not None and v <= 0:
+                raise CoterieError(f"{'budget' if k == 'rounds' else k} = {v} is invalid: it must be above 0")
+
+    def fits(self, trials: int, rounds: int) -> int:
+        """Return the number of trials that the budget allows."""
+        n = min(trials, self.trials or trials)
+        while n > 0 and self.rounds is not None and SearchPlan.of(n, rounds, self.eta).cost > self.rounds:
+            n -= 1
+        if n == 0:
+            raise CoterieError(f"budget = {self.rounds} is less than the {rounds} rounds of one trial; lower rounds")
+        return n
+
+
 @dataclass
 class Tuning:
-    """What a search found. `best` is None while nothing has been scored."""
+    """The result of a search. `best` is None until a trial has been scored."""
 
     folder: Path
     trials: list[Trial]
-    plan: Plan
+    plan: SearchPlan
     values: dict[int, dict[int, float]] = field(default_factory=dict)  # trial -> round -> value on validation data
-    failed: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)  # trial -> reason
     complete: bool = False
 
     @property
     def metric(self) -> Any:
-        for i in self.values:  # not every combination is tried
-            return Run(self.trials[i].cell.out, objects=self.trials[i].cell.objects).metric
-        return None
+        """The metric of the values; None until a trial has been scored."""
+        return next((self.trials[i].run().metric for i in self.values), None)
 
     def ranked(self, among: Iterable[int], at: int) -> list[int]:
-        """Trials from best to worst by their value at this round; equal ones by their number."""
+        """Return trials from best to worst by their value at this round; equal ones by their number."""
         lower = self.metric is not None and self.metric.lower
 
         def key(i: int) -> tuple[float, int]:
@@ -103,100 +133,79 @@ class Tuning:
 
     @property
     def best(self) -> Trial | None:
-        """The best of those that went furthest."""
-        scored = {i: max(v) for i, v in self.values.items() if v}
-        if not scored:
+        """The best of the trials that trained the most rounds."""
+        trained = {i: max(v) for i, v in self.values.items() if v}
+        if not trained:
             return None
-        far = max(scored.values())
-        return self.trials[self.ranked([i for i, t in scored.items() if t == far], far)[0]]
+        most = max(trained.values())
+        return self.trials[self.ranked([i for i, t in trained.items() if t == most], most)[0]]
 
     @property
     def spent(self) -> int:
-        """Rounds that were trained."""
+        """The rounds that were trained."""
         return sum(max(v, default=0) for v in self.values.values())
 
     @property
     def whole(self) -> int:
-        """Rounds of a full grid."""
+        """The rounds of a full grid."""
         return len(self.trials) * self.plan.rounds[-1]
 
     def frame(self) -> pd.DataFrame:
-        """One row per trial, best first: settings, rounds trained, value on validation data at each step."""
+        """Return one row per trial, best first: settings, rounds trained, value on validation data at each step."""
+        searched = dict.fromkeys(k for t in self.trials for k in t.chosen)  # methods may have different settings
         rows = []
-        searched = dict.fromkeys(k for t in self.trials for k in t.chosen)  # not every method has all of them
         for t in self.trials:
-            mine = self.values.get(t.number, {})
+            values = self.values.get(t.number, {})
             rows.append({
                 "trial": t.number, "method": t.method, **{k: t.chosen.get(k) for k in searched},
-                "rounds": max(mine, default=0),
-                **{f"round {r}": mine.get(r, math.nan) for r in self.plan.rounds},
+                "rounds": max(values, default=0),
+                **{f"round {r}": values.get(r, math.nan) for r in self.plan.rounds},
             })  # fmt: skip
-        frame = pd.DataFrame(rows).set_index("trial")
         order: list[int] = []
         for r in reversed(self.plan.rounds):
             order += [i for i in self.ranked((i for i, v in self.values.items() if r in v), r) if i not in order]
-        return frame.loc[[*order, *(t.number for t in self.trials if t.number not in order)]]
+        order += [t.number for t in self.trials if t.number not in order]
+        return pd.DataFrame(rows).set_index("trial").loc[order]
 
     def command(self) -> str:
-        """The command line of the winner."""
-        return "" if self.best is None else command(self.best.cell.settings)
+        """Return the command line of the winner."""
+        if self.best is None:
+            return ""
+        return run_command(self.best.cell.settings.model_dump(mode="json"), leave_out=_OF_TRIALS)
 
     def run(self) -> Run:
-        """The winner's run."""
+        """Return the winner's run."""
         if self.best is None:
             raise CoterieError("no trial has been scored yet")
-        return Run(self.best.cell.out, objects=self.best.cell.objects)
+        return self.best.run()
 
     def write(self) -> None:
-        """table.csv, best.json and the figure."""
+        """Write table.csv and, once a trial has been scored, best.json and the figure."""
         write_atomic(self.folder / "table.csv", self.frame().to_csv().encode())
         if self.best is not None:
-            found = {"trial": self.best.number, "method": self.best.method, "settings": dict(self.best.chosen)}
-            found |= {"command": self.command(), "rounds": self.spent, "full_grid": self.whole}
-            write_atomic(self.folder / "best.json", json.dumps(found, indent=1).encode())
-            self._figure(self.folder / "tune.png")
+            best = {"trial": self.best.number, "method": self.best.method, "settings": dict(self.best.chosen)}
+            best |= {"command": self.command(), "rounds": self.spent, "full_grid": self.whole}
+            write_atomic(self.folder / "best.json", json.dumps(best, indent=1).encode())
+            self._draw(self.best, self.folder / "tune.png")
 
-    def _figure(self, path: Path) -> None:
-        import matplotlib
+    def _draw(self, best: Trial, path: Path) -> None:
+        from matplotlib.figure import Figure  # slow to import
 
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        fig, ax = plt.subplots(figsize=(6, 3.6), constrained_layout=True)
-        best = self.best
+        figure = Figure(figsize=(6, 3.6), layout="constrained")
+        axes, metric = figure.add_subplot(), self.metric
         for i, values in self.values.items():
             at, y = zip(*sorted(values.items()), strict=True)
-            mine = best is not None and i == best.number
-            ax.plot(at, [self.metric.scale * v for v in y], marker="o", ms=4, lw=2 if mine else 0.8,
-                    color="C0" if mine else "0.6", zorder=2 if mine else 1,
-                    label=self.trials[i].name if mine else None)  # fmt: skip
-        ax.set_xscale("log")
-        ax.set_xticks(self.plan.rounds, [str(r) for r in self.plan.rounds])
-        ax.minorticks_off()
-        ax.set_xlabel("round")
-        ax.set_ylabel(f"{self.metric.label}, validation part")
-        ax.legend(fontsize=8)
-        fig.savefig(path, dpi=150)
-        plt.close(fig)
-
-
-def command(s: RunSettings) -> str:
-    """The command line that makes this run."""
-    words = ["coterie", "run", s.method, "--data", s.data]
-    given = s.model_dump(mode="json", exclude_unset=True)
-    more = {**given.pop("settings", {}), **given.pop("federation", {}), **given}
-    for skip in ("method", "data", "eval_every", "checkpoint_every", "final_trained", "watch"):
-        more.pop(skip, None)
-    for k, v in sorted(more.items()):
-        if v is None:
-            continue
-        text = v if isinstance(v, str) else json.dumps(v) if not isinstance(v, dict) else _table(v)
-        words += ["--set", f"{k}={text}"]
-    return shlex.join(words)
-
-
-def _table(v: Mapping[str, Any]) -> str:
-    return "{" + ", ".join(f"{k} = {json.dumps(x)}" for k, x in v.items()) + "}"
+            look: dict[str, Any] = {"lw": 0.8, "color": "0.6", "zorder": 1}
+            if i == best.number:
+                look = {"lw": 2, "color": "C0", "zorder": 2, "label": best.name}
+            axes.plot(at, [metric.scale * v for v in y], marker="o", ms=4, **look)
+        axes.set_xscale("log")
+        axes.set_xticks(self.plan.rounds, [str(r) for r in self.plan.rounds])
+        axes.minorticks_off()
+        axes.set_xlabel("round")
+        axes.set_ylabel(f"{metric.label}, validation part")
+        axes.legend(fontsize=8)
+        figure.savefig(path, dpi=150)
 
 
 def make_trials(
@@ -205,90 +214,70 @@ def make_trials(
     folder: Path,
     objects: Objects,
     rounds: int,
-    budget: "Budget",
+    budget: Budget,
     **fixed: Any,
 ) -> list[Trial]:
-    """Every combination of the settings that a method has. Settings of the run and the federation are for all methods,
-    others for those that have them, `method.setting` for that one.
+    """Return every combination of the searched settings, for each method those that it has.
+
+    Settings of the run and the federation apply to all methods, other settings to the methods that have them, and
+    `method.setting` to that method alone.
     """
     if not methods:
         raise CoterieError("name at least one method to tune")
     names = [m if isinstance(m, str) else m.__name__ for m in methods if method_class(m)]
-    classes = {n: fields(m, given_reading(fixed, n)) for n, m in zip(names, methods, strict=True)}
-    if len(classes) < len(methods):
+    own = {n: fields(m, given_reading(fixed, n)) for n, m in zip(names, methods, strict=True)}
+    if len(own) < len(methods):
         raise CoterieError(f"a method is named twice: {', '.join(names)}")
-    for k in (*space, *fixed):
-        whose, dot, setting = k.rpartition(".")
-        if dot and whose not in classes:
-            raise unknown("method in the setting", whose, classes)
-        if k not in ("settings", "federation"):
-            owner(setting, *([classes[whose]] if dot else classes.values()))
-    for k, values in space.items():
-        if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
-            raise CoterieError(f"{k} = {values!r} is invalid: a setting that is searched has a list of values")
-        if k.rpartition(".")[2] in SHARED:
-            raise CoterieError(f"{k} cannot be searched: trials share it")
-        if twice := [v for i, v in enumerate(values) if v in values[:i]]:
-            raise CoterieError(f"{k} has the value {twice[0]!r} twice")
-    if any(k.rpartition(".")[2] == "stop_after" and v is not None for k, v in fixed.items()):
-        raise CoterieError("stop_after cannot be set: tune itself says which trials end early")
-    many = sum(math.prod(len(v) for k, v in space.items() if _has(k, name, own)) for name, own in classes.items())
-    if many > MOST:
-        raise CoterieError(f"there are {many} combinations, more than {MOST}; give fewer values")
-    first = Plan.of(budget.fits(many, rounds), rounds, budget.eta).rounds[0]  # all later steps are multiples of it
-    less = {"final_trained": False, "watch": False}  # unless they are asked for
+    _check_names(space, fixed, own)
+    count = sum(math.prod(len(v) for k, v in space.items() if _has(k, n, own[n])) for n in names)
+    if count > _MOST_COMBINATIONS:
+        raise CoterieError(f"there are {count} combinations, more than {_MOST_COMBINATIONS}; give fewer values")
+    first = SearchPlan.of(budget.fits(count, rounds), rounds, budget.eta).rounds[0]  # later steps are multiples
+    defaults = {"final_trained": False, "watch": False}
     every = {"eval_every": first, "checkpoint_every": first, "rounds": rounds}
     trials: list[Trial] = []
     for name, method in zip(names, methods, strict=True):
-        mine = {k.removeprefix(f"{name}."): v for k, v in space.items() if _has(k, name, classes[name])}
-        other = {k.removeprefix(f"{name}."): v for k, v in fixed.items() if _has(k, name, classes[name])}
-        theirs = replace(objects, method=None if isinstance(method, str) else method)
-        for values in product(*mine.values()):
-            chosen = dict(zip(mine, values, strict=True))
-            made = settings(**{**less, **other, **chosen, **every, "method": method})
+        searched, other = (
+            {k.removeprefix(f"{name}."): v for k, v in given.items() if _has(k, name, own[name])}
+            for given in (space, fixed)
+        )
+        its_objects = replace(objects, method=None if isinstance(method, str) else method)
+        for values in product(*searched.values()):
+            chosen = dict(zip(searched, values, strict=True))
+            made = settings(**{**defaults, **other, **chosen, **every, "method": method})
             number = len(trials)
-            trials.append(Trial(number, name, chosen, Cell(made, folder / f"{number:04d}-{name}", theirs)))
+            trials.append(Trial(number, name, chosen, Cell(made, folder / f"{number:04d}-{name}", its_objects)))
     return trials
 
 
+def _check_names(
+    space: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any], own: Mapping[str, Collection[str]]
+) -> None:
+    """Raise CoterieError if a setting is unknown, cannot be searched, or has no list of different values."""
+    for k in (*space, *fixed):
+        method, dot, setting = k.rpartition(".")
+        if dot and method not in own:
+            raise unknown("method in the setting", method, own)
+        if k not in ("settings", "federation"):
+            owner(setting, *([own[method]] if dot else own.values()))
+    for k, values in space.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
+            raise CoterieError(f"{k} = {values!r} is invalid: a setting that is searched has a list of values")
+        if k.rpartition(".")[2] in _SHARED:
+            raise CoterieError(f"{k} cannot be searched: it is the same for all trials")
+        if twice := [v for i, v in enumerate(values) if v in values[:i]]:
+            raise CoterieError(f"{k} has the value {twice[0]!r} twice")
+    if any(k.rpartition(".")[2] == "stop_after" and v is not None for k, v in fixed.items()):
+        raise CoterieError("stop_after cannot be set: the search decides which trials end early")
+
+
 def _has(setting: str, name: str, own: Collection[str]) -> bool:
-    whose, dot, plain = setting.rpartition(".")
+    """True if the setting applies to the method of this name, which has `own` settings."""
+    method, dot, plain = setting.rpartition(".")
     if dot:
-        return whose == name
-    return plain in ("settings", "federation") or owner_or_none(plain, own) is not None
-
-
-def owner_or_none(setting: str, own: Collection[str]) -> str | None:
-    try:
-        return owner(setting, own)
-    except CoterieError:
-        return None
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How much may be spent."""
-
-    eta: int = 3
-    rounds: int | None = None  # of all trials together
-    minutes: float | None = None
-    trials: int | None = None  # at most so many combinations
-
-    def __post_init__(self) -> None:
-        if self.eta < 2:
-            raise CoterieError(f"eta = {self.eta} is invalid: of every so many trials one goes on, at least 2")
-        for k in ("rounds", "minutes", "trials"):
-            if (v := getattr(self, k)) is not None and v <= 0:
-                raise CoterieError(f"{'budget' if k == 'rounds' else k} = {v} is invalid: it must be above 0")
-
-    def fits(self, trials: int, rounds: int) -> int:
-        """How many trials can be afforded."""
-        n = min(trials, self.trials or trials)
-        while n > 0 and self.rounds is not None and Plan.of(n, rounds, self.eta).cost > self.rounds:
-            n -= 1
-        if n == 0:
-            raise CoterieError(f"budget = {self.rounds} is less than the {rounds} rounds of one trial; lower rounds")
-        return n
+        return method == name
+    shared = {"settings", "federation", *RunSettings.model_fields, *PartitionSettings.model_fields}
+    return plain in shared or plain in own
 
 
 def search(
@@ -301,64 +290,54 @@ def search(
     tell: Callable[[Status], None] = lambda s: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Tuning:
-    """Successive halving over the trials; repeated with the same folder it goes on where it was."""
+    """Run successive halving over the trials; with the folder of an unfinished search, continue it."""
     if sampler not in SAMPLERS:
         raise unknown("sampler", sampler, SAMPLERS)
     rounds = trials[0].cell.settings.rounds
     n = budget.fits(len(trials), rounds)
-    if sampler == "grid" and n < len(trials):
-        sampler = "random"  # not all of the grid can be afforded
     if (folder / "settings.json").exists():
-        raise CoterieError(f"{folder} is the folder of a run; choose another one for the search")
-    until = None if budget.minutes is None else time.monotonic() + 60 * budget.minutes
-    _check(trials, engine)
+        raise CoterieError(f"{folder} is the folder of a run; choose a different folder for the search")
+    deadline = math.inf if budget.minutes is None else time.monotonic() + 60 * budget.minutes
+    _check_trials(trials, engine)
+    tuning = Tuning(folder, list(trials), SearchPlan.of(n, rounds, budget.eta))
 
     def over() -> bool:
-        return stopped() or (until is not None and time.monotonic() > until)
-
-    plan = Plan.of(n, rounds, budget.eta)
-    found = Tuning(folder, list(trials), plan)
+        return stopped() or time.monotonic() > deadline
 
     def advance(numbers: Sequence[int], to: int) -> bool:
-        """Train these trials to a round; False if time is over."""
+        """Train these trials to a round; return False if time ran out before all of them were there."""
         cells = {i: replace(trials[i].cell, until=to) for i in numbers}
         status = sweep(list(cells.values()), engine, tell, over)
         for i, cell in cells.items():
             if cell.out in status.failed:
-                found.failed[i] = status.failed[cell.out]
+                tuning.failed[i] = status.failed[cell.out]
             elif cell.finished():
-                found.values.setdefault(i, {})[to] = _value(cell, to)
-        return not over() or all(i in found.failed or to in found.values.get(i, {}) for i in numbers)
+                tuning.values.setdefault(i, {})[to] = _validation_value(trials[i].run(), to)
+        return not over() or all(i in tuning.failed or to in tuning.values.get(i, {}) for i in numbers)
 
     if sampler == "optuna":
-        alive = _proposed(trials, n, plan.rounds[0], found, advance, seed)
+        alive = _proposed(tuning, n, advance, seed)
+    elif n < len(trials):  # a grid that exceeds the budget is sampled too
+        alive = sorted(numpy_rng(seed, "tune").permutation(len(trials))[:n].tolist())
     else:
         alive = list(range(len(trials)))
-        if sampler == "random" and n < len(alive):
-            alive = sorted(numpy_rng(seed, "tune").permutation(len(alive))[:n].tolist())
-    for to, many in zip(plan.rounds, plan.trials, strict=True):
-        last = plan.rounds[plan.rounds.index(to) - 1] if to != plan.rounds[0] else None
-        if last is not None:
-            alive = found.ranked([i for i in alive if i not in found.failed], last)[:many]
+    before = None
+    for to, count in zip(tuning.plan.rounds, tuning.plan.trials, strict=True):
+        if before is not None:
+            alive = tuning.ranked([i for i in alive if i not in tuning.failed], before)[:count]
         if not advance(alive, to):
             break
+        before = to
     else:
-        found.complete = True
-    if not found.values and found.failed:
-        raise CoterieError(f"every trial failed: {next(iter(found.failed.values()))}")
-    found.write()
-    return found
+        tuning.complete = True
+    if not tuning.values and tuning.failed:
+        raise CoterieError(f"every trial failed: {next(iter(tuning.failed.values()))}")
+    tuning.write()
+    return tuning
 
 
-def _proposed(
-    trials: Sequence[Trial],
-    n: int,
-    first: int,
-    found: Tuning,
-    advance: Callable[[Sequence[int], int], bool],
-    seed: int,
-) -> list[int]:
-    """Trials that Optuna's sampler proposes, a few at a time, knowing how the ones before did in their first rounds.
+def _proposed(tuning: Tuning, n: int, advance: Callable[[Sequence[int], int], bool], seed: int) -> list[int]:
+    """Return trials that Optuna's sampler proposes, a few at a time, and train them to the first step of the plan.
 
     The same seed and values give the same proposals, so a killed search proposes the same again.
     """
@@ -367,49 +346,54 @@ def _proposed(
     except ImportError:
         raise CoterieError("sampler = optuna needs a package: pip install 'coterie[tune]'") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    at = {(t.method, json.dumps(dict(t.chosen), sort_keys=True, default=str)): t.number for t in trials}
-    methods = list(dict.fromkeys(t.method for t in trials))
-    values: dict[str, dict[str, list[Any]]] = {m: {} for m in methods}
-    for t in trials:
+    values: dict[str, dict[str, list[Any]]] = {}
+    for t in tuning.trials:
+        its_values = values.setdefault(t.method, {})
         for k, v in t.chosen.items():
-            if v not in values[t.method].setdefault(k, []):
-                values[t.method][k].append(v)
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=2 * GENERATION))
-    picked: list[int] = []
+            if v not in its_values.setdefault(k, []):
+                its_values[k].append(v)
+    number_of = {_key(t.method, t.chosen): t.number for t in tuning.trials}
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=2 * _GENERATION))
+    first, picked = tuning.plan.rounds[0], list[int]()
     for _ in range(50 * n):
         if len(picked) >= n:
             break
-        asked = []
-        for _ in range(GENERATION):
-            trial = study.ask()
-            method = trial.suggest_categorical("method", methods)
+        proposals = []
+        for _ in range(_GENERATION):
+            proposal = study.ask()
+            method = proposal.suggest_categorical("method", list(values))
             chosen = {
-                k: v[trial.suggest_categorical(f"{method}.{k}", list(range(len(v))))] for k, v in values[method].items()
+                k: v[proposal.suggest_categorical(f"{method}.{k}", list(range(len(v))))]
+                for k, v in values[method].items()
             }
-            asked.append((trial, at[method, json.dumps(chosen, sort_keys=True, default=str)]))
-        fresh = [i for i in dict.fromkeys(i for _, i in asked) if i not in picked][: n - len(picked)]
+            proposals.append((proposal, number_of[_key(method, chosen)]))
+        fresh = [i for i in dict.fromkeys(i for _, i in proposals) if i not in picked][: n - len(picked)]
         picked += fresh
         if fresh and not advance(fresh, first):
             break
-        sign = 1 if found.values and found.metric.lower else -1
-        for trial, i in asked:
-            value = found.values.get(i, {}).get(first, math.nan)
+        sign = 1 if tuning.values and tuning.metric.lower else -1
+        for proposal, i in proposals:
+            value = tuning.values.get(i, {}).get(first, math.nan)
             if math.isfinite(value):
-                study.tell(trial, sign * value)
+                study.tell(proposal, sign * value)
             else:
-                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                study.tell(proposal, state=optuna.trial.TrialState.FAIL)
     return picked
 
 
-def _check(trials: Sequence[Trial], engine: Engine) -> None:
-    """Puts together a run for every method, name and way to divide the data, so that none fails later on."""
+def _key(method: str, chosen: Mapping[str, Any]) -> tuple[str, str]:
+    return method, json.dumps(dict(chosen), sort_keys=True, default=str)
+
+
+def _check_trials(trials: Sequence[Trial], engine: Engine) -> None:
+    """Prepare a run for every method, name and partition, so that mistakes are found before anything is trained."""
     first: dict[tuple[str, str, str], Trial] = {}
     for t in reversed(trials):
         first[t.method, "", ""] = t
         for k, v in t.chosen.items():
             if k in PartitionSettings.model_fields or not isinstance(v, int | float):
                 first[t.method, k, str(v)] = t
-    s = trials[0].cell.settings  # all have its data
+    s = trials[0].cell.settings  # all trials have the same data
     dataset = trials[0].cell.objects.dataset or load_dataset(s.data, engine.data_dir, s.subset)
     for t in {t.number: t for t in first.values()}.values():
         settings, loaded = t.cell.settings, None if "subset" in t.chosen else dataset
@@ -418,13 +402,10 @@ def _check(trials: Sequence[Trial], engine: Engine) -> None:
             raise CoterieError("tune chooses on validation data, and no client has any (set val_share)")
 
 
-def _value(cell: Cell, round: int) -> float:
-    """The value on validation data after this round; NaN where it is not defined."""
-    run = Run(cell.out, objects=cell.objects)
-    event = next((e for e in run.events if e["round"] == round), None)
-    if event is None:
-        return math.nan
+def _validation_value(run: Run, round: int) -> float:
+    """Return the value on validation data after this round; NaN where it is not defined."""
+    scores: dict[str, Any] = next((e["eval"] for e in run.events if e["round"] == round), {})
     for view in (run.headline, "personal"):
-        if (stats := event["eval"].get(f"{view}/val")) is not None:
+        if (stats := scores.get(f"{view}/val")) is not None:
             return math.nan if stats["mean"] is None or stats.get("nonfinite") else float(stats["mean"])
     return math.nan

@@ -71,6 +71,16 @@ def _best(values: pd.Series, metric: Metric) -> int:
     return int(values.idxmin() if metric.lower else values.idxmax())
 
 
+def cumulative_bytes(rounds: pd.DataFrame) -> pd.Series:
+    """Return the bytes sent over all links and directions up to each round."""
+    return rounds.filter(like="bytes/").fillna(0).sum(axis=1).cumsum()
+
+
+def gain_counts(differences: Any) -> tuple[int, int]:
+    """Return the number of clients that gain and the number that lose."""
+    return int((differences > 0).sum()), int((differences < 0).sum())
+
+
 def rounds_to(curve: pd.Series, target: float, lower: bool = False) -> int | None:
     """The first round whose value reaches the target; `lower`: falls to it."""
     reached = curve[curve <= target] if lower else curve[curve >= target]

@@ -1,49 +1,20 @@
 """Where a run comes from: its settings, the command that repeats it, and when it was made."""
 
 import json
-import shlex
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from coterie.config import RunSettings
-from coterie.data.settings import PartitionSettings
+from coterie.results.command_line import run_command
 from coterie.results.run import Run
 from coterie.storage.run_folder import EVENTS, SETTINGS
 
-OPTIONS = ("data", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "lr", "seed")
-ALWAYS = ("data", "partition", "clients", "rounds")  # in the command even where they are the default
-
 
 def command(run: Run) -> str:
-    """What to type to repeat the run; empty if it was made with Python objects of the user's own."""
-    if run.description.get("objects"):
+    """Return the command that repeats the run; empty if it used Python objects of the user or data of devices."""
+    if run.description.get("objects") or run.own_data:
         return ""
-    s = run.settings
-    outer = {k: v for k, v in s.items() if k not in ("method", "settings", "federation")}
-    given = {k: v for k, v in outer.items() if k in ALWAYS or v != _default(RunSettings, k)}
-    given |= {k: v for k, v in s["federation"].items() if k in ALWAYS or v != _default(PartitionSettings, k)}
-    given |= s["settings"]
-    words = ["coterie", "run", str(s["method"])]
-    for k in OPTIONS:
-        if given.get(k) is not None:
-            words += [f"--{k}", _text(given[k])]
-    if run.description.get("data_dir"):
-        words += ["--data-dir", str(run.description["data_dir"])]
-    for k, v in given.items():
-        if k not in OPTIONS and v is not None:
-            words += ["--set", f"{k}={_text(v)}"]
-    return shlex.join(words)
-
-
-def _default(cls: Any, name: str) -> Any:
-    return cls.model_fields[name].default if name in cls.model_fields else None
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    return run_command(run.settings, run.description.get("data_dir"))
 
 
 def dates(runs: Sequence[Run]) -> str:

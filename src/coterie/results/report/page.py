@@ -53,19 +53,19 @@ class Section:
 
 SECTIONS = (
     Section("items", "Printed and measured", lambda s: list(s.items)),
-    Section("summary", "Summary", lambda s: s.each(content.summary)),
-    Section("gains", "Who gains, who loses", lambda s: s.each(content.gains)),
-    Section("arena", "Against controls", lambda s: s.each(content.against)),
-    Section("curves", "Curves", lambda s: s.each(content.lines)),
-    Section("cost", "Scores against bytes", lambda s: s.each(content.costs)),
-    Section("clients", "Clients", lambda s: s.each(content.clients)),
-    Section("clusters", "Clusters and edges", lambda s: s.each(content.clusters)),
-    Section("bytes", "Bytes", lambda s: s.each(content.sent)),
+    Section("summary", "Summary", lambda s: s.each(content.summary_table)),
+    Section("gains", "Who gains, who loses", lambda s: s.each(content.gain_table)),
+    Section("arena", "Against controls", lambda s: s.each(content.control_rows)),
+    Section("curves", "Curves", lambda s: s.each(content.curve_data)),
+    Section("cost", "Scores against bytes", lambda s: s.each(content.cost_data)),
+    Section("clients", "Clients", lambda s: s.each(content.client_data)),
+    Section("clusters", "Clusters and edges", lambda s: s.each(content.cluster_data)),
+    Section("bytes", "Bytes", lambda s: s.each(content.byte_table)),
     Section("settings", "Settings", lambda s: origin.settings(s.runs)),
 )
 
 
-def write(
+def write_report(
     paths: Sequence[Path],
     out: Path,
     title: str = "",
@@ -125,7 +125,9 @@ def render(
             title=title or _title(runs, items),
             sections=[{"id": s.id, "heading": s.heading, "data": data} for s, data in found if data],
             warnings=[*warnings, *_warnings(runs), *(w for c in subject.groups.values() for w in c.warnings())],
-            data=as_json({"views": content.VIEWS, "groups": [content.drawn(g, c) for g, c in subject.groups.items()]}),
+            data=as_json(
+                {"views": content.CURVES, "groups": [content.script_data(g, c) for g, c in subject.groups.items()]}
+            ),
             seeds=sorted({r.settings["seed"] for r in runs}),
             methods=len({r.title for r in runs}),
             made=origin.dates(runs),
@@ -138,12 +140,10 @@ def render(
 def _title(runs: Sequence[Run], items: Sequence[dict[str, Any]] = ()) -> str:
     if len(items) == 1:
         return f"{items[0]['paper']} {items[0]['item']}: {items[0]['what']}"
-    first = runs[0].settings
-    data = sorted({r.settings["data"] for r in runs})
-    schemes = sorted({r.settings["federation"]["partition"] for r in runs})
-    scheme = first["federation"]["partition"] if len(schemes) == 1 else f"{len(schemes)} partitions"
-    many = len({r.title for r in runs})
-    return f"{', '.join(data)}: {scheme}, {many} method{'s' if many > 1 else ''}"
+    data, partitions = sorted({r.data for r in runs}), {r.partition for r in runs}
+    partition = runs[0].partition if len(partitions) == 1 else f"{len(partitions)} partitions"
+    methods = len({r.title for r in runs})
+    return f"{', '.join(data)}: {partition}, {methods} method{'s' if methods > 1 else ''}"
 
 
 def _warnings(runs: Sequence[Run]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Figures of runs: functions of runs that return a matplotlib Figure; `save` writes PNG, SVG and PDF."""
+"""Figures of runs: functions of runs that return a matplotlib Figure; `save_figure` writes PNG, SVG and PDF."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,23 +8,23 @@ from matplotlib.figure import Figure
 
 from coterie.errors import CoterieError, unknown
 from coterie.results.report.figures import bars, curves, forest, groups
-from coterie.results.report.figures.style import FONTS, save
+from coterie.results.report.figures.style import FONTS, save_figure
 from coterie.results.run import Run
 
 KINDS: dict[str, tuple[Callable[..., Figure], tuple[str, ...], str]] = {  # name -> function, its options, what it shows
-    "rounds": (curves.rounds, ("view",), "accuracy (or the metric of the task) against round"),
-    "loss": (curves.loss, (), "training loss against round"),
-    "bytes": (curves.sent, (), "cumulative bytes against round"),
-    "cost": (curves.cost, ("view",), "accuracy against bytes"),
-    "aun": (curves.aun, (), "norm of the mean update against round"),
-    "bars": (bars.bars, ("value", "label"), "one bar per method and data set"),
-    "axis": (bars.against, ("axis", "value", "label", "axis_label"), "accuracy against a setting"),
-    "clients": (bars.clients, (), "every client's accuracy, and its gain over Local-Only"),
-    "arena": (forest.arena, ("score", "against"), "paired differences to controls, with intervals"),
-    "layers": (groups.layers, (), "the layer each client keeps, and where runs agree"),
-    "sizes": (groups.sizes, (), "sizes of the clusters"),
-    "similarity": (groups.similarity, (), "similarity of the clients' models, by cluster"),
-    "labels": (groups.labels, (), "labels by client"),
+    "rounds": (curves.draw_rounds, ("view",), "accuracy (or the metric of the task) against round"),
+    "loss": (curves.draw_loss, (), "training loss against round"),
+    "bytes": (curves.draw_bytes, (), "cumulative bytes against round"),
+    "cost": (curves.draw_cost, ("view",), "accuracy against bytes"),
+    "aun": (curves.draw_update_norms, (), "norm of the mean update against round"),
+    "bars": (bars.draw_bars, ("value", "label"), "one bar per method and data set"),
+    "axis": (bars.draw_axis, ("axis", "value", "label", "axis_label"), "accuracy against a setting"),
+    "clients": (bars.draw_clients, (), "every client's accuracy, and its gain over Local-Only"),
+    "arena": (forest.draw_controls, ("score", "against"), "paired differences to controls, with intervals"),
+    "layers": (groups.draw_layers, (), "the layer each client keeps, and where runs agree"),
+    "sizes": (groups.draw_cluster_sizes, (), "sizes of the clusters"),
+    "similarity": (groups.draw_similarity, (), "similarity of the clients' models, by cluster"),
+    "labels": (groups.draw_labels, (), "labels by client"),
 }
 
 
@@ -42,4 +42,4 @@ def draw(kind: str, runs: Sequence[Run], **options: Any) -> Figure:
         return function(ready, **{k: v for k, v in options.items() if k in takes and v})
 
 
-__all__ = ["KINDS", "draw", "save"]
+__all__ = ["KINDS", "draw", "save_figure"]

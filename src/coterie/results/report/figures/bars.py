@@ -9,14 +9,16 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from coterie.errors import CoterieError
-from coterie.results.discovery import named, setting
+from coterie.results.controls import gain_sign, gain_unit
+from coterie.results.discovery import local_only_title, run_name, setting
 from coterie.results.report.figures import style
 from coterie.results.run import Run
+from coterie.results.statistics import gain_counts
 
-Value = Callable[[Run], float]
+_Value = Callable[[Run], float]
 
 
-def headline(run: Run) -> float:
+def headline_score(run: Run) -> float:
     """The last score of the run's headline; of participants before training if no client was scored."""
     summary = run.summary()
     for view in (run.headline, "personal"):
@@ -27,7 +29,7 @@ def headline(run: Run) -> float:
     return float(summary["participants_before_last10"])
 
 
-def heights(runs: Sequence[Run], value: Value = headline) -> pd.DataFrame:
+def heights(runs: Sequence[Run], value: _Value = headline_score) -> pd.DataFrame:
     """Mean over seeds (accuracies in percent), titles by groups, and the standard deviation as `± GROUP`."""
     rows: dict[str, dict[str, float]] = {}
     for title in dict.fromkeys(r.title for r in runs):
@@ -39,7 +41,7 @@ def heights(runs: Sequence[Run], value: Value = headline) -> pd.DataFrame:
     return pd.DataFrame(rows).T
 
 
-def bars(runs: Sequence[Run], value: Value = headline, label: str = "") -> Figure:
+def draw_bars(runs: Sequence[Run], value: _Value = headline_score, label: str = "") -> Figure:
     """One group of bars per data set, one bar per method."""
     frame = heights(runs, value)
     groups = [c for c in frame.columns if not c.startswith("± ")]
@@ -77,13 +79,13 @@ def position(run: Run, axis: str) -> float:
     return float(value)
 
 
-def over_axis(runs: Sequence[Run], axis: str, value: Value = headline) -> dict[str, dict[str, pd.DataFrame]]:
+def over_axis(runs: Sequence[Run], axis: str, value: _Value = headline_score) -> dict[str, dict[str, pd.DataFrame]]:
     """Panel -> line -> mean and std (accuracies in percent) by the setting's value; a panel is a data set, a line a
     method.
     """
     out: dict[str, dict[str, pd.DataFrame]] = {}
-    for panel in dict.fromkeys(str(r.settings["data"]) for r in runs):
-        mine = [r for r in runs if r.settings["data"] == panel]
+    for panel in dict.fromkeys(r.data for r in runs):
+        mine = [r for r in runs if r.data == panel]
         for name in dict.fromkeys(_method(r, axis) for r in mine):
             found = [(position(r, axis), r.metric.scale * value(r)) for r in mine if _method(r, axis) == name]
             frame = pd.DataFrame(found, columns=["at", "value"]).groupby("at")["value"].agg(["mean", "std"])
@@ -94,12 +96,14 @@ def over_axis(runs: Sequence[Run], axis: str, value: Value = headline) -> dict[s
 def _method(run: Run, axis: str) -> str:
     """Rows that only name the setting's value are one line: the method's."""
     if run.apart:
-        return named(run, without=axis)
+        return run_name(run, without=axis)
     own = str(run.description["method"]["title"])
     return own if axis in run.description["method"]["settings"] or re.search(r"[_=]\d", run.title) else run.title
 
 
-def against(runs: Sequence[Run], axis: str, value: Value = headline, label: str = "", axis_label: str = "") -> Figure:
+def draw_axis(
+    runs: Sequence[Run], axis: str, value: _Value = headline_score, label: str = "", axis_label: str = ""
+) -> Figure:
     """The task's metric against a setting."""
     data = over_axis(runs, axis, value)
     figure, all_axes = style.panels(len(data), width=4.6)
@@ -107,7 +111,7 @@ def against(runs: Sequence[Run], axis: str, value: Value = headline, label: str 
     for axes, (panel, lines) in zip(all_axes, data.items(), strict=True):
         for name, frame in lines.items():
             axes.errorbar(frame.index, frame["mean"], yerr=frame["std"] if frame["std"].notna().any() else None,
-                          label=name, capsize=2, **style.line(order.index(name)))  # fmt: skip
+                          label=name, capsize=2, **style.line_style(order.index(name)))  # fmt: skip
         ticks = sorted({float(x) for frame in lines.values() for x in frame.index})
         if min(ticks) > 0 and max(ticks) / min(ticks) > 20:
             axes.set_xscale("log")
@@ -120,7 +124,7 @@ def against(runs: Sequence[Run], axis: str, value: Value = headline, label: str 
     return figure
 
 
-def gains(runs: Sequence[Run], view: str = "personal/test") -> pd.DataFrame:
+def client_scores(runs: Sequence[Run], view: str = "personal/test") -> pd.DataFrame:
     """Each client's metric (accuracies in percent), one column per title; Local-Only first if it is there."""
     columns = {}
     for title in dict.fromkeys(r.title for r in runs):
@@ -132,23 +136,14 @@ def gains(runs: Sequence[Run], view: str = "personal/test") -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def local_title(runs: Sequence[Run]) -> str | None:
-    return next((r.title for r in runs if r.settings["method"] == "local"), None)
-
-
-def counts(gained: pd.Series) -> tuple[int, int]:
-    """How many clients gain and how many lose."""
-    return int((gained > 0).sum()), int((gained < 0).sum())
-
-
-def clients(runs: Sequence[Run], view: str = "personal/test") -> Figure:
+def draw_clients(runs: Sequence[Run], view: str = "personal/test") -> Figure:
     """Left: every client's metric, sorted. Right: what each gains or loses against Local-Only, sorted."""
     groups = list(dict.fromkeys(r.group for r in runs))
     order = list(dict.fromkeys(r.title for r in runs))
     figure, all_axes = style.panels(2 * len(groups), width=4.8, height=max(3.8, 0.2 * len(order) + 0.8))
     for k, group in enumerate(groups):
         mine = [r for r in runs if r.group == group]
-        frame, base = gains(mine, view), local_title(mine)
+        frame, base = client_scores(mine, view), local_only_title(mine)
         left, right = all_axes[2 * k : 2 * k + 2]
         metric = mine[0].metric
         _sorted(left, frame, order, metric.label, {}, metric.lower)
@@ -157,11 +152,9 @@ def clients(runs: Sequence[Run], view: str = "personal/test") -> Figure:
             right.set_visible(False)
             left.legend(frameon=False, fontsize=8, loc="lower right")
             continue
-        gained = frame.drop(columns=base).sub(frame[base], axis=0) * (-1 if metric.lower else 1)
-        words = {n: f"{n}: {up} gain, {down} lose" for n in gained for up, down in [counts(gained[n])]}
-        _sorted(
-            right, gained, order, f"gain over {base}" + (" (points)" if metric.percent else f" ({metric.name})"), words
-        )
+        gained = frame.drop(columns=base).sub(frame[base], axis=0) * gain_sign(metric)
+        words = {n: f"{n}: {up} gain, {down} lose" for n in gained for up, down in [gain_counts(gained[n])]}
+        _sorted(right, gained, order, f"gain over {base} ({gain_unit(metric)})", words)
         right.axhline(0, color="black", linewidth=0.8)
         right.set_title(f"{group}: against {base}")
         shown = left.get_lines()[list(frame.columns).index(base)]
@@ -180,7 +173,7 @@ def _sorted(
         i = order.index(name)
         every = max(1, len(y) // 8)
         axes.plot(np.arange(1, len(y) + 1), y, markevery=((i * every) // len(order), every),
-                  label=words.get(str(name), str(name)), **style.line(i))  # fmt: skip
+                  label=words.get(str(name), str(name)), **style.line_style(i))  # fmt: skip
     axes.margins(x=0.01)
     style.whole_numbers(axes.xaxis)
     axes.set_xlabel("clients, from worst to best")

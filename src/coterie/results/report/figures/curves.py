@@ -6,12 +6,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from coterie.errors import CoterieError
-from coterie.results.controls import headline
+from coterie.results.controls import headline_view
 from coterie.results.report.figures import style
 from coterie.results.run import Run
+from coterie.results.statistics import cumulative_bytes
 
 WINDOW = 10  # rounds averaged where single rounds are too noisy to read: few clients take part in each
-VIEWS = {  # what follows the metric's name
+_VIEW_WORDS = {  # what follows the metric's name
     "participants/before/pooled": "of participants before training",
     "participants/after/pooled": "of participants after training",
     "personal/test/mean": "of personal models, mean over clients",
@@ -27,17 +28,17 @@ VIEWS = {  # what follows the metric's name
 
 def best_view(runs: Sequence[Run]) -> str:
     """What all of these runs have, in the order a reader would choose."""
-    order = (f"{headline(runs)}/test/mean", "personal/test/mean", "participants/before/pooled")
-    for view in (*order, *VIEWS):
+    order = (f"{headline_view(runs)}/test/mean", "personal/test/mean", "participants/before/pooled")
+    for view in (*order, *_VIEW_WORDS):
         if all(view in r.rounds for r in runs):
             return view
     raise CoterieError("these runs have no scores in common to draw")
 
 
-def named(runs: Sequence[Run], view: str) -> str:
+def view_label(runs: Sequence[Run], view: str) -> str:
     """The label of an axis."""
     metric = runs[0].metric
-    return f"{metric.name} {VIEWS[view]}" + (" (%)" if metric.percent else "") if view in VIEWS else view
+    return f"{metric.name} {_VIEW_WORDS[view]}" + (" (%)" if metric.percent else "") if view in _VIEW_WORDS else view
 
 
 def over_rounds(runs: Sequence[Run], column: str, scale: float = 1.0) -> pd.DataFrame:
@@ -61,39 +62,39 @@ def megabytes(runs: Sequence[Run]) -> pd.DataFrame:
     """Cumulative MB of all links and directions by round, one column per title, mean over seeds."""
     out = {}
     for title in dict.fromkeys(r.title for r in runs):
-        found = [r.rounds.filter(like="bytes/").fillna(0).sum(axis=1).cumsum() / 1e6 for r in runs if r.title == title]
+        found = [cumulative_bytes(r.rounds) / 1e6 for r in runs if r.title == title]
         out[title] = pd.concat(found, axis=1).mean(axis=1)
     return pd.DataFrame(out).sort_index()
 
 
-def rounds(runs: Sequence[Run], view: str = "") -> Figure:
+def draw_rounds(runs: Sequence[Run], view: str = "") -> Figure:
     """The task's metric against round."""
     view = view or best_view(runs)
-    label = named(runs, view)
+    label = view_label(runs, view)
     smooth = any(_noisy(view, len(r.rounds)) for r in runs)
     return _lines(
         runs, lambda g: over_rounds(g, view, runs[0].metric.scale), label + (", mean of ten rounds" if smooth else "")
     )
 
 
-def loss(runs: Sequence[Run]) -> Figure:
+def draw_loss(runs: Sequence[Run]) -> Figure:
     """Training loss of the participants against round."""
     return _lines(runs, lambda g: over_rounds(g, "loss"), "training loss of the participants")
 
 
-def aun(runs: Sequence[Run]) -> Figure:
+def draw_update_norms(runs: Sequence[Run]) -> Figure:
     """Norm of the mean update (AUN) against round; needs runs made with log_updates."""
     if not any("note/aun" in r.rounds for r in runs):
         raise CoterieError("these runs did not log their updates; run them with --set log_updates=true")
     return _lines(runs, lambda g: over_rounds(g, "note/aun"), "norm of the mean update, AUN")
 
 
-def sent(runs: Sequence[Run]) -> Figure:
+def draw_bytes(runs: Sequence[Run]) -> Figure:
     """Cumulative bytes against round."""
     return _lines(runs, megabytes, "sent so far, all links, up and down (MB)", zero=True)
 
 
-def cost(runs: Sequence[Run], view: str = "") -> Figure:
+def draw_cost(runs: Sequence[Run], view: str = "") -> Figure:
     """The task's metric against bytes."""
     view = view or best_view(runs)
     groups = list(dict.fromkeys(r.group for r in runs))
@@ -106,15 +107,15 @@ def cost(runs: Sequence[Run], view: str = "") -> Figure:
         for title in shown:
             y = values[title].dropna()
             axes.plot(spent[title].reindex(y.index), y, label=title, markevery=_every(len(y)),
-                      **style.line(order.index(title)))  # fmt: skip
+                      **style.line_style(order.index(title)))  # fmt: skip
         silent = [t for t in order if t not in shown]
         for title in silent:  # sends nothing, so it is a height, not a line
-            axes.axhline(values[title].dropna().iloc[-1], color=style.line(order.index(title))["color"],
+            axes.axhline(values[title].dropna().iloc[-1], color=style.line_style(order.index(title))["color"],
                          linewidth=1.2, linestyle=":", label=f"{title} (sends nothing)")  # fmt: skip
         if shown:
             axes.set_xscale("log")
         axes.set_xlabel("sent so far, all links, up and down (MB, logarithmic)")
-        axes.set_ylabel(_broken(named(runs, view)))
+        axes.set_ylabel(_broken(view_label(runs, view)))
         axes.set_title(group)
     style.legend(figure, max(all_axes, key=lambda a: len(a.get_legend_handles_labels()[1])))
     return figure
@@ -134,8 +135,8 @@ def _lines(runs: Sequence[Run], data: object, label: str, zero: bool = False) ->
             start = (i * every) // max(len(order), 1)  # markers of close lines do not cover each other
             for one in _by_seed(mine, title):  # thin lines: single seeds; the thick one is their mean
                 y1 = data([one])[title].dropna()  # type: ignore[operator]
-                axes.plot(y1.index, y1, color=style.line(i)["color"], linewidth=0.6, alpha=0.45)
-            axes.plot(y.index, y, label=title, markevery=(start, every), **style.line(i))
+                axes.plot(y1.index, y1, color=style.line_style(i)["color"], linewidth=0.6, alpha=0.45)
+            axes.plot(y.index, y, label=title, markevery=(start, every), **style.line_style(i))
         if zero:
             axes.set_ylim(bottom=0)
         axes.margins(x=0.01)

@@ -6,19 +6,19 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from coterie.errors import CoterieError
-from coterie.results.controls import arenas, heading
+from coterie.results.controls import control_tables, gain_unit, heading
 from coterie.results.report.figures import style
 from coterie.results.run import Run
 
 
-def arena(runs: Sequence[Run], score: str = "", against: Sequence[str] = ()) -> Figure:
+def draw_controls(runs: Sequence[Run], score: str = "", against: Sequence[str] = ()) -> Figure:
     """A forest plot: one line per method and control, the difference in points and its 95 % interval.
 
     One panel for each method and group of clients.
     """
     panels = [
         (a.group, label, [p for p in a.pairs if p.row.label == label])
-        for a in arenas(runs, against, score)
+        for a in control_tables(runs, against, score)
         for label in dict.fromkeys(p.row.label for p in a.pairs)
     ]
     if not panels:
@@ -43,7 +43,6 @@ def arena(runs: Sequence[Run], score: str = "", against: Sequence[str] = ()) -> 
         beside.tick_params(length=0)
         beside.spines["right"].set_visible(False)
         axes.grid(axis="y", visible=False)
-        unit = "points" if metric.percent else metric.name
-        axes.set_xlabel(f"difference in {unit}, 95 % interval over {pairs[0].difference.covers}")
+        axes.set_xlabel(f"difference in {gain_unit(metric)}, 95 % interval over {pairs[0].difference.covers}")
         axes.set_title(f"{label} against controls; {group + '; ' if group else ''}{heading(pairs[0])}")
     return figure

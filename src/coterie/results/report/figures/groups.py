@@ -10,16 +10,14 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from numpy.typing import NDArray
 
 from coterie.core.edges import EdgeMethod
 from coterie.data.overview import partition_figure
 from coterie.errors import CoterieError
+from coterie.results.bootstrap import FloatArray
 from coterie.results.report.figures import style
 from coterie.results.run import Run
 from coterie.storage.checkpoint import newest
-
-Floats = NDArray[np.floating[Any]]
 
 
 def facts(run: Run, name: str) -> Any:
@@ -45,7 +43,7 @@ def agreement(choices: Sequence[Mapping[int, str]], truth: Mapping[int, str] | N
     return out
 
 
-def layers(runs: Sequence[Run]) -> Figure:
+def draw_layers(runs: Sequence[Run]) -> Figure:
     """A cell per client, coloured by its layer; last panel: how many of the runs agree (with the oracle, if given)."""
     chosen = [r for r in runs if isinstance(facts(r, "layer"), Mapping)]
     if not chosen:
@@ -133,7 +131,7 @@ def cluster_sizes(run: Run) -> dict[str, int]:
     return {}
 
 
-def sizes(runs: Sequence[Run]) -> Figure:
+def draw_cluster_sizes(runs: Sequence[Run]) -> Figure:
     """A bar per run, divided into its clusters."""
     found = sorted(((r, s) for r in runs if (s := cluster_sizes(r))), key=lambda pair: pair[0].group)
     if not found:
@@ -171,7 +169,7 @@ def _with_seed(run: Run, among: Sequence[Run]) -> str:
     return f"{run.title}, seed {run.settings['seed']}" if several else run.title
 
 
-def members(run: Run) -> dict[int, int]:
+def cluster_by_client(run: Run) -> dict[int, int]:
     """Client -> cluster at the newest checkpoint; everybody in one if the method has none."""
     session = run.session()
     method = session.method
@@ -185,9 +183,9 @@ def members(run: Run) -> dict[int, int]:
     return dict.fromkeys(map(int, session.method.ctx.clients), 0)
 
 
-def cosines(run: Run) -> tuple[list[int], Floats]:
+def cosines(run: Run) -> tuple[list[int], FloatArray]:
     """Clients in the order of their clusters, and the cosines of how far their personal models went from the start."""
-    of, saved = members(run), run.saved()
+    of, saved = cluster_by_client(run), run.saved()
     session, trees = saved.session, saved.personal_trees()
     order = sorted(trees, key=lambda i: (of.get(i, len(of)), i))
     w0, names = session.method.ctx.w0, [k for k in session.method.ctx.w0 if k in session.method.ctx.net.trainable]
@@ -199,12 +197,12 @@ def cosines(run: Run) -> tuple[list[int], Floats]:
     return order, (V @ V.T).numpy()
 
 
-def similarity(runs: Sequence[Run]) -> Figure:
+def draw_similarity(runs: Sequence[Run]) -> Figure:
     """Cosines of the clients' models, sorted by cluster, with the clusters' borders; runs that have none are named."""
     found, reasons = [], []
     for run in runs:
         try:
-            found.append((run, *cosines(run), members(run)))
+            found.append((run, *cosines(run), cluster_by_client(run)))
         except CoterieError as e:
             reasons.append(str(e))
     if not found:
@@ -240,6 +238,6 @@ def similarity(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def labels(runs: Sequence[Run]) -> Figure:
+def draw_labels(runs: Sequence[Run]) -> Figure:
     """Labels by client of the first run's partition."""
     return partition_figure(runs[0].session().federation)

@@ -41,7 +41,7 @@ def panels(count: int, width: float = WIDE, height: float = TALL, columns: int =
     return figure, axes
 
 
-def line(index: int) -> dict[str, Any]:
+def line_style(index: int) -> dict[str, Any]:
     """How the index-th line is drawn."""
     return {
         "color": COLOURS[index % len(COLOURS)],
@@ -60,7 +60,7 @@ def name_lines(axes: Axes, ends: Mapping[str, float], order: Sequence[str]) -> N
     heights = [(max(low, min(high, y)) - low) / (high - low) for y in ends.values()]
     placed = spread(heights, 0.058 if len(ends) < 16 else 0.9 / len(ends))
     for (name, y), at in zip(ends.items(), placed, strict=True):
-        look = line(list(order).index(name))
+        look = line_style(list(order).index(name))
         axes.annotate(
             "", xy=(1.0, (y - low) / (high - low)), xytext=(1.045, at), xycoords="axes fraction",
             annotation_clip=False,
@@ -101,7 +101,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 DATELESS: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None, "ModDate": None}}
 
 
-def save(figure: Figure, path: Path, dpi: int = 200) -> list[Path]:
+def save_figure(figure: Figure, path: Path, dpi: int = 200) -> list[Path]:
     """PNG, SVG and PDF beside each other, whichever of them the name asks for; fonts are embedded."""
     if path.suffix.lower() not in ("", *SUFFIXES):
         raise CoterieError(f'a figure is written as .png, .svg and .pdf, not "{path.suffix}"')

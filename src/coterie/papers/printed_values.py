@@ -42,7 +42,7 @@ def _rounds(run: Run, target: float) -> float:
     return math.nan if reached is None else float(reached)
 
 
-def frame(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.DataFrame:
+def compare_with_printed(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.DataFrame:
     """One row per method and column: printed, measured (mean and std over seeds, percent), difference, remark."""
     rows: list[dict[str, Any]] = []
     for row in it.rows:
@@ -66,7 +66,7 @@ def frame(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def verdicts(it: Item, table: pd.DataFrame) -> list[str]:
+def printed_verdicts(it: Item, table: pd.DataFrame) -> list[str]:
     """Per column: rank correlation over the paper's methods, and whether the paper's winner wins here."""
     out = []
     for column in dict.fromkeys(table["column"]):
@@ -83,7 +83,7 @@ def verdicts(it: Item, table: pd.DataFrame) -> list[str]:
     return out
 
 
-def readable(table: pd.DataFrame) -> pd.DataFrame:
+def printed_text(table: pd.DataFrame) -> pd.DataFrame:
     """As text, for a screen or Markdown."""
     out = table[["method", "column"]].copy()
     out["printed"] = ["" if math.isnan(v) else f"{v:.2f}" for v in table["printed"]]
@@ -94,13 +94,3 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     out["difference"] = ["" if math.isnan(v) else f"{v:+.2f}" for v in table["difference"]]
     out["remark"] = table["remark"]
     return out.set_index("method")
-
-
-def markdown(table: pd.DataFrame) -> str:
-    return to_markdown(readable(table))
-
-
-def to_markdown(readable: pd.DataFrame) -> str:
-    text = readable.reset_index()
-    lines = ["| " + " | ".join(text.columns) + " |", "|" + "---|" * len(text.columns)]
-    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in text.values]) + "\n"

@@ -14,9 +14,9 @@ from coterie.cli.screen import console, frame_table, say
 if TYPE_CHECKING:
     from coterie.export.personal_model import Predictions, Predictor
 
-use_app = typer.Typer()
-Whose = Annotated[str | None, Option(help="whose model: a number, or the name the data give the client")]
-Allow = Annotated[
+export_app = typer.Typer()
+_Client = Annotated[str | None, Option(help="whose model: a number, or the name the data give the client")]
+_AllowModule = Annotated[
     list[str] | None, Option("--allow-module", help="code that the file may name, package.module:name; repeatable")
 ]
 
@@ -31,7 +31,7 @@ def _run(folder: Path, data_dir: Path | None) -> Any:
     return Run(folder, rebuild(folder, engine(workers=1, data_dir=data_dir)))
 
 
-@use_app.command()
+@export_app.command()
 def export(
     folder: Annotated[Path, Argument(metavar="RUN", help="the folder of a run")],
     client: Annotated[str, Option(help="whose model: a number, or the name the data give the client")],
@@ -68,14 +68,14 @@ def export(
     )
 
 
-@use_app.command()
+@export_app.command()
 def predict(
     source: Annotated[Path, Argument(metavar="MODEL|RUN", help="a model file, or the folder of a run")],
     data: Annotated[Path, Option(help="new items: .npz with x (and y, if labels are known), or .npy")],
-    client: Whose = None,
+    client: _Client = None,
     out: Annotated[Path | None, Option(help="file to write: .npz or .csv")] = None,
     proba: Annotated[bool, Option("--proba", help="also write probabilities of the classes")] = False,
-    allow_module: Allow = None,
+    allow_module: _AllowModule = None,
     data_dir: o.DataDir = None,
     as_json: o.Json = False,
 ) -> None:
@@ -113,12 +113,12 @@ def predict(
     _show(model, found, out)
 
 
-@use_app.command()
+@export_app.command()
 def welcome(
     folder: Annotated[Path, Argument(metavar="RUN", help="the folder of a run, or of a federation's cloud")],
     data: Annotated[Path, Option(help="own samples: .npz with x, y if labels are known, x_test and y_test if any")],
     out: Annotated[Path | None, Option(help="model file to write (default: named after the data)")] = None,
-    name: Annotated[str, Option(help="what the newcomer is called")] = "stranger",
+    name: Annotated[str, Option(help="name of the newcomer")] = "newcomer",
     data_dir: o.DataDir = None,
     as_json: o.Json = False,
 ) -> None:

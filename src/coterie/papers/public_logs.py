@@ -42,7 +42,7 @@ def window(run: Run, name: str) -> tuple[float, float]:
     return float(found.mean()), float(found.std(ddof=1) / math.sqrt(len(found)))
 
 
-def frame(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.DataFrame:
+def compare_with_logs(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.DataFrame:
     """One row per method, column and window: theirs, ours, standard error, how many of them apart, within two."""
     rows = []
     for (row, column, _), run in runs.items():
@@ -62,7 +62,7 @@ def frame(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def verdicts(table: pd.DataFrame) -> list[str]:
+def log_verdicts(table: pd.DataFrame) -> list[str]:
     """Per column: how many windows of how many methods lie within two standard errors, and which methods never do."""
     out = []
     for column, part in table.groupby("column", sort=False):
@@ -73,7 +73,7 @@ def verdicts(table: pd.DataFrame) -> list[str]:
     return out
 
 
-def readable(table: pd.DataFrame) -> pd.DataFrame:
+def log_text(table: pd.DataFrame) -> pd.DataFrame:
     out = table[["method", "column", "window"]].copy()
     out["theirs"] = [f"{v:.2f}" for v in table["theirs"]]
     out["ours"] = [f"{v:.2f} ± {s:.2f}" for v, s in zip(table["ours"], table["standard error"], strict=True)]
