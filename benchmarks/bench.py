@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from floor import WORKLOADS, Workload
-from side import dataset_of, session_of
-from turns import family, pss
+from plain_pytorch import WORKLOADS, Workload
+from contender import dataset_of, session_of
+from turn_taking import family, pss
 
 HERE = Path(__file__).parent
 COLUMNS = ("workload", "contender", "s per round", "x floor", "GFLOP/s", "% of GEMM peak", "MB")
@@ -123,7 +123,7 @@ class Contender:
 def contenders(name: str, file: Path, args: argparse.Namespace) -> list[Contender]:
     from coterie.config import Engine
 
-    side = [sys.executable, str(HERE / "side.py")]
+    side = [sys.executable, str(HERE / "contender.py")]
     ours = [*side, "coterie", name, str(file), *(["--data-dir", str(args.data_dir)] if args.data_dir else [])]
     off = {"COTERIE_NATIVE": "0"}
     plain = ["--engine", "loop"] if "engine" in Engine.model_fields else []

@@ -13,14 +13,14 @@ from pathlib import Path
 import ray
 import torch
 import torch.nn.functional as F
-from floor import WORKLOADS
+from plain_pytorch import WORKLOADS
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from side import stored
-from turns import next_round, say
+from contender import stored
+from turn_taking import next_round, say
 
 NAME, FILE = sys.argv[1], Path(sys.argv[2])
 W = WORKLOADS[NAME]

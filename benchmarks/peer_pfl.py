@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from floor import WORKLOADS
+from plain_pytorch import WORKLOADS
 from pfl.aggregate.simulate import SimulatedBackend
 from pfl.algorithm import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
@@ -22,8 +22,8 @@ from pfl.hyperparam import NNTrainHyperParams
 from pfl.internal.ops.pytorch_ops import distributed
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
-from side import stored
-from turns import next_round, say
+from contender import stored
+from turn_taking import next_round, say
 
 NAME, FILE = sys.argv[1], Path(sys.argv[2])
 W = WORKLOADS[NAME]

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from floor import WORKLOADS, Floor, Pair, Workload, pairs
+from plain_pytorch import WORKLOADS, Floor, Pair, Workload, pairs
 
 from coterie.config import Engine, settings
 from coterie.core.rng import torch_rng

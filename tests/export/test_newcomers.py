@@ -79,9 +79,9 @@ def test_ifca_offers_newcomers_only_models_that_somebody_trained():
 
 
 class Forgetful(Ditto):
-    """Gives newcomers what Ditto gave them before: its own model, which never trained."""
+    """Gives newcomers its own model, which never trained."""
 
-    newcomer = Method.newcomer
+    model = Method.model
 
 
 def test_the_battery_finds_a_method_that_leaves_newcomers_untrained():

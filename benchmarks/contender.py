@@ -1,4 +1,4 @@
-"""One contender of bench.py: the hand-written floor, or Coterie in one of its ways. Takes turns by turns.py."""
+"""One contender of bench.py: the hand-written floor, or Coterie in one of its ways. Takes turns by turn_taking.py."""
 
 import argparse
 import tempfile
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from floor import WORKLOADS, Floor, Pair, Workload
-from turns import next_round, say
+from plain_pytorch import WORKLOADS, Floor, Pair, Workload
+from turn_taking import next_round, say
 
 
 @cache
@@ -22,7 +22,7 @@ def stored(path: Path) -> list[Pair]:
     return [(x[a:b], y[a:b]) for a, b in pairwise(at)]
 
 
-def floor_side(w: Workload, file: Path, processes: int) -> None:
+def run_floor(w: Workload, file: Path, processes: int) -> None:
     train = stored(file)
     floor = Floor(train, train, w.model, w.lr, w.epochs, w.batch, processes, evaluate=False)
     say(ready=True)
@@ -71,7 +71,7 @@ def dataset_of(w: Workload, data_dir: Path | None) -> Any:
         return Dataset("like-fmnist", x, y, names, test, mean=(0.5,), std=(0.29,))
 
 
-def coterie_side(w: Workload, data_dir: Path | None, engine: dict[str, Any], shipped: bool) -> None:
+def run_coterie(w: Workload, data_dir: Path | None, engine: dict[str, Any], shipped: bool) -> None:
     from coterie.engine.session import make_loop, open_runtime
     from coterie.storage.run_folder import Folder
 
@@ -111,10 +111,10 @@ def main() -> None:
     torch.set_num_threads(1)
     w = WORKLOADS[args.workload]
     if args.kind == "floor":
-        floor_side(w, args.file, args.workers)
+        run_floor(w, args.file, args.workers)
     else:
         engine = {"workers": args.workers, "runtime": args.runtime} | ({"engine": args.engine} if args.engine else {})
-        coterie_side(w, args.data_dir, engine, args.shipped)
+        run_coterie(w, args.data_dir, engine, args.shipped)
 
 
 if __name__ == "__main__":

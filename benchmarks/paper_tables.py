@@ -1,7 +1,7 @@
 """The five papers' methods beside their readings and controls: the tables of docs/methods/, repeated.
 
-    python benchmarks/five.py --data-dir DIR [--only hapt,fedcpmd-fmnist] [--seeds 0,1] [--out DIR]
-    python benchmarks/five.py --show [--only NAMES] [--out DIR]
+    python benchmarks/paper_tables.py --data-dir DIR [--only hapt,fedcpmd-fmnist] [--seeds 0,1] [--out DIR]
+    python benchmarks/paper_tables.py --show [--only NAMES] [--out DIR]
 
 Every run has a folder of its own under --out. Finished runs are skipped and interrupted ones continue, so the command
 can be stopped and started again, and several processes can share the work. The first seed of every experiment comes

@@ -2,7 +2,7 @@
 
 Tensors in memory, forked processes of one thread each, nn.Module + torch.optim.SGD + F.cross_entropy, weights in shared
 memory. Nothing of coterie's engine or models is used, so that speeding those up cannot move the floor. Run it as
-`python benchmarks/floor.py W1 W2 W3 [--data-dir DIR]`; benchmarks/speed.py compares against `Floor`.
+`python benchmarks/plain_pytorch.py W1 W2 W3 [--data-dir DIR]`; benchmarks/speed.py compares against `Floor`.
 """
 
 import argparse
