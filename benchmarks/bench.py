@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from plain_pytorch import WORKLOADS, Workload
 from contender import dataset_of, session_of
+from plain_pytorch import WORKLOADS, Workload
 from turn_taking import family, pss
 
 HERE = Path(__file__).parent

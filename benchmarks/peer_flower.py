@@ -13,13 +13,13 @@ from pathlib import Path
 import ray
 import torch
 import torch.nn.functional as F
-from plain_pytorch import WORKLOADS
+from contender import stored
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from contender import stored
+from plain_pytorch import WORKLOADS
 from turn_taking import next_round, say
 
 NAME, FILE = sys.argv[1], Path(sys.argv[2])

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from plain_pytorch import WORKLOADS
+from contender import stored
 from pfl.aggregate.simulate import SimulatedBackend
 from pfl.algorithm import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
@@ -22,7 +22,7 @@ from pfl.hyperparam import NNTrainHyperParams
 from pfl.internal.ops.pytorch_ops import distributed
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
-from contender import stored
+from plain_pytorch import WORKLOADS
 from turn_taking import next_round, say
 
 NAME, FILE = sys.argv[1], Path(sys.argv[2])

@@ -98,7 +98,7 @@ def test_compare_always_has_local_only(cli) -> None:  # type: ignore[no-untyped-
     code, _, _ = cli("compare", "fedavg", "fedprox", *SMALL, "--out", "c", "-q", *more)
     assert code == 0, "finished cells are skipped"
     code, _, err = cli("compare", "fedavg", *SMALL, "--out", "c", "-q", "--lr", "0.3")
-    assert code == 2 and "other settings" in err
+    assert code == 2 and "different settings" in err
     code, out, _ = cli("report", "c", "-o", "page.html")
     page = Path("page.html").read_text()
     assert code == 0 and "FedProx" in page and "http" not in page.replace("http-equiv", "")

@@ -50,7 +50,8 @@ def test_a_plain_file_loads_into_a_fresh_module_of_ones_own(tmp_path):
     allowed = coterie.load_model(path, allow_module=["support.own_objects:OwnNet"])
     assert torch.equal(allowed(x), fresh(x))  # imported by its name
     with pytest.raises(
-        CoterieError, match=r'names the code "support\.own_objects:OwnNet" as its model; it is run only if'
+        CoterieError,
+        match=r'names the code "support\.own_objects:OwnNet" as its model, which is imported only with your permission',
     ):
         coterie.load_model(path, allow_module=["support.own_objects:DeviceFederation", "own:*"])
     assert torch.equal(coterie.load_model(path, model=OwnNet)(x), fresh(x))

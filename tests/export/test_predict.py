@@ -148,7 +148,7 @@ def test_a_damaged_description_and_an_old_file_get_a_sentence(run, tmp_path: Pat
     run.export(0, path)
     whole = json.loads(run.predictor(0).about.model_dump_json())
     for change, sentence in (
-        ({"format": 1}, "written by another version"), ({"items": {}}, "its description: items.type is missing"),
+        ({"format": 1}, "written by a different version"), ({"items": {}}, "its description: items.type is missing"),
         ({"extra": 1}, "is damaged"), ({"method": "no-such"}, 'method "no-such", which is not installed'),
         ({"method": "os:system"}, 'names the code "os:system" as its method'),
         ({"model": "os:system"}, 'names the code "os:system" as its model'),

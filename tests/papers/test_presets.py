@@ -272,7 +272,7 @@ def test_results_of_another_version_are_refused_in_a_sentence(tmp_path: Path) ->
     written = {**cell.settings.model_dump(mode="json"), "unheard_of": 1}
     about = {"settings": written, "method": {}, "partition": {}, "versions": {"coterie": "9.9"}}
     disk.write_json(cell.out / "settings.json", about)
-    with pytest.raises(CoterieError, match=r"another version of Coterie \(9\.9\)"):
+    with pytest.raises(CoterieError, match=r"a different version of Coterie \(9\.9\)"):
         cell.finished()
 
 

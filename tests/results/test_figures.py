@@ -173,7 +173,7 @@ def test_a_folder_of_another_version_is_named(runs, tmp_path) -> None:
     found = disk.read_json(copy / "settings.json")
     del found["partition"]
     disk.write_json(copy / "settings.json", found)
-    with pytest.raises(CoterieError, match="another version of Coterie"):
+    with pytest.raises(CoterieError, match="a different version of Coterie"):
         Run(copy)
     with pytest.raises(CoterieError, match="there are no runs"):
         find_runs([Path(tmp_path / "nowhere")])

@@ -41,7 +41,7 @@ def test_data_are_loaded_once_and_finished_cells_skipped(tmp_path: Path, monkeyp
     assert any(s is not None and s > 0 for s in seen) and seen[-1] == 0
     again = sweep(cells(tmp_path, 2), Engine(workers=2))
     assert again.skipped == 6 and len(asked) == 1
-    with pytest.raises(CoterieError, match="other settings"):
+    with pytest.raises(CoterieError, match="different settings"):
         sweep(cells(tmp_path, 2, rounds=4), Engine(workers=2))
 
 

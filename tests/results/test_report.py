@@ -122,7 +122,7 @@ def test_a_federation_with_data_of_its_devices_has_a_report(runs, tmp_path) -> N
     shutil.copytree(runs[0].path, tmp_path / "run")
     cloud = open_session(settings(method="fedavg", clients=6), CloudSettings("certs", shape=(1, 8, 8), classes=10))
     file = tmp_path / "run" / "settings.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "partition": cloud.described()["partition"]}))
+    disk.write_json(file, {**disk.read_json(file), "partition": cloud.described()["partition"]})
     found = find_runs([tmp_path])
     text = page.render(found)
     assert "<h1>own data: by device, 1 method" in text and "6 clients;" in text and "digits, dirichlet" not in text

@@ -13,19 +13,19 @@ IntArray = NDArray[np.integer[Any]]
 
 RESAMPLES = 10_000
 COVERAGE = 0.95
-_AT_ONCE = 2**22  # draws held in memory
+_AT_ONCE = 2**22  # draws in memory at a time
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two methods, in shares: mean over seeds of the mean over clients, and what a bootstrap says about it."""
+    """The difference of two methods, as a share: mean over seeds of the mean over clients, with a bootstrap interval."""
 
     mean: float
     low: float
     high: float
-    gain: int  # clients (of all seeds) that do better
+    gain: int  # clients (of all seeds) with a positive difference
     lose: int
-    tie: int  # a difference of exactly 0
+    tie: int  # clients with a difference of exactly 0
     seeds: int
 
     @property
@@ -34,14 +34,14 @@ class Difference:
 
     @property
     def covers(self) -> str:
-        """What the interval is about: one seed says nothing about others."""
+        """The sources of variation that the interval covers; one seed does not cover others."""
         return "seeds and clients" if self.seeds > 1 else "clients"
 
 
 def paired_differences(values: FloatArray, seeds: IntArray, resamples: int = RESAMPLES) -> list[Difference]:
-    """One for each row of values [pairs, n]: a client's accuracy under one method minus its accuracy under the other.
+    """Return a difference for each row of values [pairs, n]: a client's accuracy with one method minus with the other.
 
-    `seeds` [n] says which seed a column is of. Rows share their resamples, which depend on the sizes alone.
+    `seeds` [n] are the seeds of the columns. All rows share their resamples, which depend on the sizes alone.
     """
     low, high = np.quantile(resampled(values, seeds, resamples), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], axis=0)
     names = np.unique(seeds)
@@ -54,8 +54,9 @@ def paired_differences(values: FloatArray, seeds: IntArray, resamples: int = RES
 
 
 def resampled(values: FloatArray, seeds: IntArray, resamples: int = RESAMPLES) -> FloatArray:
-    """Means [resamples, pairs] of values [pairs, n]: as many seeds as there are, drawn with replacement, and in each
-    drawn seed as many of its clients, drawn with replacement; mean over clients, then over seeds.
+    """Return bootstrap means [resamples, pairs] of values [pairs, n].
+
+    Seeds are drawn with replacement, and within each drawn seed its clients. The mean is taken over clients, then seeds.
     """
     order = np.argsort(seeds, kind="stable")
     values = values[:, order]
@@ -67,10 +68,10 @@ def resampled(values: FloatArray, seeds: IntArray, resamples: int = RESAMPLES) -
     for a in range(0, resamples, step):
         b = min(step, resamples - a)
         drawn = rng.integers(S, size=(b, S, 1))
-        many = sizes[drawn]  # clients to draw
+        counts = sizes[drawn]  # clients to draw
         at = np.arange(sizes.max())
-        client = first[drawn] + np.floor(rng.random((b, S, len(at))) * many).astype(np.int64)
-        weight = np.where(at < many, 1 / (S * many), 0.0)
+        client = first[drawn] + np.floor(rng.random((b, S, len(at))) * counts).astype(np.int64)
+        weight = np.where(at < counts, 1 / (S * counts), 0.0)
         cell = np.arange(b)[:, None, None] * n + client
         weights = np.bincount(cell.ravel(), weight.ravel(), minlength=b * n).reshape(b, n)
         out.append(weights @ values.T)

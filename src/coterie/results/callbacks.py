@@ -1,4 +1,4 @@
-"""What is called after every round: a user's own functions, TensorBoard, MLflow."""
+"""Callbacks after every round: functions of the user, TensorBoard, MLflow."""
 
 import json
 import math
@@ -18,7 +18,7 @@ TRACKERS = ("tensorboard", "mlflow")
 
 
 class RoundCallbacks:
-    """Calls everybody after a round; remembers if somebody asked to stop by returning True."""
+    """Runs the callbacks after a round and remembers whether one of them returned True, which asks the run to stop."""
 
     def __init__(self, callbacks: Sequence[Callback]):
         self.callbacks, self.asked = list(callbacks), False
@@ -42,7 +42,7 @@ class RoundCallbacks:
 
 @contextmanager
 def round_callbacks(on_round: OnRound, track: str | None, session: Session, folder: Path) -> Iterator[RoundCallbacks]:
-    """The callbacks of a run, checked before it starts."""
+    """Open the callbacks of a run, which are checked before it starts."""
     calls = [on_round] if callable(on_round) else list(on_round)
     for call in calls:
         if not callable(call):
@@ -57,45 +57,45 @@ def round_callbacks(on_round: OnRound, track: str | None, session: Session, fold
 
 
 def numbers(progress: Progress) -> dict[str, float]:
-    """What a round measured, by name; only finite numbers."""
+    """Return the finite numbers that a round measured, by name."""
     event = progress.event
-    found: dict[str, Any] = {"loss": event.get("loss"), "seconds": progress.seconds}
+    values: dict[str, Any] = {"loss": event.get("loss"), "seconds": progress.seconds}
     for view, stats in event.get("eval", {}).items():
-        found |= {f"{view}/{k}": v for k, v in stats.items()}
+        values |= {f"{view}/{k}": v for k, v in stats.items()}
     for when, stats in event.get("watch", {}).items():
-        found |= {f"participants/{when}/{k}": stats.get(k) for k in ("mean", "pooled")}
-    found |= {f"note/{k}": v for k, v in event.get("notes", {}).items()}
+        values |= {f"participants/{when}/{k}": stats.get(k) for k in ("mean", "pooled")}
+    values |= {f"note/{k}": v for k, v in event.get("notes", {}).items()}
     for link, ways in progress.bytes.items():
-        found |= {f"bytes/{link}/{way}": sum(parts.values()) for way, parts in ways.items()}
-    return {k: float(v) for k, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+        values |= {f"bytes/{link}/{way}": sum(parts.values()) for way, parts in ways.items()}
+    return {k: float(v) for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
 def flat(session: Session) -> dict[str, str]:
-    """The settings of a run as text, by name."""
-    found = session.settings.model_dump(mode="json")
-    inner = {**found.pop("federation"), **{f"method.{k}": v for k, v in session.method.hp.model_dump().items()}}
-    found.pop("settings")
-    return {k: str(v) for k, v in {**found, **inner}.items() if v is not None}
+    """Return the settings of a run as text, by name."""
+    outer = session.settings.model_dump(mode="json")
+    inner = {**outer.pop("federation"), **{f"method.{k}": v for k, v in session.method.hp.model_dump().items()}}
+    outer.pop("settings")
+    return {k: str(v) for k, v in {**outer, **inner}.items() if v is not None}
 
 
 @contextmanager
 def tensorboard(session: Session, folder: Path) -> Iterator[Callback]:
-    """Curves in the run's folder, under tensorboard; a resumed run goes on in them."""
+    """Write curves to the folder tensorboard in the run's folder; a resumed run continues them."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise CoterieError(_install("tensorboard")) from None
     opened: list[Any] = []
 
-    def told(p: Progress) -> None:
-        if not opened:  # rounds that are computed again replace what was drawn of them
+    def on_round(p: Progress) -> None:
+        if not opened:  # rounds that are computed again replace their old points
             opened.append(SummaryWriter(str(folder / "tensorboard"), purge_step=p.round))
         for name, value in numbers(p).items():
             opened[0].add_scalar(name, value, p.round)
         opened[0].flush()
 
     try:
-        yield told
+        yield on_round
     finally:
         for writer in opened:
             writer.close()
@@ -103,26 +103,26 @@ def tensorboard(session: Session, folder: Path) -> Iterator[Callback]:
 
 @contextmanager
 def mlflow(session: Session, folder: Path) -> Iterator[Callback]:
-    """A run of MLflow, wherever MLFLOW_TRACKING_URI says; a resumed run goes on in the same one."""
+    """Log to a run of MLflow at MLFLOW_TRACKING_URI; a resumed run continues the same one."""
     try:
         import mlflow as tracker
     except ImportError:
         raise CoterieError(_install("mlflow")) from None
-    kept = folder / "mlflow.json"
-    before = str(json.loads(kept.read_text())["run"]) if kept.exists() else None
+    file = folder / "mlflow.json"
+    before = str(json.loads(file.read_text())["run"]) if file.exists() else None
     opened: list[Any] = []
 
-    def told(p: Progress) -> None:
+    def on_round(p: Progress) -> None:
         if not opened:
             opened.append(tracker.start_run(run_id=before, run_name=None if before else folder.name))
             if before is None:
-                write_atomic(kept, json.dumps({"run": opened[0].info.run_id}).encode())
+                write_atomic(file, json.dumps({"run": opened[0].info.run_id}).encode())
                 tracker.log_params(_cut(flat(session)))
         tracker.log_metrics({_plain(k): v for k, v in numbers(p).items()}, step=p.round)
 
     status = "FAILED"
     try:
-        yield told
+        yield on_round
         status = "FINISHED"
     finally:
         if opened:
@@ -130,13 +130,13 @@ def mlflow(session: Session, folder: Path) -> Iterator[Callback]:
 
 
 def _cut(params: Mapping[str, str]) -> dict[str, str]:
-    return {k: v[:500] for k, v in params.items()}  # MLflow takes no longer values
+    return {k: v[:500] for k, v in params.items()}  # MLflow's limit
 
 
 def _plain(name: str) -> str:
-    """MLflow allows letters, digits, dashes, dots, spaces and slashes."""
+    """Replace characters that MLflow does not allow in names."""
     return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name)
 
 
-def _install(what: str) -> str:
-    return f"track = {what} needs a package that is not installed: pip install 'coterie[track]'"
+def _install(tracker: str) -> str:
+    return f"track = {tracker} needs a package that is not installed: pip install 'coterie[track]'"

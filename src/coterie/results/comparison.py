@@ -1,4 +1,4 @@
-"""Several runs side by side: one table, mean and standard deviation over seeds."""
+"""Several runs in one table: mean and standard deviation over seeds."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from coterie.results.controls import ControlTable, headline_view
 from coterie.results.run import Run
 from coterie.results.tables import markdown_table
 
-HIDDEN_COLUMNS = ("clusters", "received", "edge")  # columns that a table shows when asked for; files have them
+HIDDEN_COLUMNS = ("clusters", "received", "edge")  # shown in tables on request only; files have them
 
 
 def _columns(view: str) -> dict[str, tuple[str, str]]:
-    """Column -> (view or key of the summary, statistic). The first is the headline, and the next ones are of it."""
+    """Return column -> (key of the summary, statistic); the headline comes first, then further statistics of it."""
     first = {
         view: "last", "worst 10%": "worst10", "std": "std", "pooled": "pooled", "clusters": "clusters",
         "last 10": "last10", "selected": "selected", "best": "best",
@@ -31,7 +31,7 @@ def _columns(view: str) -> dict[str, tuple[str, str]]:
 
 
 class Comparison:
-    """Runs grouped by method; every number is a mean over seeds, with its standard deviation beside it."""
+    """Runs grouped by method; every number is a mean over seeds, with its standard deviation."""
 
     def __init__(
         self,
@@ -41,8 +41,10 @@ class Comparison:
         view: str = "",
         also: Sequence[str] = (),
     ):
-        """`methods` and `against` are who is held against whom in the arena; empty: as the methods say. `view` is the
-        headline; empty: as the runs say. `also`: columns that are shown only when asked for.
+        """Compare runs.
+
+        `methods` are compared with the controls `against` (default: the controls that the methods name). `view` is the
+        headline (default: that of the runs), and `also` lists columns that are shown on request only.
         """
         if not runs:
             raise CoterieError("there is nothing to compare")
@@ -56,12 +58,12 @@ class Comparison:
         self.titles = list(dict.fromkeys(r.title for r in self.runs))
 
     def arena(self, view: str = "", against: Sequence[str] = (), methods: Sequence[str] = ()) -> ControlTable:
-        """The methods against their controls, paired by client and seed."""
+        """Return the differences of methods and their controls, paired by client and seed."""
         return ControlTable(self.runs, against or self._against, view or self.view, methods or self._methods)
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Of the runs' task; the first is the one of all columns of views."""
+        """The metrics of the runs' task; columns of views show the first."""
         return self.runs[0].task.metrics
 
     @property
@@ -69,10 +71,10 @@ class Comparison:
         return self.metrics[0]
 
     def table(self) -> pd.DataFrame:
-        """One row per method: columns of the metric (mean), their std over seeds (`± ...`), bytes and time per round.
+        """Return one row per method: means of the metric, std over seeds (`± ...`), bytes and time per round.
 
-        `diverged` counts, of all scored `clients`, those whose personal models give NaN or infinity; where all of them
-        do, there is no value. Further metrics of the task follow, of the headline.
+        `diverged` is the number of the scored `clients` whose personal models give NaN or infinity; if all of them do,
+        the value is missing. Further metrics of the task are those of the headline.
         """
         rows = {}
         for title in self.titles:
@@ -101,7 +103,7 @@ class Comparison:
         return frame
 
     def readable(self, brief: bool = False) -> pd.DataFrame:
-        """The same as text, accuracies in percent; `brief`: the columns that fit a narrow screen."""
+        """Return the table as text, accuracies in percent; `brief`: the columns that fit a narrow screen."""
         frame = self.table()
         out = pd.DataFrame(index=frame.index)
         more = ("personal", "global", "trained", "adapted", "newcomer", "newcomer adapted")
@@ -119,13 +121,13 @@ class Comparison:
         return out
 
     def warnings(self) -> list[str]:
-        """Warnings that a reader of the numbers must know, one sentence each."""
+        """Return warnings for a reader of the numbers, one sentence each."""
         out = [w for r in self.runs for w in r.warnings()]
         if len(names := sorted({r.task.name for r in self.runs})) > 1:
             out.append(f"The runs are of several tasks ({', '.join(names)}): their numbers are not comparable.")
         seeds: dict[int, set[tuple[str, float]]] = {}
         for r in self.runs:
-            # a validation part is cut from the training part, which changes the fingerprint but not the partition
+            # a validation part is taken from the training part, which changes the fingerprint but not the partition
             mark = r.description["partition"].get("sha256"), r.settings["federation"]["val_share"]
             seeds.setdefault(r.settings["seed"], set()).add(mark)
         if any(len(marks) > len({share for _, share in marks}) for marks in seeds.values()):
@@ -140,16 +142,16 @@ class Comparison:
         return markdown_table(self.readable())
 
     def curves(self, view: str = "personal", part: str = "test", statistic: str = "mean") -> pd.DataFrame:
-        """One column per method, mean over seeds, by evaluated round."""
+        """Return one column per method, mean over seeds, by evaluated round."""
         columns = {}
         for title in self.titles:
-            found = [r.curve(view, part, statistic) for r in self.runs if r.title == title]
-            columns[title] = pd.concat(found, axis=1).mean(axis=1)
+            curves = [r.curve(view, part, statistic) for r in self.runs if r.title == title]
+            columns[title] = pd.concat(curves, axis=1).mean(axis=1)
         return pd.DataFrame(columns)
 
 
 def _diverged(view: dict[str, Any], statistic: str) -> bool:
-    """Did every model of the view diverge by the last evaluation, so that its statistics mean nothing?"""
+    """True if every model of the view diverged by the last evaluation, so that its statistics are meaningless."""
     return view["nonfinite"] == view["clients"] and statistic not in ("selected", "best")
 
 

@@ -1,4 +1,4 @@
-"""Many runs in one command: cells run in several processes and share loaded data; finished cells are skipped."""
+"""Run many cells in several processes that share loaded data; finished cells are skipped."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -27,19 +27,19 @@ from coterie.results.run import Run
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep and its folder; `objects` stand in for what the settings cannot name."""
+    """One run of a sweep and its folder; `objects` replace names in the settings."""
 
     settings: RunSettings
     out: Path
     objects: Objects = field(default_factory=Objects)
-    until: int | None = None  # pause after this round; what goes on later is the same run to the bit
+    until: int | None = None  # pause after this round; the continued run is the same to the bit
 
     @property
     def rounds(self) -> int:
         return self.settings.rounds if self.until is None else min(self.until, self.settings.rounds)
 
     def finished(self) -> bool:
-        """Is the run finished, undamaged and of the same settings? Other settings in the same folder are refused."""
+        """True if the folder holds this run, finished and undamaged; CoterieError is raised if it has other settings."""
         if not (self.out / "settings.json").exists():
             return False
         run = Run(self.out)
@@ -49,14 +49,16 @@ class Cell:
         except (CoterieError, ValidationError, TypeError) as e:
             made = run.description.get("versions", {}).get("coterie", "unknown")
             raise CoterieError(
-                f"{self.out} was written by another version of Coterie ({made}); choose another folder or remove it"
+                f"{self.out} was written by a different version of Coterie ({made}); choose a different folder or remove it"
             ) from e
         if not same:
-            raise CoterieError(f"{self.out} holds a run with other settings; choose another folder or remove it")
+            raise CoterieError(
+                f"{self.out} holds a run with different settings; choose a different folder or remove it"
+            )
         try:
             return (run.finished or run.last_round >= self.rounds) and not run.damage
         except CoterieError:
-            return False  # going on names what is damaged, and computes it again
+            return False  # damaged: resuming the run reports and recomputes it
 
 
 @dataclass
@@ -65,11 +67,11 @@ class Status:
 
     rounds: dict[Path, int]
     planned: dict[Path, int]
-    text: dict[Path, str] = field(default_factory=dict)  # the last score, as a person reads it
+    text: dict[Path, str] = field(default_factory=dict)  # the last score as text
     failed: dict[Path, str] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
-    skipped: int = 0  # rounds that were there before
+    skipped: int = 0  # rounds that were computed before
 
     def done(self) -> int:
         return sum(self.rounds.values())
@@ -89,9 +91,9 @@ def sweep(
     stopped: Callable[[], bool] = lambda: False,
     check: bool = False,
 ) -> Status:
-    """Run every cell to its end, a process each (one cell alone uses all workers itself).
+    """Run every cell to its end, each in its own process (a single cell uses all workers).
 
-    With `check` a method that cannot run on its data and model is refused before anything is trained.
+    With `check`, raise CoterieError before training if a method cannot run on its data and model.
     """
     status = Status({c.out: 0 for c in cells}, {c.out: c.rounds for c in cells})
     waiting = []
@@ -106,13 +108,13 @@ def sweep(
     data = _Loaded(engine)
     if check:
         _check(waiting, engine, data)
-    side_by_side = min(workers, len(waiting))
-    inner = engine.model_copy(update={"workers": max(1, workers // max(1, side_by_side))})
+    parallel = min(workers, len(waiting))
+    inner = engine.model_copy(update={"workers": max(1, workers // max(1, parallel))})
     live: dict[Any, tuple[Cell, Any]] = {}
     fork = multiprocessing.get_context("fork")
     try:
         while (waiting and not stopped()) or live:
-            while waiting and len(live) < side_by_side and not stopped():
+            while waiting and len(live) < parallel and not stopped():
                 cell = waiting.pop(0)
                 try:
                     dataset = cell.objects.dataset or data.get(cell.settings)
@@ -120,13 +122,13 @@ def sweep(
                     status.failed[cell.out] = str(e)
                     tell(status)
                     continue
-                ours, theirs = fork.Pipe(duplex=False)
-                process = fork.Process(target=_run_cell, args=(cell, inner, dataset, theirs))
+                receiver, sender = fork.Pipe(duplex=False)
+                process = fork.Process(target=_run_cell, args=(cell, inner, dataset, sender))
                 process.start()
-                theirs.close()
-                live[ours] = (cell, process)
+                sender.close()
+                live[receiver] = (cell, process)
             for pipe in multiprocessing.connection.wait(list(live), timeout=0.5):
-                _hear(pipe, live, status)
+                _receive(pipe, live, status)
             tell(status)
     finally:
         for _, process in live.values():
@@ -135,18 +137,18 @@ def sweep(
 
 
 def _check(cells: Sequence[Cell], engine: Engine, data: "_Loaded") -> None:
-    """Puts together one run of every method, on one seed's clients; a CoterieError says what cannot work."""
+    """Prepare one run of every method, on the clients of one seed; raise CoterieError if that fails."""
     first = {c.settings.method: c for c in reversed(cells)}
-    dealt: dict[str, Federation] = {}
+    federations: dict[str, Federation] = {}
     for cell in first.values():
         s = cell.settings
         name = f"{s.data} {s.subset} {s.seed} {s.federation.model_dump_json()}"
-        if name not in dealt:
-            dealt[name] = federate(cell.objects.dataset or data.get(s), s.federation, s.seed)
-        bind(s, engine, build(cell.objects.method or s.method, s.settings), dealt[name], cell.objects.model)
+        if name not in federations:
+            federations[name] = federate(cell.objects.dataset or data.get(s), s.federation, s.seed)
+        bind(s, engine, build(cell.objects.method or s.method, s.settings), federations[name], cell.objects.model)
 
 
-def _hear(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: Status) -> None:
+def _receive(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: Status) -> None:
     cell, process = live[pipe]
     try:
         kind, value = pipe.recv()
@@ -168,35 +170,37 @@ def _hear(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: Status) -> None:
 
 
 def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
-    """In the cell's own process. Ctrl-C reaches it too: it finishes its round, writes a checkpoint and ends."""
-    asked: list[int] = []
+    """Run a cell in its own process, which receives Ctrl-C too: it finishes its round, writes a checkpoint and ends."""
+    stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked.append(1))
+        signal.signal(number, lambda *_: stop.append(1))
 
-    def told(p: Progress) -> None:
+    def tell(p: Progress) -> None:
         send("round", (p.round, p.text))
         if p.round >= cell.rounds:
-            asked.append(1)
+            stop.append(1)
 
     def send(kind: str, value: Any) -> None:
         try:
             pipe.send((kind, value))
         except (BrokenPipeError, OSError):
-            asked.append(1)  # the parent is gone
+            stop.append(1)  # the parent is gone
 
     try:
         resume = (cell.out / "settings.json").exists()
         settings = recorded(Run(cell.out).description, cell.objects.method) if resume else cell.settings
         session = prepare(settings, engine, cell.objects, loaded=dataset, start=initial_values(settings))
         if resume and Run(cell.out).description["partition"] != session.federation.identity:
-            raise CoterieError(f"the data of {cell.out} have changed since it ran; choose another folder or remove it")
+            raise CoterieError(
+                f"the data of {cell.out} have changed since it ran; choose a different folder or remove it"
+            )
         execute(
             session,
             cell.out,
             resume=resume,
-            tell=told,
+            tell=tell,
             say=lambda text: send("said", text),
-            stopped=lambda: bool(asked),
+            stopped=lambda: bool(stop),
         )
     except CoterieError as e:
         send("failed", str(e))
@@ -206,7 +210,7 @@ def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
 
 
 class _Loaded:
-    """Data sets, loaded once each and inherited by the cells' processes."""
+    """Data sets that are loaded once and inherited by the cells' processes."""
 
     def __init__(self, engine: Engine):
         self.engine = engine

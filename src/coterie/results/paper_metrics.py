@@ -1,6 +1,6 @@
-"""The papers' own statistics, as pure functions of hits and totals per class; accuracies are shares, not percent.
+"""The statistics of the papers, as pure functions of hits and totals per class; accuracies are shares, not percent.
 
-Do not mix them in one table: they differ in the model, the data and the round they are taken from.
+Do not mix them in one table: they differ in model, data and round.
 """
 
 from collections.abc import Sequence
@@ -16,29 +16,29 @@ from coterie.results.statistics import rounds_to as rounds_to_target
 
 
 def weighted_accuracy(hits: IntArray, total: IntArray, weights: IntArray | FloatArray) -> FloatArray:
-    """acc(w, u) = sum_k u_k hits_k / sum_k u_k total_k over the last axis [..., classes]; NaN where nothing counts."""
+    """Return sum_k u_k hits_k / sum_k u_k total_k over the last axis [..., classes]; NaN where the divisor is 0."""
     count = (weights * total).sum(-1)
     return np.where(count > 0, (weights * hits).sum(-1) / np.where(count > 0, count, 1), np.nan)
 
 
 def gm(hits: IntArray, total: IntArray) -> float:
-    """GM: accuracy of one model for all [classes] on the official test part, every class by its own weight."""
+    """Return GM: accuracy of one model [classes] on the official test part, with equal weights."""
     return float(weighted_accuracy(hits, total, np.ones(len(hits))))
 
 
 def pm_v(hits: IntArray, total: IntArray, train: IntArray) -> float:
-    """PM(V): personal models [clients, classes] on the classes of their training data [clients, classes]; mean."""
+    """Return PM(V): mean accuracy of personal models on the classes of their training data; all [clients, classes]."""
     return float(np.nanmean(weighted_accuracy(hits, total, (train > 0).astype(np.int64))))
 
 
 def pm_l(hits: IntArray, total: IntArray, train: IntArray) -> float:
-    """PM(L): the same with classes weighted as in the client's training data."""
+    """Return PM(L): as PM(V), with classes weighted by their share in the client's training data."""
     share = train / np.maximum(train.sum(-1, keepdims=True), 1)
     return float(np.nanmean(weighted_accuracy(hits, total, share)))
 
 
 def clients_mean(hits: IntArray, total: IntArray) -> float:
-    """Unweighted mean of the clients' accuracies on their own test parts; Ac of SC-FPFL."""
+    """Return the unweighted mean of the clients' accuracies on their own test parts; Ac of SC-FPFL."""
     return float(np.nanmean(weighted_accuracy(hits, total, np.ones(hits.shape[-1]))))
 
 
@@ -46,34 +46,35 @@ ac = clients_mean
 
 
 def clients_mean_best(curve: pd.Series) -> tuple[float, int]:
-    """FedGMH: the best round of the clients' mean accuracy, and which round. Optimistic: chosen on test data."""
+    """Return the best mean accuracy over clients and its round (FedGMH); optimistic, since chosen on test data."""
     return float(curve.max()), int(curve.idxmax())
 
 
 def global_final(curve: pd.Series) -> float:
-    """ECS-FL: accuracy of the global model on the official test part after the last round."""
+    """Return the accuracy of the global model on the official test part after the last round (ECS-FL)."""
     return float(curve.iloc[-1])
 
 
 def global_best(curve: pd.Series) -> tuple[float, int]:
-    """The best round of the same, and which. Optimistic: chosen on test data."""
+    """Return the best accuracy of the global model and its round; optimistic, since chosen on test data."""
     return clients_mean_best(curve)
 
 
 def class_recall(hits: IntArray, total: IntArray) -> FloatArray:
-    """Recall of each class [classes], pooled over clients if there are several [clients, classes]; NaN: no sample."""
+    """Return the recall of each class [classes], pooled over clients [clients, classes]; NaN for an absent class."""
     pooled_hits, pooled = (a.reshape(-1, a.shape[-1]).sum(0) for a in (hits, total))
     return np.where(pooled > 0, pooled_hits / np.maximum(pooled, 1), np.nan)
 
 
 def adjusted_rand(found: Sequence[int] | IntArray, true: Sequence[int] | IntArray) -> float:
-    """Agreement of two groupings: 1 the same up to names, about 0 by chance."""
+    """Return the agreement of two groupings: 1 if they are the same up to names, about 0 by chance."""
     return float(adjusted_rand_score(np.asarray(true), np.asarray(found)))
 
 
 def official(run: Run, round: int | None = None, view: str = "personal") -> dict[str, float]:
-    """GM, PM(V) and PM(L) of one evaluation (default: the last) of a run made with official = true; view `trained`
-    scores the personal models after one more local training (last round only).
+    """Return GM, PM(V) and PM(L) of one evaluation (default: the last) of a run with official = true.
+
+    The view `trained` scores the personal models after one more local training (last round only).
     """
     z = run.evaluation(round)
     if f"{view}/official/hits" not in z:

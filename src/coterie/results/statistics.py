@@ -1,5 +1,6 @@
-"""From the rounds of one run to the numbers of a table. Accuracies are shares, not percent; which of two rounds is
-better, the metric of the task says.
+"""The statistics of one run, from its rounds to the numbers of a table.
+
+Accuracies are shares, not percent. The metric of the task decides whether higher or lower is better.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ VIEWS = ("personal", "global", "adapted", "trained", "received", "edge")
 
 
 def summarise(rounds: pd.DataFrame, planned: int, metrics: Sequence[Metric] = Classification.metrics) -> dict[str, Any]:
-    """For each view: last, mean of the last ten rounds, best (called best), and the round chosen on validation data."""
+    """Return for each view: last, mean of the last ten rounds, best, and the value at the round chosen on validation data."""
     out: dict[str, Any] = {"rounds": int(rounds.index.max()) if len(rounds) else 0, "planned": planned}
     out |= {"metric": metrics[0].name, "lower_is_better": metrics[0].lower}
     if not len(rounds):
@@ -44,7 +45,7 @@ def _view(rounds: pd.DataFrame, name: str, chosen_by: str, final: int, metrics: 
     last = int(seen.index.max())
     clients = rounds[f"{name}/clients"]
     broken = rounds[f"{name}/nonfinite"].fillna(0) if f"{name}/nonfinite" in rounds else clients * 0
-    sound = seen[(broken < clients)[seen.index]]  # where every model diverged there is nothing to choose
+    sound = seen[(broken < clients)[seen.index]]  # without rounds in which every model diverged
     stats: dict[str, Any] = {
         "last": float(seen[last]),
         "round": last,
@@ -59,7 +60,7 @@ def _view(rounds: pd.DataFrame, name: str, chosen_by: str, final: int, metrics: 
         stats["clusters"] = float(rounds[f"{name}/clusters"][last])
     stats |= {m.name: float(rounds[f"{name}/{m.name}"][last]) for m in metrics[1:] if f"{name}/{m.name}" in rounds}
     if f"{name}/undefined" in rounds and rounds[f"{name}/undefined"].notna()[last]:
-        stats["undefined"] = int(rounds[f"{name}/undefined"][last])  # clients for whom the metric is not defined
+        stats["undefined"] = int(rounds[f"{name}/undefined"][last])  # clients without a defined metric
     if chosen_by in rounds and rounds[chosen_by][sound.index].notna().any():
         pick = _best(rounds[chosen_by][sound.index].dropna(), metrics[0])
         stats |= {"selected": float(seen[pick]), "selected_round": pick}
@@ -67,7 +68,7 @@ def _view(rounds: pd.DataFrame, name: str, chosen_by: str, final: int, metrics: 
 
 
 def _best(values: pd.Series, metric: Metric) -> int:
-    """The round with the best value."""
+    """Return the round with the best value."""
     return int(values.idxmin() if metric.lower else values.idxmax())
 
 
@@ -82,6 +83,6 @@ def gain_counts(differences: Any) -> tuple[int, int]:
 
 
 def rounds_to(curve: pd.Series, target: float, lower: bool = False) -> int | None:
-    """The first round whose value reaches the target; `lower`: falls to it."""
+    """Return the first round whose value reaches the target, or with `lower` falls to it; None if none does."""
     reached = curve[curve <= target] if lower else curve[curve >= target]
     return int(reached.index[0]) if len(reached) else None

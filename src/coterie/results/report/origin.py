@@ -1,4 +1,4 @@
-"""Where a run comes from: its settings, the command that repeats it, and when it was made."""
+"""The origin of a run: its settings, the command that repeats it, and the dates of its files."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def command(run: Run) -> str:
 
 
 def dates(runs: Sequence[Run]) -> str:
-    """From the first file to the last, by the clock of the machine that has the folders."""
+    """Return the time span of the runs' files, by the clock of this machine."""
     times = [
         datetime.fromtimestamp((r.path / name).stat().st_mtime)
         for r in runs
@@ -31,8 +31,8 @@ def dates(runs: Sequence[Run]) -> str:
     return first if first == last else f"{first} to {last[11:] if first[:10] == last[:10] else last}"
 
 
-def settings(runs: Sequence[Run]) -> dict[str, Any]:
-    """What all runs share, then what each method sets for itself; and a command per method."""
+def settings_table(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the settings of all runs, then those of each method, and a command per method."""
     common = {k: v for k, v in runs[0].settings.items() if k not in ("method", "settings", "seed", "federation")}
     shared = {k: v for k, v in common.items() if all(r.settings.get(k) == v for r in runs)}
     rows = [["all", k, json.dumps(v)] for k, v in shared.items()]

@@ -1,7 +1,7 @@
-"""One self-contained HTML file about one or several runs: opens offline, on a phone too.
+"""A report on one or several runs: one self-contained HTML file that opens offline, also on a phone.
 
-The page is a list of sections. A section is a template in templates/sections and a function that gives its numbers;
-one without numbers is left out. To add a section, add a line to SECTIONS.
+The page is a list of sections. A section is a template in templates/sections and a function that returns its numbers;
+a section without numbers is left out. To add a section, add a line to SECTIONS.
 """
 
 import json
@@ -24,44 +24,46 @@ from coterie.storage import atomic as disk
 
 @dataclass(frozen=True)
 class Subject:
-    """What a report is about."""
+    """The subject of a report."""
 
     runs: Sequence[Run]
     items: Sequence[dict[str, Any]] = ()  # printed and measured tables of `coterie paper`
-    view: str = ""  # the headline; empty: as the runs say
-    also: Sequence[str] = ()  # columns that are shown only when asked for
+    view: str = ""  # the headline; empty: that of the runs
+    also: Sequence[str] = ()  # columns that are shown on request only
 
     @cached_property
     def groups(self) -> dict[str, Comparison]:
-        """Runs that have the same clients, by the name of their group."""
+        """The runs with the same clients, by the name of their group."""
         names = dict.fromkeys(r.group for r in self.runs)
-        of = {g: [r for r in self.runs if r.group == g] for g in names}
-        return {g: Comparison(runs, view=self.view, also=self.also) for g, runs in of.items()}
+        members = {g: [r for r in self.runs if r.group == g] for g in names}
+        return {g: Comparison(runs, view=self.view, also=self.also) for g, runs in members.items()}
 
-    def each(self, of: Callable[[Comparison], Any]) -> list[dict[str, Any]]:
-        """Something of every group that has it, with the group's name."""
-        found = [{"name": content.group_name(g, c), "data": of(c)} for g, c in self.groups.items()]
-        return [f for f in found if f["data"]]
+    def each(self, data: Callable[[Comparison], Any]) -> list[dict[str, Any]]:
+        """Return the data of every group that has some, with the group's name."""
+        groups = [{"name": content.group_name(g, c), "data": data(c)} for g, c in self.groups.items()]
+        return [g for g in groups if g["data"]]
 
 
 @dataclass(frozen=True)
 class Section:
-    id: str  # also its template's name
+    """A section of the page."""
+
+    id: str  # also the name of its template
     heading: str
-    data: Callable[[Subject], Any]  # what the template gets; the section is left out if there is nothing
+    data: Callable[[Subject], Any]  # returns the data of the template; the section is left out if they are empty
 
 
 SECTIONS = (
     Section("items", "Printed and measured", lambda s: list(s.items)),
     Section("summary", "Summary", lambda s: s.each(content.summary_table)),
-    Section("gains", "Who gains, who loses", lambda s: s.each(content.gain_table)),
+    Section("gains", "Gains and losses", lambda s: s.each(content.gain_table)),
     Section("arena", "Against controls", lambda s: s.each(content.control_rows)),
     Section("curves", "Curves", lambda s: s.each(content.curve_data)),
     Section("cost", "Scores against bytes", lambda s: s.each(content.cost_data)),
     Section("clients", "Clients", lambda s: s.each(content.client_data)),
     Section("clusters", "Clusters and edges", lambda s: s.each(content.cluster_data)),
     Section("bytes", "Bytes", lambda s: s.each(content.byte_table)),
-    Section("settings", "Settings", lambda s: origin.settings(s.runs)),
+    Section("settings", "Settings", lambda s: origin.settings_table(s.runs)),
 )
 
 
@@ -74,10 +76,10 @@ def write_report(
     view: str = "",
     also: Sequence[str] = (),
 ) -> Path:
-    """The report of all runs found under `paths`, and of the papers' items written there.
+    """Write the report of all runs under `paths`, and of the papers' items there.
 
-    Damaged runs are left out and named, on the page and to `complain`. `command` is what a person typed for it, `view`
-    the headline, and `also` columns that are shown only when asked for.
+    Damaged runs are left out and named, on the page and to `complain`. `command` is the command line to show, `view`
+    the headline, and `also` lists columns that are shown on request only.
     """
     damaged: list[str] = []
     runs = [r for r in find_runs(paths, damaged.append) if r.events]
@@ -95,14 +97,14 @@ def write_report(
 
 
 def environment() -> Environment:
-    """The templates; everything that is put into them is escaped."""
+    """Return the templates' environment, which escapes all values."""
     return Environment(
         loader=PackageLoader("coterie.results.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
 
 
 def as_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot end the script element around it."""
     return json.dumps(disk.finite(value), separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -115,15 +117,15 @@ def render(
     view: str = "",
     also: Sequence[str] = (),
 ) -> str:
-    """One part per group of runs that have the same clients; `items` are printed and measured tables."""
+    """Return the page, with a part per group of runs with the same clients; `items` are tables of papers."""
     subject = Subject(runs, items, view, also)
-    found = [(s, s.data(subject)) for s in SECTIONS]
+    sections = [(s, s.data(subject)) for s in SECTIONS]
     return (
         environment()
         .get_template("page.html")
         .render(
             title=title or _title(runs, items),
-            sections=[{"id": s.id, "heading": s.heading, "data": data} for s, data in found if data],
+            sections=[{"id": s.id, "heading": s.heading, "data": data} for s, data in sections if data],
             warnings=[*warnings, *_warnings(runs), *(w for c in subject.groups.values() for w in c.warnings())],
             data=as_json(
                 {"views": content.CURVES, "groups": [content.script_data(g, c) for g, c in subject.groups.items()]}
@@ -156,9 +158,9 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
         elif not r.finished:
             out.append(f"{name}: incomplete, {r.last_round} of {r.settings['rounds']} rounds.")
         if s["nonfinite"]:
-            out.append(f"{name}: {s['nonfinite']} uploads were not finite and were left out.")
+            out.append(f"{name}: {s['nonfinite']} uploads were not finite and were excluded.")
         if s["failed"]:
-            out.append(f"{name}: {s['failed']} times a sampled client failed.")
+            out.append(f"{name}: sampled clients failed {s['failed']} times.")
         if r.description["method"].get("certainty") == "C":
             out.append(f"{r.title} is reconstructed from its published description only.")
     return list(dict.fromkeys(out))
