@@ -144,7 +144,7 @@ def test_a_log_read_in_pieces_is_the_whole_log(made, tmp_path) -> None:
         ("settings.json", lambda b: b"[]", "damaged", "no checksum"),
         ("settings.json", lambda b: None, "damaged", "settings.json is missing"),
         ("timing.jsonl", lambda b: b"\xff\xfe{", "finished", ""),
-        ("events.jsonl", lambda b: disk.seal({"round": 1})[0], "damaged", "another version"),
+        ("events.jsonl", lambda b: disk.seal({"round": 1})[0], "damaged", "a different version"),
     ],
 )
 def test_damaged_and_half_written_files_are_said_and_survived(made, tmp_path, name, spoil, state, words) -> None:
@@ -311,7 +311,7 @@ def test_other_addresses_need_to_be_asked_for(tmp_path) -> None:
     assert server.loopback("127.0.0.1") and server.loopback("::1") and not server.loopback("board.example")
     with server.listen("127.0.0.1", 0) as taken:
         taken.listen()
-        with pytest.raises(CoterieError, match="choose another --port"):
+        with pytest.raises(CoterieError, match="choose a different --port"):
             server.serve_board(tmp_path, port=taken.getsockname()[1])
 
 

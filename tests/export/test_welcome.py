@@ -72,7 +72,7 @@ def test_what_cannot_be_welcomed_gets_one_sentence(run: Run, tmp_path: Path) -> 
         (X[:1], Y[:1], (None, None), "one sample cannot be used for both training and testing"),
         (X, Y[:-1], (None, None), "there are 100 samples and 99 labels"),
         (X, np.array(3), (None, None), "labels of the data must have one value for each sample"),
-        (X, None, (X, Y), "the test part has labels and the other samples have none"),
+        (X, None, (X, Y), "the test part has labels and the other samples do not"),
         (X, Y, (X, None), "give both x_test and y_test, or neither"),
         (X, Y, (X, np.full(len(X), 11)), 'label "11" of the test part is not among the 10 classes'),
     ):

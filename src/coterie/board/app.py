@@ -1,4 +1,4 @@
-"""The board's web application. GET reads; POST changes something and needs the token (guard.py)."""
+"""The board's web application. GET requests read; POST requests change something and need the token (guard.py)."""
 
 import asyncio
 import json
@@ -26,47 +26,47 @@ from coterie.errors import CoterieError
 from coterie.methods import known
 from coterie.storage.atomic import finite
 
-_EVERY = 1.0  # seconds between looks at the folders
-_LARGEST = 65_536  # bytes of a request
-_READERS = 64  # open pages
-_STILL = 15.0  # seconds after which a page without news hears that the board is there
+_EVERY = 1.0  # seconds between reads of the folders
+_LARGEST = 65_536  # largest size of a request in bytes
+_READERS = 64  # largest number of open pages
+_STILL = 15.0  # seconds after which an idle stream gets a sign of life
 
 
 @dataclass
 class Board:
-    """What all pages see: read once for all of them, by whoever asks first."""
+    """The state that all pages see, read once for all of them."""
 
     watch: WatchedFolder
     control: Control
     federation: FederationStatus | None = None
-    closing: bool = False  # then the streams end
-    read: float = float("-inf")
+    closing: bool = False  # True ends the streams
+    read_at: float = float("-inf")
     readers: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of everything that reads folders
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while folders are read
     _runs: list[dict[str, Any]] = field(default_factory=list)
     _about: dict[str, Any] | None = None
 
     async def refresh(self) -> None:
         async with self.lock:
-            if time.monotonic() - self.read >= _EVERY * 0.9:
-                await run_in_threadpool(self._look)
-                self.read = time.monotonic()
+            if time.monotonic() - self.read_at >= _EVERY * 0.9:
+                await run_in_threadpool(self._read)
+                self.read_at = time.monotonic()
 
-    def _look(self) -> None:
+    def _read(self) -> None:
         self.watch.refresh()
         self._runs = [run.snapshot() for run in self.watch.runs.values()]
         self._about = self.federation.snapshot() if self.federation is not None else None
 
     def runs(self) -> list[dict[str, Any]]:
         failed = self.control.ended()
-        found = []
+        out = []
         for about in self._runs:
             if about["id"] in failed and about["state"] == "stopped":
                 code = failed[about["id"]]
                 about = {**about, "trouble": about["trouble"] or f"its process ended with code {code}; see its log"}
-            found.append(about)
+            out.append(about)
         early = {i: code for i, code in failed.items() if i not in self.watch.runs}
-        return found + [
+        return out + [
             {"id": i, "title": i, "state": "damaged", "round": 0, "rounds": 0, "curves": {}, "version": 0,
              "trouble": f"it ended with code {code} before its first round; see its log"}
             for i, code in early.items()
@@ -77,6 +77,7 @@ class Board:
 
 
 def make_app(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -> ASGIApp:
+    """Return the web application of a board behind its guard."""
     loader = ChoiceLoader([PackageLoader("coterie.board"), PackageLoader("coterie.results.report")])
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
@@ -113,7 +114,7 @@ def make_app(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -
             return JSONResponse(finite(await run_in_threadpool(run.details)))
 
     async def log(request: Request) -> Response:
-        """Of a run that was started here, or of a node; names are looked up, never made into a path."""
+        """Return the log of a run that was started here, or of a node; names are looked up, never made into a path."""
         node, run = request.query_params.get("node"), request.query_params.get("run", "")
         if node is not None:
             text = board.federation.log(node) if board.federation is not None else None
@@ -122,33 +123,33 @@ def make_app(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -
             return _no_run()
         return PlainTextResponse(board.control.log(run))
 
-    async def numbers(request: Request) -> Response:
+    async def prometheus(request: Request) -> Response:
         await board.refresh()
         return PlainTextResponse(metrics.prometheus_text(board.runs(), board.about()), media_type=metrics.TYPE)
 
     async def act(request: Request) -> Response:
-        asked = await _body(request)
-        if asked is None:
+        body = await _body(request)
+        if body is None:
             return PlainTextResponse("the request must be one small JSON object\n", 400)
-        what = request.path_params["what"]
-        if what not in ("start", "stop", "resume"):
+        action = request.path_params["action"]
+        if action not in ("start", "stop", "resume"):
             return PlainTextResponse("there is no such action\n", 404)
         try:
-            if what == "start":
-                return JSONResponse({"run": await run_in_threadpool(board.control.start, asked)})
+            if action == "start":
+                return JSONResponse({"run": await run_in_threadpool(board.control.start, body)})
             await board.refresh()
-            run = board.watch.runs.get(str(asked.get("run", "")))
+            run = board.watch.runs.get(str(body.get("run", "")))
             if run is None:
                 return _no_run()
             async with board.lock:
                 await run_in_threadpool(run.refresh)
-            await run_in_threadpool(board.control.stop if what == "stop" else board.control.resume, run)
+            await run_in_threadpool(board.control.stop if action == "stop" else board.control.resume, run)
         except CoterieError as e:
             return PlainTextResponse(f"{e}\n", 400)
         return JSONResponse({"run": run.id})
 
     async def check(request: Request) -> Response:
-        """Only the guard's answer matters: is the token right?"""
+        """Answer if the guard accepts the token."""
         return JSONResponse({"token": "right"})
 
     app = Starlette(
@@ -158,9 +159,9 @@ def make_app(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -
             Route("/api/stream", stream),
             Route("/api/run", details),
             Route("/api/log", log),
-            Route("/metrics", numbers),
+            Route("/metrics", prometheus),
             Route("/api/token", check, methods=["POST"]),
-            Route("/api/{what:str}", act, methods=["POST"]),
+            Route("/api/{action:str}", act, methods=["POST"]),
         ]
     )
     return Guard(app, (*LOOPBACK, *hosts), port, token)
@@ -177,38 +178,38 @@ async def _body(request: Request) -> dict[str, Any] | None:
         if len(raw) > _LARGEST:
             return None
     try:
-        found = json.loads(raw or b"{}")
+        body = json.loads(raw or b"{}")
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return body if isinstance(body, dict) else None
 
 
 async def _news(board: Board, request: Request) -> AsyncIterator[str]:
-    """Everything at first, then what has changed, as server-sent events."""
-    told: dict[str, str] = {}
-    federation, heard = "", 0.0
+    """Yield server-sent events: all runs first, then changed ones."""
+    sent: dict[str, str] = {}
+    federation, sent_at = "", 0.0
     board.readers += 1
     try:
         while not board.closing and not await request.is_disconnected():
             await board.refresh()
             runs = {str(r["id"]): json.dumps(finite(r)) for r in board.runs()}
             about = json.dumps(finite(board.about()))
-            changed = [text for i, text in runs.items() if told.get(i) != text]
-            gone = [i for i in told if i not in runs]
-            if changed or gone or about != federation or not heard:
+            changed = [text for i, text in runs.items() if sent.get(i) != text]
+            gone = [i for i in sent if i not in runs]
+            if changed or gone or about != federation or not sent_at:
                 now = f'"now":{time.time():.3f}'
                 yield f'data: {{{now},"runs":[{",".join(changed)}],"gone":{json.dumps(gone)},"federation":{about}}}\n\n'
-                heard = time.monotonic()
-            elif time.monotonic() - heard > _STILL:
+                sent_at = time.monotonic()
+            elif time.monotonic() - sent_at > _STILL:
                 yield ": still here\n\n"
-                heard = time.monotonic()
-            told, federation = runs, about
+                sent_at = time.monotonic()
+            sent, federation = runs, about
             await asyncio.sleep(_EVERY)
     finally:
         board.readers -= 1
 
 
 def open_board(root: Path, federation: Path | None = None, data_dir: Path | None = None) -> Board:
-    """About the runs below `root`, and about a federation if there is one."""
-    watched = FederationStatus(federation) if federation is not None else None
-    return Board(WatchedFolder(root), Control(root, data_dir), watched)
+    """Return the board of the runs below `root` and of a federation, if one is given."""
+    status = FederationStatus(federation) if federation is not None else None
+    return Board(WatchedFolder(root), Control(root, data_dir), status)

@@ -1,4 +1,4 @@
-"""Starting, stopping and continuing local runs. Every request is checked before anything is started."""
+"""Start, stop and resume local runs. Every request is checked before a process is started."""
 
 import os
 import re
@@ -20,39 +20,39 @@ from coterie.storage.new_folder import fresh_folder
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 _OPTIONS = ("data", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "lr", "seed")
-_LONGEST = 200  # characters of a value
+_LONGEST = 200  # characters of the longest value
 
 
 @dataclass
 class Control:
-    """The board's hands. Runs it has started go on when the board ends; their logs lie beside the runs."""
+    """Starts, stops and resumes runs. Runs continue when the board ends; their logs are in the folder of the runs."""
 
     root: Path
     data_dir: Path | None = None
-    started: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)  # by id of the run
+    started: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)  # processes by id of the run
     _logs: Path | None = None
 
     @property
     def logs(self) -> Path:
-        """RUNS/.board, or a temporary folder if RUNS is a run itself: nothing is written into a run."""
+        """The folder of the logs: RUNS/.board, or a temporary folder if RUNS is a run, which is only read."""
         if self._logs is None:
             inside = any((self.root / name).exists() for name in (folder.SETTINGS, folder.EVENTS))
             self._logs = Path(tempfile.mkdtemp(prefix="coterie-board-")) if inside else self.root / ".board"
         return self._logs
 
-    def start(self, asked: dict[str, Any]) -> str:
-        """A new run of `coterie run`; returns its id."""
-        given = {str(k): v for k, v in asked.items() if k != "name" and v not in (None, "")}
+    def start(self, request: dict[str, Any]) -> str:
+        """Start a new run with `coterie run`; return its id."""
+        given = {str(k): v for k, v in request.items() if k != "name" and v not in (None, "")}
         for key, value in given.items():
-            _possible(key, value)
+            _check_setting(key, value)
         method = given.pop("method", "")
-        chosen = settings(method=str(method), **given)  # a mistake is a sentence before anything starts
-        name = str(asked.get("name") or "")
+        chosen = settings(method=str(method), **given)  # raises before a process is started
+        name = str(request.get("name") or "")
         if name and not _NAME.fullmatch(name):
             raise CoterieError(f'the name "{name}" must be letters, digits, dot, dash or underscore')
         out = self.root / name if name else fresh_folder(f"{chosen.method}-{chosen.data}", self.root)
         if out.exists():
-            raise CoterieError(f'there is a folder "{out.name}" already; choose another name')
+            raise CoterieError(f'there is a folder "{out.name}" already; choose a different name')
         options = [f"--{k}={_text(given.pop(k))}" for k in _OPTIONS if k in given]
         sets = [f"--set={k}={_text(v)}" for k, v in given.items()]
         where = [f"--data-dir={self.data_dir}"] if self.data_dir else []
@@ -69,9 +69,9 @@ class Control:
         self._launch(run.id, ["run", f"--resume={run.path}", *where])
 
     def stop(self, run: WatchedRun) -> None:
-        """As Ctrl-C does: the run finishes its round and writes a checkpoint."""
+        """Stop a run as Ctrl-C does: it finishes its round and writes a checkpoint."""
         _local(run)
-        pid = folder.writer(run.path)  # asked anew: the process that writes to this folder now, and no other
+        pid = folder.writer(run.path)  # the process that writes to this folder now
         if pid is None or pid <= 1 or pid == os.getpid():
             raise CoterieError(f'"{run.id}" is not running')
         try:
@@ -79,15 +79,15 @@ class Control:
         except ProcessLookupError:
             raise CoterieError(f'"{run.id}" is not running') from None
         except PermissionError:
-            raise CoterieError(f'"{run.id}" belongs to another user') from None
+            raise CoterieError(f'"{run.id}" belongs to a different user') from None
 
     def log(self, run: str) -> str:
-        """What a run that was started here has printed."""
+        """Return the output of a run that was started here."""
         path = self._log(run)
         return tail(path) if path.exists() else ""
 
     def ended(self) -> dict[str, int]:
-        """Runs started here that ended with an error: id to exit code."""
+        """Return id -> exit code of the runs started here that ended with an error."""
         codes = {name: p.poll() for name, p in self.started.items()}
         return {name: code for name, code in codes.items() if code not in (None, 0, 130)}
 
@@ -99,7 +99,7 @@ class Control:
             raise CoterieError(f'"{run}" is running')
         path = self._log(run)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as out:  # a group of its own: Ctrl-C at the board is not for the run
+        with path.open("ab") as out:  # in its own process group, so that Ctrl-C ends the board only
             self.started[run] = subprocess.Popen(
                 [sys.executable, "-m", "coterie", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -111,11 +111,11 @@ class Control:
 
 def _local(run: WatchedRun) -> None:
     if (run.path / "cloud.json").exists():
-        raise CoterieError(f'"{run.id}" is a federation; it is stopped and continued where its cloud runs')
+        raise CoterieError(f'"{run.id}" is a federation; stop and resume it where its cloud runs')
 
 
-def _possible(key: str, value: Any) -> None:
-    """Names and values that go to a command line; code is not started from a web page."""
+def _check_setting(key: str, value: Any) -> None:
+    """Raise CoterieError if a name or value is not fit for a command line, or names code."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,40}", key):
         raise unknown("setting", key[:40], [*RunSettings.model_fields, *PartitionSettings.model_fields])
     if isinstance(value, dict | list) or len(str(value)) > _LONGEST or any(ord(c) < 32 for c in str(value)):

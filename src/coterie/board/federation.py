@@ -1,4 +1,4 @@
-"""What the board knows of a real federation: the cloud's status.json, and the logs of `coterie up`."""
+"""The state of a federation for the board: the cloud's status.json and the logs of `coterie up`."""
 
 import json
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import Any
 
 from coterie.federation.cloud.status import LIVE, dead, silence
 
-TAIL = 32_768  # bytes of a log that are shown
+TAIL = 32_768  # bytes of a log to show
 
 
 @dataclass
 class FederationStatus:
-    """The folder of `coterie serve`, or of `coterie up` with run/ in it."""
+    """The state of a federation in the folder of `coterie serve`, or of `coterie up` with run/ in it."""
 
     path: Path
 
@@ -21,12 +21,12 @@ class FederationStatus:
         return self.path if (self.path / "status.json").exists() else self.path / "run"
 
     def snapshot(self) -> dict[str, Any]:
-        """Cloud, edges and devices as a tree; a sentence in `trouble` if there is nothing to read."""
+        """Return cloud, edges and devices as a tree; `trouble` tells why if that cannot be read."""
         try:
             status = json.loads((self.folder / "status.json").read_text())
             return self._read(status)
         except FileNotFoundError:
-            return {"trouble": f"{self.path} has no status.json yet: is its cloud running?", "logs": self.logs()}
+            return {"trouble": f"{self.path} has no status.json yet; its cloud may not be running", "logs": self.logs()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             return {"trouble": f"{self.folder / 'status.json'} cannot be read ({e})", "logs": self.logs()}
 
@@ -65,18 +65,18 @@ class FederationStatus:
         }
 
     def logs(self) -> list[str]:
-        """Names of the logs there are."""
+        """Return the names of the logs."""
         return sorted(p.stem for p in (self.path / "logs").glob("*.log"))
 
     def log(self, name: str) -> str | None:
-        """The end of one of them; None if it is not in the list."""
+        """Return the end of a log; None if there is no such log."""
         return tail(self.path / "logs" / f"{name}.log") if name in self.logs() else None
 
 
 def _trouble(status: dict[str, Any], word: str, since: float) -> str:
     if since:
-        what = "it has died" if word == "dead" else "it may have ended"
-        return f"no heartbeat of the cloud for {since:.0f} s: {what}"
+        state = "its process has ended" if word == "dead" else "it may have ended"
+        return f"no heartbeat of the cloud for {since:.0f} s: {state}"
     return str(status.get("reason") or "") if status["state"] in ("paused", "failed") else ""
 
 
@@ -92,11 +92,11 @@ def tail(path: Path) -> str:
 def _nodes(status: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if "nodes" in status:
         return dict(status["nodes"])
-    found = {  # written by an older cloud
+    nodes = {  # written by an older cloud
         c["name"]: {"role": "device", "client": int(i), "connected": c["connected"]}
         for i, c in status["clients"].items()
     }
-    return found | {e: {"role": "edge", "connected": True} for e in status.get("edges", {})}
+    return nodes | {e: {"role": "edge", "connected": True} for e in status.get("edges", {})}
 
 
 def _node(name: str, about: dict[str, Any], state: str, silent: bool) -> dict[str, Any]:

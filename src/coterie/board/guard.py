@@ -1,4 +1,4 @@
-"""Who may ask what: every request by its Host, changes by Origin and token as well."""
+"""Access control: all requests are checked by Host, changes also by Origin and token."""
 
 import secrets
 import time
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 TOKEN = "x-coterie-token"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-_PAUSE = 0.5  # seconds after a wrong token before the next is looked at
+_PAUSE = 0.5  # seconds after a wrong token before the next is accepted
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -22,8 +22,9 @@ _HEADERS = {
 
 
 class Guard:
-    """A web page elsewhere can make a browser send requests here, also under a name of its own (DNS rebinding): so
-    the Host must be one we are known by, and whoever changes something needs the token and a matching Origin.
+    """Refuses requests that other web pages make a browser send, also by DNS rebinding.
+
+    The Host must be a known name of the board. A change also needs the token and a matching Origin.
     """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str], port: int, token: str):
@@ -51,7 +52,7 @@ class Guard:
             await self.app(scope, receive, sealed)
 
     def refusal(self, method: str, headers: Headers) -> tuple[int, str] | None:
-        """Status and reason, if the request is refused."""
+        """Return status and reason if the request is refused."""
         if len(headers.getlist("host")) != 1 or headers["host"].lower() not in self.hosts:
             return 421, "this board is not known by that name; see --allow-host"
         origin = headers.get("origin")

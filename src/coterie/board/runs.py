@@ -1,4 +1,4 @@
-"""What the board knows of run folders. They are only read, as often as their files change, and may be half-written."""
+"""Run folders that the board watches. They are only read, whenever their files change, and may be incomplete."""
 
 import logging
 import os
@@ -14,9 +14,9 @@ from coterie.errors import CoterieError
 from coterie.results.run import Run
 from coterie.storage import run_folder as folder
 
-DEPTH = 6  # folders below the board's root that are searched
-POINTS = 300  # of a curve
-RECENT = 20  # rounds whose time tells how long the rest takes
+_DEPTH = 6  # levels of folders below the board's root that are searched
+_POINTS = 300  # points of a curve
+_RECENT = 20  # rounds that the remaining time is estimated from
 CURVES = {
     "personal": "personal model, mean over clients",
     "participants": "participants before training, mean",
@@ -27,24 +27,24 @@ log = logging.getLogger("coterie.board")
 
 
 def discover(root: Path) -> Iterator[Path]:
-    """Folders of runs, without looking into them; hidden folders are left out."""
+    """Yield the folders of runs, except hidden ones; subfolders of a run are not searched."""
     waiting = [(root, 0)]
     while waiting:
-        here, depth = waiting.pop()
+        path, depth = waiting.pop()
         try:
-            entries = list(os.scandir(here))
+            entries = list(os.scandir(path))
         except OSError:
             continue
         if {folder.SETTINGS, folder.EVENTS} & {e.name for e in entries}:
-            yield here
-        elif depth < DEPTH:
+            yield path
+        elif depth < _DEPTH:
             below = [e for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
-            waiting += [(here / e.name, depth + 1) for e in below]
+            waiting += [(path / e.name, depth + 1) for e in below]
 
 
 @dataclass
 class WatchedRun:
-    """One run's folder. `refresh` reads what is new; whatever is wrong with the files becomes a sentence."""
+    """The folder of one run. `refresh` reads new data; problems with the files are described in `trouble`."""
 
     path: Path
     id: str
@@ -52,16 +52,16 @@ class WatchedRun:
     rows: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[int, float] = field(default_factory=dict)
     trouble: str = ""
-    pid: int | None = None  # of the process that writes to it now
-    changed: float = 0.0  # when a file of it last did
-    version: int = 0  # goes up with every change that a person could see
+    pid: int | None = None  # process that writes to the folder now
+    changed: float = 0.0  # time of the last change of a file
+    version: int = 0  # incremented with every visible change
     _log: folder.Log = field(default_factory=lambda: folder.Log([]))
     _at: int = 0
     _marks: tuple[Any, ...] = ()
     _snapshot: dict[str, Any] = field(default_factory=dict)
 
     def refresh(self) -> bool:
-        """Did anything change?"""
+        """Read the folder; return True if anything changed."""
         files = [self.path / name for name in (folder.SETTINGS, folder.EVENTS, folder.TIMING)]
         stamps, pid = [_mark(f) for f in files], folder.writer(self.path)
         marks = (*stamps, pid)
@@ -87,17 +87,17 @@ class WatchedRun:
         self._snapshot = {}
         return True
 
-    # ---- what is shown -----------------------------------------------------------------------------------------------
+    # ---- for the page ------------------------------------------------------------------------------------------------
     @property
     def run(self) -> dict[str, Any]:
-        found = self.settings.get("settings")
-        return found if isinstance(found, dict) else {}
+        settings = self.settings.get("settings")
+        return settings if isinstance(settings, dict) else {}
 
     @property
     def metric(self) -> Metric:
-        """What the run's numbers are; runs from before there were tasks have accuracies."""
-        found = self.settings.get("task") or {"name": Classification.name, "outputs": 1}
-        return make(str(found["name"]), int(found["outputs"])).metric
+        """The metric of the run's task; old runs without one are classification."""
+        task = self.settings.get("task") or {"name": Classification.name, "outputs": 1}
+        return make(str(task["name"]), int(task["outputs"])).metric
 
     @property
     def round(self) -> int:
@@ -113,25 +113,19 @@ class WatchedRun:
         return "finished" if done else "stopped"
 
     def snapshot(self) -> dict[str, Any]:
-        """One line of the table, and the run's curves."""
+        """Return the run's row of the table and its curves."""
         if not self._snapshot:
             try:
-                self._snapshot = self._made()
-            except (
-                KeyError,
-                TypeError,
-                ValueError,
-                AttributeError,
-                CoterieError,
-            ) as e:  # sealed, but not what this version writes
-                self.trouble = _plain(f"{self.path} was written by another version of Coterie ({e})")
+                self._snapshot = self._describe()
+            except (KeyError, TypeError, ValueError, AttributeError, CoterieError) as e:
+                self.trouble = _plain(f"{self.path} was written by a different version of Coterie ({e})")
                 self._snapshot = {"id": self.id, "state": "damaged", "trouble": self.trouble, "title": self.id,
                                   "curves": {}, "round": 0, "rounds": 0, "version": self.version}  # fmt: skip
         return {**self._snapshot, "state": self.state, "pid": self.pid}
 
-    def _made(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         federation, metric = self.run.get("federation") or {}, self.metric
-        times = [self.seconds[r] for r in sorted(self.seconds)[-RECENT:]]
+        times = [self.seconds[r] for r in sorted(self.seconds)[-_RECENT:]]
         rounds = int(self.run.get("rounds", 0))
         each = statistics.median(times) if times else None
         last = next((e for e in reversed(self.rows) if "personal/test" in e["eval"]), None)
@@ -162,13 +156,13 @@ class WatchedRun:
         }
 
     def curves(self) -> dict[str, dict[str, list[float]]]:
-        """Name -> rounds, values and megabytes sent by then, thinned out where there are many."""
-        found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in CURVES}
+        """Return curve -> rounds, values and cumulative megabytes, with fewer points where there are many."""
+        points: dict[str, list[tuple[int, float, float]]] = {name: [] for name in CURVES}
         sent, scale = 0, self.metric.scale
 
         def add(name: str, at: int, value: float | None) -> None:
             if value is not None:
-                found[name].append((at, round(float(value), 4), round(sent / 1e6, 4)))
+                points[name].append((at, round(float(value), 4), round(sent / 1e6, 4)))
 
         for e in self.rows:
             sent += _bytes(e)
@@ -179,18 +173,18 @@ class WatchedRun:
                 add("personal", at, scale * e["eval"]["personal/test"]["mean"])
             if "before" in e["watch"]:
                 add("participants", at, scale * e["watch"]["before"]["mean"])
-        kept = {name: _thin(points) for name, points in found.items() if points}
+        thin = {name: _thin(ps) for name, ps in points.items() if ps}
         return {
-            n: {"x": [p[0] for p in ps], "y": [p[1] for p in ps], "mb": [p[2] for p in ps]} for n, ps in kept.items()
+            n: {"x": [p[0] for p in ps], "y": [p[1] for p in ps], "mb": [p[2] for p in ps]} for n, ps in thin.items()
         }
 
     def details(self) -> dict[str, Any]:
-        """Settings, what went wrong round by round, and the clients of the last evaluation."""
+        """Return the settings, the failures by round, and the clients of the last evaluation."""
         about = self.snapshot()
         wrong = []
         for e in self.rows if about["state"] != "damaged" else ():
-            found = {**dict.fromkeys(e["nonfinite"], "the upload was not finite"), **(e.get("reasons") or {})}
-            wrong += [{"round": e["round"], "client": int(c), "why": str(why)} for c, why in found.items()]
+            reasons = {**dict.fromkeys(e["nonfinite"], "the upload was not finite"), **(e.get("reasons") or {})}
+            wrong += [{"round": e["round"], "client": int(c), "why": str(why)} for c, why in reasons.items()]
         return {**about, "settings": self.settings, "wrong": wrong[-200:], **self._clients()}
 
     def _clients(self) -> dict[str, Any]:
@@ -215,8 +209,8 @@ class WatchedFolder:
     def refresh(self, every: float = 2.0) -> None:
         if time.monotonic() - self._searched > every:
             self._searched = time.monotonic()
-            found = {_id(self.root, p): p for p in discover(self.root)}
-            self.runs = {i: self.runs.get(i) or WatchedRun(p, i) for i, p in sorted(found.items())}
+            paths = {_id(self.root, p): p for p in discover(self.root)}
+            self.runs = {i: self.runs.get(i) or WatchedRun(p, i) for i, p in sorted(paths.items())}
         for run in self.runs.values():
             run.refresh()
 
@@ -226,16 +220,16 @@ def _id(root: Path, path: Path) -> str:
 
 
 def _plain(text: str) -> str:
-    """Bytes of file names that are no UTF-8 replaced, so that JSON can hold it."""
+    """Replace bytes of file names that are not UTF-8, for JSON."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _mark(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return stat.st_mtime_ns, stat.st_size
 
 
 def _bytes(event: dict[str, Any]) -> int:
@@ -243,7 +237,7 @@ def _bytes(event: dict[str, Any]) -> int:
 
 
 def _thin(values: list[Any]) -> list[Any]:
-    """Evenly, with the first and the last."""
-    if len(values) <= POINTS:
+    """Return evenly spaced values, with the first and the last."""
+    if len(values) <= _POINTS:
         return values
-    return [values[round(k * (len(values) - 1) / (POINTS - 1))] for k in range(POINTS)]
+    return [values[round(k * (len(values) - 1) / (_POINTS - 1))] for k in range(_POINTS)]

@@ -1,4 +1,4 @@
-"""Serving the board: on this machine only, unless somebody says by which name others may reach it."""
+"""Serve the board, on this machine only unless names for other machines are given."""
 
 import ipaddress
 import secrets
@@ -28,11 +28,11 @@ def serve_board(
     data_dir: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Until Ctrl-C. `say` is told the address and the token."""
+    """Serve the board until Ctrl-C; `say` gets the address and the token."""
     if not loopback(host) and not allow_hosts:
         raise CoterieError(
             f"host = {host} would show the board to other machines, without encryption; if you want that, "
-            "say with --allow-host by which name they reach it"
+            "give the name by which they reach it with --allow-host"
         )
     if root.exists() and not root.is_dir():
         raise CoterieError(f"{root} is not a folder")
@@ -47,14 +47,14 @@ def serve_board(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((host.strip("[]"), port))
+        listening.bind((host.strip("[]"), port))
     except OSError as e:
-        found.close()
-        raise CoterieError(f"{host}:{port} cannot be used ({e.strerror or e}); choose another --port") from None
-    return found
+        listening.close()
+        raise CoterieError(f"{host}:{port} cannot be used ({e.strerror or e}); choose a different --port") from None
+    return listening
 
 
 class _Server(uvicorn.Server):
@@ -63,7 +63,7 @@ class _Server(uvicorn.Server):
         self.board = board
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.board.closing = True  # open pages hold a connection for good otherwise
+        self.board.closing = True  # ends the connections of open pages
         await super().shutdown(sockets)
 
 

@@ -18,7 +18,7 @@ _AT_ONCE = 2**22  # draws in memory at a time
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two methods, as a share: mean over seeds of the mean over clients, with a bootstrap interval."""
+    """The difference of two methods: mean over seeds of the mean over clients, with a bootstrap interval."""
 
     mean: float
     low: float
@@ -56,7 +56,7 @@ def paired_differences(values: FloatArray, seeds: IntArray, resamples: int = RES
 def resampled(values: FloatArray, seeds: IntArray, resamples: int = RESAMPLES) -> FloatArray:
     """Return bootstrap means [resamples, pairs] of values [pairs, n].
 
-    Seeds are drawn with replacement, and within each drawn seed its clients. The mean is taken over clients, then seeds.
+    Seeds are drawn with replacement, and clients within each drawn seed. Means are taken over clients, then seeds.
     """
     order = np.argsort(seeds, kind="stable")
     values = values[:, order]

@@ -39,7 +39,7 @@ class Cell:
         return self.settings.rounds if self.until is None else min(self.until, self.settings.rounds)
 
     def finished(self) -> bool:
-        """True if the folder holds this run, finished and undamaged; CoterieError is raised if it has other settings."""
+        """True if the folder holds this run, finished and undamaged; raise CoterieError if its settings differ."""
         if not (self.out / "settings.json").exists():
             return False
         run = Run(self.out)
@@ -49,12 +49,10 @@ class Cell:
         except (CoterieError, ValidationError, TypeError) as e:
             made = run.description.get("versions", {}).get("coterie", "unknown")
             raise CoterieError(
-                f"{self.out} was written by a different version of Coterie ({made}); choose a different folder or remove it"
+                f"{self.out} was written by a different version of Coterie ({made}); choose a new folder or remove it"
             ) from e
         if not same:
-            raise CoterieError(
-                f"{self.out} holds a run with different settings; choose a different folder or remove it"
-            )
+            raise CoterieError(f"{self.out} holds a run with different settings; choose a new folder or remove it")
         try:
             return (run.finished or run.last_round >= self.rounds) and not run.damage
         except CoterieError:
@@ -191,9 +189,7 @@ def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
         settings = recorded(Run(cell.out).description, cell.objects.method) if resume else cell.settings
         session = prepare(settings, engine, cell.objects, loaded=dataset, start=initial_values(settings))
         if resume and Run(cell.out).description["partition"] != session.federation.identity:
-            raise CoterieError(
-                f"the data of {cell.out} have changed since it ran; choose a different folder or remove it"
-            )
+            raise CoterieError(f"the data of {cell.out} have changed since it ran; choose a new folder or remove it")
         execute(
             session,
             cell.out,

@@ -15,7 +15,7 @@ VIEWS = ("personal", "global", "adapted", "trained", "received", "edge")
 
 
 def summarise(rounds: pd.DataFrame, planned: int, metrics: Sequence[Metric] = Classification.metrics) -> dict[str, Any]:
-    """Return for each view: last, mean of the last ten rounds, best, and the value at the round chosen on validation data."""
+    """Return for each view: last, mean of the last ten rounds, best, and value at the round selected on val data."""
     out: dict[str, Any] = {"rounds": int(rounds.index.max()) if len(rounds) else 0, "planned": planned}
     out |= {"metric": metrics[0].name, "lower_is_better": metrics[0].lower}
     if not len(rounds):

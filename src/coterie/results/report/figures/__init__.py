@@ -1,4 +1,4 @@
-"""Figures of runs: functions of runs that return a matplotlib Figure; `save_figure` writes PNG, SVG and PDF."""
+"""Figures of runs: functions from runs to a matplotlib Figure; `save_figure` writes PNG, SVG and PDF."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from coterie.results.report.figures import bars, curves, forest, groups
 from coterie.results.report.figures.style import FONTS, save_figure
 from coterie.results.run import Run
 
-KINDS: dict[str, tuple[Callable[..., Figure], tuple[str, ...], str]] = {  # name -> function, its options, what it shows
+KINDS: dict[str, tuple[Callable[..., Figure], tuple[str, ...], str]] = {  # name -> function, its options, description
     "rounds": (curves.draw_rounds, ("view",), "accuracy (or the metric of the task) against round"),
     "loss": (curves.draw_loss, (), "training loss against round"),
     "bytes": (curves.draw_bytes, (), "cumulative bytes against round"),
@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[Callable[..., Figure], tuple[str, ...], str]] = {  # name
 
 
 def draw(kind: str, runs: Sequence[Run], **options: Any) -> Figure:
-    """A figure of one kind; options that the kind does not have are left out."""
+    """Return a figure of one kind; options that the kind does not have are ignored."""
     if kind not in KINDS:
         raise unknown("kind of figure", kind, KINDS)
     ready = [r for r in runs if r.events]

@@ -1,4 +1,4 @@
-"""One number per run: bars of ablations, lines over a setting; and what each client gains."""
+"""Figures of one number per run: bars of ablations, lines over a setting, and the gain of each client."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _Value = Callable[[Run], float]
 
 
 def headline_score(run: Run) -> float:
-    """The last score of the run's headline; of participants before training if no client was scored."""
+    """Return the last score of the run's headline, or of participants before training if no client was scored."""
     summary = run.summary()
     for view in (run.headline, "personal"):
         if view in summary:
@@ -30,19 +30,19 @@ def headline_score(run: Run) -> float:
 
 
 def heights(runs: Sequence[Run], value: _Value = headline_score) -> pd.DataFrame:
-    """Mean over seeds (accuracies in percent), titles by groups, and the standard deviation as `± GROUP`."""
+    """Return means over seeds (accuracies in percent), titles by groups, and standard deviations as `± GROUP`."""
     rows: dict[str, dict[str, float]] = {}
     for title in dict.fromkeys(r.title for r in runs):
         for group in dict.fromkeys(r.group for r in runs):
-            found = [r.metric.scale * value(r) for r in runs if (r.title, r.group) == (title, group)]
-            if found:
-                spread = float(np.std(found, ddof=1)) if len(found) > 1 else np.nan
-                rows.setdefault(title, {}).update({group: float(np.mean(found)), f"± {group}": spread})
+            values = [r.metric.scale * value(r) for r in runs if (r.title, r.group) == (title, group)]
+            if values:
+                spread = float(np.std(values, ddof=1)) if len(values) > 1 else np.nan
+                rows.setdefault(title, {}).update({group: float(np.mean(values)), f"± {group}": spread})
     return pd.DataFrame(rows).T
 
 
 def draw_bars(runs: Sequence[Run], value: _Value = headline_score, label: str = "") -> Figure:
-    """One group of bars per data set, one bar per method."""
+    """Draw one group of bars per data set, one bar per method."""
     frame = heights(runs, value)
     groups = [c for c in frame.columns if not c.startswith("± ")]
     figure, (axes,) = style.panels(1, width=max(style.WIDE, 0.2 * len(groups) * len(frame) + 2))
@@ -61,7 +61,7 @@ def draw_bars(runs: Sequence[Run], value: _Value = headline_score, label: str = 
     axes.set_xticks(range(len(groups)), groups)
     label = label or runs[0].metric.label
     axes.set_ylabel(label)
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))  # a bar's length is its number
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))  # the length of a bar is its value
     axes.margins(y=0.08)
     axes.grid(axis="x", visible=False)
     style.legend(figure, axes)
@@ -69,32 +69,30 @@ def draw_bars(runs: Sequence[Run], value: _Value = headline_score, label: str = 
 
 
 def position(run: Run, axis: str) -> float:
-    """The value of a setting as a number; of a partition the last number in its name: rotate(4) is 4."""
+    """Return the value of a setting as a number; for a partition, the last number in its name: 4 for rotate(4)."""
     value: Any = setting(run, axis)
     if isinstance(value, str):
         numbers = re.findall(r"\d+(?:\.\d+)?", value)
         if not numbers:
-            raise CoterieError(f'the setting "{axis}" of {run.title} is "{value}", which has no place on an axis')
+            raise CoterieError(f'the setting "{axis}" of {run.title} is "{value}", which is not a number')
         value = numbers[-1]
     return float(value)
 
 
 def over_axis(runs: Sequence[Run], axis: str, value: _Value = headline_score) -> dict[str, dict[str, pd.DataFrame]]:
-    """Panel -> line -> mean and std (accuracies in percent) by the setting's value; a panel is a data set, a line a
-    method.
-    """
+    """Return data set -> method -> mean and std (accuracies in percent) by the setting's value."""
     out: dict[str, dict[str, pd.DataFrame]] = {}
     for panel in dict.fromkeys(r.data for r in runs):
         mine = [r for r in runs if r.data == panel]
         for name in dict.fromkeys(_method(r, axis) for r in mine):
-            found = [(position(r, axis), r.metric.scale * value(r)) for r in mine if _method(r, axis) == name]
-            frame = pd.DataFrame(found, columns=["at", "value"]).groupby("at")["value"].agg(["mean", "std"])
+            points = [(position(r, axis), r.metric.scale * value(r)) for r in mine if _method(r, axis) == name]
+            frame = pd.DataFrame(points, columns=["at", "value"]).groupby("at")["value"].agg(["mean", "std"])
             out.setdefault(panel, {})[name] = frame
     return out
 
 
 def _method(run: Run, axis: str) -> str:
-    """Rows that only name the setting's value are one line: the method's."""
+    """Return the name of the run's line: the method, if titles differ by the value of the setting only."""
     if run.apart:
         return run_name(run, without=axis)
     own = str(run.description["method"]["title"])
@@ -104,7 +102,7 @@ def _method(run: Run, axis: str) -> str:
 def draw_axis(
     runs: Sequence[Run], axis: str, value: _Value = headline_score, label: str = "", axis_label: str = ""
 ) -> Figure:
-    """The task's metric against a setting."""
+    """Draw the task's metric against a setting."""
     data = over_axis(runs, axis, value)
     figure, all_axes = style.panels(len(data), width=4.6)
     order = list(dict.fromkeys(n for lines in data.values() for n in lines))
@@ -125,19 +123,19 @@ def draw_axis(
 
 
 def client_scores(runs: Sequence[Run], view: str = "personal/test") -> pd.DataFrame:
-    """Each client's metric (accuracies in percent), one column per title; Local-Only first if it is there."""
+    """Return each client's metric (accuracies in percent), one column per title."""
     columns = {}
     for title in dict.fromkeys(r.title for r in runs):
-        found = [r.clients()[view] for r in runs if r.title == title and view in r.clients()]
-        if found:
-            columns[title] = runs[0].metric.scale * pd.concat(found, axis=1).mean(axis=1)
+        scores = [r.clients()[view] for r in runs if r.title == title and view in r.clients()]
+        if scores:
+            columns[title] = runs[0].metric.scale * pd.concat(scores, axis=1).mean(axis=1)
     if not columns:
         raise CoterieError(f"none of these runs has scored {view} for every client")
     return pd.DataFrame(columns)
 
 
 def draw_clients(runs: Sequence[Run], view: str = "personal/test") -> Figure:
-    """Left: every client's metric, sorted. Right: what each gains or loses against Local-Only, sorted."""
+    """Draw every client's metric, sorted (left), and its gain over Local-Only, sorted (right)."""
     groups = list(dict.fromkeys(r.group for r in runs))
     order = list(dict.fromkeys(r.title for r in runs))
     figure, all_axes = style.panels(2 * len(groups), width=4.8, height=max(3.8, 0.2 * len(order) + 0.8))

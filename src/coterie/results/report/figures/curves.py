@@ -1,4 +1,4 @@
-"""Lines over rounds: the task's metric, loss, bytes, norms of updates; and the metric over bytes."""
+"""Figures of lines over rounds: metric, loss, bytes, norms of updates; and of the metric over bytes."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from coterie.results.report.figures import style
 from coterie.results.run import Run
 from coterie.results.statistics import cumulative_bytes
 
-WINDOW = 10  # rounds averaged where single rounds are too noisy to read: few clients take part in each
-_VIEW_WORDS = {  # what follows the metric's name
+WINDOW = 10  # rounds of a running mean, for curves of participants, which are few in each round
+_VIEW_WORDS = {  # labels after the metric's name
     "participants/before/pooled": "of participants before training",
     "participants/after/pooled": "of participants after training",
     "personal/test/mean": "of personal models, mean over clients",
@@ -27,7 +27,7 @@ _VIEW_WORDS = {  # what follows the metric's name
 
 
 def best_view(runs: Sequence[Run]) -> str:
-    """What all of these runs have, in the order a reader would choose."""
+    """Return the first curve that all of these runs have: the headline, then personal models, then participants."""
     order = (f"{headline_view(runs)}/test/mean", "personal/test/mean", "participants/before/pooled")
     for view in (*order, *_VIEW_WORDS):
         if all(view in r.rounds for r in runs):
@@ -36,18 +36,18 @@ def best_view(runs: Sequence[Run]) -> str:
 
 
 def view_label(runs: Sequence[Run], view: str) -> str:
-    """The label of an axis."""
+    """Return the label of the axis of a curve."""
     metric = runs[0].metric
     return f"{metric.name} {_VIEW_WORDS[view]}" + (" (%)" if metric.percent else "") if view in _VIEW_WORDS else view
 
 
 def over_rounds(runs: Sequence[Run], column: str, scale: float = 1.0) -> pd.DataFrame:
-    """One column per title, mean over seeds; participants' curves as running means of ten rounds."""
+    """Return one column per title, mean over seeds; curves of participants are running means of ten rounds."""
     out = {}
     for title in dict.fromkeys(r.title for r in runs):
-        found = [r.rounds[column].dropna() for r in runs if r.title == title and column in r.rounds]
-        if any(len(f) for f in found):
-            mean = pd.concat(found, axis=1).mean(axis=1) * scale
+        curves = [r.rounds[column].dropna() for r in runs if r.title == title and column in r.rounds]
+        if any(len(c) for c in curves):
+            mean = pd.concat(curves, axis=1).mean(axis=1) * scale
             out[title] = mean.rolling(WINDOW).mean().dropna() if _noisy(column, len(mean)) else mean
     if not out:
         raise CoterieError(f"none of these runs has {column}")
@@ -59,16 +59,16 @@ def _noisy(column: str, rounds: int) -> bool:
 
 
 def megabytes(runs: Sequence[Run]) -> pd.DataFrame:
-    """Cumulative MB of all links and directions by round, one column per title, mean over seeds."""
+    """Return cumulative MB of all links and directions by round, one column per title, mean over seeds."""
     out = {}
     for title in dict.fromkeys(r.title for r in runs):
-        found = [cumulative_bytes(r.rounds) / 1e6 for r in runs if r.title == title]
-        out[title] = pd.concat(found, axis=1).mean(axis=1)
+        sent = [cumulative_bytes(r.rounds) / 1e6 for r in runs if r.title == title]
+        out[title] = pd.concat(sent, axis=1).mean(axis=1)
     return pd.DataFrame(out).sort_index()
 
 
 def draw_rounds(runs: Sequence[Run], view: str = "") -> Figure:
-    """The task's metric against round."""
+    """Draw the task's metric against round."""
     view = view or best_view(runs)
     label = view_label(runs, view)
     smooth = any(_noisy(view, len(r.rounds)) for r in runs)
@@ -78,24 +78,24 @@ def draw_rounds(runs: Sequence[Run], view: str = "") -> Figure:
 
 
 def draw_loss(runs: Sequence[Run]) -> Figure:
-    """Training loss of the participants against round."""
+    """Draw the training loss of the participants against round."""
     return _lines(runs, lambda g: over_rounds(g, "loss"), "training loss of the participants")
 
 
 def draw_update_norms(runs: Sequence[Run]) -> Figure:
-    """Norm of the mean update (AUN) against round; needs runs made with log_updates."""
+    """Draw the norm of the mean update (AUN) against round; needs runs with log_updates."""
     if not any("note/aun" in r.rounds for r in runs):
         raise CoterieError("these runs did not log their updates; run them with --set log_updates=true")
     return _lines(runs, lambda g: over_rounds(g, "note/aun"), "norm of the mean update, AUN")
 
 
 def draw_bytes(runs: Sequence[Run]) -> Figure:
-    """Cumulative bytes against round."""
+    """Draw cumulative bytes against round."""
     return _lines(runs, megabytes, "sent so far, all links, up and down (MB)", zero=True)
 
 
 def draw_cost(runs: Sequence[Run], view: str = "") -> Figure:
-    """The task's metric against bytes."""
+    """Draw the task's metric against bytes."""
     view = view or best_view(runs)
     groups = list(dict.fromkeys(r.group for r in runs))
     figure, all_axes = style.panels(len(groups))
@@ -109,7 +109,7 @@ def draw_cost(runs: Sequence[Run], view: str = "") -> Figure:
             axes.plot(spent[title].reindex(y.index), y, label=title, markevery=_every(len(y)),
                       **style.line_style(order.index(title)))  # fmt: skip
         silent = [t for t in order if t not in shown]
-        for title in silent:  # sends nothing, so it is a height, not a line
+        for title in silent:  # sends nothing: a horizontal line
             axes.axhline(values[title].dropna().iloc[-1], color=style.line_style(order.index(title))["color"],
                          linewidth=1.2, linestyle=":", label=f"{title} (sends nothing)")  # fmt: skip
         if shown:
@@ -132,8 +132,8 @@ def _lines(runs: Sequence[Run], data: object, label: str, zero: bool = False) ->
             y = frame[title].dropna()
             i = order.index(title)
             every = _every(len(y))
-            start = (i * every) // max(len(order), 1)  # markers of close lines do not cover each other
-            for one in _by_seed(mine, title):  # thin lines: single seeds; the thick one is their mean
+            start = (i * every) // max(len(order), 1)  # so that markers of close lines do not overlap
+            for one in _by_seed(mine, title):  # thin lines for single seeds, a thick one for their mean
                 y1 = data([one])[title].dropna()  # type: ignore[operator]
                 axes.plot(y1.index, y1, color=style.line_style(i)["color"], linewidth=0.6, alpha=0.45)
             axes.plot(y.index, y, label=title, markevery=(start, every), **style.line_style(i))
@@ -149,7 +149,7 @@ def _lines(runs: Sequence[Run], data: object, label: str, zero: bool = False) ->
 
 
 def _by_seed(runs: Sequence[Run], title: str) -> list[Run]:
-    """The single runs behind a mean; none if there is only one."""
+    """Return the runs of a mean; empty if there is only one."""
     mine = [r for r in runs if r.title == title]
     return mine if len(mine) > 1 else []
 
@@ -159,5 +159,5 @@ def _every(points: int) -> int:
 
 
 def _broken(label: str) -> str:
-    """Long labels in two lines."""
+    """Break a long label into two lines."""
     return label.replace(", ", ",\n", 1) if len(label) > 45 else label

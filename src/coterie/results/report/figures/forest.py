@@ -1,4 +1,4 @@
-"""Methods against their controls: paired differences with their intervals."""
+"""A forest plot of methods and their controls: paired differences with intervals."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from coterie.results.run import Run
 
 
 def draw_controls(runs: Sequence[Run], score: str = "", against: Sequence[str] = ()) -> Figure:
-    """A forest plot: one line per method and control, the difference in points and its 95 % interval.
+    """Draw a panel for each method and group of clients, with one line per control.
 
-    One panel for each method and group of clients.
+    A line shows the difference in points and its 95 % interval.
     """
     panels = [
         (a.group, label, [p for p in a.pairs if p.row.label == label])
@@ -28,8 +28,8 @@ def draw_controls(runs: Sequence[Run], score: str = "", against: Sequence[str] =
     for axes, (group, label, pairs) in zip(all_axes, panels, strict=True):
         y = np.arange(len(pairs))[::-1]
         metric = next(iter(pairs[0].row.runs.values())).metric
-        found = [np.array([getattr(p.difference, k) for p in pairs]) for k in ("mean", "low", "high")]
-        middle, low, high = (metric.scale * v for v in found)
+        ends = [np.array([getattr(p.difference, k) for p in pairs]) for k in ("mean", "low", "high")]
+        middle, low, high = (metric.scale * v for v in ends)
         for at, m, a, b in zip(y, middle, low, high, strict=True):
             # blue: the whole interval above 0, red: below, grey: neither
             colour = style.COLOURS[0] if a > 0 else style.COLOURS[1] if b < 0 else style.COLOURS[7]
@@ -38,10 +38,10 @@ def draw_controls(runs: Sequence[Run], score: str = "", against: Sequence[str] =
         counts = [f"{p.difference.gain} gain, {p.difference.lose} lose" for p in pairs]
         axes.set_yticks(y, [p.against.label for p in pairs])
         axes.set_ylim(-0.6, len(pairs) - 0.4)
-        beside = axes.secondary_yaxis("right")
-        beside.set_yticks(y, counts)
-        beside.tick_params(length=0)
-        beside.spines["right"].set_visible(False)
+        right = axes.secondary_yaxis("right")
+        right.set_yticks(y, counts)
+        right.tick_params(length=0)
+        right.spines["right"].set_visible(False)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(f"difference in {gain_unit(metric)}, 95 % interval over {pairs[0].difference.covers}")
         axes.set_title(f"{label} against controls; {group + '; ' if group else ''}{heading(pairs[0])}")

@@ -1,4 +1,4 @@
-"""Groups of clients: layers that clients keep, sizes of clusters, similarity of clients."""
+"""Figures of groups of clients: layers that clients keep, sizes of clusters, similarity of clients."""
 
 import textwrap
 from collections import Counter
@@ -21,20 +21,20 @@ from coterie.storage.checkpoint import newest
 
 
 def facts(run: Run, name: str) -> Any:
-    """The newest value of something the method tells the log; None if it never did."""
+    """Return the newest value of a fact that the method logs; None if there is none."""
     return next((e["facts"][name] for e in reversed(run.events) if name in e.get("facts", {})), None)
 
 
 def layer_of(run: Run) -> dict[int, str]:
-    """Client -> the layer it keeps, where clients keep different ones."""
-    found = facts(run, "layer")
-    if not isinstance(found, Mapping):
+    """Return client -> the layer that it keeps."""
+    layers = facts(run, "layer")
+    if not isinstance(layers, Mapping):
         raise CoterieError(f"{run.title} does not let clients choose a layer, so {run.path} has no layer map")
-    return {int(i): str(layer) for i, layer in found.items()}
+    return {int(i): str(layer) for i, layer in layers.items()}
 
 
 def agreement(choices: Sequence[Mapping[int, str]], truth: Mapping[int, str] | None = None) -> dict[int, int]:
-    """Client -> how many of the choices are the truth's, or, without one, the most frequent of them."""
+    """Return client -> number of choices equal to the truth or, without one, to the most frequent choice."""
     clients = sorted(set.intersection(*(set(c) for c in choices)))
     out = {}
     for i in clients:
@@ -44,7 +44,7 @@ def agreement(choices: Sequence[Mapping[int, str]], truth: Mapping[int, str] | N
 
 
 def draw_layers(runs: Sequence[Run]) -> Figure:
-    """A cell per client, coloured by its layer; last panel: how many of the runs agree (with the oracle, if given)."""
+    """Draw a cell per client, coloured by its layer; the last panel counts runs that agree (with an oracle)."""
     chosen = [r for r in runs if isinstance(facts(r, "layer"), Mapping)]
     if not chosen:
         layer_of(runs[0])
@@ -57,23 +57,23 @@ def draw_layers(runs: Sequence[Run]) -> Figure:
     across = most + (most > 1)
     figure, axes = style.panels(across * len(groups), width=2.2, height=2.95, columns=across)
     for row, group in enumerate(groups):
-        here = axes[row * across : (row + 1) * across]
-        for panel, run in zip(here, per[group], strict=False):
+        row_axes = axes[row * across : (row + 1) * across]
+        for panel, run in zip(row_axes, per[group], strict=False):
             title = f"{run.title}, seed {run.settings['seed']}" if seeds > 1 else run.title
             _map(panel, layer_of(run), {n: i for i, n in enumerate(names)}, title, len(names))
-        for panel in here[len(per[group]) :]:
+        for panel in row_axes[len(per[group]) :]:
             panel.set_visible(False)
         if len(per[group]) > 1:
-            here[len(per[group])].set_visible(True)
-            _agreement(here[len(per[group])], per[group])
-        here[0].set_ylabel(group)
+            row_axes[len(per[group])].set_visible(True)
+            _agreement(row_axes[len(per[group])], per[group])
+        row_axes[0].set_ylabel(group)
     handles = [Patch(color=style.COLOURS[i], label=f"{i + 1}: {n}") for i, n in enumerate(names)]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False, fontsize=8)
     return figure
 
 
 def _depth(layer: str) -> tuple[bool, str]:
-    """Linear layers in their usual order; what is called classifier is the last."""
+    """Return a key that sorts layers by name, with classifier and head last."""
     return "class" in layer or "head" in layer, layer
 
 
@@ -105,8 +105,8 @@ def _agreement(axes: Any, runs: Sequence[Run]) -> None:
         axes.text(client % across, client // across, str(n), ha="center", va="center", fontsize=5.5,
                   color="white" if n < 0.6 * len(others) else "black")  # fmt: skip
     axes.imshow(grid, cmap="cividis", vmin=0, vmax=len(others))
-    with_whom = f"agree with {oracle.title}" if oracle is not None else "agree with each other"
-    _bare(axes, f"how many of {len(others)} {with_whom}", down, across)
+    agree = f"agree with {oracle.title}" if oracle is not None else "agree with each other"
+    _bare(axes, f"number of {len(others)} runs that {agree}", down, across)
 
 
 def _bare(axes: Any, title: str, down: int, across: int) -> None:
@@ -118,21 +118,20 @@ def _bare(axes: Any, title: str, down: int, across: int) -> None:
 
 
 def cluster_sizes(run: Run) -> dict[str, int]:
-    """Name of a cluster -> clients in it, from what the method tells the log; empty if it tells nothing."""
+    """Return cluster -> number of its clients, from the facts that the method logs; empty if there are none."""
     for name in ("clusters", "sizes", "picked"):
-        found = facts(run, name)
-        if isinstance(found, Mapping) and found:
-            values = list(found.values())
-            if all(isinstance(k, str) and k.isdigit() for k in found):  # client -> cluster
-                return {str(k): n for k, n in sorted(Counter(values).items())}
-            return {str(k): int(v) for k, v in found.items()}
-        if isinstance(found, Sequence) and found and not isinstance(found, str):
-            return {str(k): int(v) for k, v in enumerate(found)}
+        fact = facts(run, name)
+        if isinstance(fact, Mapping) and fact:
+            if all(isinstance(k, str) and k.isdigit() for k in fact):  # client -> cluster
+                return {str(k): n for k, n in sorted(Counter(fact.values()).items())}
+            return {str(k): int(v) for k, v in fact.items()}
+        if isinstance(fact, Sequence) and fact and not isinstance(fact, str):
+            return {str(k): int(v) for k, v in enumerate(fact)}
     return {}
 
 
 def draw_cluster_sizes(runs: Sequence[Run]) -> Figure:
-    """A bar per run, divided into its clusters."""
+    """Draw a bar per run, divided into its clusters."""
     found = sorted(((r, s) for r in runs if (s := cluster_sizes(r))), key=lambda pair: pair[0].group)
     if not found:
         raise CoterieError("none of these methods makes clusters")
@@ -164,27 +163,27 @@ def draw_cluster_sizes(runs: Sequence[Run]) -> Figure:
 
 
 def _with_seed(run: Run, among: Sequence[Run]) -> str:
-    """The run's name, with its seed if there are several."""
+    """Return the run's name, with its seed if there are several."""
     several = len({r.settings["seed"] for r in among if (r.title, r.group) == (run.title, run.group)}) > 1
     return f"{run.title}, seed {run.settings['seed']}" if several else run.title
 
 
 def cluster_by_client(run: Run) -> dict[int, int]:
-    """Client -> cluster at the newest checkpoint; everybody in one if the method has none."""
+    """Return client -> cluster at the newest checkpoint; all in one cluster if the method has none."""
     session = run.session()
     method = session.method
     server = newest(run.path, type(method).__name__).server
     edges = method.edges(server) if isinstance(method, EdgeMethod) else None
     if edges:
         return {int(i): k for k, (_, ids) in enumerate(sorted(edges.items())) for i in ids}
-    of = server.get("cluster")
-    if isinstance(of, Mapping) and of:
-        return {int(i): int(k) for i, k in of.items()}
+    clusters = server.get("cluster")
+    if isinstance(clusters, Mapping) and clusters:
+        return {int(i): int(k) for i, k in clusters.items()}
     return dict.fromkeys(map(int, session.method.ctx.clients), 0)
 
 
 def cosines(run: Run) -> tuple[list[int], FloatArray]:
-    """Clients in the order of their clusters, and the cosines of how far their personal models went from the start."""
+    """Return clients in the order of their clusters, and the cosines between the changes of their personal models."""
     of, saved = cluster_by_client(run), run.saved()
     session, trees = saved.session, saved.personal_trees()
     order = sorted(trees, key=lambda i: (of.get(i, len(of)), i))
@@ -198,7 +197,7 @@ def cosines(run: Run) -> tuple[list[int], FloatArray]:
 
 
 def draw_similarity(runs: Sequence[Run]) -> Figure:
-    """Cosines of the clients' models, sorted by cluster, with the clusters' borders; runs that have none are named."""
+    """Draw cosines of the clients' models, sorted by cluster, with the clusters' borders; other runs are named."""
     found, reasons = [], []
     for run in runs:
         try:
@@ -224,7 +223,7 @@ def draw_similarity(runs: Sequence[Run]) -> Figure:
             names = [str(i) for i in order]
             axes.set_xticks(range(len(order)), names, fontsize=7 if len(order) <= 12 else 5)
             axes.set_yticks(range(len(order)), names, fontsize=7 if len(order) <= 12 else 5)
-        else:  # names of clusters where those of clients would touch
+        else:  # too many clients to name: name the clusters
             ends = [*starts[1:], len(order)]
             at = [(a + b - 1) / 2 for a, b in zip(starts, ends, strict=True) if b - a >= len(order) / 20]
             texts = [str(of.get(order[int(x)], "")) for x in at] if len(starts) > 1 else []
@@ -239,5 +238,5 @@ def draw_similarity(runs: Sequence[Run]) -> Figure:
 
 
 def draw_labels(runs: Sequence[Run]) -> Figure:
-    """Labels by client of the first run's partition."""
+    """Draw the labels by client of the first run's partition."""
     return partition_figure(runs[0].session().federation)

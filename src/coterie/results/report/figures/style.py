@@ -1,4 +1,4 @@
-"""One look for all figures: Okabe and Ito's colours, markers and dashes that also tell lines apart in grey print."""
+"""The common style of all figures: Okabe and Ito's colours, with markers and dashes for grey print."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ WIDE, TALL = 6.3, 3.7  # inches; the text width of an A4 page
 
 
 def panels(count: int, width: float = WIDE, height: float = TALL, columns: int = 2) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` axes, at most `columns` beside each other."""
+    """Return a figure with `count` axes, at most `columns` in a row."""
     across = min(columns, count)
     down = -(-count // across)
     with mpl.rc_context(FONTS):
@@ -42,7 +42,7 @@ def panels(count: int, width: float = WIDE, height: float = TALL, columns: int =
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """How the index-th line is drawn."""
+    """Return the style of the line with this index."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
@@ -55,7 +55,7 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def name_lines(axes: Axes, ends: Mapping[str, float], order: Sequence[str]) -> None:
-    """Names and a piece of each line right of the axes, at the height where it ends, pushed apart where they touch."""
+    """Write names with a piece of each line right of the axes, at the height where it ends, without overlaps."""
     low, high = axes.get_ylim()
     heights = [(max(low, min(high, y)) - low) / (high - low) for y in ends.values()]
     placed = spread(heights, 0.058 if len(ends) < 16 else 0.9 / len(ends))
@@ -67,12 +67,12 @@ def name_lines(axes: Axes, ends: Mapping[str, float], order: Sequence[str]) -> N
             arrowprops={"arrowstyle": "-", "color": look["color"], "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0},
         )  # fmt: skip
         piece = Line2D([1.045, 1.08, 1.115], [at] * 3, transform=axes.transAxes, clip_on=False, markevery=[1], **look)
-        axes.add_artist(piece)  # not add_line, which would count as data
+        axes.add_artist(piece)  # add_line would change the limits of the axes
         axes.text(1.13, at, name, transform=axes.transAxes, va="center", fontsize=8, color=look["color"])
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Heights moved as little as possible (least squares) so that neighbours are `gap` apart, within 0..1."""
+    """Return heights within 0..1 that are at least `gap` apart, moved as little as possible (least squares)."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     steps = np.arange(len(heights)) * gap
     room = max(0.0, 1.0 - gap * (len(heights) - 1))
@@ -84,7 +84,7 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def legend(figure: Figure, axes: Axes) -> None:
-    """Outside, below everything, in as many columns as fit."""
+    """Put a legend below the axes, in as many columns as fit."""
     handles, names = axes.get_legend_handles_labels()
     if names:
         room = figure.get_figwidth() * 72 / (5 * max(map(len, names)) + 38)
@@ -93,7 +93,7 @@ def legend(figure: Figure, axes: Axes) -> None:
 
 
 def whole_numbers(axis: Axis) -> None:
-    """Ticks of things that are counted: clients, rounds."""
+    """Use whole numbers as ticks, for clients and rounds."""
     axis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -102,7 +102,7 @@ DATELESS: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": Non
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = 200) -> list[Path]:
-    """PNG, SVG and PDF beside each other, whichever of them the name asks for; fonts are embedded."""
+    """Write PNG, SVG and PDF files with embedded fonts, whichever suffix the path has; return their paths."""
     if path.suffix.lower() not in ("", *SUFFIXES):
         raise CoterieError(f'a figure is written as .png, .svg and .pdf, not "{path.suffix}"')
     path.parent.mkdir(parents=True, exist_ok=True)
