@@ -101,7 +101,7 @@ def test_a_long_curve_is_thinned_with_its_bytes(tmp_path) -> None:
     sent = {"device-cloud": {"up": {"model": 1_000_000}}}
     seen.rows = [{"round": t, **event, "bytes": sent, "watch": watch if t % 2 else {}} for t in range(1, 1001)]
     for curve in seen.curves().values():
-        assert len(curve["x"]) == len(curve["y"]) == len(curve["mb"]) == runs.POINTS and curve["x"] == curve["mb"]
+        assert len(curve["x"]) == len(curve["y"]) == len(curve["mb"]) == runs._POINTS and curve["x"] == curve["mb"]
     assert seen.curves()["loss"]["x"][-1] == 1000 and seen.curves()["participants"]["x"][-1] == 999
 
 
