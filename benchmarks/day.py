@@ -37,7 +37,7 @@ from coterie.federation.localhost import processes
 from coterie.federation.localhost.trial import LocalFederation
 from coterie.federation.policy.allow import Allow
 from coterie.federation.protocol.messages import Answer, DeviceJob
-from coterie.federation.replay import differences
+from coterie.federation.replay import replay_differences
 from coterie.federation.transport import Node
 
 FIRST_LIE = 4  # round
@@ -382,7 +382,7 @@ def live(folder: Path, method: str, behind: int, direct: int, rounds: int, seed:
         for text in day.absences():
             say(text)
         states = {i: day.state(i) for i in range(day.devices)}
-        found += differences(day.out, folder / "replay", states)
+        found += replay_differences(day.out, folder / "replay", states)
         times = [json.loads(x)["seconds"] for x in (day.out / "timing.jsonl").read_text().splitlines()]
         say(f"{len(times)} rounds, of {statistics.median(times):.1f} s (median) to {max(times):.1f} s")
         for text in found or ["equal to the replay, to the bit; no state was lost"]:

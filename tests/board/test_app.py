@@ -330,7 +330,7 @@ def test_metrics_are_in_the_format_of_prometheus(made) -> None:
 # ---- federations -----------------------------------------------------------------------------------------------------
 def status(now: float, **more: object) -> dict[str, object]:
     seen = Liveness()
-    seen.here({"edge-0", "device-9"}, {"edge-0": {"edge-0/a"}})
+    seen.observe({"edge-0", "device-9"}, {"edge-0": {"edge-0/a"}})
     seen.uploaded("edge-0/a", 4)
     seen.refused("device-9", 4, "device-9: the upload lacks fc.weight")
     node = {n: {"connected": n in seen.connected, "last_seen": s.last, "round": s.round, "uploads": s.uploads,

@@ -39,7 +39,7 @@ from coterie.engine.evaluation import statistics
 from coterie.engine.messages import Score, check_score
 from coterie.engine.session import Objects, Session, execute, prepare
 from coterie.errors import CoterieError
-from coterie.federation.device_data import example, only_client
+from coterie.federation.device_data import example_dataset, only_client
 from coterie.results.comparison import Comparison
 from coterie.results.report import content
 from coterie.results.report.figures import bars
@@ -406,7 +406,7 @@ def test_the_command_line_takes_a_task_and_names_the_metric(tmp_path: Path) -> N
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
 def test_a_device_brings_targets_of_the_federations_task() -> None:
-    like = example((5,), (), "float32", None, None, None, "regression", 1)
+    like = example_dataset((5,), (), "float32", None, None, None, "regression", 1)
     mine = numbers(40)
     fed = only_client(mine, like, PartitionSettings(), 0)
     assert fed.task == Regression(1) and fed.data(0).train.y.shape[1] == 1

@@ -18,7 +18,7 @@ from coterie.engine import codec
 from coterie.engine.messages import Score, TrainAnswer, TrainRequest, check
 from coterie.errors import CoterieError, sentence
 from coterie.federation.cloud import status as st
-from coterie.federation.cloud.dispatch import SHOWN, TOLD, Dispatcher
+from coterie.federation.cloud.dispatch import HELLO_LINES, NAMES_SHOWN, Dispatcher
 from coterie.federation.cloud.program import reopen
 from coterie.federation.identity import admin as nodes
 from coterie.federation.identity.roles import NodeRole
@@ -89,7 +89,7 @@ STATUS = {"state": "ended", "time": 1.0, "round": 1, "rounds": 2, "clients": {},
 def test_a_changed_status_cannot_forge_lines(tmp_path: Path) -> None:
     forged = {**STATUS, "reason": FORGED, "text": FORGED, "quarantine": {"a": FORGED}}
     (tmp_path / "status.json").write_text(json.dumps(forged))
-    shown = st.lines(st.read_status(tmp_path))
+    shown = st.status_lines(st.read_status(tmp_path))
     assert len(shown) == 3 and all(line.isprintable() for line in shown)
 
 
@@ -98,7 +98,7 @@ def test_a_damaged_status_is_a_sentence(tmp_path: Path, change: dict[str, Any]) 
     found = {k: v for k, v in {**STATUS, **change}.items() if v is not ...}
     (tmp_path / "status.json").write_text(json.dumps(found))
     with pytest.raises(CoterieError, match=r"status\.json is damaged"):
-        st.lines(st.read_status(tmp_path))
+        st.status_lines(st.read_status(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", '{"nodes": [1]}', '{"nodes": {"a": 1}}'])
@@ -147,7 +147,7 @@ def test_a_hello_that_is_none_is_its_senders_error(tmp_path: Path, said: Any) ->
     asks = Dispatcher(None, "", "", None, log)  # type: ignore[arg-type]
     for _ in range(2):
         replies = {"mallory": codec.pack(said), "alice": codec.pack(Hello(0, 5))}
-        found, errors = asks.heard(NodeReplies(replies, {}, {}))
+        found, errors = asks.read_hellos(NodeReplies(replies, {}, {}))
         assert found == {"alice": Hello(0, 5)}
         assert errors["mallory"].why.startswith("mallory: ")
     log.close()
@@ -178,22 +178,22 @@ def test_an_edge_has_no_more_devices_than_connections() -> None:
 def test_an_edge_cannot_fill_the_audit_log_with_hellos(tmp_path: Path) -> None:
     log = AuditLog(tmp_path / "audit.jsonl")
     asks = Dispatcher(None, "", "", None, log)  # type: ignore[arg-type]
-    for n in range(TOLD + 5):
-        said = Attached({f"d{n}-{i}" + "x" * 100: Hello(None, 5) for i in range(SHOWN + 2)}, {})
-        asks.heard(NodeReplies({"north": codec.pack(said)}, {}, {}))
-    asks.heard(NodeReplies({"alice": codec.pack(Hello(0, 5))}, {}, {}))
+    for n in range(HELLO_LINES + 5):
+        said = Attached({f"d{n}-{i}" + "x" * 100: Hello(None, 5) for i in range(NAMES_SHOWN + 2)}, {})
+        asks.read_hellos(NodeReplies({"north": codec.pack(said)}, {}, {}))
+    asks.read_hellos(NodeReplies({"alice": codec.pack(Hello(0, 5))}, {}, {}))
     log.close()
     lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
-    assert [line["peer"] for line in lines] == ["north"] * TOLD + ["alice"]
-    assert all(len(x["about"]["devices"]) == SHOWN and x["about"]["more"] == 2 for x in lines[:-1])
+    assert [line["peer"] for line in lines] == ["north"] * HELLO_LINES + ["alice"]
+    assert all(len(x["about"]["devices"]) == NAMES_SHOWN and x["about"]["more"] == 2 for x in lines[:-1])
     assert max(len(d) for x in lines[:-1] for d in x["about"]["devices"]) == 63
 
 
 def test_an_edge_with_a_wildcard_leaves_nothing_of_names_it_does_not_say_any_more(tmp_path: Path) -> None:
     with federation(tmp_path, "fedavg", 2, join=1.0, rounds=1) as f:
         honest, n = f.link.handlers["edge-0"], 0
-        known = f.runtime.roles()
-        f.runtime.roles = lambda: {**known, "edge-0": NodeRole.of("edge", ["*"])}
+        known = f.runtime.membership.roles()
+        f.runtime.membership.roles = lambda: {**known, "edge-0": NodeRole.of("edge", ["*"])}
 
         def inventing(kind: str, round: int, shared: Any, own: Any) -> memoryview:
             nonlocal n
@@ -205,10 +205,16 @@ def test_an_edge_with_a_wildcard_leaves_nothing_of_names_it_does_not_say_any_mor
 
         f.link.handlers["edge-0"] = inventing
         for _ in range(5):
-            f.runtime._edges_asked = 0.0
-            f.runtime.look()
-        assert n == 5 and len(f.runtime._refused) == len(f.runtime._told) == len(f.runtime.out) == 50
-        assert len(f.runtime.here) == 4
+            f.runtime.membership._edges_asked = 0.0
+            f.runtime.membership.update()
+        assert (
+            n == 5
+            and len(f.runtime.membership.refused)
+            == len(f.runtime.membership._logged)
+            == len(f.runtime.membership.excluded)
+            == 50
+        )
+        assert len(f.runtime.membership.connected) == 4
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
@@ -286,7 +292,7 @@ def test_a_device_cannot_pass_for_absent_by_saying_so(tmp_path: Path) -> None:
 
         f.link.handlers[name] = pretending
         assert f.loop.run()
-        assert f.runtime._mute == set()
+        assert f.runtime.membership.silent == set()
     lines = [json.loads(x) for x in (tmp_path / "run" / "audit.jsonl").read_text().splitlines()]
     mine = [x for x in lines if x["peer"] == name and x["message"] == "train" and x["way"] == "in"]
     assert len(mine) == 4 and all("refused" in x and "missing" not in x for x in mine)
@@ -296,7 +302,7 @@ def test_a_job_that_names_not_all_devices_is_refused_by_an_edge(tmp_path: Path) 
     with federation(tmp_path, "fedavg", 2, join=1.0, rounds=1) as f:
         assert f.loop.run()
         edge = f.link.handlers["edge-0"].__self__  # type: ignore[attr-defined]
-        job = EdgeJob(edge._current.plan.run, 5.0, {}, {}, (TrainRequest(0, 1),), ())
+        job = EdgeJob(edge._run.plan.run, 5.0, {}, {}, (TrainRequest(0, 1),), ())
         with pytest.raises(CoterieError, match="does not name all devices"):
             edge.answer("train", 1, job)
 
@@ -401,7 +407,7 @@ def test_a_merged_upload_that_is_too_large_costs_its_edge_the_round_and_no_other
         north, south = f.links["edge-0"], f.links["edge-1"]
         north.handlers["device-2"] = south.handlers.pop("device-2")
         south.handlers["device-1"] = north.handlers.pop("device-1")
-        f.runtime.roles = lambda: roles
+        f.runtime.membership.roles = lambda: roles
         f.link.spoil["edge-0"] = huge
         assert f.loop.run()
         assert f.runtime.quarantine.out == {}

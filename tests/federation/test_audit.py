@@ -165,10 +165,12 @@ def test_a_plan_beyond_what_is_allowed_is_refused_and_nothing_leaves(
     tmp_path: Path, allow: Allow, words: str, edges: int
 ) -> None:
     with federation(tmp_path, "fedrep", edges, allow={1: allow}, clients=2, rounds=3, settings={"head_epochs": 1}) as f:
-        f.runtime.look()
+        f.runtime.membership.update()
         name = "edge-0/device-1" if edges else "device-1"
-        assert words in f.runtime.out[name] and "\n" not in f.runtime.out[name]
-        assert any(line.startswith(f"{name} is not in the run: ") and words in line for line in f.runtime.errors)
+        assert words in f.runtime.membership.excluded[name] and "\n" not in f.runtime.membership.excluded[name]
+        assert any(
+            line.startswith(f"{name} is not in the run: ") and words in line for line in f.runtime.liveness.errors
+        )
     (refused,) = lines(tmp_path / "devices" / "1", way="out")
     assert words in refused["refused"] and "sizes" not in refused
     (told,) = lines(tmp_path / "run", peer=name)
@@ -185,8 +187,8 @@ def test_a_job_beyond_what_is_allowed_is_refused_and_nothing_leaves(tmp_path: Pa
     allow = Allow(models=(NET,), **enough)
     with federation(tmp_path, "fedrep", join=1.0, rounds=2, eval_every=1, clients=2, allow={1: allow}) as f:
         assert f.loop.run()
-        assert any("device-1: round" in line and "this host allows" in line for line in f.runtime.errors), (
-            f.runtime.errors
+        assert any("device-1: round" in line and "this host allows" in line for line in f.runtime.liveness.errors), (
+            f.runtime.liveness.errors
         )
     mine = lines(tmp_path / "devices" / "1")
     assert any(line["message"] == "train" and "in a round" in line.get("refused", "") for line in mine)

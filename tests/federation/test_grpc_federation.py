@@ -19,7 +19,7 @@ from coterie.federation.identity import authority as certs
 from coterie.federation.localhost import processes
 from coterie.federation.localhost.trial import LocalFederation
 from coterie.federation.protocol.version import PROTOCOL
-from coterie.federation.replay import differences
+from coterie.federation.replay import replay_differences
 from support import TESTS
 from support.replayed import same_as_replay
 
@@ -134,7 +134,7 @@ def test_a_freed_seat_gets_another_device_which_starts_without_the_state_of_the_
         f.finish()
         assert {n.name: (n.client, n.state) for n in nodes.list_nodes(root, f.out)}["successor"] == (1, "active")
         assert "device-1" not in {n.name for n in nodes.list_nodes(root, f.out)}
-        assert differences(f.out, tmp_path / "replay", {i: f.state(i) for i in range(3)}) == []
+        assert replay_differences(f.out, tmp_path / "replay", {i: f.state(i) for i in range(3)}) == []
         last = f"{GIVEN['rounds']:06d}.state"
         assert (f.state(1) / f.run / "1" / last).exists() and not (first(1) / f.run / "1" / last).exists()
 

@@ -83,9 +83,9 @@ def test_a_hostile_upload_stops_neither_cloud_nor_edge(tmp_path: Path, name: str
     with federation(tmp_path, name, edges, join=1.0, watch=False, final_trained=False) as f:
         f.device_link(BAD).spoil[f"device-{BAD}"] = lying(WRONG[what])
         found = went_on(f, tmp_path)
-        sender = f.runtime.roster.entries[BAD].name
+        sender = f.runtime.membership.roster.entries[BAD].name
         if any(e["failed"] or e["nonfinite"] for e in found):
-            assert all(f"{sender}: " in line for line in f.runtime.errors), f.runtime.errors
+            assert all(f"{sender}: " in line for line in f.runtime.liveness.errors), f.runtime.liveness.errors
         else:  # this method's uploads cannot be spoiled in this way
             assert what in ("ids of 99", "negative counts", "nothing", "empty rows")
 
@@ -103,8 +103,8 @@ def test_no_method_lets_a_spoiled_upload_through(tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda a: replace(a, client=0), "the answer is that of client 0, asked was 1"),
-        (lambda a: replace(a, samples=10**9), "its hello was of"),
+        (lambda a: replace(a, client=0), "the answer is of client 0, the request was for client 1"),
+        (lambda a: replace(a, samples=10**9), "the hello reported"),
         (lambda a: replace(a, upload=[1]), "the field upload of a TrainAnswer"),
         (lambda a: {"client": 1}, "expected a TrainAnswer, got a dict"),
         (lambda a: None, "expected a TrainAnswer"),
@@ -147,16 +147,16 @@ LIES: dict[str, tuple[Callable[[EdgeAnswer], Any], str]] = {
     "no answer": (lambda a: {}, "expected a"),
     "no merge": (lambda a: replace(a, merged=()), "it was not merged"),
     "another edge": (lambda a: first(a, edge=7), "it was not merged"),
-    "others": (lambda a: first(a, senders=(0, 1, 2, 3)), "merged from others"),
-    "samples": (lambda a: first(a, samples=10**9), "other samples"),
+    "others": (lambda a: first(a, senders=(0, 1, 2, 3)), "merged from other clients"),
+    "samples": (lambda a: first(a, samples=10**9), "a different number of samples"),
     "bytes": (lambda a: first(a, up=dict.fromkeys(a.merged[0].up, 2**50)), "are more than"),
-    "negative bytes": (lambda a: first(a, down={"model": -1}), "headings that are none"),
-    "headings": (lambda a: first(a, down={"x": 1}), "headings that are none"),
+    "negative bytes": (lambda a: first(a, down={"model": -1}), "unknown headings"),
+    "headings": (lambda a: first(a, down={"x": 1}), "unknown headings"),
     "state": (lambda a: first(a, state={"x": torch.full((3,), float("inf"))}), "infinite or too large"),
     "upload": (lambda a: first(a, upload={k: v + 3e38 for k, v in a.merged[0].upload.items()} if a.merged else {}), ""),
     "empty": (lambda a: first(a, upload={}), "lacks|empty"),
     "a foreign client": (lambda a: replace(a, answers=tuple(replace(x, client=3) for x in a.answers)), "not asked"),
-    "twice": (lambda a: replace(a, answers=(*a.answers, *a.answers)), "or twice"),
+    "twice": (lambda a: replace(a, answers=(*a.answers, *a.answers)), "or answers twice"),
     "silence": (lambda a: replace(a, answers=(), missing={}), "gave no answer"),
     "wire": (lambda a: replace(a, wire=replace(a.wire, total_up=-1)), "impossible byte counts"),
 }
@@ -180,7 +180,9 @@ def test_a_hostile_edge_loses_its_own_devices_and_nobody_elses(tmp_path: Path, w
         assert lost and lost <= {0, 1}, [e.get("reasons") for e in found]
         for v in codec.tensors_of([f.loop.server, f.loop.edges]):
             assert not v.is_floating_point() or not bool((v.abs() > 1e6).any())
-        assert any(EDGE in line and re.search(reason, line) for line in f.runtime.errors), f.runtime.errors
+        assert any(EDGE in line and re.search(reason, line) for line in f.runtime.liveness.errors), (
+            f.runtime.liveness.errors
+        )
 
 
 @pytest.mark.parametrize("hook", ["relay", "merge"])

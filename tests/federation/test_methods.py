@@ -25,7 +25,7 @@ def test_a_method_has_the_events_of_the_simulation(tmp_path: Path, name: str) ->
     with federation(tmp_path, name, **full(name), **OWN.get(name, {})) as f:
         assert f.loop.run()
         ours = simulated(tmp_path / "simulation", f.session)
-        assert f.runtime.errors == []
+        assert f.runtime.liveness.errors == []
     assert (tmp_path / "run/events.jsonl").read_text() == (tmp_path / "simulation/events.jsonl").read_text()
     assert codec.equal([f.loop.server, f.loop.edges, f.loop.bytes], [ours.server, ours.edges, ours.bytes])
 
@@ -36,7 +36,7 @@ def test_physical_edges_change_no_event(tmp_path: Path, name: str, edges: int) -
     with federation(tmp_path, name, edges, **full(name), **OWN.get(name, {})) as f:
         assert f.loop.run()
         ours = simulated(tmp_path / "simulation", f.session)
-        assert f.runtime.errors == []
+        assert f.runtime.liveness.errors == []
     assert (tmp_path / "run/events.jsonl").read_text() == (tmp_path / "simulation/events.jsonl").read_text()
     assert codec.equal([f.loop.server, f.loop.edges, f.loop.bytes], [ours.server, ours.edges, ours.bytes])
 
@@ -89,11 +89,11 @@ def test_a_device_that_is_gone_is_missed_by_name_and_goes_on_with_its_state(tmp_
         f.loop.start()
         f.loop.step()
         handler = f.link.handlers.pop("device-1")
-        f.runtime._last_seen.clear()  # it left long ago
+        f.runtime.membership._last_seen.clear()  # it left long ago
         f.loop.step()
         f.link.handlers["device-1"] = handler
         f.loop.step()
-        assert f.runtime._version.tolist() == [3, 3, 3, 3]
+        assert f.runtime.versions.rounds.tolist() == [3, 3, 3, 3]
         lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
     assert [json.loads(x)["failed"] for x in lines] == [[], [1], []]
     assert json.loads(lines[1])["reasons"] == {"1": "device-1 is not connected"}

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from coterie.cli.federation import federation_app
 from coterie.errors import CoterieError
-from coterie.federation.cloud import runtime as cloud
+from coterie.federation.cloud import waiting
 from coterie.federation.device import DeviceHandler
 from coterie.federation.identity import admin as nodes
 from coterie.federation.identity import authority as certs
@@ -166,27 +166,27 @@ QUICK: dict[str, Any] = {"join": 1.0, "rounds": 3, "watch": False, "final_traine
 @pytest.mark.parametrize("edges", [0, 2])
 def test_who_is_suspended_is_not_asked_until_released(tmp_path: Path, edges: int) -> None:
     with federation(tmp_path, "fedrep", edges, **QUICK) as f:
-        known = dict(f.runtime.roles())
+        known = dict(f.runtime.membership.roles())
 
         def roles() -> Mapping[str, NodeRole]:
-            if f.runtime._round != 1:
+            if f.runtime.versions.closed != 1:
                 return known
             if not edges:
                 return {**known, "device-1": NodeRole(suspended=True)}
             return {**known, "edge-0": replace(known["edge-0"], without=("device-1",))}
 
-        f.runtime.roles = roles
+        f.runtime.membership.roles = roles
         assert f.loop.run()
         found = events(tmp_path / "run")
         assert [e["failed"] for e in found] == [[], [1], []]
         assert "suspended by the operator" in found[1]["reasons"]["1"]
-        assert not any(seen.refusals for seen in f.runtime.presence.nodes.values())
+        assert not any(seen.refusals for seen in f.runtime.liveness.nodes.values())
 
 
 def test_an_edge_suspends_its_own_devices(tmp_path: Path) -> None:
     with federation(tmp_path, "fedrep", 2, **QUICK) as f:
         handler: Any = f.link.handlers["edge-1"]
-        handler.__self__.roles = lambda: {"device-3": NodeRole(suspended=f.runtime._round == 1)}
+        handler.__self__.roles = lambda: {"device-3": NodeRole(suspended=f.runtime.versions.closed == 1)}
         assert f.loop.run()
         found = events(tmp_path / "run")
         assert [e["failed"] for e in found] == [[], [3], []]
@@ -199,7 +199,7 @@ def test_a_new_holder_of_a_seat_starts_without_the_state_of_the_old(tmp_path: Pa
         bases = []
 
         def roles() -> Mapping[str, NodeRole]:
-            if f.runtime._round == 2 and "other" not in f.link.handlers:
+            if f.runtime.versions.closed == 2 and "other" not in f.link.handlers:
                 del f.link.handlers["device-1"]
                 f.link.handlers["other"] = other.handle
                 (tmp_path / "run" / "orders").mkdir()
@@ -214,16 +214,21 @@ def test_a_new_holder_of_a_seat_starts_without_the_state_of_the_old(tmp_path: Pa
             return answer(kind, round, job)
 
         other.answer = asked  # type: ignore[method-assign]  # to see what the cloud counts on
-        f.runtime.roles = roles
+        f.runtime.membership.roles = roles
         try:
             assert f.loop.run()
         finally:
             other.close()
         assert [e["failed"] for e in events(tmp_path / "run")] == [[], [], [1], [], []]
-        assert f.runtime.roster.numbers["other"] == 1 and "device-1" not in f.runtime.roster.numbers
-        assert (4, -1) in bases and (5, 4) in bases and f.runtime.roster.emptied == {1: 2}
+        assert (
+            f.runtime.membership.roster.numbers["other"] == 1 and "device-1" not in f.runtime.membership.roster.numbers
+        )
+        assert (4, -1) in bases and (5, 4) in bases and f.runtime.membership.roster.emptied == {1: 2}
         assert sorted(p.stem for p in (tmp_path / "devices" / "other").rglob("*.state")) == ["000004", "000005"]
-        assert any("1.json is no order" in e for e in f.runtime.errors) and nodes.seat_orders(tmp_path / "run") == []
+        assert (
+            any("1.json is not an order" in e for e in f.runtime.liveness.errors)
+            and nodes.seat_orders(tmp_path / "run") == []
+        )
 
 
 # ---- silent nodes ------------------------------------------------------------------------------------------------
@@ -232,7 +237,7 @@ def test_who_never_says_hello_is_asked_once_and_nobody_waits(
     tmp_path: Path, edges: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with federation(tmp_path, "fedrep", edges, **QUICK) as f:
-        known = dict(f.runtime.roles())
+        known = dict(f.runtime.membership.roles())
         asked: list[str] = []
 
         def mute(kind: str, *more: Any) -> memoryview:
@@ -242,14 +247,14 @@ def test_who_never_says_hello_is_asked_once_and_nobody_waits(
         for link in (f.link, *f.links.values()):
             link.handlers["mute"] = mute
             link.mute = {"mute"}
-        f.runtime.roles = lambda: {**known, "mute": NodeRole()}
-        f.runtime.begun = True  # not the moment before the first round, in which new nodes are expected
+        f.runtime.membership.roles = lambda: {**known, "mute": NodeRole()}
+        f.runtime.membership.begun = True  # not the moment before the first round, in which new nodes are expected
         slept: list[float] = []
-        monkeypatch.setattr(cloud.time, "sleep", slept.append)
+        monkeypatch.setattr(waiting.time, "sleep", slept.append)
         assert f.loop.run()
         assert slept == []
         assert [e["failed"] for e in events(tmp_path / "run")] == [[], [], []] and asked == []
-        assert f.runtime._greeting.waiting() == {"mute"} and len(f.runtime._greeting._open) == 1
+        assert f.runtime.membership.greeting.waiting() == {"mute"} and len(f.runtime.membership.greeting._open) == 1
 
 
 def test_an_edge_that_was_silent_is_asked_at_once_when_it_comes_back(tmp_path: Path) -> None:
@@ -257,14 +262,14 @@ def test_an_edge_that_was_silent_is_asked_at_once_when_it_comes_back(tmp_path: P
     with federation(tmp_path, "fedrep", 2, **QUICK) as f:
         f.loop.start()
         f.link.mute = {"edge-0"}
-        f.runtime.look()
-        assert f.runtime.here == {2, 3}
+        f.runtime.membership.update()
+        assert f.runtime.membership.connected == {2, 3}
         edge = f.link.handlers.pop("edge-0")
         f.link.mute = set()
-        f.runtime.look()
+        f.runtime.membership.update()
         f.link.handlers["edge-0"] = edge
-        f.runtime.look()
-        assert f.runtime.here == {0, 1, 2, 3}
+        f.runtime.membership.update()
+        assert f.runtime.membership.connected == {0, 1, 2, 3}
 
 
 def test_who_never_said_hello_is_not_told_the_end(tmp_path: Path) -> None:
@@ -281,7 +286,7 @@ def test_who_never_said_hello_is_not_told_the_end(tmp_path: Path) -> None:
         for link in (f.link, *f.links.values()):
             link.handlers["mute"], link.mute = f.link.handlers["edge-0"], {"mute"}
             link.send = listening(link.send)  # type: ignore[method-assign]
-        f.runtime.begun = True  # not the moment before the first round, in which new nodes are expected
+        f.runtime.membership.begun = True  # not the moment before the first round, in which new nodes are expected
         assert f.loop.run()
         assert sorted(told) == ["device-0", "device-1", "device-2", "device-3", "edge-0", "edge-1"]
 
@@ -297,12 +302,12 @@ def test_a_node_that_lets_deadlines_pass_is_not_waited_for_until_it_says_hello_a
             return send(payloads, kind, round, *more)
 
         def roles() -> Mapping[str, NodeRole]:
-            f.link.mute = {"device-1"} if 1 <= f.runtime._round <= 3 else set()
+            f.link.mute = {"device-1"} if 1 <= f.runtime.versions.closed <= 3 else set()
             if not f.link.mute:
-                f.runtime._greeting._open.clear()  # as if the answer to the hello had come
+                f.runtime.membership.greeting._open.clear()  # as if the answer to the hello had come
             return {}
 
-        f.link.send, f.runtime.roles = count, roles  # type: ignore[method-assign]  # the fake is ours
+        f.link.send, f.runtime.membership.roles = count, roles  # type: ignore[method-assign]  # the fake is ours
         assert f.loop.run()
         assert asked == [1, 2, 5, 6]  # after two deadlines, of training and of scoring, no more
         assert [e["failed"] for e in events(tmp_path / "run")] == [[], [1], [1], [1], [], []]

@@ -19,8 +19,8 @@ from coterie.engine.messages import Score, ScoreAnswer, ScoreRequest, TrainAnswe
 from coterie.errors import CoterieError
 from coterie.export.personal_model import load_model
 from coterie.federation.cloud.program import CloudSettings, open_session
-from coterie.federation.device import NO_PLAN, DeviceHandler
-from coterie.federation.device_states import States
+from coterie.federation.device import DeviceHandler
+from coterie.federation.device_states import DeviceStates
 from coterie.federation.policy.allow import Allow
 from coterie.federation.protocol.messages import Common, DeviceJob, EdgeJob, split_common, with_common
 from coterie.federation.protocol.plan import FederationPlan
@@ -67,7 +67,7 @@ def test_an_answer_holds_the_upload_and_no_state(member: DeviceHandler, cloud: A
     answer = trained(member, cloud)
     assert set(answer.upload) == {k for k in cloud.method.ctx.w0 if not cloud.method.private(k)}
     check_answer(answer, training(cloud).request, answer.samples, cloud.method.ctx.task)
-    kept = States(member.state / RUN / "1")
+    kept = DeviceStates(member.state / RUN / "1")
     assert kept.rounds() == [1] and "own" in codec.load(kept.path(1))
 
 
@@ -79,7 +79,7 @@ def test_a_round_asked_again_gives_the_same_answer_and_the_next_starts_where_the
     second = trained(member, cloud, 2, base=1)
     assert codec.equal(trained(member, cloud, 2, base=1), second)
     late = trained(member, cloud, 3, base=1)  # the cloud did not take round 2
-    assert States(member.state / RUN / "1").rounds() == [1, 3]
+    assert DeviceStates(member.state / RUN / "1").rounds() == [1, 3]
     assert codec.equal(trained(member, cloud, 3, base=1), late)
 
 
@@ -97,7 +97,7 @@ def test_a_restarted_device_goes_on_with_its_state_and_place(member: DeviceHandl
 def test_a_device_goes_back_as_far_as_it_keeps_its_states(member: DeviceHandler, cloud: Any) -> None:
     member.keep = 3
     answers = [trained(member, cloud, t, base=t - 1 or -1) for t in (1, 2, 3, 4)]
-    states = States(member.state / RUN / "1")
+    states = DeviceStates(member.state / RUN / "1")
     assert states.rounds() == [1, 2, 3, 4]
     again = trained(member, cloud, 3, base=2)  # the cloud has gone back to round 2
     assert codec.equal(again, answers[2]) and states.rounds() == [1, 2, 3]
@@ -120,7 +120,7 @@ def test_a_score_leaves_the_personal_model_on_the_device(member: DeviceHandler, 
     )
     assert isinstance(answer, ScoreAnswer) and set(answer.scores) == {"personal/test", "personal/val"}
     model = load_file(member.state / RUN / "model.safetensors")
-    state = States(member.state / RUN / "1").read(1)
+    state = DeviceStates(member.state / RUN / "1").read(1)
     assert state is not None
     own = state["own"]
     assert model.keys() == cloud.method.ctx.w0.keys() and all(torch.equal(model[k], own[k]) for k in own)
@@ -168,7 +168,7 @@ def spoiled(job: DeviceJob, change: str) -> DeviceJob:
     ("change", "reason"),
     [
         ("shape", "of shape"), ("nan", "NaN or infinity"), ("type", "of type float64"), ("huge", "larger than"),
-        ("more", "not declared"), ("less", "lacks"), ("run", NO_PLAN), ("path", "names no run"),
+        ("more", "not declared"), ("less", "lacks"), ("run", "no plan of this run"), ("path", "names no run"),
         ("base", "round 1 is over"), ("round", "holds a request of round 2"), ("share", "share must"),
         ("update", "stay here"),
     ],
@@ -176,7 +176,7 @@ def spoiled(job: DeviceJob, change: str) -> DeviceJob:
 def test_a_device_refuses_what_it_cannot_trust(member: DeviceHandler, cloud: Any, change: str, reason: str) -> None:
     with pytest.raises(CoterieError, match=reason):
         member.answer("train", 1, spoiled(training(cloud), change))
-    assert States(member.state / RUN / "1").rounds() == []
+    assert DeviceStates(member.state / RUN / "1").rounds() == []
 
 
 @pytest.mark.parametrize("message", [None, {}, Common(), training])
@@ -192,9 +192,9 @@ def test_a_device_sends_nothing_that_its_method_does_not_declare(
 ) -> None:
     end = type(cloud.method).end
 
-    def leaky(self: Any, state: Any, params: Any, *more: Any) -> Any:
-        state, upload = end(self, state, params, *more)
-        return state, replace(upload, tree=params)  # with the head
+    def leaky(self: Any, state: Any, trained: Any, *more: Any) -> Any:
+        state, upload = end(self, state, trained, *more)
+        return state, replace(upload, tree=trained.params)  # with the head
 
     monkeypatch.setattr(type(cloud.method), "end", leaky)
     with pytest.raises(CoterieError, match=r"the upload made here has an entry .* that is not declared"):
@@ -249,7 +249,7 @@ def test_a_full_disk_leaves_the_old_state_whole(
     member: DeviceHandler, cloud: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(member, cloud)
-    before = States(member.state / RUN / "1").read(1)
+    before = DeviceStates(member.state / RUN / "1").read(1)
 
     def full(*args: Any, **more: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -258,15 +258,15 @@ def test_a_full_disk_leaves_the_old_state_whole(
         m.setattr(codec, "save", full)
         with pytest.raises(CoterieError, match="could not be written: No space left"):
             trained(member, cloud, 2, base=1)
-    assert codec.equal(States(member.state / RUN / "1").read(1), before)
+    assert codec.equal(DeviceStates(member.state / RUN / "1").read(1), before)
 
 
 def test_two_processes_cannot_share_a_state(member: DeviceHandler) -> None:
     import subprocess
     import sys
 
-    code = "from coterie.federation.device_states import lock; from pathlib import Path; "
-    code += f"lock(Path({str(member.state)!r}))"
+    code = "from coterie.federation.device_states import lock_folder; from pathlib import Path; "
+    code += f"lock_folder(Path({str(member.state)!r}))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "is in use by another process" in found.stderr
 
@@ -280,9 +280,10 @@ def answer(member: DeviceHandler, cloud: Any) -> TrainAnswer:
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("client", 0, "is that of client 0, asked was 1"), ("samples", 0, "its hello was of"), 
+        ("client", 0, "is of client 0, the request was for client 1"), ("samples", 0, "the hello reported"), 
         ("steps", -1, "-1 steps"),
-        ("samples", 31, "its hello was of"), ("samples", True, "impossible value"), ("steps", 1.5, "impossible value"),
+        ("samples", 31, "the hello reported"), ("samples", True, "impossible value"),
+        ("steps", 1.5, "impossible value"),
         ("note", {"a": "b"}, "impossible value"), ("note", {"a": 1e300}, "in the note, .a. is 1e"), 
         ("loss", 1e300, "loss"),
         ("note", {str(i): 1.0 for i in range(2000)}, "too long"), ("after", {"hits": 1}, "impossible value"),

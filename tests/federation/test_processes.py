@@ -86,14 +86,14 @@ def test_a_run_with_runtime_federation_goes_on_after_a_kill_to_the_events_of_a_l
     assert subprocess.run(resumed, timeout=180).returncode == 0
     simulated(tmp_path / "local", "fedrep", 2, {k: v for k, v in given.items() if k != "clients"})
     assert (out / "events.jsonl").read_text() == (tmp_path / "local/events.jsonl").read_text()
-    assert not (out / "clients").exists() and (out / "flower/wire.jsonl").read_text().count("\n") == 4
+    assert not (out / "clients").exists() and (out / "federation/wire.jsonl").read_text().count("\n") == 4
 
 
 def test_what_devices_cannot_name_is_refused(tmp_path: Path) -> None:
     from coterie.testing import SmallNet, small_data
 
     for what, data, model in (("data", small_data(), "mlp"), ("model", "digits", SmallNet)):
-        with pytest.raises(CoterieError, match=f"runtime = federation needs a {what} that device processes can import"):
+        with pytest.raises(CoterieError, match=f"device processes must find the {what} by name"):
             coterie.run("fedavg", data, model, runtime="federation", out=tmp_path / what, clients=2, rounds=1)
     with pytest.raises(CoterieError, match="needs many clients in one process"):
         coterie.run("fedavg", runtime="federation", engine="stack", out=tmp_path / "stack", clients=2, rounds=1)

@@ -21,16 +21,17 @@ from coterie.engine import codec
 from coterie.engine.fault_isolation import MethodFailedError, contain
 from coterie.engine.messages import TrainAnswer, TrainRequest
 from coterie.errors import CoterieError
-from coterie.federation.cloud import runtime as cloud
+from coterie.federation.cloud import membership, waiting
 from coterie.federation.cloud import status as st
 from coterie.federation.cloud.dispatch import Dispatcher
-from coterie.federation.cloud.program import CloudSettings, StatusFile, open_session
-from coterie.federation.cloud.runtime import QuorumError
-from coterie.federation.cloud.upload_bounds import UsualSizes, judge
+from coterie.federation.cloud.program import CloudSettings, open_session
+from coterie.federation.cloud.status_file import StatusFile
+from coterie.federation.cloud.upload_bounds import UsualSizes, judge_answers
+from coterie.federation.cloud.waiting import QuorumError
 from coterie.federation.policy import quarantine
 from coterie.federation.policy.quarantine import Quarantine
 from coterie.federation.protocol.messages import Attached, Hello
-from coterie.federation.transport import Cause, NodeReplies, UnreachableError
+from coterie.federation.transport import Cause, NodeReplies
 from coterie.methods.fedavg import FedAvg
 from coterie.runtimes.base import Interrupted
 from coterie.testing import events
@@ -42,16 +43,16 @@ BAD = 1
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cloud, "PAUSE", 0.01)
-    monkeypatch.setattr(cloud, "MOMENT", 0.0)
+    monkeypatch.setattr(waiting, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(membership, "_RETURN", 0.0)
 
 
 def rules(f: Federation, **changes: Any) -> None:
-    f.runtime.patience = replace(f.runtime.patience, **changes)
+    f.runtime.waiting.rules = replace(f.runtime.waiting.rules, **changes)
 
 
 def paused(f: Federation) -> list[str]:
-    return [line for line in f.runtime.errors if line.startswith("paused")]
+    return [line for line in f.runtime.liveness.errors if line.startswith("paused")]
 
 
 # ---- a quorum ------------------------------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ def test_below_the_quorum_no_round_is_used_up_and_the_run_ends_when_patience_doe
         with pytest.raises(QuorumError, match=r"too few clients for 0\.7 s: 2 of at least 3 clients are connected"):
             f.loop.step()
         assert [e["round"] for e in events(tmp_path / "run")] == [1] and f.loop.done == 1
-        assert len(paused(f)) == 1 and f.runtime.paused
+        assert len(paused(f)) == 1 and f.runtime.waiting.paused
 
 
 def test_a_paused_run_goes_on_when_devices_are_back_and_can_be_stopped(tmp_path: Path) -> None:
@@ -77,21 +78,21 @@ def test_a_paused_run_goes_on_when_devices_are_back_and_can_be_stopped(tmp_path:
         nodes = f.link.nodes
 
         def back() -> list[str]:
-            looks.append(f.runtime.paused)
+            looks.append(f.runtime.waiting.paused)
             if len(looks) == 3:
                 f.link.handlers["device-1"] = gone
             return nodes()
 
         f.link.nodes = back  # type: ignore[method-assign]
         assert f.loop.run()
-        assert any(looks) and not f.runtime.paused and len(paused(f)) == 1
+        assert any(looks) and not f.runtime.waiting.paused and len(paused(f)) == 1
         ours = simulated(tmp_path / "simulation", f.session)
         assert codec.equal(f.loop.server, ours.server)
         assert (tmp_path / "run/events.jsonl").read_bytes() == (tmp_path / "simulation/events.jsonl").read_bytes()
         f.link.handlers.clear()
         rules(f, stopped=lambda: True)
         with pytest.raises(Interrupted):
-            f.runtime._gather()
+            f.runtime.waiting.for_quorum()
 
 
 def test_a_round_in_which_too_few_answer_is_repeated_with_the_same_bits(tmp_path: Path) -> None:
@@ -121,24 +122,6 @@ def test_sampled_clients_that_are_away_do_not_stop_a_run_with_a_quorum(tmp_path:
             del f.link.handlers[f"device-{i}"]
         assert f.loop.run()
         assert [e["round"] for e in events(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_superlink_that_does_not_answer_is_waited_for(tmp_path: Path) -> None:
-    with federation(tmp_path, "fedavg", **QUIET) as f:
-        f.loop.start()
-        f.loop.step()
-        nodes, away = f.link.nodes, [True, True, True]
-
-        def stopped() -> list[str]:
-            if away:
-                away.pop()
-                raise UnreachableError("the SuperLink does not answer: timed out")
-            return nodes()
-
-        f.link.nodes = stopped  # type: ignore[method-assign]
-        assert f.loop.run()
-        assert sum("does not answer" in line for line in f.runtime.errors) == 1
-        assert all(not e["failed"] for e in events(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("shape", [(), (1, 4, 4)])
@@ -222,14 +205,14 @@ def test_an_error_in_a_hook_costs_its_sender_the_round_and_later_its_place(
         assert found[0]["reasons"]["1"] == "device-1: FedAvg failed on the upload: IndexError: index 99 is out of range"
         assert found[2]["reasons"]["1"] == "device-1: it is in quarantine"
         asked = {t for kind, name, t, _ in f.link.sizes if kind == "train" and name == "device-1"}
-        assert asked == {1, 2} and "device-1" in f.runtime.out
+        assert asked == {1, 2} and "device-1" in f.runtime.membership.excluded
         del f.link.spoil["device-1"]
         (tmp_path / "run/cloud.json").write_text("{}")
         with pytest.raises(CoterieError, match='did you mean "device-1"'):
             quarantine.release_sender(tmp_path / "run", "device-2")
         quarantine.release_sender(tmp_path / "run", "device-1")
         assert f.loop.run()
-        assert events(tmp_path / "run")[-1]["failed"] == [] and f.runtime.out == {}
+        assert events(tmp_path / "run")[-1]["failed"] == [] and f.runtime.membership.excluded == {}
         with pytest.raises(CoterieError, match="nobody is in quarantine"):
             quarantine.release_sender(tmp_path / "run", "device-1")
 
@@ -260,29 +243,29 @@ def round_of(changes: dict[int, float], samples: dict[int, int] | None = None) -
 
 def test_an_upload_far_larger_than_the_others_is_refused_and_no_other() -> None:
     for size in (10.0, 1e8, 3e38):
-        found = judge(*round_of({0: 0.1, 1: size, 2: 0.02, 3: 0.5}), factor=50.0, memory=UsualSizes())
+        found = judge_answers(*round_of({0: 0.1, 1: size, 2: 0.02, 3: 0.5}), factor=50.0, usual=UsualSizes())
         assert found.refused.keys() == {1} and "times as large as usual" in found.refused[1]
     honest = {0: 0.1, 1: 0.0, 2: 0.0, 3: 1.5, 4: 0.0}  # stragglers send what they got
-    assert not judge(*round_of(honest), factor=50.0, memory=UsualSizes()).refused
-    assert not judge(*round_of({0: 0.1, 1: 1e8, 2: 0.02}), factor=0.0, memory=UsualSizes()).refused
+    assert not judge_answers(*round_of(honest), factor=50.0, usual=UsualSizes()).refused
+    assert not judge_answers(*round_of({0: 0.1, 1: 1e8, 2: 0.02}), factor=0.0, usual=UsualSizes()).refused
     tiny = {0: 1e-9, 1: 1e-9, 2: 1e-9, 3: 0.01}  # a change by a hundredth of the model is never too large
-    assert not judge(*round_of(tiny), factor=50.0, memory=UsualSizes()).refused
+    assert not judge_answers(*round_of(tiny), factor=50.0, usual=UsualSizes()).refused
 
 
 def test_with_two_clients_only_earlier_rounds_tell_what_is_usual() -> None:
     memory = UsualSizes()
-    assert not judge(*round_of({0: 0.1, 1: 10.0}), factor=50.0, memory=memory).refused
-    first = judge(*round_of({0: 0.1, 1: 1e8}), factor=50.0, memory=memory)
+    assert not judge_answers(*round_of({0: 0.1, 1: 10.0}), factor=50.0, usual=memory).refused
+    first = judge_answers(*round_of({0: 0.1, 1: 1e8}), factor=50.0, usual=memory)
     assert first.refused.keys() == {1} and "as what was sent" in first.refused[1]
     for t in (1, 2, 3):
-        memory.add(t, judge(*round_of({0: 0.1, 1: 0.2}), 50.0, memory).usual([0, 1]))
-    assert judge(*round_of({0: 0.1, 1: 10.0}), factor=50.0, memory=memory).refused.keys() == {1}
+        memory.add(t, judge_answers(*round_of({0: 0.1, 1: 0.2}), 50.0, memory).usual([0, 1]))
+    assert judge_answers(*round_of({0: 0.1, 1: 10.0}), factor=50.0, usual=memory).refused.keys() == {1}
     memory.add(2, {"w": 1.0})
     assert sorted(memory.rounds) == [1, 2], "a run that went back forgets later rounds"
 
 
 def test_a_claim_of_far_more_samples_than_others_have_is_refused() -> None:
-    found = judge(*round_of({0: 0.1, 1: 0.1, 2: 0.1}, {1: 10**9}), factor=50.0, memory=UsualSizes())
+    found = judge_answers(*round_of({0: 0.1, 1: 0.1, 2: 0.1}, {1: 10**9}), factor=50.0, usual=UsualSizes())
     assert found.refused == {1: "it claims 1000000000 samples, more than 1000 times the median of this round"}
 
 
@@ -308,9 +291,9 @@ def test_a_device_with_other_data_says_hello_again(tmp_path: Path) -> None:
     """A number of samples that was not announced costs the round, and counts once it is announced."""
     with federation(tmp_path, "fedavg", **QUIET) as f:
         f.loop.start()
-        f.runtime.look()
-        entry = f.runtime.roster.entries[BAD]
-        f.runtime.roster.entries[BAD] = replace(entry, samples=entry.samples + 7)  # what it said before
+        f.runtime.membership.update()
+        entry = f.runtime.membership.roster.entries[BAD]
+        f.runtime.membership.roster.entries[BAD] = replace(entry, samples=entry.samples + 7)  # what it said before
         assert f.loop.run()
         assert [e["failed"] for e in events(tmp_path / "run")] == [[BAD], [], []]
 
@@ -319,24 +302,25 @@ def test_a_device_with_other_data_says_hello_again(tmp_path: Path) -> None:
 def test_the_status_says_what_the_cloud_does_and_why_it_failed(tmp_path: Path) -> None:
     with federation(tmp_path, "fedavg", **QUIET) as f:
         status = StatusFile(tmp_path / "status.json", f.session)
-        f.runtime.seen = status.seen
-        f.runtime.look()
+        status.watch(f.runtime)
+        f.runtime.liveness.changed = status.publish
+        f.runtime.membership.update()
         assert st.read_status(tmp_path)["state"] == "waiting"
         rules(f, min_clients=5, seconds=0.1)
-        f.runtime.begun = True
+        f.runtime.membership.begun = True
         with pytest.raises(QuorumError) as e:
-            f.runtime._gather()
+            f.runtime.waiting.for_quorum()
         found = st.read_status(tmp_path)
         assert (found["state"], found["reason"]) == ("paused", "4 of at least 5 clients are connected")
-        f.runtime.paused = ""
-        f.runtime.look()
+        f.runtime.waiting.paused = ""
+        f.runtime.membership.update()
         assert st.read_status(tmp_path)["state"] == "running"
         status.end("failed", str(e.value))
     found = st.read_status(tmp_path)
     assert (
         found["state"] == "failed" and found["reason"].startswith("too few clients") and st.state_of(found) == "failed"
     )
-    assert "too few clients" in "\n".join(st.lines(found))
+    assert "too few clients" in "\n".join(st.status_lines(found))
 
 
 def test_a_cloud_that_died_is_not_running(tmp_path: Path) -> None:
@@ -404,11 +388,14 @@ def test_an_edge_that_was_silent_is_heard_as_soon_as_it_answers() -> None:
     """Also if it was never seen to be gone, as one that was killed and came back at once."""
     said = codec.pack(Attached({"alice": Hello(0, 5)}, {}))
     link = SlowLink({"north": lambda *_: said, "south": lambda *_: said}, mute={"north"})
-    asking = Dispatcher(link, "", "", None)  # type: ignore[arg-type]
-    found, errors = asking.edges({"north", "south"})
+    dispatcher = Dispatcher(link, "", "", None)  # type: ignore[arg-type]
+    found, errors = dispatcher.greet_edges({"north", "south"})
     assert list(found) == ["south"] and errors["north"].cause is Cause.LATE
-    assert list(asking.edges({"north", "south"})[0]) == ["south"]
+    assert list(dispatcher.greet_edges({"north", "south"})[0]) == ["south"]
     assert link.sent == [["north", "south"], ["south"]]  # nobody waits for it a second time
     link.mute.clear()
-    assert list(asking.edges({"north", "south"})[0]) == ["north", "south"]
-    assert list(asking.edges({"north", "south"})[0]) == ["north", "south"] and link.sent[-1] == ["north", "south"]
+    assert list(dispatcher.greet_edges({"north", "south"})[0]) == ["north", "south"]
+    assert list(dispatcher.greet_edges({"north", "south"})[0]) == ["north", "south"] and link.sent[-1] == [
+        "north",
+        "south",
+    ]

@@ -52,7 +52,7 @@ def test_a_real_federation_gives_the_events_of_the_simulation(tmp_path: Path) ->
     with federation(tmp_path, "fedproto", model="0=mlp,1=mlp-bn,2-3=mlp", model_options={"hidden": 16}) as f:
         assert f.loop.run() and f.session.others
         simulated(tmp_path / "simulation", f.session)
-        assert f.runtime.errors == []
+        assert f.runtime.liveness.errors == []
     assert (tmp_path / "run/events.jsonl").read_text() == (tmp_path / "simulation/events.jsonl").read_text()
 
 

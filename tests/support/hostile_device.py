@@ -24,7 +24,7 @@ HONEST = (1, 5)
 WRONGS = {  # round -> what is wrong, and what the cloud must say
     2: ("shape", "of shape"),
     3: ("replay", "it is a reply of round 1, asked was round 3"),
-    4: ("samples", "its hello was of"),
+    4: ("samples", "the hello reported"),
 }
 
 

@@ -12,14 +12,15 @@ from coterie.engine.loop import Loop
 from coterie.engine.session import Session, make_loop
 from coterie.errors import CoterieError
 from coterie.federation.cloud.program import CloudSettings, open_session
-from coterie.federation.cloud.runtime import FederationRuntime, WaitingRules
+from coterie.federation.cloud.runtime import FederationRuntime
+from coterie.federation.cloud.waiting import WaitingRules
 from coterie.federation.device import DeviceHandler
 from coterie.federation.edge import EdgeHandler
 from coterie.federation.identity.roles import NodeRole
 from coterie.federation.policy.allow import Allow
 from coterie.federation.policy.audit import AUDIT_FILE, AuditLog
 from coterie.federation.protocol.plan import FederationPlan
-from coterie.federation.transport import Cause, Failure, LinkBytes, NodeReplies
+from coterie.federation.transport import Cause, Failure, LinkBytes, NodeReplies, NoPlanError
 from coterie.methods import known
 from coterie.models.zoo import ZOO
 from coterie.runtimes.inline import Inline
@@ -94,7 +95,8 @@ class HandLink:
                     answer = codec.pack(self.spoil[name](codec.unpack(answer)))
             except Exception as e:
                 reason = str(e) if isinstance(e, CoterieError) else f"{type(e).__name__}: {e}"
-                found.errors[name] = Failure(Cause.DECLINED, f"{name}: {reason}")
+                cause = Cause.NO_PLAN if isinstance(e, NoPlanError) else Cause.DECLINED
+                found.errors[name] = Failure(cause, f"{name}: {reason}")
                 continue
             if len(answer) > largest:
                 why = f"{name}: the payload of {len(answer)} bytes is larger than the {largest} allowed"

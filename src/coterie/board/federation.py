@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coterie.federation.cloud.status import LIVE, dead, silence
+from coterie.federation.cloud.status import LIVE_STATES, is_dead, silence
 
 TAIL = 32_768  # bytes of a log to show
 
@@ -35,7 +35,7 @@ class FederationStatus:
         state = str(status["state"])
         since = silence(status)
         silent = since > 0
-        word = "dead" if dead(status) else "silent"
+        word = "dead" if is_dead(status) else "silent"
         nodes = [_node(name, about, state, silent) for name, about in sorted(_nodes(status).items())]
         edges = [n for n in nodes if n["role"] == "edge"]
         for edge in edges:
@@ -106,7 +106,7 @@ def _node(name: str, about: dict[str, Any], state: str, silent: bool) -> dict[st
         "role": "edge" if about.get("role") == "edge" else "device",
         "via": str(name).partition("/")[0] if "/" in str(name) else "cloud",
         "client": about.get("client"),
-        "online": bool(about.get("connected")) and state in LIVE and not silent,
+        "online": bool(about.get("connected")) and state in LIVE_STATES and not silent,
         "last_seen": about.get("last_seen"),
         "round": about.get("round"),
         "uploads": about.get("uploads"),

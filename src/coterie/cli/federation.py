@@ -172,7 +172,7 @@ def serve(
     from coterie.config import settings
     from coterie.errors import CoterieError
     from coterie.federation.cloud import program as s
-    from coterie.federation.cloud.runtime import QuorumError
+    from coterie.federation.cloud.waiting import QuorumError
     from coterie.federation.localhost.processes import die_with_parent, owner_only
     from coterie.storage.new_folder import fresh_folder
 
@@ -220,7 +220,7 @@ def serve(
     stop = Stop()
     try:
         with stop.listening():
-            ended = s.serve(session, cloud, folder, resume=again, tell=_told, stopped=stop, from_round=from_round)
+            ended = s.run_cloud(session, cloud, folder, resume=again, tell=_told, stopped=stop, from_round=from_round)
     except QuorumError as e:
         typer.echo(f"coterie: {e}; continue with: coterie serve --resume {folder}", err=True)
         raise typer.Exit(3) from None
@@ -276,7 +276,7 @@ def status(
     if as_json:
         typer.echo(json.dumps({**found, "shown": st.state_of(found)}))
     else:
-        for line in st.lines(found):
+        for line in st.status_lines(found):
             typer.echo(line)
 
 
@@ -335,7 +335,7 @@ def edge(
 ) -> None:
     """Run an edge: a node of the cloud and a server for its own devices."""
     from coterie.errors import CoterieError
-    from coterie.federation.edge import bridge
+    from coterie.federation.edge import run_edge
     from coterie.federation.localhost.processes import die_with_parent, owner_only
     from coterie.federation.policy.allow import Allow
 
@@ -347,7 +347,7 @@ def edge(
     owner_only(state)
     die_with_parent()
     _log()
-    bridge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allowed, stay)
+    run_edge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allowed, stay)
 
 
 @federation_app.command()
@@ -373,7 +373,7 @@ def up(
     quiet: o.Quiet = False,
 ) -> None:
     """Try a whole federation on this machine, each party as a separate process."""
-    from coterie.federation.cloud.screen import watch
+    from coterie.federation.cloud.screen import watch_federation
     from coterie.federation.localhost.processes import owner_only
     from coterie.federation.localhost.trial import LocalFederation
     from coterie.storage.new_folder import fresh_folder
@@ -386,7 +386,7 @@ def up(
     local = LocalFederation(folder, method, devices, edges, given, deadline=deadline, data_dir=data_dir)
     owner_only(folder)
     with stop.listening(), local:
-        ended = watch(local, console, quiet, stop)
+        ended = watch_federation(local, console, quiet, stop)
     if ended:
         typer.echo(f"the run is in {local.out}; each device's model is in {folder / 'devices'}")
     else:

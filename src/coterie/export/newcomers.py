@@ -133,7 +133,7 @@ def _items_of(session: Session, about: About, name: str, x: Any) -> About:
     """Return the description of the newcomer's items: not rotated, and in a federation of their own type."""
     update: dict[str, Any] = {"turn": 0.0}
     if session.federation.identity.get("partition") == "own":  # devices with data of their own
-        form = items_form("the data", x)
+        form = convert_items("the data", x)
         if form.dtype != torch.int64 and about.items.type != "int64":
             update["type"] = str(form.dtype).removeprefix("torch.")
     return about.model_copy(update={"client": name, "items": about.items.model_copy(update=update)})

@@ -310,7 +310,7 @@ def load_model(
     named = method or _method(path, about.method, allow_module)
     bound = build_method(named, restored(named, about.settings))
     task = make_task(about.task, about.outputs)
-    bound.ctx = Context(net, net.state(), (0,), task, rounds=1, join=1, epochs=1, batch=1, lr=0.1, seed=0)
+    bound.ctx = Context(net, net.state(), (0,), task, planned_rounds=1, join=1, epochs=1, batch=1, lr=0.1, seed=0)
     params = {k: _tensor(tensors, "model", k, path) for k in about.names}
     extras = {k: _tensor(tensors, "extras", k, path) for k in about.extras}
     return Predictor(PersonalModel(bound, params, {**about.numbers, **extras}), about).eval()

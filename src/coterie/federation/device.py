@@ -1,6 +1,6 @@
-"""The device's side of a federation: answers the cloud with its own data; its state stays here.
+"""A device of a federation: answers the cloud with its own data; its private state stays here.
 
-An answer never holds state: what leaves is the method's upload, its numbers, and counts of hits.
+An answer never holds state. It holds the method's upload, its numbers, and counts of predictions.
 """
 
 import json
@@ -26,64 +26,67 @@ from coterie.federation.policy.allow import Allow, Spent
 from coterie.federation.policy.audit import AUDIT_FILE, AuditLine, AuditLog
 from coterie.federation.protocol.messages import Answer, Common, DeviceJob, Hello, PlanText, RunOver, with_common
 from coterie.federation.protocol.plan import RUN_ID, FederationPlan
+from coterie.federation.transport import MAX_PAYLOAD, NoPlanError
 from coterie.federation.validation import check_request
 from coterie.storage.atomic import write_atomic
 
-NO_PLAN = "this node has no plan of this run"  # the cloud then says hello again
-ROOM = 2**20  # bytes of a message beside its payload
+_HEADER_BYTES = 2**20  # bytes of a message in addition to its payload
 log = logging.getLogger("coterie.device")
 
 
 @dataclass
 class DeviceHandler:
-    """One client. `handle` is what the transport calls."""
+    """Answers messages as one client; the transport calls `handle`."""
 
-    data: str  # a file, a folder, module:function; with `client` a name that every party can load
-    state: Path
-    client: ClientId | None = None
+    data: str  # a file, a folder or module:function; with `client` also the name of data that all hosts can load
+    state: Path  # folder of the private states
+    client: ClientId | None = None  # client number to ask for; None: any
     data_dir: Path | None = None
     allow: Allow = field(default_factory=Allow)
-    keep: int = KEEP  # versions of its state
+    keep: int = KEEP_STATES  # number of versions of the state
     stay: bool = False  # wait for the next run when one has ended
-    peer: str = "cloud"  # who asks: the address of the cloud or the edge
-    ended: Callable[[], None] = lambda: None  # called when a run has ended and there is nothing to wait for
+    peer: str = "cloud"  # address of the cloud or the edge
+    ended: Callable[[], None] = lambda: None  # called when a run has ended, unless `stay` is set
     _plan: FederationPlan | None = None
     _session: Session | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self._lock = lock(self.state)
+        self._lock = lock_folder(self.state)
         self._spent = Spent(self.allow)
         self._audit = AuditLog(self.state / AUDIT_FILE)
-        self._offered = self._refused = ""  # the latest plan, and why it was refused; it is offered again and again
+        self._offered = ""  # text of the last plan
+        self._refusal = ""  # run and reason of the last refused plan, which the cloud offers again and again
 
     def close(self) -> None:
-        """Let another process use the state."""
+        """Release the folder of states for other processes."""
         self._lock.close()
         self._audit.close()
 
     def handle(self, kind: str, round: int, shared: memoryview | None, own: memoryview) -> memoryview:
-        asked = codec.unpack_foreign(own)
+        """Answer a message of the cloud; the transport calls this."""
+        message = codec.unpack_foreign(own)
         if kind == "hello":
-            return codec.pack(self.hello(check(asked, PlanText).text))
+            return codec.pack(self.hello(check(message, PlanText).text))
         if kind == "over":
-            return codec.pack(self.over(check(asked, RunOver)))
+            return codec.pack(self.over(check(message, RunOver)))
         common = Common() if shared is None else check(codec.unpack_foreign(shared), Common)
-        return codec.pack(self.answer(kind, round, with_common(common, check(asked, DeviceJob))))
+        return codec.pack(self.answer(kind, round, with_common(common, check(message, DeviceJob))))
 
     @contextmanager
     def _noting_refusal(self, run: str, round: int, kind: str) -> Iterator[None]:
-        """Whatever is raised inside is the answer, and the audit log says that nothing else left."""
+        """Write an error that is raised inside to the audit log: it is all that leaves the device."""
         try:
             yield
         except Exception as e:
             reason = str(e) if isinstance(e, CoterieError) else f"{type(e).__name__}: {e}"
-            if kind != "hello" or self._refused != run + reason:
+            if kind != "hello" or self._refusal != run + reason:
                 self._audit.write(AuditLine(run, round, kind, "out", self.peer, refused=reason))
             if kind == "hello":
-                self._refused = run + reason
+                self._refusal = run + reason
             raise
 
     def answer(self, kind: str, round: int, job: DeviceJob) -> Answer:
+        """Train or score as a job asks; raises CoterieError if the job or the answer is not allowed."""
         with self._noting_refusal(job.run, round, kind):
             if kind != ("train" if isinstance(job.request, TrainRequest) else "score"):
                 raise CoterieError(f'a device cannot answer "{kind}"')
@@ -95,35 +98,24 @@ class DeviceHandler:
                 raise CoterieError(f"round {round} is over or never comes (my state: {job.base})")
             samples = len(session.federation.data(job.request.client).train)
             self.allow.check_request(session.method, job.request, samples)
-            self._spent.count("down", job.run, round, total(arrived))
-            self._take_place(job.run, job.request.client)
-            answer = self._work(session, job)
-            self._let_leave(session, round, kind, job.run, answer)
+            self._spent.count("down", job.run, round, total_bytes(arrived))
+            self._take_seat(job.run, job.request.client)
+            answer = self._compute(session, job)
+            self._release(session, round, kind, job.run, answer)
             return answer
 
-    def _let_leave(self, session: Session, round: int, kind: str, run: str, answer: Answer) -> None:
-        """The last thing before an answer is sent: is it allowed, is there room in the round, and a line of it."""
+    def _release(self, session: Session, round: int, kind: str, run: str, answer: Answer) -> None:
+        """Check that an answer may leave the device, count its bytes, and write it to the audit log."""
         upload = answer.upload if isinstance(answer, TrainAnswer) else {}
         sizes = of_answer(session.method, answer)
         self.allow.check_leaving(session.method.schema("up"), upload, sizes)
-        self._spent.count("up", run, round, total(sizes))
+        self._spent.count("up", run, round, total_bytes(sizes))
         entries = {name: value_bytes(v.numel(), v.dtype) for name, v in upload.items()}
         self._audit.write(AuditLine(run, round, kind, "out", self.peer, sizes, entries))
 
-    def over(self, told: RunOver) -> RunOver:
-        """The cloud says that the run has ended."""
-        self.session(told.run)  # another one's end is none of ours
-        self._audit.write(AuditLine(told.run, told.rounds, "over", "in", self.peer))
-        model = self._folder(told.run) / "model.safetensors"
-        where = f"; the personal model is {model}" if model.exists() else ""
-        then = "waiting for the next run" if self.stay else "nothing more to do here"
-        log.info("run %s has ended after %s rounds%s; %s", told.run[:8], told.rounds, where, then)
-        if not self.stay:
-            self.ended()
-        return told
-
-    # ---- what the run is ---------------------------------------------------------------------------------------------
+    # ---- runs --------------------------------------------------------------------------------------------------------
     def hello(self, text: str) -> Hello:
+        """Accept the plan of a run, and return this device's client number and number of samples."""
         with self._noting_refusal("", 0, "hello"):
             plan = FederationPlan.read(text)
         with self._noting_refusal(plan.run, 0, "hello"):
@@ -134,22 +126,34 @@ class DeviceHandler:
             session = self._open(plan)
             if before is not None and before.run != plan.run:
                 log.info("run %s was replaced by run %s", before.run[:8], plan.run[:8])
-            self._refused = ""
+            self._refusal = ""
             write_atomic(self._folder(plan.run) / "plan.json", text.encode())
-            place = self._place(plan.run)
+            seat = self._seat(plan.run)
             log.info("run %s: %s, %s rounds", plan.run[:8], session.method.card.title, session.settings.rounds)
-            said = Hello(place, len(session.federation.data(place or 0).train))
-            self._audit.write(AuditLine(plan.run, 0, "hello", "out", self.peer, about=vars(said)))
-            return said
+            answer = Hello(seat, len(session.federation.data(seat or 0).train))
+            self._audit.write(AuditLine(plan.run, 0, "hello", "out", self.peer, about=vars(answer)))
+            return answer
+
+    def over(self, message: RunOver) -> RunOver:
+        """Note that the run has ended, as the cloud says."""
+        self.session(message.run)  # raises an error for a run that is not this device's
+        self._audit.write(AuditLine(message.run, message.rounds, "over", "in", self.peer))
+        model = self._folder(message.run) / "model.safetensors"
+        where = f"; the personal model is {model}" if model.exists() else ""
+        then = "waiting for the next run" if self.stay else "nothing more to do here"
+        log.info("run %s has ended after %s rounds%s; %s", message.run[:8], message.rounds, where, then)
+        if not self.stay:
+            self.ended()
+        return message
 
     def session(self, run: str) -> Session:
-        """The run this message belongs to; after a restart its plan is read back and checked again."""
+        """Return the session of a run; after a restart its stored plan is read and checked again."""
         if self._plan is None or self._plan.run != run or self._session is None:
             if not RUN_ID.fullmatch(run):
                 raise CoterieError("the message names no run")
             path = self._folder(run) / "plan.json"
             if not path.is_file():
-                raise CoterieError(NO_PLAN)
+                raise NoPlanError
             return self._open(FederationPlan.read(path.read_text()))
         return self._session
 
@@ -161,51 +165,53 @@ class DeviceHandler:
     def _folder(self, run: str) -> Path:
         return self.state / run
 
-    def _place(self, run: str) -> ClientId | None:
-        """Which client it is in this run; None: no job has said so yet."""
+    def _seat(self, run: str) -> ClientId | None:
+        """Return this device's client number in a run; None if no job has named it yet."""
         path = self._folder(run) / "client.json"
         if self.client is not None or not path.is_file():
             return self.client
         return int(json.loads(path.read_text())["client"])
 
-    def _take_place(self, run: str, client: ClientId) -> None:
-        """A device has one client slot per run; a job for another one is refused, so that states are never mixed up."""
-        mine = self._place(run)
-        if mine is None:
+    def _take_seat(self, run: str, client: ClientId) -> None:
+        """Take the client number of the first job; refuse jobs for others, so that states are never mixed up."""
+        seat = self._seat(run)
+        if seat is None:
             write_atomic(self._folder(run) / "client.json", json.dumps({"client": client}).encode())
-        elif mine != client:
-            raise CoterieError(f"this device is client {mine} of the run, not {client}")
+        elif seat != client:
+            raise CoterieError(f"this device is client {seat} of the run, not {client}")
 
     # ---- work --------------------------------------------------------------------------------------------------------
-    def _work(self, session: Session, job: DeviceJob) -> Answer:
+    def _compute(self, session: Session, job: DeviceJob) -> Answer:
         request = job.request
-        states = States(self._folder(job.run) / str(request.client), self.keep)
-        mine = Job(request, states.read(job.base))
+        states = DeviceStates(self._folder(job.run) / str(request.client), self.keep)
+        local_job = Job(request, states.read(job.base))
         if isinstance(request, TrainRequest):
-            done = session.clients().train([mine])[0]
-            with suppress(NonFiniteError):  # its training diverged: the round says so and leaves it out
+            done = session.clients().train([local_job])[0]
+            with suppress(NonFiniteError):  # training diverged: the round excludes the client and says why
                 session.method.schema("up").check(done.answer.upload, "the upload made here")
-            states.write(request.round, _held(done.state), job.base)
-            self._show(session, f"round {request.round} of {session.settings.rounds}: trained", done.answer.after)
+            states.write(request.round, _in_memory(done.state), job.base)
+            self._log_progress(
+                session, f"round {request.round} of {session.settings.rounds}: trained", done.answer.after
+            )
             return done.answer
-        answer = session.clients().score([mine])[0]
-        self._keep_model(session, job.run, mine)
-        scored = answer.scores.get("personal/test")
-        self._show(session, f"after round {request.round - 1} of {session.settings.rounds}: personal model", scored)
+        answer = session.clients().score([local_job])[0]
+        self._write_model(session, job.run, local_job)
+        what = f"after round {request.round - 1} of {session.settings.rounds}: personal model"
+        self._log_progress(session, what, answer.scores.get("personal/test"))
         return answer
 
-    def _show(self, session: Session, what: str, score: Score | None) -> None:
-        """Progress, with the device's own score where there is one."""
+    def _log_progress(self, session: Session, what: str, score: Score | None) -> None:
+        """Log what was done, with the device's own score if there is one."""
         task = session.method.ctx.task
         if score is not None:
-            found = task.measured({k: v[None].numpy() for k, v in score.counts.items()})
-            value = float(found[task.metric.name][0])
+            measured = task.measured({k: v[None].numpy() for k, v in score.counts.items()})
+            value = float(measured[task.metric.name][0])
             what = f"{what}, {task.metric.name} {task.metric.text(value)} on its own test data"
         log.info("%s", what)
 
-    def _keep_model(self, session: Session, run: str, job: Job) -> None:
-        """The personal model as a file of its own beside the state, for use on this device."""
-        client, state = job.request.client, None if job.state is None else _held(job.state)
+    def _write_model(self, session: Session, run: str, job: Job) -> None:
+        """Write the personal model to a file next to the state, for use on this device."""
+        client, state = job.request.client, None if job.state is None else _in_memory(job.state)
         method, data = session.method_of(client), session.federation.data(client)
         tree = model_in_use(method, session.clients().rule, state, job.request.download, data, job.request.round)
         module = as_module(method, *tree)
@@ -214,19 +220,21 @@ class DeviceHandler:
 
 
 def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler) -> None:
-    """Answer the cloud until the run has ended, or told to stop (SIGTERM, Ctrl-C)."""
-    from coterie.federation.transport import MAX_PAYLOAD
-    from coterie.federation.transport.node import Node
+    """Answer the cloud until the run has ended, or until SIGTERM or Ctrl-C."""
+    from coterie.federation.transport.node import Node  # needs gRPC
 
-    load_dataset(handler.data, handler.data_dir)  # a wrong name is found now, not when the cloud first asks
+    load_dataset(handler.data, handler.data_dir)  # an error in the name is found now, not when the cloud first asks
     handler.peer = cloud
-    largest = min(MAX_PAYLOAD, handler.allow.bytes_down + ROOM)  # what could not be allowed is not fetched
+    largest = min(MAX_PAYLOAD, handler.allow.bytes_down + _HEADER_BYTES)  # more is not allowed, so it is not fetched
     node = Node(cloud, ca, key, handler.handle, int(largest))
     handler.ended = node.leave
     node.stop_on_signals().run()
 
 
-def _held(state: State | Remote) -> State:
-    """Here states are never elsewhere."""
+def _in_memory(state: State | Remote) -> State:
+    """Return the state, which is never remote on a device."""
     assert not isinstance(state, Remote)
     return state
+
+
+__all__ = ["DeviceHandler", "join"]

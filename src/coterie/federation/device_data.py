@@ -1,4 +1,4 @@
-"""A federation as one of its hosts sees it: a device has its own data and no others', the cloud has none at all."""
+"""The data of a federation as one of its hosts sees them: a device has its own data only, the cloud has none."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,9 +14,10 @@ from coterie.errors import CoterieError
 
 
 class DeviceFederation(Federation):
-    """`places` clients, of whom at most one is here: `own` holds its data as the only client of a small federation.
+    """A federation of `places` clients of which this host has the data of at most one.
 
-    With `edge` not even public items are here: an edge computes nothing that needs them.
+    `own` holds these data as a federation with one client. With `edge` there are no public items either: an edge
+    computes nothing that needs them.
     """
 
     def __init__(
@@ -38,18 +39,21 @@ class DeviceFederation(Federation):
         self._public_ready: torch.Tensor | None = torch.zeros((0, *example.shape)) if edge else None
 
     def data(self, client: int) -> ClientData:
-        return replace(self._here().data(0), client=client, classes=self.num_classes, public=self.public())
+        return replace(self._own().data(0), client=client, classes=self.num_classes, public=self.public())
 
     def test(self, client: int) -> Split:
-        return self._here().test(0)
+        return self._own().test(0)
 
     def official(self) -> Split | None:
         return None
 
     def sizes(self, part: Part | Literal["all"] = "train") -> Ints:
-        """Of others only what the settings promise is known: each has samples of every part that has a share."""
-        here = 1 if part != "val" or self.settings.val_share > 0 else 0
-        return np.full(len(self.clients), here if self.own is None else int(self.own.sizes(part)[0]), dtype=np.int64)
+        """Return the same size for all clients: that of the own data or, without own data, 1 for every part in use."""
+        if self.own is not None:
+            size = int(self.own.sizes(part)[0])
+        else:
+            size = 1 if part != "val" or self.settings.val_share > 0 else 0
+        return np.full(len(self.clients), size, dtype=np.int64)
 
     def source(self, client: int) -> Dataset:
         return self.dataset if self.own is None else self.own.dataset
@@ -57,13 +61,13 @@ class DeviceFederation(Federation):
     def rotation(self, client: int) -> float:
         return 0.0
 
-    def _here(self) -> Federation:
+    def _own(self) -> Federation:
         if self.own is None:
-            raise CoterieError("the cloud has no data of its own")
+            raise CoterieError("this host has no data of its own")
         return self.own
 
 
-def example(
+def example_dataset(
     shape: tuple[int, ...],
     classes: tuple[str, ...],
     kind: str,
@@ -73,16 +77,19 @@ def example(
     task: str = "classification",
     targets: int = 1,
 ) -> Dataset:
-    """Two empty items of the kind the devices have: what a model is built from."""
+    """Return two items of zeros with the shape and type of the devices' data; models are built for them."""
     x = torch.zeros((2, *shape), dtype={"float32": torch.float32, "uint8": torch.uint8, "int64": torch.int64}[kind])
-    none = torch.zeros(2, dtype=torch.bool)
+    is_test = torch.zeros(2, dtype=torch.bool)
     is_class = task in ("classification", "binary")
     y = torch.zeros(2, dtype=torch.int64) if is_class else torch.zeros(2, targets)
-    return Dataset("own", x, y, classes, none, None, mean, std, vocab, task)
+    return Dataset("own", x, y, classes, is_test, None, mean, std, vocab, task)
 
 
 def only_client(data: Dataset, like: Dataset, settings: PartitionSettings, seed: int) -> Federation:
-    """A device's data as a federation of one; its official test part, if it has one, is its test part."""
+    """Return a device's data as a federation with one client; an official test part becomes its test part.
+
+    Raises CoterieError if the data do not have the form of `like`, the example of the run.
+    """
     if data.shape != like.shape or (data.x.dtype == torch.int64) != (like.x.dtype == torch.int64):
         raise CoterieError(
             f"the data here are {data.x.dtype} {data.shape}, the federation's are {like.x.dtype} {like.shape}"
@@ -96,8 +103,8 @@ def only_client(data: Dataset, like: Dataset, settings: PartitionSettings, seed:
         raise CoterieError(
             f"the data here have label {int(data.y.max())}, the federation has {len(like.classes)} classes"
         )
-    own = bool(data.is_test.any())
+    has_test = bool(data.is_test.any())
     pieces: dict[str, Any] = {"partition": "iid", "clients": 1, "public": 0, "min_size": 1, "cap": False}
-    pieces |= {"pool": "train", "test_from": "official"} if own else {"pool": "merged", "test_from": "own"}
-    same = replace(data, classes=like.classes, mean=like.mean, std=like.std, owner=None)  # one normalisation for all
-    return federate(same, settings.model_copy(update=pieces | {"short": "redraw"}), seed)
+    pieces |= {"pool": "train", "test_from": "official"} if has_test else {"pool": "merged", "test_from": "own"}
+    aligned = replace(data, classes=like.classes, mean=like.mean, std=like.std, owner=None)  # as on all devices
+    return federate(aligned, settings.model_copy(update=pieces | {"short": "redraw"}), seed)

@@ -1,7 +1,7 @@
-"""An edge: a node to the cloud and a server to its own devices. It keeps nothing between rounds.
+"""An edge: a node of the cloud and a server for its own devices. It stores nothing between rounds.
 
-Devices say hello through it, jobs go through it, and what the method's edges do (relay, merge) is done here for the
-clusters whose participants are all attached here. The state of those edges comes with the job and goes back with the
+An edge passes hellos and jobs on to its devices. For clusters whose participants are all attached to it, it also does
+the work of the method's edges, relay and merge. The state of those edges comes with the job and goes back with the
 answer, so an edge that dies loses nothing.
 """
 
@@ -15,9 +15,8 @@ from coterie.core.method import ClientId, Method
 from coterie.engine import codec
 from coterie.engine.messages import TrainAnswer, check
 from coterie.errors import CoterieError
-from coterie.federation.cloud.dispatch import OVER, Dispatcher, Greeting, Link, lost
-from coterie.federation.cloud.upload_bounds import UsualSizes, judge
-from coterie.federation.device import NO_PLAN
+from coterie.federation.cloud.dispatch import OVER_SECONDS, Dispatcher, Greeting, NodeLink, excluded_line
+from coterie.federation.cloud.upload_bounds import UsualSizes, judge_answers
 from coterie.federation.edge_stage import EdgeStage
 from coterie.federation.identity.admin import SUSPENDED
 from coterie.federation.identity.authority import Certs
@@ -42,120 +41,135 @@ from coterie.federation.protocol.messages import (
     with_common,
 )
 from coterie.federation.protocol.plan import FederationPlan
-from coterie.federation.transport import Cause, listening
+from coterie.federation.transport import Cause, NoPlanError, listening
 from coterie.federation.transport.node import Node
-from coterie.federation.validation import SamplesError, check_answer, check_request, check_task, room
+from coterie.federation.validation import SamplesError, check_answer, check_request, check_task, largest_message
 
-PATIENCE = 0.85  # of the cloud's deadline that devices have; the rest is for the way up
+_DEVICE_SHARE = 0.85  # share of the cloud's deadline that devices get; the rest is for the reply to the cloud
 log = logging.getLogger("coterie.edge")
 
 
 @dataclass(frozen=True)
-class Current:
-    """The run an edge is in, and who of its devices is in it too."""
+class EdgeRun:
+    """The run of an edge, and the devices that take part in it."""
 
     plan: FederationPlan
     method: Method
-    asking: Dispatcher
+    dispatcher: Dispatcher
     greeting: Greeting
-    hellos: dict[str, Hello] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    memory: UsualSizes = field(default_factory=UsualSizes)  # how large uploads usually are
+    hellos: dict[str, Hello] = field(default_factory=dict)  # by name of the device
+    refused: dict[str, str] = field(default_factory=dict)  # reason by name of the device
+    usual: UsualSizes = field(default_factory=UsualSizes)
+
+
+@dataclass
+class Gathered:
+    """The answers of an edge's devices, and the reasons for those that are missing or refused."""
+
+    answers: dict[ClientId, Answer] = field(default_factory=dict)
+    missing: dict[ClientId, str] = field(default_factory=dict)
+    refused: dict[ClientId, str] = field(default_factory=dict)
+    wire: WireBytes = field(default_factory=WireBytes)
 
 
 @dataclass
 class EdgeHandler:
-    """Answers the cloud by asking the devices of the SuperLink below."""
+    """Answers the cloud by asking the devices of its own link."""
 
-    link: Link
+    link: NodeLink
     allow: Allow = field(default_factory=Allow)
     audit: AuditLog | None = None
-    peer: str = "cloud"
+    peer: str = "cloud"  # address of the cloud
     stay: bool = False  # wait for the next run when one has ended
-    ended: Callable[[], None] = lambda: None  # called when a run has ended and there is nothing to wait for
-    roles: Callable[[], Mapping[str, NodeRole]] = dict  # of the edge's own nodes, as they are now
-    _refused: str = ""  # why the latest plan was; it is offered again and again
-    _current: Current | None = None
+    ended: Callable[[], None] = lambda: None  # called when a run has ended, unless `stay` is set
+    roles: Callable[[], Mapping[str, NodeRole]] = dict  # reads the roles of the edge's own nodes
+    _refusal: str = ""  # run and reason of the last refused plan, which the cloud offers again and again
+    _run: EdgeRun | None = None
 
     def handle(self, kind: str, round: int, shared: memoryview | None, own: memoryview) -> memoryview:
-        asked = codec.unpack_foreign(own)
+        """Answer a message of the cloud; the transport calls this."""
+        message = codec.unpack_foreign(own)
         if kind == "hello":
-            return codec.pack(self.hello(check(asked, PlanText).text))
+            return codec.pack(self.hello(check(message, PlanText).text))
         if kind == "over":
-            return codec.pack(self.over(check(asked, RunOver)))
+            return codec.pack(self.over(check(message, RunOver)))
         common = Common() if shared is None else check(codec.unpack_foreign(shared), Common)
-        job = with_common(common, check(asked, EdgeJob))
+        job = with_common(common, check(message, EdgeJob))
         if kind not in get_args(JobKind):
             raise CoterieError(f'an edge cannot answer "{kind}"')
         return codec.pack(self.answer(cast(JobKind, kind), round, job))
 
+    # ---- hello and over ----------------------------------------------------------------------------------------------
     def hello(self, text: str) -> Attached:
-        """Who is attached here, with the hellos that have come; new devices get the plan, and nobody waits for them."""
-        if self._current is None or self._current.asking.plan != text:
-            self._current = self._begin(text)
-        now, connected = self._current, set(self.link.nodes())
+        """Return the hellos of the attached devices that have come. Send the plan to new devices without waiting."""
+        if self._run is None or self._run.dispatcher.plan != text:
+            self._run = self._begin(text)
+        run, connected = self._run, set(self.link.nodes())
         suspended = self._suspended()
         nodes = connected - suspended
-        for gone in now.refused.keys() - nodes:
-            del now.refused[gone]
-        now.greeting.gone(connected)
-        replies, errors = now.greeting.ask(nodes - now.hellos.keys() - now.refused.keys())
-        refused = {n: e.why.removeprefix(f"{n}: ") for n, e in errors.items() if not e.passing}
-        for name, reply in replies.items():
+        for name in run.refused.keys() - nodes:
+            del run.refused[name]
+        run.greeting.forget_absent(connected)
+        values, failures = run.greeting.ask(nodes - run.hellos.keys() - run.refused.keys())
+        refused = {n: f.why.removeprefix(f"{n}: ") for n, f in failures.items() if not f.passing}
+        for name, value in values.items():
             try:
-                now.hellos[name] = read_hello(reply)
+                run.hellos[name] = read_hello(value)
             except CoterieError as e:
                 refused[name] = str(e)
-        now.refused.update(refused)
-        self._note(
-            *(
-                AuditLine(now.plan.run, 0, "hello", "in", n, refused=r)
-                for n, r in refused.items()
-                if now.asking.spare.allows(n)
-            )
-        )
-        out = {**now.refused, **dict.fromkeys(sorted(suspended & connected), SUSPENDED)}
-        return Attached({n: now.hellos[n] for n in sorted(nodes & now.hellos.keys())}, out)
+        run.refused.update(refused)
+        for name, reason in refused.items():
+            if run.dispatcher.line_budget.take(name):
+                run.dispatcher.note_refused_hello(name, reason)
+        excluded = {**run.refused, **dict.fromkeys(sorted(suspended & connected), SUSPENDED)}
+        return Attached({n: run.hellos[n] for n in sorted(nodes & run.hellos.keys())}, excluded)
 
-    def _begin(self, text: str) -> Current:
-        """A plan that this edge has not seen, or has refused before."""
-        run = ""
+    def _begin(self, text: str) -> EdgeRun:
+        """Start the run of a plan that is new to this edge, or that it has refused before."""
+        run_id = ""
         try:
             plan = FederationPlan.read(text)
-            run = plan.run
+            run_id = plan.run
             method = plan.session(None, None, None, self.allow).method
         except CoterieError as e:
-            if self._refused != run + str(e):
-                self._note(AuditLine(run, 0, "hello", "out", self.peer, refused=str(e)))
-            self._refused = run + str(e)
+            if self._refusal != run_id + str(e):
+                self._note(AuditLine(run_id, 0, "hello", "out", self.peer, refused=str(e)))
+            self._refusal = run_id + str(e)
             raise
-        self._refused = ""
-        self._note(AuditLine(run, 0, "hello", "in", self.peer, about=plan.summary))
-        log.info("run %s: %s", run[:8], method.card.title)
-        asking = Dispatcher(self.link, text, run, method, self.audit)
-        return Current(plan, method, asking, Greeting(asking))
+        self._refusal = ""
+        self._note(AuditLine(run_id, 0, "hello", "in", self.peer, about=plan.summary))
+        log.info("run %s: %s", run_id[:8], method.card.title)
+        dispatcher = Dispatcher(self.link, text, run_id, method, self.audit)
+        return EdgeRun(plan, method, dispatcher, Greeting(dispatcher))
+
+    def over(self, message: RunOver) -> RunOver:
+        """Tell the devices that the run has ended, as the cloud says."""
+        run = self._current(message.run)
+        greeted = set(self.link.nodes()) & run.hellos.keys()
+        run.dispatcher.send_over(greeted, message.rounds, OVER_SECONDS / 2)
+        log.info("run %s has ended after %s rounds", message.run[:8], message.rounds)
+        if not self.stay:
+            self.ended()
+        return message
+
+    def _current(self, run_id: str) -> EdgeRun:
+        """Return the current run; raises NoPlanError if it is not the one of the message."""
+        if self._run is None or self._run.plan.run != run_id:
+            raise NoPlanError
+        return self._run
 
     def _note(self, *lines: AuditLine) -> None:
         if self.audit is not None:
             self.audit.write(*lines)
 
-    def over(self, told: RunOver) -> RunOver:
-        """The cloud says that the run has ended; the devices here are told."""
-        now = self._current
-        if now is None or now.plan.run != told.run:
-            raise CoterieError(NO_PLAN)
-        said_hello = set(self.link.nodes()) & now.hellos.keys()
-        now.asking.over(said_hello, told.run, told.rounds, OVER / 2)
-        log.info("run %s has ended after %s rounds", told.run[:8], told.rounds)
-        if not self.stay:
-            self.ended()
-        return told
+    def _suspended(self) -> set[str]:
+        return {name for name, role in self.roles().items() if role.suspended}
 
+    # ---- jobs --------------------------------------------------------------------------------------------------------
     def answer(self, kind: JobKind, round: int, job: EdgeJob) -> EdgeAnswer:
-        now = self._current
-        if now is None or now.plan.run != job.run:
-            raise CoterieError(NO_PLAN)
-        self._note(AuditLine(job.run, round, kind, "in", self.peer, of_job(now.method, job)))
+        """Have the devices answer their requests, and merge the uploads of the clusters in the job."""
+        run = self._current(job.run)
+        self._note(AuditLine(job.run, round, kind, "in", self.peer, of_job(run.method, job)))
         asked = [r.client for r in job.requests] + [r.client for task in job.merges for r in task.requests]
         if not set(asked) <= job.names.keys() & job.base.keys():
             raise CoterieError("the job does not name all devices that it asks")
@@ -163,83 +177,75 @@ class EdgeHandler:
         missing: dict[ClientId, str] = {}
         for r in job.requests:
             try:
-                check_request(now.method, r, round)
+                check_request(run.method, r, round)
                 requests.append(r)
             except CoterieError as e:
                 missing[r.client] = str(e)
-        tier = EdgeStage(now.method)
+        stage = EdgeStage(run.method)
         for task in job.merges:
-            check_task(now.method, task, job.names)
-            tier.relay(task)
-        answers, silent, refused = self._ask(now, kind, round, job, [*requests, *tier.requests])
-        trained = {i: a for i, a in answers.items() if isinstance(a, TrainAnswer)}
-        judged = judge(tier.requests, trained, job.norm_bound, now.memory)  # the cloud sees the other uploads itself
-        refused |= judged.refused
-        answers = {i: a for i, a in answers.items() if i not in refused}
-        merged = tier.merge({i: a for i, a in trained.items() if i not in refused})
+            check_task(run.method, task, job.names)
+            stage.relay(task)
+        gathered = self._ask(run, kind, round, job, [*requests, *stage.requests])
+        trained = {i: a for i, a in gathered.answers.items() if isinstance(a, TrainAnswer)}
+        # the cloud judges the uploads that are only passed on
+        judged = judge_answers(stage.requests, trained, job.norm_bound, run.usual)
+        refused = {**gathered.refused, **judged.refused}
+        merged = stage.merge({i: a for i, a in trained.items() if i not in refused})
         if usual := judged.usual(i for m in merged.values() for i in m.senders):
-            now.memory.add(round, usual)
-        missing |= {**silent, **tier.missing}
-        held = {r.client for r in tier.requests}  # their uploads end here
-        kept = tuple(
-            replace(a, upload={}) if i in held and isinstance(a, TrainAnswer) else a
-            for i, a in sorted(answers.items())
-            if i not in missing
+            run.usual.add(round, usual)
+        missing |= {**gathered.missing, **stage.missing}
+        merged_here = {r.client for r in stage.requests}
+        answers = tuple(
+            replace(a, upload={}) if i in merged_here and isinstance(a, TrainAnswer) else a
+            for i, a in sorted(gathered.answers.items())
+            if i not in refused and i not in missing
         )
-        traffic, now.asking.traffic = now.asking.traffic, []
-        made = EdgeAnswer(kept, missing, tuple(merged.values()), _total(traffic), refused)
+        reply = EdgeAnswer(answers, missing, tuple(merged.values()), gathered.wire, refused)
         self._note(
             *(
-                lost(job.run, round, kind, job.names[i], why, passing=i not in refused)
+                excluded_line(job.run, round, kind, job.names[i], why, absent=i not in refused)
                 for i, why in sorted({**missing, **refused}.items())
-            )
+            ),
+            AuditLine(job.run, round, kind, "out", self.peer, of_reply(run.method, reply)),
         )
-        self._note(AuditLine(job.run, round, kind, "out", self.peer, of_reply(now.method, made)))
-        return made
+        return reply
 
-    def _suspended(self) -> set[str]:
-        return {name for name, role in self.roles().items() if role.suspended}
-
-    def _ask(
-        self, now: Current, kind: JobKind, round: int, job: EdgeJob, requests: Sequence[Request]
-    ) -> tuple[dict[ClientId, Answer], dict[ClientId, str], dict[ClientId, str]]:
-        """The answers of devices, all asked at once, why others gave none, and why those of others are refused."""
-        suspended = self._suspended()
+    def _ask(self, run: EdgeRun, kind: JobKind, round: int, job: EdgeJob, requests: Sequence[Request]) -> Gathered:
+        """Send all requests to their devices at once, and check the answers."""
+        suspended, gathered = self._suspended(), Gathered()
         jobs = {
             job.names[r.client]: DeviceJob(job.run, job.base[r.client], r)
             for r in requests
             if job.names[r.client] not in suspended
         }
-        seconds, largest = PATIENCE * job.deadline, room(now.method, ["up"])
-        replies, errors = now.asking.jobs(jobs, kind, round, seconds, largest)
-        answers: dict[ClientId, Answer] = {}
-        missing: dict[ClientId, str] = {}
-        refused: dict[ClientId, str] = {}
+        largest = largest_message(run.method, ["up"])
+        replies = run.dispatcher.send_jobs(jobs, kind, round, _DEVICE_SHARE * job.deadline, largest)
+        gathered.wire = _sum(replies.traffic.values())
         for r in requests:
             name = job.names[r.client]
             if name in suspended:
-                missing[r.client] = SUSPENDED
+                gathered.missing[r.client] = SUSPENDED
                 continue
-            if (failed := errors.get(name)) is not None:
-                wrong = failed.cause is Cause.WRONG
-                (refused if wrong else missing)[r.client] = failed.why.removeprefix(f"{name}: ")
+            if (failure := replies.failures.get(name)) is not None:
+                reasons = gathered.refused if failure.cause is Cause.WRONG else gathered.missing
+                reasons[r.client] = failure.why.removeprefix(f"{name}: ")
                 continue
             try:
-                known = now.hellos[name].samples if name in now.hellos else 0
-                answers[r.client] = check_answer(replies[name], r, known, now.method.ctx.task)
+                samples = run.hellos[name].samples if name in run.hellos else 0
+                gathered.answers[r.client] = check_answer(replies.values[name], r, samples, run.method.ctx.task)
             except CoterieError as e:
-                refused[r.client] = str(e)
+                gathered.refused[r.client] = str(e)
                 if isinstance(e, SamplesError):
-                    now.hellos.pop(name, None)  # it may have other data now, and says hello again
-        return answers, missing, refused
+                    run.hellos.pop(name, None)  # its data may have changed: it gets another hello
+        return gathered
 
 
-def _total(traffic: Iterable[tuple[str, WireBytes]]) -> WireBytes:
-    found = [(t.payload_down, t.payload_up, t.total_down, t.total_up) for _, t in traffic]
-    return WireBytes(*map(sum, zip(*found, strict=True))) if found else WireBytes()
+def _sum(traffic: Iterable[WireBytes]) -> WireBytes:
+    counts = [(t.payload_down, t.payload_up, t.total_down, t.total_up) for t in traffic]
+    return WireBytes(*map(sum, zip(*counts, strict=True))) if counts else WireBytes()
 
 
-def bridge(
+def run_edge(
     up: str,
     ca: Path,
     key: Path,
@@ -250,9 +256,12 @@ def bridge(
     allow: Allow,
     stay: bool = False,
 ) -> None:
-    """Be an edge until the run has ended, or told to stop."""
+    """Be an edge until the run has ended, or until SIGTERM or Ctrl-C."""
     with listening(Certs(certs), host, port) as link:
         handler = EdgeHandler(link, allow, AuditLog(state / AUDIT_FILE), up, stay, roles=Certs(certs).roles)
         node = Node(up, ca, key, handler.handle)
         handler.ended = node.leave
         node.stop_on_signals().run()
+
+
+__all__ = ["EdgeHandler", "run_edge"]

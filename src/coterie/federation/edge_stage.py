@@ -1,4 +1,4 @@
-"""Edges relayed and merged on this host, cloud or edge; an error in one edge's part of a round is that edge's alone."""
+"""Relays and merges the method's edges on this host; an error in one edge's part of a round affects only that edge."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,54 +16,60 @@ log = logging.getLogger("coterie.edge")
 
 @dataclass
 class EdgeStage:
-    """The edges of one round that are computed here."""
+    """The edges of one round that this host computes."""
 
     method: Method
-    requests: list[TrainRequest] = field(default_factory=list)  # of their clients, with what is handed on
-    missing: dict[ClientId, str] = field(default_factory=dict)  # clients that lost the round, and why
-    _tasks: list[tuple[MergeRequest, Bytes]] = field(default_factory=list)
+    requests: list[TrainRequest] = field(default_factory=list)  # relayed requests of the edges' clients
+    missing: dict[ClientId, str] = field(default_factory=dict)  # clients that an error excludes, with the reason
+    _tasks: list[tuple[MergeRequest, Bytes]] = field(default_factory=list)  # with the bytes that were relayed
 
     def relay(self, task: MergeRequest) -> None:
+        """Turn the download of an edge into requests of its clients."""
         try:
             requests, down = relay(cast(EdgeMethod, self.method), task)
         except Exception as e:
-            self._failed("relayed", task, (r.client for r in task.requests), e)
+            self._fail("relayed", task, (r.client for r in task.requests), e)
             return
         self.requests += requests
         self._tasks.append((task, down))
 
     def merge(self, trained: Mapping[ClientId, TrainAnswer]) -> dict[EdgeId, MergeAnswer]:
+        """Merge the uploads of each relayed edge's clients."""
         merged = {}
         for task, down in self._tasks:
             answers = [trained[r.client] for r in task.requests if r.client in trained]
             try:
                 merged[task.edge.id] = self._merge(task, answers, down)
             except Exception as e:
-                self._failed("merged", task, (a.client for a in answers), e)
+                self._fail("merged", task, (a.client for a in answers), e)
         return merged
 
     def _merge(self, task: MergeRequest, answers: Sequence[TrainAnswer], down: Bytes) -> MergeAnswer:
-        """Without the senders whose uploads make it fail."""
+        """Merge an edge without the senders whose uploads cause an error."""
 
-        def compute(left_out: frozenset[ClientId]) -> MergeAnswer:
-            kept = [a for a in answers if a.client not in left_out]
-            return merge(cast(EdgeMethod, self.method), task, kept, down)
+        def compute(excluded: frozenset[ClientId]) -> MergeAnswer:
+            rest = [a for a in answers if a.client not in excluded]
+            return merge(cast(EdgeMethod, self.method), task, rest, down)
 
-        found = contain([frozenset({a.client}) for a in answers], compute)
-        if not found.left_out:
-            return found.result
-        e = found.error
-        log.error("edge %s could be merged only without some clients", task.edge.id, exc_info=e)
-        reason = f"edge {task.edge.id} could not be merged with the upload: {type(e).__name__}: {e}"
-        culprits = dict.fromkeys(sorted(frozenset[ClientId]().union(*found.left_out)), " ".join(reason[:400].split()))
-        if len(answers) == len(culprits):  # nobody is left to tell the sender from the method
-            raise e or RuntimeError(reason)
-        if not found.certain:  # they lose the round, and nobody is blamed
-            self.missing |= culprits
-            return found.result
-        return replace(found.result, refused={**found.result.refused, **culprits})
+        contained = contain([frozenset({a.client}) for a in answers], compute)
+        if not contained.left_out:
+            return contained.result
+        error = contained.error
+        log.error("edge %s could be merged only without some clients", task.edge.id, exc_info=error)
+        reason = f"edge {task.edge.id} could not be merged with the upload: {type(error).__name__}: {error}"
+        senders = sorted(frozenset[ClientId]().union(*contained.left_out))
+        reasons = dict.fromkeys(senders, " ".join(reason[:400].split()))
+        if len(answers) == len(senders):  # without other answers, the error may be the method's own
+            raise error or RuntimeError(reason)
+        if not contained.certain:  # the senders lose the round, and the error is not counted against them
+            self.missing |= reasons
+            return contained.result
+        return replace(contained.result, refused={**contained.result.refused, **reasons})
 
-    def _failed(self, what: str, task: MergeRequest, clients: Iterable[ClientId], error: Exception) -> None:
-        log.error("edge %s could not be %s", task.edge.id, what, exc_info=error)
-        reason = f"edge {task.edge.id} could not be {what}: {type(error).__name__}: {error}"
+    def _fail(self, step: str, task: MergeRequest, clients: Iterable[ClientId], error: Exception) -> None:
+        log.error("edge %s could not be %s", task.edge.id, step, exc_info=error)
+        reason = f"edge {task.edge.id} could not be {step}: {type(error).__name__}: {error}"
         self.missing |= dict.fromkeys(clients, reason)
+
+
+__all__ = ["EdgeStage"]

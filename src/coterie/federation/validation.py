@@ -1,7 +1,7 @@
-"""What arrives from other hosts is checked before it is used; every refusal is one sentence.
+"""Checks of messages from other hosts, before they are used; each raises CoterieError with one sentence.
 
-Payloads are checked by the schemas of the method, where they are used: at the cloud in round.close, where edges are
-merged in exchange.merge, at a device before it trains. This module checks the rest of the message.
+Payloads are checked by the method's schemas where they are used: in the cloud by `engine.round.close`, where edges are
+merged by `engine.edge_steps.merge`, on a device before it trains. This module checks the rest of a message.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,19 +26,19 @@ from coterie.engine.messages import (
 from coterie.errors import CoterieError
 from coterie.federation.protocol.messages import Answer, Request, WireBytes
 
-NAMES = ("personal", "global", "adapted", "trained", "received", "edge")
-VIEWS = {f"{view}/{part}" for view in NAMES for part in ("test", "val")}
-HEADER = 2**16  # bytes of a message beside its tensors,
-PER_ENTRY = 512  # and for each of them
+_VIEWS = ("personal", "global", "adapted", "trained", "received", "edge")
+_SCORES = {f"{view}/{part}" for view in _VIEWS for part in ("test", "val")}
+_HEADER_BYTES = 2**16  # bytes of a message in addition to its tensors
+_ENTRY_BYTES = 512  # bytes in the header for each tensor
 
 
 class SamplesError(CoterieError):
-    """An answer of another number of samples than the device announced."""
+    """The number of samples in an answer is not the one that the device announced."""
 
 
-# ---- at the cloud and at an edge -------------------------------------------------------------------------------------
+# ---- checks of the cloud and of edges --------------------------------------------------------------------------------
 def check_answer(answer: Value, request: Request, samples: int, task: Task) -> Answer:
-    """The answer of a device with this many training samples (by its hello); its upload is not checked here."""
+    """Return the answer of a device whose hello announced `samples` training samples; its upload is not checked."""
     if isinstance(request, TrainRequest):
         return _check_trained(check(answer, TrainAnswer), request, samples, task)
     return _check_scored(check(answer, ScoreAnswer), request, samples, task)
@@ -47,7 +47,7 @@ def check_answer(answer: Value, request: Request, samples: int, task: Task) -> A
 def _check_trained(a: TrainAnswer, request: TrainRequest, samples: int, task: Task) -> TrainAnswer:
     _check_sender(a, request, samples)
     if a.steps < 0:
-        raise CoterieError(f"it says it made {a.steps} steps")
+        raise CoterieError(f"it reports {a.steps} steps")
     check_number(a.loss, "the loss")
     for score in (a.before, a.after):
         if score is not None:
@@ -60,7 +60,7 @@ def _check_trained(a: TrainAnswer, request: TrainRequest, samples: int, task: Ta
 
 def _check_scored(a: ScoreAnswer, request: ScoreRequest, samples: int, task: Task) -> ScoreAnswer:
     _check_sender(a, request, samples)
-    if "personal/test" not in a.scores or not a.scores.keys() <= VIEWS or a.model is not None:
+    if "personal/test" not in a.scores or not a.scores.keys() <= _SCORES or a.model is not None:
         raise CoterieError("the answer contains other scores than were requested")
     for score in a.scores.values():
         check_score(score, task)
@@ -69,12 +69,13 @@ def _check_scored(a: ScoreAnswer, request: ScoreRequest, samples: int, task: Tas
 
 def _check_sender(a: Answer, request: Request, samples: int) -> None:
     if a.client != request.client:
-        raise CoterieError(f"the answer is that of client {a.client}, asked was {request.client}")
+        raise CoterieError(f"the answer is of client {a.client}, the request was for client {request.client}")
     if a.samples != samples:
-        raise SamplesError(f"the answer is of {a.samples} samples, its hello was of {samples}")
+        raise SamplesError(f"the answer reports {a.samples} samples, the hello reported {samples}")
 
 
 def check_note(note: Mapping[str, float]) -> None:
+    """Raise CoterieError if a note has too many or too long names, or numbers that are too large."""
     if len(note) > 1000 or any(len(k) > 200 for k in note):
         raise CoterieError("the note is too long")
     for k, v in note.items():
@@ -84,13 +85,13 @@ def check_note(note: Mapping[str, float]) -> None:
 def check_merged(
     method: Method, answer: MergeAnswer, task: MergeRequest, answered: Mapping[ClientId, TrainAnswer]
 ) -> MergeAnswer:
-    """What an edge made of its clients' uploads; the merged upload itself is checked in round.close."""
+    """Return an edge's answer about a cluster that it merged; the merged upload itself is not checked."""
     asked = [r.client for r in task.requests if r.client in answered]
     named = [*answer.senders, *answer.refused, *answer.nonfinite]
     if answer.edge != task.edge.id or sorted(named) != sorted(asked):
-        raise CoterieError("it was merged from others than those who answered")
+        raise CoterieError("it was merged from other clients than those that answered")
     if answer.samples != sum(answered[i].samples for i in answer.senders):
-        raise CoterieError("the merged upload is of other samples than its senders have")
+        raise CoterieError("the merged upload reports a different number of samples than its senders have")
     check_note(answer.note)
     _check_bytes(answer.down, method.schema("down"), len(task.clients), "down")
     _check_bytes(answer.up, method.schema("up"), len(asked), "up")
@@ -101,32 +102,33 @@ def check_merged(
 
 
 def _check_bytes(sizes: Bytes, schema: Schema, payloads: int, way: str) -> None:
-    """At most what so many payloads have; what was refused may be larger."""
+    """Raise CoterieError if more bytes are counted than the payloads have; refused payloads may be larger."""
     parts = {e.part for e in schema.entries.values()}
     counted = sum(v for k, v in sizes.items() if k != "refused")
     if not sizes.keys() <= {*parts, "refused"} or any(v < 0 for v in sizes.values()):
-        raise CoterieError(f"bytes ({way}) are counted under headings that are none")
+        raise CoterieError(f"bytes ({way}) are counted under unknown headings")
     if counted > payloads * schema.nbytes():
         raise CoterieError(f"{counted} bytes ({way}) are more than {payloads} payloads have")
 
 
 def check_wire(wire: WireBytes) -> WireBytes:
+    """Return the byte counts that an edge reports; raises CoterieError if one is negative."""
     if min(wire.payload_down, wire.payload_up, wire.total_down, wire.total_up) < 0:
         raise CoterieError("it reports impossible byte counts")
     return wire
 
 
-def room(method: Method, links: Iterable[Link]) -> int:
-    """Bytes that a message with a payload on each of these links may have."""
-    found = HEADER
+def largest_message(method: Method, links: Iterable[Link]) -> int:
+    """Return the number of bytes that a message with a payload of each of these links may have."""
+    size = _HEADER_BYTES
     for schema in map(method.schema, links):
-        found += schema.nbytes() + PER_ENTRY * len(schema.entries)
-    return found
+        size += schema.nbytes() + _ENTRY_BYTES * len(schema.entries)
+    return size
 
 
-# ---- at a device and at an edge --------------------------------------------------------------------------------------
+# ---- checks of devices and of edges ----------------------------------------------------------------------------------
 def check_request(method: Method, request: Request, round: int) -> None:
-    """What a device is asked to do, and the download that comes with it."""
+    """Raise CoterieError if a request, or the download in it, is not valid for the round."""
     if request.round != round:
         raise CoterieError(f"the message of round {round} holds a request of round {request.round}")
     method.schema("down").check(request.download, "the download")
@@ -143,10 +145,10 @@ def check_request(method: Method, request: Request, round: int) -> None:
 
 
 def check_task(method: Method, task: MergeRequest, names: Mapping[ClientId, str]) -> None:
-    """An edge's part of a round, as it comes from the cloud."""
+    """Raise CoterieError if an edge's part of a round, as it comes from the cloud, is not complete."""
     asked = [r.client for r in task.requests]
     if len(set(asked)) < len(asked) or not set(asked) <= set(task.clients) & task.schemas.keys() & names.keys():
-        raise CoterieError(f"the job of edge {task.edge.id} is not whole")
+        raise CoterieError(f"the job of edge {task.edge.id} is not complete")
     schema = method.schema("edge_down").optional()
     for tree in task.edge.received:
         schema.check(tree, f"the download of edge {task.edge.id}")

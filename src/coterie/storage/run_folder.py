@@ -74,11 +74,8 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """Unlock the folder; a folder without a run is restored as it was."""
-        for f in (self._events, self._timing):
-            if f is not None:
-                with suppress(OSError):  # nothing is buffered, so nothing can be lost here
-                    f.close()
+        """Unlock the folder. A folder without a run is restored as it was."""
+        self._close_logs()
         with _guard:
             if self._real in _open:
                 _open.discard(self._real)

@@ -1,16 +1,18 @@
-"""Dispatcher the nodes of one SuperLink about one run: hello first, then jobs. The same in the cloud and in an edge."""
+"""Sends the messages of one run to nodes and reads their replies.
+
+The cloud uses it for its nodes, and an edge for its devices. A node gets the plan of the run (a hello), then jobs.
+"""
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 from coterie.core.method import Method
 from coterie.engine import codec
 from coterie.engine.codec import Value
 from coterie.engine.messages import check
 from coterie.errors import CoterieError, sentence
-from coterie.federation.device import NO_PLAN
 from coterie.federation.identity.seats import MAX_ATTACHED_BYTES, MAX_HELLO_BYTES
 from coterie.federation.payload_kinds import of_job, of_reply
 from coterie.federation.policy.audit import AuditLine, AuditLog
@@ -26,87 +28,111 @@ from coterie.federation.protocol.messages import (
 )
 from coterie.federation.transport import Buffer, Cause, Failure, NodeReplies
 
-OVER = 10.0  # seconds to hear that a run has ended; an edge, which passes it on, gives its devices half of that
-HELLO = 120.0  # seconds to load data and build a model; nobody else waits for it
-EDGE_HELLO = 10.0  # seconds for an edge's, which only has to look
-TOLD, TOLD_IN = 100, 600.0  # lines about hellos of one node in so many seconds: no node fills a disk with them
-SHOWN = 100  # names of devices in the line about the hello of an edge
-MUTE_MOST = 1800.0  # seconds after which a node that never answers is asked again, at most
+OVER_SECONDS = 10.0  # time for the message that a run has ended; an edge gives its devices half of it
+_HELLO_SECONDS = 120.0  # time for a device to load its data and build the model; rounds do not wait for it
+_EDGE_HELLO_SECONDS = 10.0  # time for the hello of an edge, which loads nothing
+_LONGEST_SILENCE = 1800.0  # seconds after which a node that never answers is asked again, at most
+HELLO_LINES, _HELLO_LINES_SECONDS = 100, 600.0  # log lines about hellos that one node may cause in this time
+NAMES_SHOWN = 100  # names of devices in the audit line about the hello of an edge
 log = logging.getLogger("coterie.cloud")
-Answers = tuple[dict[str, Value], dict[str, Failure]]  # what was answered, and why others did not, by name of the node
 
 
 class Exchange(Protocol):
-    """Messages on their way."""
+    """Messages that were sent and whose replies are fetched later."""
 
     @property
-    def waiting(self) -> set[str]: ...  # who has neither answered nor been given up
+    def waiting(self) -> set[str]:
+        """Names of the nodes that have neither answered nor failed."""
 
-    def poll(self) -> NodeReplies: ...  # what is new; waits for nobody
+    def poll(self) -> NodeReplies:
+        """Return the replies that came since the last call, without waiting."""
 
 
-class Link(Protocol):
-    """What is needed of the transport (a FlowerLink)."""
+class NodeLink(Protocol):
+    """The part of a transport's server that sends messages to nodes."""
 
-    looked: Callable[[Collection[str], Collection[str]], None]  # told while it waits: who is connected, whom it asks
-
-    def nodes(self) -> list[str]: ...
+    def nodes(self) -> list[str]:
+        """Return the names of the connected nodes."""
 
     def begin(
         self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
         largest: int = ...,
-    ) -> Exchange: ...  # fmt: skip
+    ) -> Exchange:  # fmt: skip
+        """Send messages without waiting for the replies."""
 
     def send(
         self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
         largest: int = ...,
-    ) -> NodeReplies: ...  # fmt: skip
+    ) -> NodeReplies:  # fmt: skip
+        """Send messages and wait for the replies, at most `deadline` seconds."""
+
+
+class Hellos(NamedTuple):
+    """Hellos by name of the node, and why other nodes gave none."""
+
+    values: dict[str, Value]
+    failures: dict[str, Failure]
+
+
+class JobReplies(NamedTuple):
+    """NodeReplies to jobs by name of the node, why other nodes gave none, and the bytes that the jobs took."""
+
+    values: dict[str, Value]
+    failures: dict[str, Failure]
+    traffic: dict[str, WireBytes]
 
 
 class Dispatcher:
-    def __init__(self, link: Link, plan: str, run: str, method: Method, audit: AuditLog | None = None):
+    """Talks to the nodes of one link about one run."""
+
+    def __init__(self, link: NodeLink, plan: str, run: str, method: Method, audit: AuditLog | None = None):
         self.link, self.plan, self.run, self.method, self.audit = link, plan, run, method, audit
-        self.traffic: list[tuple[str, WireBytes]] = []  # of the jobs since somebody took them, by node
-        self.spare = Spare()
-        self._heard: dict[str, Value] = {}  # the newest hello of every node; the same again is no news
-        self._silent: set[str] = set()  # edges that did not answer in time,
-        self._late = Greeting(self, MAX_ATTACHED_BYTES)  # and may take as long as they like
+        self.line_budget = LineBudget()
+        self._last_hellos: dict[str, Value] = {}  # newest hello of every node; only a different one is noted
+        self._late_edges: set[str] = set()  # edges that did not answer a hello in time
+        self._late_greeting = Greeting(self, MAX_ATTACHED_BYTES)
 
+    # ---- hellos ------------------------------------------------------------------------------------------------------
     def greet(self, nodes: Iterable[str], largest: int = MAX_HELLO_BYTES) -> Exchange:
-        """Tell nodes the plan, without waiting for their hellos."""
-        return self.link.begin(dict.fromkeys(sorted(nodes), self._hello), "hello", 0, HELLO, None, largest)
+        """Send the plan to nodes, without waiting for their hellos."""
+        return self.link.begin(dict.fromkeys(sorted(nodes), self._hello), "hello", 0, _HELLO_SECONDS, None, largest)
 
-    def edges(self, nodes: Iterable[str]) -> Answers:
-        """The hellos of edges, which wait for nobody themselves. One that did not answer is asked again without waiting
-        for it, until it does or was gone meanwhile.
+    def greet_edges(self, edges: Iterable[str]) -> Hellos:
+        """Send the plan to edges and wait for their hellos.
+
+        An edge that did not answer in time is asked again without waiting, until it answers or was disconnected.
         """
-        nodes = set(nodes)
-        self._silent &= nodes
-        self._late.gone(nodes)
-        found, errors = self._late.ask(self._silent)
-        self._silent -= found.keys()
-        asked = dict.fromkeys(sorted(nodes - self._silent - found.keys()), self._hello)
-        if asked:
-            now, failed = self.heard(self.link.send(asked, "hello", 0, EDGE_HELLO, None, MAX_ATTACHED_BYTES))
-            self._silent |= {n for n, why in failed.items() if why.cause is Cause.LATE}
-            found, errors = {**found, **now}, {**errors, **failed}
-        return found, errors
+        edges = set(edges)
+        self._late_edges &= edges
+        self._late_greeting.forget_absent(edges)
+        values, failures = self._late_greeting.ask(self._late_edges)
+        self._late_edges -= values.keys()
+        messages = dict.fromkeys(sorted(edges - self._late_edges - values.keys()), self._hello)
+        if messages:
+            new = self.read_hellos(self.link.send(messages, "hello", 0, _EDGE_HELLO_SECONDS, None, MAX_ATTACHED_BYTES))
+            self._late_edges |= {n for n, failure in new.failures.items() if failure.cause is Cause.LATE}
+            values, failures = {**values, **new.values}, {**failures, **new.failures}
+        return Hellos(values, failures)
 
-    def heard(self, replies: NodeReplies) -> Answers:
-        """Hellos that have come, noted if they are news; anything else that came is an error."""
-        came, errors = _read(replies)
-        found: dict[str, Value] = {}
-        for name, said in came.items():
+    def read_hellos(self, replies: NodeReplies) -> Hellos:
+        """Return the hellos among replies; every other reply is a failure. New hellos are noted in the audit log."""
+        came, failures = _unpack(replies)
+        values: dict[str, Value] = {}
+        for name, value in came.items():
             try:
-                found[name] = check(said, Attached if isinstance(said, Attached) else Hello)
+                values[name] = check(value, Attached if isinstance(value, Attached) else Hello)
             except CoterieError as e:
-                errors[name] = Failure(Cause.WRONG, f"{name}: {e}")
+                failures[name] = Failure(Cause.WRONG, f"{name}: {e}")
                 continue
-            if self._heard.get(name) != said:
-                if self.spare.allows(name):
-                    self._note(AuditLine(self.run, 0, "hello", "in", name, about=_said(said)))
-                self._heard[name] = said
-        return found, errors
+            if self._last_hellos.get(name) != value:
+                if self.line_budget.take(name):
+                    self._note(AuditLine(self.run, 0, "hello", "in", name, about=_hello_summary(value)))
+                self._last_hellos[name] = value
+        return Hellos(values, failures)
+
+    def note_refused_hello(self, name: str, reason: str) -> None:
+        """Write to the audit log that the hello of a node was refused."""
+        self._note(AuditLine(self.run, 0, "hello", "in", name, refused=reason))
 
     @property
     def _hello(self) -> Buffer:
@@ -116,125 +142,134 @@ class Dispatcher:
         if self.audit is not None:
             self.audit.write(*lines)
 
-    def over(self, nodes: Iterable[str], run: str, rounds: int, seconds: float = OVER) -> dict[str, Failure]:
-        """Tell them that the run has ended; who could not be told, and why."""
-        asked = dict.fromkeys(sorted(nodes), codec.pack(RunOver(run, rounds)))
-        return _read(self.link.send(asked, "over", rounds, seconds, None, MAX_HELLO_BYTES))[1] if asked else {}
+    # ---- jobs --------------------------------------------------------------------------------------------------------
+    def send_jobs(
+        self, jobs: Mapping[str, NodeJob], kind: JobKind, round: int, deadline: float, largest: int
+    ) -> JobReplies:
+        """Send each node its job and wait for the replies.
 
-    def jobs(self, jobs: Mapping[str, NodeJob], kind: JobKind, round: int, deadline: float, largest: int) -> Answers:
-        """One exchange with all of them; a node that lost the plan is told again and asked again."""
+        A node that has lost the plan gets it again, and its job after that, within the same deadline.
+        """
         if not jobs:
-            return {}, {}
+            return JobReplies({}, {}, {})
         until = time.monotonic() + deadline
         common, rest = split_common(jobs)
         shared, own = codec.pack(common), {name: codec.pack(job) for name, job in rest.items()}
 
-        def ask(nodes: Iterable[str], seconds: float) -> Answers:
-            asked = {n: own[n] for n in nodes}
-            self._note(*(AuditLine(self.run, round, kind, "out", n, of_job(self.method, jobs[n])) for n in asked))
-            found = self.link.send(asked, kind, round, seconds, shared, largest)
-            self.traffic += [(name, WireBytes(**vars(taken))) for name, taken in found.traffic.items()]
-            replies, errors = _read(found)
-            came = (
-                AuditLine(self.run, round, kind, "in", n, of_reply(self.method, reply)) for n, reply in replies.items()
+        def send(nodes: Iterable[str], seconds: float) -> JobReplies:
+            messages = {n: own[n] for n in nodes}
+            self._note(*(AuditLine(self.run, round, kind, "out", n, of_job(self.method, jobs[n])) for n in messages))
+            replies = self.link.send(messages, kind, round, seconds, shared, largest)
+            values, failures = _unpack(replies)
+            self._note(
+                *(AuditLine(self.run, round, kind, "in", n, of_reply(self.method, v)) for n, v in values.items())
             )
-            self._note(*came)
-            return replies, errors
+            return JobReplies(values, failures, {n: WireBytes(**vars(taken)) for n, taken in replies.traffic.items()})
 
-        replies, errors = ask(jobs, deadline)
-        forgot = [n for n, e in errors.items() if NO_PLAN in e.why]
-        if forgot:
-            left = max(1.0, until - time.monotonic())
-            told = self.link.send(dict.fromkeys(forgot, self._hello), "hello", 0, left, None, MAX_ATTACHED_BYTES)
-            lost = told.errors
-            again = [n for n in forgot if n not in lost]
-            more, failed = ask(again, max(1.0, until - time.monotonic())) if again else ({}, {})
-            replies |= more
-            errors = {n: e for n, e in {**errors, **lost, **failed}.items() if n not in replies}
-        return replies, errors
+        first = send(jobs, deadline)
+        without_plan = [n for n, failure in first.failures.items() if failure.cause is Cause.NO_PLAN]
+        if not without_plan:
+            return first
+        left = max(1.0, until - time.monotonic())
+        greeted = self.link.send(dict.fromkeys(without_plan, self._hello), "hello", 0, left, None, MAX_ATTACHED_BYTES)
+        again = [n for n in without_plan if n not in greeted.errors]
+        second = send(again, max(1.0, until - time.monotonic())) if again else JobReplies({}, {}, {})
+        values = {**first.values, **second.values}
+        failures = {**first.failures, **greeted.errors, **second.failures}
+        return JobReplies(
+            values, {n: f for n, f in failures.items() if n not in values}, {**first.traffic, **second.traffic}
+        )
+
+    def send_over(self, nodes: Iterable[str], rounds: int, seconds: float = OVER_SECONDS) -> dict[str, Failure]:
+        """Tell nodes that the run has ended; return the nodes that could not be told, with the reason."""
+        messages = dict.fromkeys(sorted(nodes), codec.pack(RunOver(self.run, rounds)))
+        if not messages:
+            return {}
+        return _unpack(self.link.send(messages, "over", rounds, seconds, None, MAX_HELLO_BYTES))[1]
 
 
-class Spare:
-    """How many more lines a node may cause in the logs by what it says when it is asked who it is."""
+class LineBudget:
+    """Limits the log lines that a node can cause by its hellos, so that it cannot fill a disk."""
 
-    def __init__(self, most: int = TOLD, seconds: float = TOLD_IN):
+    def __init__(self, most: int = HELLO_LINES, seconds: float = _HELLO_LINES_SECONDS):
         self.most, self.seconds = most, seconds
-        self._since: dict[str, tuple[float, int]] = {}  # by node of this server
+        self._used: dict[str, tuple[float, int]] = {}  # start of the interval and lines since then, by node
 
-    def allows(self, name: str) -> bool:
+    def take(self, name: str) -> bool:
+        """Return True if one more line about the node, or about a device behind it, may be written."""
         node, now = name.partition("/")[0], time.monotonic()
-        since, told = self._since.get(node, (now, 0))
+        since, lines = self._used.get(node, (now, 0))
         if now - since >= self.seconds:
-            since, told = now, 0
-        self._since[node] = since, told + 1
-        if told == self.most:
-            log.warning("%s: its hellos are not noted any more for %.0f s", node, self.seconds - (now - since))
-        return told < self.most
+            since, lines = now, 0
+        self._used[node] = since, lines + 1
+        if lines == self.most:
+            log.warning("%s: its hellos are not logged for the next %.0f s", node, self.seconds - (now - since))
+        return lines < self.most
 
 
 class Greeting:
-    """Hellos that are asked for once and answered whenever the node likes: nobody waits for a node without a seat."""
+    """Sends the plan to nodes and collects their hellos whenever they come, without waiting for them."""
 
-    def __init__(self, asking: Dispatcher, largest: int = MAX_HELLO_BYTES):
-        self.asking, self.largest = asking, largest
-        self._open: list[tuple[float, Exchange]] = []  # since when
-        self._again: dict[str, float] = {}  # when a node that did not answer is asked again
-        self._pause: dict[str, float] = {}  # seconds from then on until the next time
+    def __init__(self, dispatcher: Dispatcher, largest: int = MAX_HELLO_BYTES):
+        self.dispatcher, self.largest = dispatcher, largest
+        self._open: list[tuple[float, Exchange]] = []  # exchanges that are not complete, with their start times
+        self._ask_after: dict[str, float] = {}  # time after which a node that did not answer is asked again
+        self._pause: dict[str, float] = {}  # seconds until then; doubled every time
 
-    def ask(self, nodes: Iterable[str]) -> Answers:
-        """Ask those whose answer is not on its way, and return what has come since the last time."""
+    def ask(self, nodes: Iterable[str]) -> Hellos:
+        """Send the plan to nodes whose hello is not awaited yet; return the hellos that came since the last call."""
         now, waiting = time.monotonic(), self.waiting()
-        new = {n for n in nodes if n not in waiting and now >= self._again.get(n, now)}
+        new = {n for n in nodes if n not in waiting and now >= self._ask_after.get(n, now)}
         if new:
-            self._open.append((now, self.asking.greet(new, self.largest)))
-        replies: dict[str, Value] = {}
-        errors: dict[str, Failure] = {}
+            self._open.append((now, self.dispatcher.greet(new, self.largest)))
+        values: dict[str, Value] = {}
+        failures: dict[str, Failure] = {}
         for _, exchange in self._open:
-            found, lacking = self.asking.heard(exchange.poll())
-            replies |= found
-            errors |= lacking
-        self._open = [(since, x) for since, x in self._open if x.waiting]
-        for name in replies:
+            came = self.dispatcher.read_hellos(exchange.poll())
+            values |= came.values
+            failures |= came.failures
+        self._open = [(since, exchange) for since, exchange in self._open if exchange.waiting]
+        for name in values:
             self._pause.pop(name, None)
-        for name, failed in errors.items():
-            if failed.cause is Cause.LATE:
-                pause = self._pause[name] = min(MUTE_MOST, 2 * self._pause.get(name, HELLO / 2))
-                self._again[name] = now + pause
-        return replies, errors
+        for name, failure in failures.items():
+            if failure.cause is Cause.LATE:
+                pause = min(_LONGEST_SILENCE, 2 * self._pause.get(name, _HELLO_SECONDS / 2))
+                self._pause[name], self._ask_after[name] = pause, now + pause
+        return Hellos(values, failures)
 
-    def gone(self, connected: Collection[str]) -> None:
-        """Who is not connected any more is asked at once when it is back."""
-        self._again = {n: until for n, until in self._again.items() if n in connected}
+    def forget_absent(self, connected: Collection[str]) -> None:
+        """Let nodes that are not connected be asked at once when they are back."""
+        self._ask_after = {n: until for n, until in self._ask_after.items() if n in connected}
 
     def waiting(self, recent: float = float("inf")) -> set[str]:
-        """Who has not answered yet, of those asked in the last `recent` seconds."""
+        """Return the nodes that were asked in the last `recent` seconds and have not answered yet."""
         now = time.monotonic()
-        return {n for since, x in self._open if now - since < recent for n in x.waiting}
+        return {n for since, exchange in self._open if now - since < recent for n in exchange.waiting}
 
 
-def _read(replies: NodeReplies) -> Answers:
-    found, errors = {}, dict(replies.errors)
+def _unpack(replies: NodeReplies) -> tuple[dict[str, Value], dict[str, Failure]]:
+    values, failures = {}, dict(replies.errors)
     for name, answer in replies.answers.items():
         try:
-            found[name] = codec.unpack_foreign(answer)
+            values[name] = codec.unpack_foreign(answer)
         except CoterieError as e:
-            errors[name] = Failure(Cause.WRONG, f"{name}: {e}")
-    return found, errors
+            failures[name] = Failure(Cause.WRONG, f"{name}: {e}")
+    return values, failures
 
 
-def _said(hello: Value) -> dict[str, object]:
-    """What a hello says, for the audit log."""
+def _hello_summary(hello: Value) -> dict[str, object]:
+    """Return the content of a hello for the audit log."""
     if isinstance(hello, Hello):
         return {"client": hello.client, "samples": hello.samples}
     if not isinstance(hello, Attached):
         return {}
     names = sorted(hello.devices)
-    more = {"more": len(names) - SHOWN} if len(names) > SHOWN else {}
-    return {"devices": [sentence(n, 63) for n in names[:SHOWN]], **more}
+    more = {"more": len(names) - NAMES_SHOWN} if len(names) > NAMES_SHOWN else {}
+    return {"devices": [sentence(n, 63) for n in names[:NAMES_SHOWN]], **more}
 
 
-def lost(run: str, round: int, message: str, name: str, why: str, passing: bool) -> AuditLine:
-    """Of an answer that did not come or was refused, for the audit log."""
-    if passing:
+def excluded_line(run: str, round: int, message: str, name: str, why: str, absent: bool) -> AuditLine:
+    """Return the audit line of an answer that did not come (`absent`) or was refused."""
+    if absent:
         return AuditLine(run, round, message, "in", name, missing=why)
     return AuditLine(run, round, message, "in", name, refused=why)

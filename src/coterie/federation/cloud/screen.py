@@ -1,4 +1,4 @@
-"""Screen output of a running federation: connected nodes, round, score, bytes per link, errors."""
+"""Screen output of a running federation: connected nodes, round, score, bytes per link, problems."""
 
 import sys
 import time
@@ -14,20 +14,23 @@ from coterie.errors import CoterieError
 from coterie.federation.localhost.trial import LocalFederation
 
 
-def watch(local: LocalFederation, console: Console, quiet: bool, stopped: Callable[[], bool]) -> bool:
-    """Show it until it ends; returns False if a stop was requested. A dead device is shown, not restarted."""
+def watch_federation(local: LocalFederation, console: Console, quiet: bool, stopped: Callable[[], bool]) -> bool:
+    """Show a federation until its cloud has ended. Return False if a stop was requested.
+
+    Raises CoterieError if the cloud fails. Devices that end are shown as not alive, and are not restarted.
+    """
     cloud = local.children["cloud"]
     terminal = sys.stdout.isatty() and not quiet
-    said: tuple[Any, ...] = ()
-    with Live(console=console, refresh_per_second=4, transient=False) if terminal else _Nothing() as live:
+    last: tuple[Any, ...] = ()  # state and round of the last printed line
+    with Live(console=console, refresh_per_second=4, transient=False) if terminal else _NoLive() as live:
         while True:
             code = cloud.wait(0.2)
             status = local.status()
             if terminal:
-                live.update(view(local, status))
-            elif not quiet and (status.get("state"), status.get("round")) != said:
-                said = status.get("state"), status.get("round")
-                console.print(line(status), soft_wrap=True, highlight=False, markup=False)
+                live.update(_view(local, status))
+            elif not quiet and (status.get("state"), status.get("round")) != last:
+                last = status.get("state"), status.get("round")
+                console.print(_line(status), soft_wrap=True, highlight=False, markup=False)
             if code == 0:
                 return True
             if code is not None:
@@ -40,7 +43,7 @@ def watch(local: LocalFederation, console: Console, quiet: bool, stopped: Callab
                 return False
 
 
-class _Nothing:
+class _NoLive:
     def __enter__(self) -> Any:
         return None
 
@@ -48,12 +51,13 @@ class _Nothing:
         pass
 
 
-def line(status: dict[str, Any]) -> str:
-    """One line per round, for logs."""
+def _line(status: dict[str, Any]) -> str:
+    """Return the status in one line."""
     if not status:
         return "starting"
-    here = sum(c["connected"] for c in status["clients"].values())
-    words = [f"{status['state']}: round {status['round']}/{status['rounds']}", f"{here}/{status['places']} connected"]
+    connected = sum(c["connected"] for c in status["clients"].values())
+    words = [f"{status['state']}: round {status['round']}/{status['rounds']}"]
+    words.append(f"{connected}/{status['places']} connected")
     if status["text"]:
         words.append(str(status["text"]))
     for link, ways in status["wire"].items():
@@ -62,14 +66,15 @@ def line(status: dict[str, Any]) -> str:
     return ", ".join(words + ([status["errors"][-1]] if status["errors"] else []))
 
 
-def view(local: LocalFederation, status: dict[str, Any]) -> Group:
-    parts: list[Any] = [Text(line(status))]
+def _view(local: LocalFederation, status: dict[str, Any]) -> Group:
+    """Return tables of processes and links, and the latest problems."""
+    parts: list[Any] = [Text(_line(status))]
     table = Table("process", "pid", "alive", "connected", "as")
-    connected = {c["name"]: (c["connected"], f"client {n}") for n, c in status.get("clients", {}).items()}
-    connected |= {e: (True, f"{len(names)} devices") for e, names in status.get("edges", {}).items()}
+    nodes = {c["name"]: (c["connected"], f"client {n}") for n, c in status.get("clients", {}).items()}
+    nodes |= {e: (True, f"{len(names)} devices") for e, names in status.get("edges", {}).items()}
     for name, child in local.children.items():
-        here, what = connected.get(name, (name == "cloud" and bool(status), ""))
-        table.add_row(name, str(child.pid), "yes" if child.alive else "no", "yes" if here else "no", what)
+        connected, role = nodes.get(name, (name == "cloud" and bool(status), ""))
+        table.add_row(name, str(child.pid), "yes" if child.alive else "no", "yes" if connected else "no", role)
     parts.append(table)
     if wire := status.get("wire"):
         links = Table("link", "direction", "payload", "framing", "ledger")
@@ -80,3 +85,6 @@ def view(local: LocalFederation, status: dict[str, Any]) -> Group:
         parts.append(links)
     parts += [Text(e, style="red") for e in status.get("errors", [])[-5:]]
     return Group(*parts)
+
+
+__all__ = ["watch_federation"]

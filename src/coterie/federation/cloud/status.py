@@ -1,4 +1,4 @@
-"""Reading status.json, which the cloud of a federation writes every few seconds. Needs no Flower."""
+"""Reading status.json, which the cloud of a federation writes every few seconds. Needs no extra."""
 
 import json
 import os
@@ -9,16 +9,16 @@ from typing import Any
 
 from coterie.errors import CoterieError, printable
 
-SILENT = 15.0  # seconds without a heartbeat after which the cloud is taken for gone
-LIVE = ("waiting", "running", "paused")  # states of a cloud that is there; the others: ended, stopped, failed
+SILENCE_SECONDS = 15.0  # time without a heartbeat after which the cloud counts as silent
+LIVE_STATES = ("waiting", "running", "paused")  # states of a running cloud; the others are ended, stopped and failed
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """status.json of a federation's folder, or of that of `coterie up` with run/ in it."""
+    """Return status.json of a federation's folder, or of a folder of `coterie up` with run/ in it."""
     path = next((p for p in (folder, folder / "run") if (p / "status.json").is_file()), folder) / "status.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        return {**found, "state": str(found["state"]), "heartbeat": float(found.get("heartbeat", found["time"]))}
+        status: dict[str, Any] = json.loads(path.read_text())
+        return {**status, "state": str(status["state"]), "heartbeat": float(status.get("heartbeat", status["time"]))}
     except FileNotFoundError:
         raise CoterieError(f"{folder} has no status.json: it holds no federation, or its cloud never started") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
@@ -26,13 +26,13 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def silence(status: dict[str, Any]) -> float:
-    """Seconds since the last heartbeat of a cloud that should be there; 0 if it is heard, or has ended."""
+    """Return the seconds since the last heartbeat of a cloud that should run; 0 if it is not silent, or has ended."""
     since = time.time() - float(status.get("heartbeat", status.get("time", 0)))
-    return since if str(status["state"]) in LIVE and since > SILENT else 0.0
+    return since if str(status["state"]) in LIVE_STATES and since > SILENCE_SECONDS else 0.0
 
 
-def dead(status: dict[str, Any]) -> bool:
-    """Has the cloud gone without a word? Where it runs on another host, a missing heartbeat has to do."""
+def is_dead(status: dict[str, Any]) -> bool:
+    """Return True if the cloud's process has ended without writing so; on a different host, silence counts as death."""
     if not silence(status):
         return False
     if status.get("host", platform.node()) != platform.node():
@@ -50,16 +50,16 @@ def dead(status: dict[str, Any]) -> bool:
 
 
 def state_of(status: dict[str, Any]) -> str:
-    """The state in words; a heartbeat that is old tells of a cloud that died or hangs."""
+    """Return the state in words; a cloud with an old heartbeat is called dead or silent."""
     since = silence(status)
     if not since:
         return str(status["state"])
-    word = "dead" if dead(status) else "silent"
+    word = "dead" if is_dead(status) else "silent"
     return f"{word} (last heartbeat {_span(since)} ago)"
 
 
-def lines(status: dict[str, Any]) -> list[str]:
-    """What a person wants to know, one thing a line."""
+def status_lines(status: dict[str, Any]) -> list[str]:
+    """Return the status as lines for a person."""
     try:
         return [printable(line) for line in _lines(status)]
     except (KeyError, TypeError, AttributeError) as e:
@@ -71,14 +71,13 @@ def _lines(status: dict[str, Any]) -> list[str]:
     words = [f"{state_of(status)}: {status.get('method', '')}, round {status['round']} of {status['rounds']}"]
     if status.get("text"):
         words.append(str(status["text"]))
-    found = [", ".join(words)]
+    lines = [", ".join(words)]
     if reason:
-        found.append(reason)
-    here = [c for c in status.get("clients", {}).values() if c.get("connected")]
-    live = status["state"] in LIVE and not silence(status)
-    if live:
-        found.append(f"{len(here)} of {status.get('places', 0)} clients connected")
-    return [*found, *(f"in quarantine: {name} ({why})" for name, why in status.get("quarantine", {}).items())]
+        lines.append(reason)
+    connected = sum(bool(c.get("connected")) for c in status.get("clients", {}).values())
+    if status["state"] in LIVE_STATES and not silence(status):
+        lines.append(f"{connected} of {status.get('places', 0)} clients connected")
+    return [*lines, *(f"in quarantine: {name} ({why})" for name, why in status.get("quarantine", {}).items())]
 
 
 def _span(seconds: float) -> str:
@@ -88,4 +87,4 @@ def _span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-__all__ = ["LIVE", "SILENT", "dead", "lines", "read_status", "silence", "state_of"]
+__all__ = ["LIVE_STATES", "SILENCE_SECONDS", "is_dead", "read_status", "silence", "state_of", "status_lines"]

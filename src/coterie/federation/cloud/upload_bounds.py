@@ -1,10 +1,10 @@
-"""Uploads that are implausibly large beside those of other senders, or that claim implausibly many samples.
+"""Refuse uploads that are implausibly large compared with other uploads, or that claim implausibly many samples.
 
-A sender is a client, or an edge with what it has merged. The size of an upload is the Euclidean norm of its difference
-to what its sender was sent (of entries that were not sent: of the entry itself). It is held against what an upload with
-these entries usually has: the median of each entry over the uploads of the round, or, where fewer than three senders
-change an entry, over earlier rounds. Uploads without any change (of stragglers, for example) say nothing about what is
-usual. Where nothing says what is usual, a change is held against the norm of what was sent.
+A sender is a client, or an edge with its merged upload. The size of an upload is the Euclidean norm of its difference
+to the download of its sender; for an entry that was not sent, the norm of the entry itself. It is compared with the
+usual size of an upload with these entries: the median of each entry over the uploads of the round, or, where fewer than
+three senders change an entry, over earlier rounds. Uploads without any change, as stragglers may send them, are left
+out of the medians. An entry without a usual size is compared with the norm of the download.
 """
 
 import math
@@ -16,87 +16,80 @@ import torch
 from coterie.core.tree import Tree
 from coterie.engine.messages import TrainAnswer, TrainRequest
 
-ENOUGH = 3  # values from which a median tells who is the odd one
-ROUNDS = 10  # rounds that are remembered
-SAMPLES = 1000.0  # times the median number of samples of the others
-SMALL = 1e-3  # of the norm of what was sent: a median below this is taken for this
+_ENOUGH = 3  # values that a median needs to tell an outlier
+_ROUNDS = 10  # rounds that are remembered
+_SAMPLES = 1000.0  # largest number of samples, as a multiple of the round's median
+_SMALL = 1e-3  # least usual size, as a share of the norm of the download
 
-Sizes = dict[str, float]  # by entry
+EntrySizes = dict[str, float]  # norms by name of the entry
 
 
 @dataclass
 class UsualSizes:
-    """The usual size of every entry in the last rounds whose uploads were accepted."""
+    """The usual size of every entry in the last rounds, from the uploads that were accepted."""
 
-    rounds: dict[int, Sizes] = field(default_factory=dict)
+    rounds: dict[int, EntrySizes] = field(default_factory=dict)
 
-    def add(self, round: int, usual: Sizes) -> None:
-        kept = {r: sizes for r, sizes in self.rounds.items() if r < round}
-        self.rounds = dict(list({**kept, round: usual}.items())[-ROUNDS:])
+    def add(self, round: int, usual: EntrySizes) -> None:
+        """Remember the usual sizes of a round and forget those of later rounds, which a run that went back repeats."""
+        earlier = {r: sizes for r, sizes in self.rounds.items() if r < round}
+        self.rounds = dict(list({**earlier, round: usual}.items())[-_ROUNDS:])
 
     def usual(self, entry: str) -> float | None:
-        found = [sizes[entry] for sizes in self.rounds.values() if entry in sizes]
-        return median(found) if len(found) >= ENOUGH else None
+        """Return the median of an entry over the rounds; None if too few rounds have it."""
+        sizes = [round_sizes[entry] for round_sizes in self.rounds.values() if entry in round_sizes]
+        return _median(sizes) if len(sizes) >= _ENOUGH else None
 
 
 @dataclass(frozen=True)
 class Judgement:
-    refused: dict[int, str]  # why, by sender
-    sizes: Mapping[int, Sizes]
+    """The senders whose uploads are refused, and the sizes of all uploads."""
 
-    def usual(self, accepted: Iterable[int]) -> Sizes:
-        """Of the uploads of these senders."""
-        return _usual([self.sizes[i] for i in accepted if i in self.sizes], 1)
+    refused: Mapping[int, str] = field(default_factory=dict)  # reason by sender
+    sizes: Mapping[int, EntrySizes] = field(default_factory=dict)  # by sender
+
+    def usual(self, accepted: Iterable[int]) -> EntrySizes:
+        """Return the usual size of every entry in the uploads of these senders."""
+        return _medians([self.sizes[i] for i in accepted if i in self.sizes], 1)
 
 
-def judge(
-    requests: Iterable[TrainRequest], answers: Mapping[int, TrainAnswer], factor: float, memory: UsualSizes
+def judge_answers(
+    requests: Iterable[TrainRequest], answers: Mapping[int, TrainAnswer], factor: float, usual: UsualSizes
 ) -> Judgement:
-    """The uploads of clients, and their numbers of samples."""
+    """Judge the uploads of clients and the numbers of samples that they claim."""
     sent = {r.client: r.download for r in requests if r.client in answers}
-    judged = judge_uploads(sent, {i: answers[i].upload for i in sent}, factor, memory)
-    return Judgement({**judged.refused, **_samples({i: answers[i].samples for i in sent})}, judged.sizes)
+    judged = judge_uploads(sent, {i: answers[i].upload for i in sent}, factor, usual)
+    return Judgement({**judged.refused, **_too_many_samples({i: answers[i].samples for i in sent})}, judged.sizes)
 
 
-def judge_uploads(
-    sent: Mapping[int, Tree], uploads: Mapping[int, Tree], factor: float, memory: UsualSizes
-) -> Judgement:
-    """Refuse uploads larger than `factor` times what is usual (0: none).
+def judge_uploads(sent: Mapping[int, Tree], uploads: Mapping[int, Tree], factor: float, usual: UsualSizes) -> Judgement:
+    """Refuse uploads larger than `factor` times the usual size; 0 refuses none.
 
     Uploads with NaN or infinity are left to the schema, which knows where NaN is allowed.
     """
-    found = {i: sizes(upload, sent[i]) for i, upload in sorted(uploads.items())}
-    floors = {i: sizes(sent[i], {}) for i in found}
-    entries = {k for each in found.values() for k in each}
-    before = {k: v for k in entries if (v := memory.usual(k)) is not None}
-    usual = {**before, **_usual(list(found.values()), ENOUGH)}
+    sizes = {i: entry_sizes(upload, sent[i]) for i, upload in sorted(uploads.items())}
+    sent_sizes = {i: entry_sizes(sent[i], {}) for i in sizes}
+    entries = {k for entry in sizes.values() for k in entry}
+    before = {k: v for k in entries if (v := usual.usual(k)) is not None}
+    medians = {**before, **_medians(list(sizes.values()), _ENOUGH)}
     refused: dict[int, str] = {}
-    for i, each in found.items() if factor > 0 else ():
-        known, model = [k for k in each if k in usual], [k for k in each if k in floors[i]]
-        start = math.hypot(*(floors[i][k] for k in model))
+    for i, changes in sizes.items() if factor > 0 else ():
+        known, in_download = [k for k in changes if k in medians], [k for k in changes if k in sent_sizes[i]]
+        download = math.hypot(*(sent_sizes[i][k] for k in in_download))
         if known:
-            size, what = math.hypot(*(each[k] for k in known)), "as usual"
-            typical = max(math.hypot(*(usual[k] for k in known)), SMALL * start)
+            size, compared = math.hypot(*(changes[k] for k in known)), "as usual"
+            typical = max(math.hypot(*(medians[k] for k in known)), _SMALL * download)
         else:
-            size, what, typical = math.hypot(*(each[k] for k in model)), "as what was sent", start
+            size, compared = math.hypot(*(changes[k] for k in in_download)), "as what was sent"
+            typical = download
         if typical > 0 and size > factor * typical:
-            refused[i] = f"the upload is {size / typical:.3g} times as large {what}, the bound is {factor:g} times"
-    return Judgement(refused, found)
+            refused[i] = f"the upload is {size / typical:.3g} times as large {compared}, the bound is {factor:g} times"
+    return Judgement(refused, sizes)
 
 
-def _usual(found: Sequence[Sizes], least: int) -> Sizes:
-    """The median of every entry that so many uploads change."""
-    changed: dict[str, list[float]] = {}
-    for each in found:
-        for k, v in each.items():
-            if v > 0:
-                changed.setdefault(k, []).append(v)
-    return {k: median(values) for k, values in sorted(changed.items()) if len(values) >= least}
-
-
-def sizes(upload: Tree, sent: Tree) -> Sizes:
-    """The norm of every floating-point entry's change; empty if the upload has infinity in it, or is no upload."""
-    out: Sizes = {}
+def entry_sizes(upload: Tree, sent: Tree) -> EntrySizes:
+    """Return the norm of the change of every floating-point entry; empty if a norm is infinite."""
+    out: EntrySizes = {}
     for k, v in upload.items():
         if not v.is_floating_point():
             continue
@@ -110,20 +103,30 @@ def sizes(upload: Tree, sent: Tree) -> Sizes:
     return out
 
 
-def median(values: Sequence[float]) -> float:
-    """The lower one of an even number."""
+def _medians(sizes: Sequence[EntrySizes], enough: int) -> EntrySizes:
+    """Return the median change of every entry that at least `enough` uploads change."""
+    changed: dict[str, list[float]] = {}
+    for upload in sizes:
+        for k, v in upload.items():
+            if v > 0:
+                changed.setdefault(k, []).append(v)
+    return {k: _median(values) for k, values in sorted(changed.items()) if len(values) >= enough}
+
+
+def _median(values: Sequence[float]) -> float:
+    """Return the median; of an even number of values the lower middle one."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def _samples(counts: Mapping[int, int]) -> dict[int, str]:
-    if len(counts) < ENOUGH:
+def _too_many_samples(counts: Mapping[int, int]) -> dict[int, str]:
+    if len(counts) < _ENOUGH:
         return {}
-    most = SAMPLES * max(1.0, median([float(n) for n in counts.values()]))
+    most = _SAMPLES * max(1.0, _median([float(n) for n in counts.values()]))
     return {
-        i: f"it claims {n} samples, more than {SAMPLES:g} times the median of this round"
+        i: f"it claims {n} samples, more than {_SAMPLES:g} times the median of this round"
         for i, n in counts.items()
         if n > most
     }
 
 
-__all__ = ["Judgement", "UsualSizes", "judge", "judge_uploads"]
+__all__ = ["EntrySizes", "Judgement", "UsualSizes", "entry_sizes", "judge_answers", "judge_uploads"]

@@ -1,4 +1,4 @@
-"""The processes of a federation on one machine: started in groups of their own, watched, and always stopped."""
+"""Child processes of a federation on one machine: each in a process group of its own, and stopped at exit."""
 
 import atexit
 import contextlib
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from coterie.errors import CoterieError
 
-PARENT = "COTERIE_PARENT"
+_PARENT = "COTERIE_PARENT"
 
 
 @dataclass
 class Child:
-    """A process we started, with the log it writes; `start` starts the same again."""
+    """A process with its log file; `start` can be called again after it has ended."""
 
     name: str
     argv: Sequence[str]
@@ -28,9 +28,10 @@ class Child:
     process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
 
     def start(self) -> "Child":
+        """Start the process."""
         self.log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with os.fdopen(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
-            # a group of its own, so that what the process itself starts can be stopped with it
+            # in a process group of its own, so that its own children can be stopped with it
             self.process = subprocess.Popen(
                 self.argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(self.env), start_new_session=True
             )
@@ -39,27 +40,29 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """The process id; raises CoterieError before `start`."""
         if self.process is None:
             raise CoterieError(f"{self.name} is not running")
         return self.process.pid
 
     @property
     def alive(self) -> bool:
+        """True while the process runs."""
         return self.process is not None and self.process.poll() is None
 
     def signal(self, number: int) -> None:
-        """To the whole group."""
+        """Send a signal to the process group."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
-        """At once, as a power cut would."""
+        """Send SIGKILL, which ends the process as suddenly as a power cut."""
         self.signal(signal.SIGKILL)
         self._reap()
 
     def stop(self, grace: float = 5.0) -> None:
-        """Ask, wait, insist."""
+        """Send SIGTERM, wait, then send SIGKILL."""
         if self.alive and self.process is not None:
             self.signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -67,7 +70,7 @@ class Child:
         self.kill()
 
     def wait(self, seconds: float) -> int | None:
-        """The exit code, or None if it still runs."""
+        """Return the exit code, or None if the process still runs after this time."""
         if self.process is None:
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -75,6 +78,7 @@ class Child:
         return None
 
     def tail(self, lines: int = 15) -> str:
+        """Return the last lines of the log."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
 
@@ -91,7 +95,7 @@ _running: list[Child] = []
 
 @atexit.register
 def stop_all() -> None:
-    """Everything this process started; the last first."""
+    """Stop all processes that this one has started, the last first."""
     for child in reversed(list(_running)):
         child.signal(signal.SIGTERM)
     for child in reversed(list(_running)):
@@ -99,18 +103,18 @@ def stop_all() -> None:
 
 
 def bound(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which our own programs end when this process ends, even if it is killed."""
-    return {**env, PARENT: str(os.getpid())}
+    """Return an environment in which programs of Coterie end when this process ends, even if it is killed."""
+    return {**env, _PARENT: str(os.getpid())}
 
 
 def die_with_parent(every: float = 0.5) -> None:
     """End this process (and its group) once the process named in COTERIE_PARENT is no longer its parent."""
-    named = os.environ.pop(PARENT, "")
-    if not named.isdigit():
+    parent = os.environ.pop(_PARENT, "")
+    if not parent.isdigit():
         return
 
     def watch() -> None:
-        while os.getppid() == int(named):
+        while os.getppid() == int(parent):
             time.sleep(every)
         if os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGKILL)
@@ -120,20 +124,20 @@ def die_with_parent(every: float = 0.5) -> None:
 
 
 def owner_only(folder: Path) -> None:
-    """Files that this process and its children make from now on, and what is in the folder, are for their owner alone.
+    """Deny other users access to the folder, and to all files that this process and its children will make.
 
     Logs, events, models and checkpoints all tell something about clients.
     """
     os.umask(0o077)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)  # also covers the files of a run that began with other rights
+        folder.chmod(0o700)  # also protects the files of a run that began with other permissions
     except OSError as e:
         raise CoterieError(f"{folder} cannot be used: {e.strerror or e}") from e
 
 
 def free_port() -> int:
-    """A port nobody listens on right now."""
+    """Return a port that is free at the moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

@@ -1,6 +1,6 @@
-"""A whole federation on this machine, in real processes: for trying and for tests.
+"""A whole federation on this machine in real processes, for `coterie up` and for tests.
 
-The folder is that of parties.py, with run/ for what the cloud writes: status.json, events.jsonl, wire.jsonl, ...
+The folder has the layout of nodes.py, and run/ for the files of the cloud: status.json, events.jsonl, wire.jsonl, ...
 """
 
 import json
@@ -14,7 +14,10 @@ from coterie.federation.localhost.nodes import LocalNodes
 
 
 class LocalFederation(LocalNodes):
-    """`with LocalFederation(folder, "fedrep", devices=4, given={"rounds": 3}) as federation: federation.wait(60)`"""
+    """A cloud, edges and devices.
+
+    `with LocalFederation(folder, "fedrep", devices=4, given={"rounds": 3}) as federation: federation.wait(60)`
+    """
 
     def __init__(
         self,
@@ -22,29 +25,32 @@ class LocalFederation(LocalNodes):
         method: str,
         devices: int = 4,
         edges: int = 0,
-        given: dict[str, Any] | None = None,  # settings of run, data and method
+        given: dict[str, Any] | None = None,  # settings of the run, the data and the method
         deadline: float = 600.0,
-        min_clients: int | None = None,  # default: all
+        min_clients: int | None = None,  # None: all devices
         data_dir: Path | None = None,
         late: tuple[int, ...] = (),
-        more: tuple[str, ...] = (),  # options of the cloud
+        more: tuple[str, ...] = (),  # further options of the cloud
     ):
         self.deadline, self.min_clients, self.more = deadline, min_clients, more
         self.given = {"clients": devices, **(given or {})}
-        self.settings = settings(method=method, **self.given)  # a mistake is found before anything starts
-        code = self.settings.model
-        super().__init__(folder, self.settings.data, method, code, devices, edges, data_dir, late)
+        self.settings = settings(method=method, **self.given)  # finds mistakes before anything starts
+        model = self.settings.model
+        super().__init__(folder, self.settings.data, method, model, devices, edges, data_dir, late)
 
     @property
     def out(self) -> Path:
+        """The folder of the run."""
         return self.folder / "run"
 
     def start(self) -> None:
+        """Start the cloud, then the other processes."""
         self.certify()
         self.launch("cloud")
         super().start()
 
     def arguments(self, name: str) -> list[str]:
+        """Return the arguments of `coterie` for a process."""
         return self._cloud() if name == "cloud" else super().arguments(name)
 
     def _cloud(self) -> list[str]:
@@ -54,27 +60,32 @@ class LocalFederation(LocalNodes):
         return ["serve", self.method, *where, *wait, *self.more, "--out", str(self.out), *self._data_dir(), *sets]
 
     def model(self, device: int) -> Path:
-        """The newest personal model of a device."""
+        """Return the file of a device's personal model."""
         return self.state(device) / self.run / "model.safetensors"
 
     @property
     def run(self) -> str:
+        """The id of the run."""
         return str(json.loads((self.out / "cloud.json").read_text())["run"])
 
     def status(self) -> dict[str, Any]:
-        """The cloud's status.json; empty before there is one."""
+        """Return the content of status.json; empty before the cloud has written it."""
         try:
-            found: dict[str, Any] = json.loads((self.out / "status.json").read_text())
-            return found
+            status: dict[str, Any] = json.loads((self.out / "status.json").read_text())
+            return status
         except (OSError, ValueError):
             return {}
 
     def events(self) -> list[dict[str, Any]]:
+        """Return the complete lines of events.jsonl."""
         path = self.out / "events.jsonl"
         return [json.loads(x) for x in path.read_text().splitlines() if x.endswith("}")] if path.exists() else []
 
     def wait(self, seconds: float, round: int | None = None) -> None:
-        """Until the cloud's program ended well, or until `round` is over."""
+        """Wait until the cloud's program has ended, or until `round` is over.
+
+        Raises CoterieError if it ends with an error, or does not end within `seconds`.
+        """
         until, cloud = time.monotonic() + seconds, self.children["cloud"]
         while round is None or len(self.events()) == 0 or self.events()[-1]["round"] < round:
             code = cloud.wait(0.05)
@@ -85,7 +96,7 @@ class LocalFederation(LocalNodes):
                 raise CoterieError(f"the cloud {state}; see {cloud.log}:\n{cloud.tail()}")
 
     def pids(self) -> dict[str, int]:
-        """Process ids of the living processes, by name."""
+        """Return the ids of the running processes by name."""
         return {name: child.pid for name, child in self.children.items() if child.alive}
 
 

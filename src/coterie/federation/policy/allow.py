@@ -45,7 +45,7 @@ from coterie.core.schema import Kind, Schema
 from coterie.engine.messages import ScoreRequest, TrainRequest
 from coterie.engine.session import Session
 from coterie.errors import CoterieError, unknown
-from coterie.federation.payload_kinds import Sizes
+from coterie.federation.payload_kinds import BytesByKind
 from coterie.federation.protocol.messages import Request
 from coterie.models.per_client import is_assignment, parse_assignment
 from coterie.models.registry import ENTRY_POINT_GROUP, WITH_NORM
@@ -229,7 +229,7 @@ class Allow:
         if total > self.epochs + 1e-9:
             raise CoterieError(f"round {round} would train for {total:g} epochs, this host allows {self.epochs:g}")
 
-    def check_leaving(self, up: Schema, upload: Iterable[str], sizes: Sizes) -> None:
+    def check_leaving(self, up: Schema, upload: Iterable[str], sizes: BytesByKind) -> None:
         """Refuse an answer that holds what may not leave."""
         for name in upload:
             entry = up.entries.get(name)

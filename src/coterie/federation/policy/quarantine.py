@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import CoterieError, unknown
-from coterie.federation.cloud.upload_bounds import Sizes, UsualSizes
+from coterie.federation.cloud.upload_bounds import EntrySizes, UsualSizes
 from coterie.storage.atomic import write_atomic
 
 QUARANTINE_FILE, _RELEASES = "quarantine.json", "release"
@@ -67,7 +67,7 @@ class Quarantine:
         self._write()
         return new
 
-    def remember(self, round: int, usual: Sizes, merged: Sizes) -> None:
+    def remember(self, round: int, usual: EntrySizes, merged: EntrySizes) -> None:
         """Sizes of what clients sent, and of what edges merged."""
         for (memory, _), sizes in zip(self._memories, (usual, merged), strict=True):
             if sizes:

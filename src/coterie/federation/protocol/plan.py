@@ -20,7 +20,7 @@ from coterie.engine.provenance import method_digest
 from coterie.engine.session import Session, bind, prepare
 from coterie.errors import CoterieError
 from coterie.errors import sentence as one_line
-from coterie.federation.device_data import DeviceFederation, example, only_client
+from coterie.federation.device_data import DeviceFederation, example_dataset, only_client
 from coterie.federation.policy.allow import Allow
 from coterie.federation.protocol.version import PROTOCOL, check_protocol
 from coterie.methods import build, resolve, sentence
@@ -131,7 +131,7 @@ class FederationPlan(BaseModel):
         elif data is not None and self.partition is not None:
             raise CoterieError("the cloud uses a named data set in this run; say which client this is (--client)")
         else:
-            like = example(
+            like = example_dataset(
                 self.shape,
                 self.classes,
                 self.kind,

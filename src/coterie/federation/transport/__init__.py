@@ -22,8 +22,10 @@ from coterie.federation.transport.base import (
     Failure,
     LinkBytes,
     NodeReplies,
+    NoPlanError,
     RefusedError,
     UnreachableError,
+    WaitObserver,
 )
 
 if TYPE_CHECKING:
@@ -31,15 +33,20 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def listening(certs: Certs, host: str, port: int) -> "Iterator[GrpcServer]":
-    """Run a server for the nodes registered in `certs`; gRPC is imported when it starts."""
+def listening(
+    certs: Certs, host: str, port: int, on_wait: WaitObserver = lambda connected, asked: None
+) -> "Iterator[GrpcServer]":
+    """Run a server for the nodes registered in `certs`; gRPC is imported when it starts.
+
+    While the server waits for answers, it calls `on_wait` every second.
+    """
     from coterie.federation.transport.server import GrpcServer
 
-    with GrpcServer(certs, host, port) as server:
+    with GrpcServer(certs, host, port, on_wait) as server:
         yield server
 
 
 __all__ = [
-    "MAX_PAYLOAD", "AnswerFunction", "Buffer", "Cause", "Failure", "LinkBytes", "NodeReplies", "RefusedError",
-    "UnreachableError", "listening",
+    "MAX_PAYLOAD", "AnswerFunction", "Buffer", "Cause", "Failure", "LinkBytes", "NoPlanError", "NodeReplies",
+    "RefusedError", "UnreachableError", "WaitObserver", "listening",
 ]  # fmt: skip

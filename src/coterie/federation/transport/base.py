@@ -1,6 +1,6 @@
 """The types that callers of the transport see. This module does not need gRPC."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from coterie.errors import CoterieError
 
 Buffer = bytes | bytearray | memoryview
 AnswerFunction = Callable[[str, int, memoryview | None, memoryview], Buffer]  # (kind, round, shared, own) -> answer
+WaitObserver = Callable[[Collection[str], Collection[str]], None]  # (connected nodes, nodes without an answer)
 MAX_PAYLOAD = 8 * 2**30  # bytes of one payload, unless the caller sets a smaller limit
 
 
@@ -24,6 +25,13 @@ class UntrustedError(UnreachableError):
 
 class RefusedError(CoterieError):
     """The server does not accept this node's key or protocol version."""
+
+
+class NoPlanError(CoterieError):
+    """This node has no plan of the run that a message belongs to; the server then sends the plan again."""
+
+    def __init__(self) -> None:
+        super().__init__("this node has no plan of this run")
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Cause(Enum):
     ABSENT = "absent"  # the node is not connected
     LATE = "late"  # the node is connected and did not answer in time
     DECLINED = "declined"  # the node answered with an error message
+    NO_PLAN = "no plan"  # the node has no plan of the run
     WRONG = "wrong"  # the message of the node is not an answer to the request
 
 

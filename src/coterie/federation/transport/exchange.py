@@ -248,7 +248,7 @@ class AnswerReader:
         reason, cause = "", Cause.WRONG
         try:
             if "error" in fields:
-                cause = Cause.DECLINED
+                cause = Cause.NO_PLAN if fields.get("no_plan") is True else Cause.DECLINED
                 reason = sentence(text_field(fields, "error"), 2000) or "no reason given"
             elif (text_field(fields, "kind"), int_field(fields, "round")) != (request.kind, request.round):
                 reason = f"it is a reply of round {fields['round']}, asked was round {request.round}"

@@ -41,7 +41,7 @@ try:
 except ImportError as e:
     raise CoterieError('a federation needs the extra "federation": pip install coterie[federation]') from e
 
-TRANSPORT_VERSION = 1
+TRANSPORT_VERSION = 2
 RPC_SERVICE, RPC_METHOD = "coterie.Transport", "Hold"
 CHUNK_BYTES = 2**18  # payload in one D frame
 MAX_HEAD_BYTES = 2**14  # length of any other frame

@@ -25,6 +25,7 @@ from coterie.federation.transport.base import (
     MAX_PAYLOAD,
     AnswerFunction,
     Buffer,
+    NoPlanError,
     RefusedError,
     UnreachableError,
     aligned_buffer,
@@ -107,6 +108,7 @@ class OutgoingAnswer:
     request: IncomingRequest
     content: Buffer = b""
     error: str | None = None
+    no_plan: bool = False  # the error is that this node has no plan of the run
 
     @property
     def offer(self) -> bytes:
@@ -114,7 +116,7 @@ class OutgoingAnswer:
         about = {"kind": self.request.kind, "round": self.request.round, "ticket": self.request.ticket}
         if self.error is None:
             return make_frame(b"A", **about, size=memoryview(self.content).nbytes)
-        return make_frame(b"A", **about, error=self.error[:2000])
+        return make_frame(b"A", **about, error=self.error[:2000], **({"no_plan": True} if self.no_plan else {}))
 
 
 @dataclass
@@ -178,7 +180,7 @@ class Node:
             expected = isinstance(e, CoterieError)
             reason = str(e) if expected else f"{type(e).__name__}: {e}"
             log.error("round %s not answered: %s", request.round, reason, exc_info=None if expected else e)
-            return OutgoingAnswer(request, error=reason)
+            return OutgoingAnswer(request, error=reason, no_plan=isinstance(e, NoPlanError))
 
 
 class _ArrivingRequest:

@@ -17,7 +17,7 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,6 +32,7 @@ from coterie.federation.transport.base import (
     NodeReplies,
     UnreachableError,
     UntrustedError,
+    WaitObserver,
 )
 from coterie.federation.transport.event_loop import event_loop, run_on_loop
 from coterie.federation.transport.exchange import AnswerReader, Exchanges, GrpcExchange
@@ -57,11 +58,13 @@ log = logging.getLogger("coterie.cloud")
 class GrpcServer:
     """Accepts the streams of registered nodes and exchanges messages with them."""
 
-    def __init__(self, certs: Path | Certs, host: str, port: int):
+    def __init__(
+        self, certs: Path | Certs, host: str, port: int, on_wait: WaitObserver = lambda connected, asked: None
+    ):
         self.certs = certs if isinstance(certs, Certs) else Certs(certs)
         self.host, self.port = host, port
         # called about once a second while `send` waits, with the connected nodes and those with a pending request
-        self.looked: Callable[[Collection[str], Collection[str]], None] = lambda connected, asked: None
+        self.on_wait = on_wait
         self.authentication = Authentication(self.certs)
         self.exchanges = Exchanges()
         self._server: Any = None
@@ -220,7 +223,7 @@ class GrpcServer:
             while exchange.is_open:
                 with contextlib.suppress(CoterieError):  # a damaged key file is reported before the next round
                     self._register()
-                self.looked(*run_on_loop(self.exchanges.look(exchange)))
+                self.on_wait(*run_on_loop(self.exchanges.look(exchange)))
                 exchange.wait()
         finally:
             run_on_loop(self.exchanges.end(exchange))

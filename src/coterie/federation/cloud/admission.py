@@ -1,0 +1,174 @@
+"""Decides which answers count: checks of their form, bounds on their size, and the senders of refused answers."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from coterie.core.method import ClientId, EdgeId, Method
+from coterie.engine.codec import Value
+from coterie.engine.messages import MergeAnswer, TrainAnswer, TrainRequest
+from coterie.engine.round import RoundPlan, RoundResult
+from coterie.errors import CoterieError, sentence
+from coterie.federation.cloud.liveness import Liveness
+from coterie.federation.cloud.membership import Membership
+from coterie.federation.cloud.round_trip import Collected, RoundTrip
+from coterie.federation.cloud.upload_bounds import Judgement, judge_answers, judge_uploads
+from coterie.federation.edge_stage import EdgeStage
+from coterie.federation.policy.quarantine import Quarantine
+from coterie.federation.protocol.messages import Answer, EdgeAnswer, EdgeJob, Request
+from coterie.federation.validation import SamplesError, check_answer, check_merged
+
+
+@dataclass(frozen=True)
+class AdmissionRules:
+    """The limits for answers and their senders."""
+
+    norm_bound: float = 50.0  # largest upload, as a multiple of the usual size; 0: no bound
+    quarantine_after: int = 3  # refused answers of one sender; 0: never
+
+
+class Admission:
+    """Checks answers, and counts the refused ones against their senders."""
+
+    def __init__(
+        self,
+        method: Method,
+        rules: AdmissionRules,
+        membership: Membership,
+        quarantine: Quarantine,
+        liveness: Liveness,
+    ):
+        self.method, self.rules, self.membership = method, rules, membership
+        self.quarantine, self.liveness = quarantine, liveness
+
+    # ---- the form of answers -----------------------------------------------------------------------------------------
+    def take_device(self, collected: Collected, request: Request, answer: Value) -> None:
+        """Add the answer of a device; raises CoterieError if it is not an answer to the request."""
+        collected.answers[request.client] = self._check(answer, request)
+
+    def take_edge(
+        self, collected: Collected, node: str, requests: Sequence[Request], job: EdgeJob, reply: EdgeAnswer
+    ) -> None:
+        """Add an edge's answers for its devices; raises CoterieError if it answers for other clients."""
+        asked = {r.client: r for r in requests}
+        answers: dict[ClientId, Answer] = {}
+        missing = {i: sentence(why) for i, why in reply.missing.items() if i in asked}
+        refused = {i: sentence(why) for i, why in reply.refused.items() if i in asked and i not in missing}
+        for answer in reply.answers:
+            i = answer.client
+            if i not in asked or i in answers or i in missing or i in refused:
+                raise CoterieError(f"it answers for client {i}, which was not asked, or answers twice")
+            try:
+                answers[i] = self._check(answer, asked[i])
+            except CoterieError as e:
+                refused[i] = str(e)
+        merged, not_merged = self._check_merges(node, job, reply, answers)
+        missing |= {i: "it gave no answer" for i in asked if i not in {*answers, *missing, *refused}}
+        excluded = {*missing, *refused, *not_merged}
+        name = self.membership.name
+        collected.merged |= merged
+        collected.answers |= {i: a for i, a in answers.items() if i not in excluded}
+        collected.refused |= {i: f"{name(i)}: {why}" for i, why in refused.items()} | not_merged
+        collected.refused_node |= not_merged.keys()
+        collected.missing |= {i: f"{name(i)}: {why}" for i, why in missing.items()}
+        collected.absent |= missing.keys()
+
+    def _check(self, answer: Value, request: Request) -> Answer:
+        entry = self.membership.roster.entries[request.client]
+        try:
+            return check_answer(answer, request, entry.samples, self.method.ctx.task)
+        except SamplesError:
+            self.membership.greet_again(entry.name)
+            raise
+
+    def _check_merges(
+        self, node: str, job: EdgeJob, reply: EdgeAnswer, answers: Mapping[ClientId, Answer]
+    ) -> tuple[dict[EdgeId, MergeAnswer], dict[ClientId, str]]:
+        """Return the clusters that an edge merged as asked, and the clients of the others with the reason."""
+        merged: dict[EdgeId, MergeAnswer] = {}
+        not_merged: dict[ClientId, str] = {}
+        replies = {m.edge: m for m in reply.merged}
+        for task in job.merges:
+            e = task.edge.id
+            trained = {r.client: answers[r.client] for r in task.requests if r.client in answers}
+            try:
+                if e not in replies:
+                    raise CoterieError("it was not merged")
+                checked = check_merged(self.method, replies[e], task, cast(dict[ClientId, TrainAnswer], trained))
+                merged[e] = replace(checked, refused={i: sentence(why) for i, why in checked.refused.items()})
+            except CoterieError as error:
+                not_merged |= dict.fromkeys(trained, f"{node}: edge {e}: {error}")
+        return merged, not_merged
+
+    # ---- the size of uploads -----------------------------------------------------------------------------------------
+    def close(
+        self,
+        plan: RoundPlan,
+        stage: EdgeStage,  # edges that are merged in the cloud
+        collected: Collected,
+        asked: Collection[ClientId],
+        absent: Collection[ClientId],  # clients of edges that are not connected
+    ) -> RoundTrip:
+        """Judge the uploads of a round, and merge the edges that the cloud merges itself."""
+        trained = cast(dict[ClientId, TrainAnswer], collected.answers)
+        refused = dict(collected.refused)
+        requests = [r for r in (*plan.direct, *stage.requests) if r.client in trained and trained[r.client].upload]
+        sizes = self._judge(requests, trained)
+        refused |= sizes.refused
+        trained = {i: a for i, a in trained.items() if i not in sizes.refused}
+        merged = {**collected.merged, **stage.merge(trained)}
+        merged_sizes = self._judge_merged(plan, merged)
+        for e in merged_sizes.refused.keys() & collected.merged.keys():  # the cloud trusts its own merging
+            for client in merged.pop(e).senders:
+                via = self.membership.roster.entries[client].via
+                refused[client] = f"{via}: edge {e}: {merged_sizes.refused[e]}"
+        missing = {i: self.membership.why_absent(i) for i in absent} | collected.missing | stage.missing
+        named = self.membership.named
+        return RoundTrip(
+            trained={i: a for i, a in trained.items() if i not in missing and i not in refused},
+            merged=merged,
+            missing={i: named(i, why) for i, why in missing.items()},
+            refused={i: named(i, why) for i, why in refused.items()},
+            asked=frozenset(asked),
+            absent=frozenset(collected.absent).union(absent),
+            refused_node=frozenset(collected.refused_node),
+            merged_remotely=frozenset(i for answer in collected.merged.values() for i in answer.senders),
+            sizes=sizes,
+            merged_sizes=merged_sizes,
+        )
+
+    def _judge(self, requests: Sequence[TrainRequest], trained: Mapping[ClientId, TrainAnswer]) -> Judgement:
+        return judge_answers(requests, trained, self.rules.norm_bound, self.quarantine.memory)
+
+    def _judge_merged(self, plan: RoundPlan, merged: Mapping[EdgeId, MergeAnswer]) -> Judgement:
+        sent = {task.edge.id: task.edge.received[0] for task in plan.edges}
+        uploads = {e: answer.upload for e, answer in merged.items()}
+        return judge_uploads(sent, uploads, self.rules.norm_bound, self.quarantine.merged)
+
+    # ---- refusals ----------------------------------------------------------------------------------------------------
+    def count_refusals(self, round: int, trip: RoundTrip, result: RoundResult) -> None:
+        """Count refused answers against their senders, unless it is uncertain whose upload is at fault."""
+        for client, reason in sorted(result.refused.items()):
+            name = self._sender(client, trip)
+            if client in result.doubtful or client in trip.merged_remotely or name is None:
+                continue
+            if self.quarantine.refuse(name, round, reason):
+                times = self.quarantine.offenders[name].refusals
+                self.liveness.problem(
+                    f"round {round}: {name}: in quarantine after {times} refusals, until `coterie release`"
+                )
+
+    def remember_sizes(self, round: int, trip: RoundTrip, result: RoundResult) -> None:
+        """Remember the sizes of the uploads that an accepted round counts."""
+        edges = trip.merged_from(result.accepted)
+        self.quarantine.remember(round, trip.sizes.usual(result.accepted), trip.merged_sizes.usual(edges))
+
+    def _sender(self, client: ClientId, trip: RoundTrip) -> str | None:
+        """Return the name of the sender of a refused answer: the device, or the edge whose reply was refused."""
+        entry = self.membership.roster.entries.get(client)
+        if entry is None:
+            return None
+        return entry.edge if entry.edge is not None and client in trip.refused_node else entry.name
+
+
+__all__ = ["Admission", "AdmissionRules"]
