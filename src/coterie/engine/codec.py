@@ -25,9 +25,9 @@ C = TypeVar("C", bound=type)
 
 MAGIC = b"COTERIE1"
 ALIGN = 64  # as PyTorch's own allocator, so that every runtime computes on equally aligned tensors
-FOREIGN = 2**23  # bytes of a header that comes from another host
-LEVELS = 64  # of its structure
-DIMENSIONS = 32  # of a tensor: NumPy and PyTorch compute with so many
+FOREIGN = 2**23  # largest header from another host, in bytes
+LEVELS = 64  # deepest nesting of a value from another host
+DIMENSIONS = 32  # largest number of dimensions of a tensor in NumPy and PyTorch
 _DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (
@@ -40,18 +40,18 @@ _CLASSES: dict[str, type] = {}
 
 
 def register(cls: C) -> C:
-    """Class decorator: a dataclass whose instances may be part of a value."""
+    """Decorate a dataclass whose instances may be part of a value."""
     _CLASSES[cls.__name__] = cls
     return cls
 
 
 class Layout(NamedTuple):
-    """A value before it is written: its header, its tensors, and where they go."""
+    """A value before it is written: its header, its tensors, and their offsets."""
 
     header: bytes
     tensors: list[Tensor]
     offsets: list[int]
-    size: int  # of everything, header included
+    size: int  # total number of bytes, header included
 
 
 def layout(value: Value) -> Layout:
@@ -73,7 +73,7 @@ def layout(value: Value) -> Layout:
 
 
 def _split(v: Value, tensors: list[Tensor], index: dict[int, int] | None) -> Any:
-    """The JSON skeleton of a value; tensors are collected, with an index each object once."""
+    """Return the JSON skeleton of a value; tensors are collected, with one index per tensor object."""
     if v is None or isinstance(v, bool | int | float | str):
         return v
     if isinstance(v, Tensor):
@@ -95,7 +95,7 @@ def _split(v: Value, tensors: list[Tensor], index: dict[int, int] | None) -> Any
 
 
 def write(made: Layout, buffer: Any) -> None:
-    """Write it into the first `made.size` bytes of a writable buffer."""
+    """Write a value into the first `made.size` bytes of a writable buffer."""
     view = memoryview(buffer)
     view[:8] = MAGIC
     view[8:16] = len(made.header).to_bytes(8, "little")
@@ -109,7 +109,7 @@ def write(made: Layout, buffer: Any) -> None:
 
 
 def pack(value: Value) -> memoryview:
-    """The bytes of a value, with a single copy of its tensors."""
+    """Return the bytes of a value, with a single copy of its tensors."""
     made = layout(value)
     raw: Any = torch.zeros(made.size, dtype=torch.uint8).numpy()  # zeros between tensors: equal values, equal bytes
     write(made, raw)
@@ -117,10 +117,10 @@ def pack(value: Value) -> memoryview:
 
 
 def unpack(buffer: Any, copy: bool = False, header: int | None = None, levels: int | None = None) -> Value:
-    """The value of these bytes. Its tensors look into the buffer unless `copy` gives them memory of their own.
+    """Return the value of these bytes; its tensors are views of the buffer unless `copy` is set.
 
-    `header` bounds the bytes of the header, which takes many times as much memory once it is read; `levels` how deep
-    lists and dictionaries are nested, on which whatever is done with the value later depends.
+    `header` bounds the bytes of the header, which takes many times as much memory once it is parsed; `levels` bounds
+    the nesting of lists and dictionaries, because later code recurses over the value.
     """
     try:
         view = memoryview(buffer)
@@ -142,7 +142,7 @@ def unpack(buffer: Any, copy: bool = False, header: int | None = None, levels: i
 
 
 def _tensors(places: Any, buffer: Any, length: int, start: int, copy: bool) -> list[Tensor]:
-    """Views of the tensors, each checked to lie inside the buffer and behind the one before it."""
+    """Return views of the tensors; each must lie inside the buffer and after the previous one."""
     found = []
     first, end = -(-start // ALIGN) * ALIGN, 0
     for name, shape, at in places:
@@ -170,7 +170,7 @@ def _tensors(places: Any, buffer: Any, length: int, start: int, copy: bool) -> l
 
 
 def _check_levels(s: Any, levels: int) -> None:
-    """A dictionary or a dataclass takes two levels of JSON, or three."""
+    """Raise CoterieError if JSON is nested too deeply; a dictionary or dataclass takes two or three levels."""
     inner = s.values() if isinstance(s, dict) else s if isinstance(s, list) else ()
     for x in inner:
         if isinstance(x, dict | list):
@@ -180,7 +180,7 @@ def _check_levels(s: Any, levels: int) -> None:
 
 
 def _join(s: Any, tensors: list[Tensor]) -> Value:
-    """Inverse of _split (tuples come back as lists)."""
+    """Invert _split; tuples become lists."""
     if isinstance(s, list):
         return [_join(x, tensors) for x in s]
     if not isinstance(s, dict):
@@ -206,13 +206,13 @@ def _nbytes(dtype: torch.dtype, count: int) -> int:
 
 
 def unpack_foreign(buffer: Any) -> Value:
-    """The value of bytes that come from another host."""
+    """Return the value of bytes from another host, within the bounds FOREIGN and LEVELS."""
     return unpack(buffer, header=FOREIGN, levels=LEVELS)
 
 
 # ---- in memory -------------------------------------------------------------------------------------------------------
 def clone(value: Value) -> Value:
-    """A deep copy with tensors of its own."""
+    """Return a deep copy with tensors of its own."""
     return _clone(value, {})
 
 
@@ -231,14 +231,14 @@ def _clone(v: Value, done: dict[int, Tensor]) -> Value:
 
 
 def tensors_of(value: Value) -> list[Tensor]:
-    """Every tensor of a value, once."""
+    """Yield every tensor of a value once."""
     found: list[Tensor] = []
     _split(value, found, {})
     return found
 
 
 def equal(a: Value, b: Value) -> bool:
-    """Same structure and the same bits."""
+    """True if both values have the same structure and the same bits."""
     ours: list[Tensor] = []
     theirs: list[Tensor] = []
     one, two = (json.dumps(_split(v, found, None), sort_keys=True) for v, found in ((a, ours), (b, theirs)))
@@ -249,7 +249,7 @@ def equal(a: Value, b: Value) -> bool:
 
 
 def _bits(t: Tensor) -> Tensor:
-    """The bytes of a tensor: NaN equals NaN, and nothing else does."""
+    """Return the bytes of a tensor, so that equal NaNs compare equal."""
     return t.detach().reshape(-1).contiguous().view(torch.uint8)
 
 

@@ -1,8 +1,8 @@
 """The evaluation protocol: one set of views, parts and statistics for every method.
 
-Views: personal (what a client would use now), global, adapted (after fine-tuning); after the last round, or when one
-of them is the headline: received (as put together from what was sent, before local training), trained (after it), edge
-(the model of the client's cluster or edge, the global one where there is none). Parts: test, val.
+Views: personal (the model that a client would use now), global, adapted (after fine-tuning). After the last round, or
+if one of them is the headline: received (the model assembled from the download, before local training), trained (after
+it), edge (the model of the client's cluster or edge, or else the global model). Parts: test, val.
 Statistics over clients: mean, std, worst decile; pooled over samples; mean over clusters.
 """
 
@@ -19,18 +19,18 @@ from coterie.engine.messages import ScoreAnswer, TrainAnswer
 
 View = Literal["personal", "global", "received", "trained", "edge", "adapted"]
 ON_REQUEST: tuple[Literal["received", "trained", "edge"], ...] = ("received", "trained", "edge")
-ALONE = -1  # the cluster of a client that is in none
+ALONE = -1  # stands for the cluster of a client without a cluster
 
 
 def statistics(
     task: Task, counts: Mapping[str, np.ndarray], loss: np.ndarray, cluster: np.ndarray | None = None
 ) -> dict[str, float]:
-    """Of clients with at least one sample; counts [clients, ...], loss [clients] summed.
+    """Return statistics over the clients with at least one sample; counts [clients, ...], loss [clients] summed.
 
-    mean, std and worst10 are of the task's first metric over the clients for which it is defined, pooled is the metric
-    of all their counts together; other metrics follow by name, and as `pooled NAME`. Where there are any, `undefined`
-    counts the clients without a value, and `nonfinite` those whose models give NaN or infinity.
-    `clusters`, where there are any: the mean over clusters of the mean over their clients; clusters count alike.
+    mean, std and worst10 are of the task's first metric over the clients for which it is defined; pooled is the metric
+    of all their counts together. Other metrics follow by name, and as `pooled NAME`. If there are any, `undefined`
+    counts the clients without a value, and `nonfinite` those whose models give NaN or infinity. `clusters` is the mean
+    over clusters of the mean over their clients; all clusters have equal weight.
     """
     n = task.samples(counts)
     seen = n > 0
@@ -75,7 +75,7 @@ class Evaluation:
     newcomer: np.ndarray  # [clients] bool
     counts: dict[str, dict[str, np.ndarray]]  # [clients, ...]
     loss: dict[str, np.ndarray]  # [clients]
-    cluster: np.ndarray | None = None  # [clients], ALONE for none; None if the method makes no clusters
+    cluster: np.ndarray | None = None  # [clients], ALONE for clients without one; None if the method makes no clusters
 
     @staticmethod
     def of(
@@ -98,7 +98,7 @@ class Evaluation:
         return Evaluation(task, clients, np.array([c in newcomers for c in clients]), counts, loss, cluster)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """For the file; counts are small, so they are kept whole."""
+        """Return the arrays of the evaluation file; counts are small, so they are stored in full."""
         out = {"clients": np.array(self.clients), "newcomer": self.newcomer}
         if self.cluster is not None:
             out["cluster"] = self.cluster
@@ -107,7 +107,7 @@ class Evaluation:
         return out
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """view/part -> statistics; newcomers separately."""
+        """Return the statistics by "view/part"; newcomers are separate."""
         out = {}
         for mark, rows in (("", ~self.newcomer), ("newcomers/", self.newcomer)):
             cluster = None if self.cluster is None else self.cluster[rows]
@@ -118,7 +118,7 @@ class Evaluation:
         return out
 
     def headline(self, view: str = "personal") -> float | None:
-        """Of this view, or of the personal models if there is none."""
+        """Return the value of this view, or of the personal models if it was not scored."""
         name = f"{view}/test" if f"{view}/test" in self.counts else "personal/test"
         return self.summary()[name]["mean"] if name in self.counts else None
 
@@ -130,7 +130,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Watch:
-    """The participants of one round, before and after their local training, on their test parts."""
+    """Scores of one round's participants before and after their local training, on their test parts."""
 
     task: Task
     when: dict[str, dict[str, np.ndarray]]  # before, after -> counts [participants, ...]
@@ -145,7 +145,7 @@ class Watch:
         return Watch(task, when)
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """pooled: of all samples; mean: over participants. With classes also the hits and samples of each."""
+        """Return `pooled` over all samples and `mean` over participants; with classes also hits and samples of each."""
         return {name: self._stats(counts) for name, counts in self.when.items()}
 
     def _stats(self, counts: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Watch:
 
 
 def notes(answers: Sequence[TrainAnswer]) -> dict[str, float]:
-    """The clients' own numbers, averaged over those who gave them."""
+    """Return the numbers in the clients' notes, averaged over the clients that sent them."""
     out = {}
     for k in sorted({k for a in answers for k in a.note}):
         given = [a.note[k] for a in answers if k in a.note]

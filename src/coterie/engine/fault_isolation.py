@@ -1,6 +1,6 @@
-"""An error in a hook of a method costs the sender whose upload causes it the round, and nobody else.
+"""Isolation of faulty uploads: an error in a method's hook excludes only the sender whose upload causes it.
 
-A round is a pure step, so it can be computed again without some of its answers until it works.
+A round is a pure step, so it can be computed again without some of its answers until it succeeds.
 """
 
 import logging
@@ -15,29 +15,29 @@ from coterie.errors import CoterieError
 
 log = logging.getLogger("coterie.cloud")
 T = TypeVar("T")
-Group = frozenset[ClientId]  # clients whose uploads cannot be told apart: one, or those that an edge has merged
+Group = frozenset[ClientId]  # clients whose uploads are inseparable: a single one, or those that an edge has merged
 
 
 class MethodFailedError(CoterieError):
-    """A hook of the method raised an error whichever sender was left out."""
+    """A hook of the method raised an error whichever sender was excluded."""
 
 
 @dataclass(frozen=True)
 class Contained(Generic[T]):
-    """What came out, and without whom."""
+    """The result of a computation, and the senders that it excludes."""
 
     result: T
     left_out: tuple[Group, ...] = ()
-    certain: bool = True  # False: another one could have been left out instead
-    error: Exception | None = None  # with everybody
+    certain: bool = True  # False: excluding a different sender would have helped too
+    error: Exception | None = None  # error of the computation with all senders
 
 
 def contain(groups: Sequence[Group], compute: Callable[[Group], T]) -> Contained[T]:
-    """Compute without nobody; if that raises, without the one, or without all those, whose uploads are the cause.
+    """Run `compute` with all senders; if it raises, find the senders that cause the error and run it without them.
 
-    Deterministic: leave out one after the other, in the order given. If several cure the error, the first is left out
-    and nobody is blamed for certain. If none does, all that raise by themselves are left out. If that is everybody, or
-    does not help, the error does not depend on a sender and is raised.
+    Senders are excluded one at a time, in the given order. If several exclusions cure the error, the first one is used
+    and marked as uncertain. If none does, all senders that raise on their own are excluded. If these are all senders,
+    or excluding them does not help, the error does not depend on a sender and is raised.
     """
     try:
         return Contained(compute(frozenset()))
@@ -70,7 +70,7 @@ def close_contained(
     answers: RoundAnswers,
     probe: Callable[[RoundResult], None] = lambda result: None,
 ) -> RoundResult:
-    """As `close`, without the senders that make it, or what `probe` does with its result, raise an error."""
+    """Close the round without the senders that make `close`, or `probe` of its result, raise an error."""
     groups = [frozenset({r.client}) for r in plan.direct if r.client in answers.trained]
     groups += [
         frozenset(answers.merged[task.edge.id].senders)

@@ -1,4 +1,4 @@
-"""Bytes, counted where values cross a link, from the payload itself."""
+"""Declared bytes: the sizes of payloads, counted where they cross a link."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,14 +8,14 @@ DEVICE_CLOUD, DEVICE_EDGE, EDGE_CLOUD = "device-cloud", "device-edge", "edge-clo
 
 
 def add(page: Page, link: str, direction: str, sizes: Mapping[str, int]) -> None:
-    """Write the bytes of one payload down, by heading."""
+    """Add the bytes of one payload to a page, by heading."""
     line = page.setdefault(link, {}).setdefault(direction, {})
     for part, size in sizes.items():
         line[part] = line.get(part, 0) + size
 
 
 def total(pages: Iterable[Page]) -> Page:
-    """The sum of several pages."""
+    """Return the sum of several pages."""
     out: Page = {}
     for page in pages:
         for link, directions in page.items():
@@ -25,7 +25,7 @@ def total(pages: Iterable[Page]) -> Page:
 
 
 def summed(sizes: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The sum of several payloads, by heading."""
+    """Return the sum of several payloads, by heading."""
     out: dict[str, int] = {}
     for one in sizes:
         for part, size in one.items():

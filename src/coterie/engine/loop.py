@@ -31,16 +31,16 @@ CLIENTS_PER_REQUEST = 256  # bounds memory when every client is scored
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the loop does and when; the method's own settings are elsewhere."""
+    """The number of rounds, and when the loop evaluates, checkpoints and stops."""
 
     rounds: int
     rules: Rules
     eval_every: int = 10
     checkpoint_every: int = 10
-    final_trained: bool = True  # after the last round, every client also as received, after training, and its edge
+    final_trained: bool = True  # score the views received, trained and edge after the last round
     headline: View = "personal"  # the view that tables lead with: scored in every evaluation
-    newcomers: tuple[ClientId, ...] = ()  # never sampled, scored only
-    eval_clients: int | None = None  # so many of the clients, and of the newcomers, are scored; None: all
+    newcomers: tuple[ClientId, ...] = ()  # clients that are scored but never sampled
+    eval_clients: int | None = None  # number of clients, and of newcomers, that are scored; None: all
     stop_after: int | None = None  # evaluations without a better value on validation data, after which the run ends
 
 
@@ -50,7 +50,7 @@ class Progress:
 
     round: int
     rounds: int
-    value: float | None  # of the metric; None where nobody was scored
+    value: float | None  # value of the metric; None if no client was scored
     seconds: float
     nonfinite: int = 0  # clients whose personal models give NaN or infinity, where they were scored
     bytes: ledger.Page = field(default_factory=dict)  # since the start of the run
@@ -59,7 +59,7 @@ class Progress:
 
     @property
     def text(self) -> str:
-        """The metric's name and value."""
+        """The metric's name and value as text."""
         return "" if self.value is None else f"{self.metric.name} {self.metric.text(self.value)}"
 
 
@@ -76,20 +76,20 @@ class Loop:
         self.validation: dict[int, float] = {}  # value on validation data by round, where clients were scored
         self.ended = ""  # why the run ended before its last round
         self.event: dict[str, Any] = {}  # the last line of the log
-        self._plans: list[tuple[State, RoundPlan]] = []  # of the next round, by the server's state they are made of
+        self._plans: list[tuple[State, RoundPlan]] = []  # plans of the next round by server state
 
     @property
     def first(self) -> int:
         return 0 if self.method.opening() else 1
 
     def start(self) -> None:
-        """Before the first round."""
+        """Prepare the first round."""
         self.server = self.method.setup()
         self.folder.open_logs()
         self.done = self.first - 1
 
     def resume(self, from_round: int | None = None) -> list[str]:
-        """Continue from the newest intact checkpoint, or from that of a round; a sentence for each damaged one."""
+        """Continue from the newest intact checkpoint, or from that of a round; return messages about damaged ones."""
         saved, complaints = checkpoint.resume(self.folder, self.runtime, type(self.method).__name__, from_round)
         if saved is not None:
             self.server, self.edges, self.bytes, self.done = saved.server, saved.edges, saved.bytes, saved.round
@@ -102,7 +102,7 @@ class Loop:
     def run(
         self, tell: Callable[[Progress], None] = lambda p: None, stopped: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Run to the end; False if `stopped` said so (a checkpoint has been written)."""
+        """Run to the end and return True; return False after a checkpoint if `stopped` asks for a pause."""
         if self.done < 0:
             self.start()
         for t in range(self.done + 1, self.schedule.rounds + 1):
@@ -123,7 +123,7 @@ class Loop:
         return True
 
     def step(self) -> tuple[float | None, int]:
-        """Run the next round. Returns the value of the metric to show, if any, and the number of diverged models."""
+        """Run the next round; return the value of the metric to show, if any, and the number of diverged models."""
         t, schedule = self.done + 1, self.schedule
         planned = self._planned(self.server, self.edges, t)
         answers, result = self._settled(planned)
@@ -144,16 +144,14 @@ class Loop:
         return (watch.headline() if watch else None), 0
 
     def _validated(self, summary: Mapping[str, Mapping[str, float | None]]) -> float | None:
-        """The value that early stopping goes by: of the headline's view, or else of the personal models; NaN where that
-        is not defined.
-        """
+        """Return the value for early stopping: the headline view's, or else the personal one's; NaN if undefined."""
         for view in (self.schedule.headline, "personal"):
             if (found := summary.get(f"{view}/val")) is not None:
                 return math.nan if (value := found["mean"]) is None else value
         return None
 
     def _stops(self, found: Evaluation) -> bool:
-        """Has the value on validation data not become better for as long as the schedule allows?"""
+        """True if the value on validation data has not improved for as long as the schedule allows."""
         patience, value = self.schedule.stop_after, self._validated(found.summary())
         if patience is None or value is None:
             return False
@@ -169,7 +167,7 @@ class Loop:
         return bool(self.ended)
 
     def _settled(self, planned: RoundPlan) -> tuple[RoundAnswers, RoundResult]:
-        """The round, asked for again until enough clients count; errors are held against the senders who cause them."""
+        """Run the round until enough clients count; exclude the senders whose uploads cause errors."""
         while True:
             answers = self.runtime.run(planned)
             if self.runtime.trusted:
@@ -192,7 +190,7 @@ class Loop:
         return plan(self.method, server, edges, t, self.schedule.rules)
 
     def _probe(self, result: RoundResult) -> None:
-        """What will be done with the new server's state, while it is known whose uploads made it."""
+        """Dry-run the uses of the new server state, while an error can still be traced to this round's uploads."""
         t, method = self.done + 1, self.method
         method.facts(result.server)
         method.cluster_of(result.server)
@@ -206,7 +204,7 @@ class Loop:
                 self._usable(result.server, result.edges, clients[a : a + CLIENTS_PER_REQUEST])
             return
         layout = method.edges(result.server) if isinstance(method, EdgeMethod) else None
-        for e, members in (layout or {}).items():  # also of those that are not asked before the next evaluation
+        for e, members in (layout or {}).items():  # including edges without requests before the next evaluation
             if e not in result.edges or result.edges[e] is self.edges.get(e):
                 continue
             try:
@@ -215,11 +213,11 @@ class Loop:
                 try:
                     self._usable(result.server, {**result.edges, e: self.edges.get(e, {})}, members)
                 except Exception:
-                    continue  # with the state before, too: who merged is not the cause
+                    continue  # it fails with the previous edge state too, so this merge is not the cause
                 raise
 
     def _usable(self, server: State, edges: Mapping[EdgeId, State], clients: Sequence[ClientId]) -> None:
-        """Raises an error if these clients could not be handed anything before the next round."""
+        """Raise an error if no download could be made for these clients before the next round."""
         schema = self.method.schema("down")
         for shared, own in preview(self.method, server, edges, clients, self.done + 2).values():
             schema.parts({**shared, **own})
@@ -266,19 +264,18 @@ class Loop:
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
     def evaluate(self, last: bool = False) -> Evaluation | None:
-        """The clients, newcomers included, after the last finished round; nothing is counted or kept. With `last` also
-        the views that only the end of a run has.
+        """Score all clients, newcomers included, after the last finished round; return None if no client answered.
 
-        None if nobody answered.
+        No bytes are counted and no state changes. With `last`, the views of the end of a run are scored too.
         """
         newcomers = tuple(sorted({*self.schedule.newcomers, *self.runtime.newcomers()}))
-        everybody = sorted({*self._scored(self.method.ctx.clients), *self._scored(newcomers)})
+        scored = sorted({*self._scored(self.method.ctx.clients), *self._scored(newcomers)})
         whole = self.method.global_model(self.server)
         last = (last or self.done == self.schedule.rounds) and self.schedule.final_trained
         more = tuple(v for v in ON_REQUEST if last or v == self.schedule.headline)
         answers: list[ScoreAnswer] = []
-        for a in range(0, len(everybody), CLIENTS_PER_REQUEST):
-            sent = preview(self.method, self.server, self.edges, everybody[a : a + CLIENTS_PER_REQUEST], self.done + 1)
+        for a in range(0, len(scored), CLIENTS_PER_REQUEST):
+            sent = preview(self.method, self.server, self.edges, scored[a : a + CLIENTS_PER_REQUEST], self.done + 1)
             found, _ = self.runtime.score(
                 [
                     ScoreRequest(i, self.done + 1, shared, own, whole, more, self.official is not None)
@@ -292,7 +289,7 @@ class Loop:
         return Evaluation.of(self.method.ctx.task, answers, set(newcomers), of) if answers else None
 
     def _scored(self, ids: Sequence[ClientId]) -> Sequence[ClientId]:
-        """All, or as many as the run asks for: the same ones every time, so that curves compare like with like."""
+        """Return all clients, or as many as the run asks for: the same ones in every evaluation."""
         n = self.schedule.eval_clients
         if n is None or n >= len(ids):
             return ids

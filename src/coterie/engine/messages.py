@@ -1,7 +1,7 @@
-"""Everything that travels in a round, as frozen dataclasses: requests, answers, and what a runtime adds to them.
+"""All messages of a round as frozen dataclasses: requests, answers, and the fields that a runtime adds to them.
 
-codec.py writes and reads them between processes, between hosts and in checkpoints. `check` says in one sentence what is
-wrong with a message that came from another host; whether a payload is the one a method declares, its schema says.
+codec.py writes and reads them between processes, between hosts and in checkpoints. `check` raises CoterieError with one
+sentence for a wrong message from another host; the method's schema checks whether the payload is as declared.
 """
 
 import math
@@ -23,7 +23,7 @@ from coterie.core.tree import Tree
 from coterie.engine.codec import register
 from coterie.errors import CoterieError
 
-Bytes = dict[str, int]  # by heading of the ledger
+Bytes = dict[str, int]  # bytes by heading of the ledger
 
 for _known in (Download, Edge, Entry, Schema, Upload):
     register(_known)
@@ -32,7 +32,7 @@ for _known in (Download, Edge, Entry, Schema, Upload):
 @register
 @dataclass(frozen=True)
 class Score:
-    """One model on one part of one client's data."""
+    """The score of one model on one part of one client's data."""
 
     counts: Mapping[str, Tensor]  # sums over samples that the task's metrics are made of (tasks.py)
     loss: float  # summed over samples
@@ -46,9 +46,9 @@ class TrainRequest:
 
     client: ClientId
     round: int
-    shared: Tree = field(default_factory=dict)  # the download: what all participants get,
-    own: Tree = field(default_factory=dict)  # and what is for this client alone
-    share: float = 1.0  # of its local epochs; a straggler does fewer
+    shared: Tree = field(default_factory=dict)  # part of the download that all participants get
+    own: Tree = field(default_factory=dict)  # part of the download for this client alone
+    share: float = 1.0  # share of its local epochs; below 1 for a straggler
     watch: bool = False  # score the personal model before and after local training
     log_update: bool = False  # send the change of the personal model, for the log of a simulation
 
@@ -74,13 +74,13 @@ class TrainAnswer:
 @register
 @dataclass(frozen=True)
 class MergeRequest:
-    """An edge's part of a round: hand on what was sent, have its clients train, and merge what they upload."""
+    """An edge's part of a round: relay the download, let its clients train, and merge their uploads."""
 
     edge: Edge
     round: int
-    clients: tuple[ClientId, ...]  # its sampled clients; some of them may be made to fail
-    requests: tuple[TrainRequest, ...]  # of those that do not; the edge fills in what it hands on
-    schemas: Mapping[ClientId, Schema]  # what each of them may upload
+    clients: tuple[ClientId, ...]  # its sampled clients, including those drawn to fail
+    requests: tuple[TrainRequest, ...]  # requests of the others; the edge fills in the download
+    schemas: Mapping[ClientId, Schema]  # schema of each client's upload
 
 
 @register
@@ -91,7 +91,7 @@ class MergeAnswer:
     upload: Tree
     note: Mapping[str, float]
     senders: tuple[ClientId, ...]  # clients whose uploads were merged
-    samples: int  # of the senders
+    samples: int  # training samples of the senders
     down: Bytes  # sent to its clients
     up: Bytes  # received from them
     refused: Mapping[ClientId, str]  # uploads that do not fit the schema, and why
@@ -106,14 +106,14 @@ class MergeAnswer:
 @register
 @dataclass(frozen=True)
 class ScoreRequest:
-    """All views of one client's models; nothing is kept."""
+    """A request to score all views of one client's models; no state changes."""
 
     client: ClientId
     round: int  # the next one
     shared: Tree = field(default_factory=dict)
     own: Tree = field(default_factory=dict)
     global_model: Tree | None = None
-    more: tuple[Literal["received", "trained", "edge"], ...] = ()  # views beside personal, global and adapted
+    more: tuple[Literal["received", "trained", "edge"], ...] = ()  # views in addition to personal, global and adapted
     official: bool = False  # also on the official test part; a simulation only
 
     @property
@@ -132,7 +132,7 @@ class ScoreAnswer:
 
 # ---- between a runtime and its processes -----------------------------------------------------------------------------
 class Remote(ABC):
-    """A client's state that lies somewhere in a cluster: jobs carry it as it is, and only files need it here."""
+    """A reference to a client's state in a cluster; jobs carry the reference, and only checkpoints fetch the state."""
 
     @abstractmethod
     def fetch(self) -> State: ...
@@ -141,7 +141,7 @@ class Remote(ABC):
 @register
 @dataclass(frozen=True)
 class Job:
-    """A request with the state of its client (None: it has none yet)."""
+    """A request with the state of its client (None if it has none yet)."""
 
     request: TrainRequest | ScoreRequest
     state: State | Remote | None
@@ -161,7 +161,7 @@ M = TypeVar("M")
 
 
 def check(message: Any, kind: type[M]) -> M:
-    """The message, if it is of this kind and all its fields have their types; else one sentence."""
+    """Return the message; raise CoterieError unless it is of this kind and all its fields have their types."""
     if type(message) is not kind:
         raise CoterieError(f"expected a {kind.__name__}, got a {type(message).__name__}")
     for name, hint in _hints(kind).items():  # type: ignore[arg-type]
@@ -203,11 +203,11 @@ def _fits(v: Any, hint: Any) -> bool:
     return False
 
 
-BOUND = 1e9  # of the numbers that a client may report
+BOUND = 1e9  # largest number that a client may report
 
 
 def check_score(score: Score, task: Task) -> None:
-    """Counts of this task that can be true."""
+    """Return the score; raise CoterieError if its counts are impossible in this task."""
     counts = dict(score.counts)
     task.check(counts)
     n = int(task.samples({k: v[None].numpy() for k, v in counts.items()})[0])
@@ -215,6 +215,6 @@ def check_score(score: Score, task: Task) -> None:
 
 
 def check_number(value: float, what: str) -> None:
-    """A number for the log; NaN and infinity say that training diverged."""
+    """Return a number for the log; NaN and infinity mean that training diverged."""
     if math.isfinite(value) and abs(value) > BOUND:
         raise CoterieError(f"{what} is {value:g}")

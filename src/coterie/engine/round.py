@@ -1,7 +1,7 @@
-"""A round as a pure step: (server, edges, plan, answers) -> (server', edges', what happened).
+"""A round as a pure step: (server, edges, plan, answers) -> RoundResult, with the next server and edge states.
 
-`plan` says who takes part and what each is sent; a runtime turns the plan into answers; `close` makes the next server
-state of them. Nothing here opens a file, knows a process or holds the state of a client.
+`plan` chooses the participants and their downloads; a runtime turns the plan into answers; `close` computes the next
+server state from them. Nothing here opens a file, knows a process or holds the state of a client.
 """
 
 from collections.abc import Mapping
@@ -20,31 +20,31 @@ from coterie.errors import CoterieError
 
 @dataclass(frozen=True)
 class Rules:
-    """What a round needs to know beside the method."""
+    """Settings of a round in addition to the method."""
 
     seed: int
     dropout: float = 0.0  # share of the sampled clients that fail
-    stragglers: float = 0.0  # share that does fewer epochs
+    stragglers: float = 0.0  # share of the sampled clients that train fewer epochs
     watch: bool = True  # score participants before and after local training
     log_updates: bool = False
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Who takes part in a round, and what is sent to whom."""
+    """The participants of a round, and their requests."""
 
     round: int
     participants: tuple[ClientId, ...]
-    failing: frozenset[ClientId]  # drawn to fail
-    direct: tuple[TrainRequest, ...]  # to clients that talk to the cloud
-    edges: tuple[MergeRequest, ...]  # to edges, for their clients
-    down: Bytes  # bytes to the clients that talk to the cloud
+    failing: frozenset[ClientId]  # participants that are drawn to fail
+    direct: tuple[TrainRequest, ...]  # requests to clients that talk to the cloud
+    edges: tuple[MergeRequest, ...]  # requests to edges, for their clients
+    down: Bytes  # declared bytes to the clients that talk to the cloud
     edges_down: Bytes
 
 
 @dataclass(frozen=True)
 class RoundAnswers:
-    """What came back, in any order."""
+    """The answers of a round, in any order."""
 
     trained: Mapping[ClientId, TrainAnswer]
     merged: Mapping[EdgeId, MergeAnswer] = field(default_factory=dict)
@@ -58,11 +58,11 @@ class RoundResult:
     edges: dict[EdgeId, State]
     accepted: list[ClientId]  # their new states are kept
     failed: list[ClientId]
-    nonfinite: list[ClientId]  # left out because their training diverged
-    refused: dict[ClientId, str]  # left out because of what they sent, and why
-    reasons: dict[ClientId, str]  # why a client that was not drawn to fail is missing or refused
+    nonfinite: list[ClientId]  # excluded because their uploads hold NaN or infinity
+    refused: dict[ClientId, str]  # excluded because of the content of their uploads, with reasons
+    reasons: dict[ClientId, str]  # reasons of missing and refused clients, except those drawn to fail
     bytes: ledger.Page
-    doubtful: frozenset[ClientId] = frozenset()  # of the refused: perhaps another's upload was the cause
+    doubtful: frozenset[ClientId] = frozenset()  # refused clients whose upload may not be the cause
 
     @property
     def left_out(self) -> dict[ClientId, str]:
