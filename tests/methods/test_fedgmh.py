@@ -17,37 +17,19 @@ from coterie.engine.codec import equal
 from coterie.engine.messages import Job, TrainRequest
 from coterie.errors import CoterieError
 from coterie.methods import build
-from coterie.methods.fedgmh import FedGMH, FedGMHa, FedGMHo, FedGMHoa
+from coterie.methods.fedgmh import FedGMH, FedGMHa, FedGMHMended, FedGMHo, FedGMHoa
 from coterie.methods.fedgmh.common import held_labels, masked_step
 from coterie.methods.fedgmh.heads import critical_mask, square_mask
 from coterie.methods.local import Local
 from coterie.models.registry import build as build_model
 from coterie.parts.linear_heads import Heads
 from coterie.parts.masks import criticality
-from support import toy
 from support.refusals import refuses
-from support.toy import Toy, begin, clients, events
+from support.toy import Toy, begin, bind, clients, events, open_toy, play
 
 D, S = 6, 3  # of the toy's model
 L = D * S + S
 W, B = "2.weight", "2.bias"
-
-
-def as_text(cls, own=None):
-    """The reading of the text unless another is asked for."""
-    return {"reading": "paper", **(own or {})} if issubclass(cls, FedGMH) else own
-
-
-def bind(cls, own=None, **more):
-    return toy.bind(cls, as_text(cls, own), **more)
-
-
-def open_toy(cls, tmp, own=None, **more):
-    return toy.open_toy(cls, tmp, as_text(cls, own), **more)
-
-
-def play(cls, tmp, own=None, **more):
-    return toy.play(cls, tmp, as_text(cls, own), **more)
 
 
 def head(tree):
@@ -425,7 +407,7 @@ def test_mended_labels_that_a_sender_lacks_get_no_gradient() -> None:
 
 def test_mended_only_the_rows_of_a_clients_labels_travel_and_are_written() -> None:
     data = Toy([(torch.randn(8, 4, generator=torch.Generator().manual_seed(5)), torch.tensor([0, 2] * 4))], S)
-    method = bind(FedGMH, {"reading": "mended"}, data=data)
+    method = bind(FedGMHMended, data=data)
     client = data.data(0)
     state, up = method.end(method.init_client(client), Trained({}), client, 0)
     server = method.aggregate(method.setup(), [Upload(up.tree, sender=0)], 0)
@@ -441,7 +423,7 @@ def test_mended_only_the_rows_of_a_clients_labels_travel_and_are_written() -> No
 
 
 def test_mended_the_server_learns_what_the_vectors_say(tmp_path: Path) -> None:
-    loop = play(FedGMH, tmp_path, {"reading": "mended"}, rounds=3)
+    loop = play(FedGMHMended, tmp_path, rounds=3)
     assert loop.server["heads"][W].shape == (1, S, D)
     assert not torch.equal(loop.server["heads"][W][0], loop.method.ctx.w0[W])
 

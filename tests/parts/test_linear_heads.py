@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from coterie.errors import CoterieError
 from coterie.methods.fedgmh import heads as G
+from coterie.methods.fedgmh.features import average_in
 from coterie.parts import linear_heads as H
 from coterie.parts import masks as M
 from coterie.parts.linear_heads import Heads
@@ -158,7 +159,7 @@ def test_feature_norm_l2_ignores_the_length_of_features() -> None:
 
 def test_p11_average_in_of_an_equal_head_is_the_identity() -> None:
     own = head()
-    assert all(torch.equal(G.average_in(own, own)[k], own[k]) for k in own)
+    assert all(torch.equal(average_in(own, own)[k], own[k]) for k in own)
 
 
 @pytest.mark.parametrize("norm", [0.8, 8.0, 30.0])

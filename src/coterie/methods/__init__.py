@@ -70,7 +70,8 @@ BUILT_IN = {
     "pfedfda": "pfedfda:PFedFDA",
     "pfedhn": "pfedhn:PFedHN",
     "fedcac": "fedcac:FedCAC",
-    "fedgmh": "fedgmh:FedGMH",
+    "fedgmh": "fedgmh:FedGMHMended",
+    "fedgmh-paper": "fedgmh:FedGMH",
     "fedgmh-o": "fedgmh:FedGMHo",
     "fedgmh-a": "fedgmh:FedGMHa",
     "fedgmh-oa": "fedgmh:FedGMHoa",
@@ -105,7 +106,9 @@ BUILT_IN = {
 
 # Name of a method: reading of its paper: module and class. BUILT_IN says which one runs without the setting `reading`.
 # A class that has a preset of that name (parts/readings.py) gets the reading as a setting.
-READINGS: dict[str, dict[str, str]] = {}
+READINGS: dict[str, dict[str, str]] = {
+    "fedgmh": {"mended": "fedgmh:FedGMHMended", "paper": "fedgmh:FedGMH", "code": "fedgmh:FedGMH"},
+}
 
 
 @cache
@@ -192,11 +195,16 @@ def written_out(name: str | type[Method], method: Method) -> dict[str, Any]:
     return {"reading": readings[0], **own} if readings else own
 
 
-def unusual_reading(name: str | type[Method], method: Method) -> str:
-    """Return the reading of the paper, if the method has several and this is not its default; else an empty string."""
-    reading = written_out(name, method).get("reading")
-    usual = fields(name).get("reading") if reading else None
-    return "" if usual is None or reading == usual.default else str(reading)
+def unusual_reading(method: Method) -> str:
+    """Return the reading of the paper, if it has several and this is not the one that its name runs; else ""."""
+    cls, preset = type(method), type(method).Settings.model_fields.get("reading")
+    unusual = "" if preset is None or method.hp.reading == preset.default else str(method.hp.reading)
+    for name, classes in READINGS.items():
+        for reading, where in classes.items():
+            module, _, attribute = where.partition(":")
+            if attribute == cls.__name__ and f"{cls.__module__}.".startswith(f"{__name__}.{module}."):
+                return unusual if where == BUILT_IN[name] else unusual or reading
+    return unusual
 
 
 def build(method: str | type[Method], settings: Mapping[str, Any] | None = None) -> Method:
@@ -220,19 +228,27 @@ def restored(name: str | type[Method], stored: Mapping[str, Any]) -> dict[str, A
     """Return settings of a file, also of version 0.1, so that `build(name, ...)` makes a method that does the same."""
     if not isinstance(name, str) or (readings := READINGS.get(canonical(name))) is None:
         return dict(stored)
-    odd: dict[str, Any] = {}
     for reading in dict.fromkeys((stored["reading"], *readings)):
         has = fields(name, {"reading": reading})
         bases = find(name, reading).__mro__
         always = {k: v for base in reversed(bases) for k, v in ALWAYS.get(base.__name__, {}).items()}
         odd = {k: v for k, v in stored.items() if k not in has and always.get(k, v) != v}
-        if not odd:
-            return {k: v for k, v in {**stored, "reading": reading}.items() if k in has}
-    setting, value = next(iter(odd.items()))
+        kept = {k: v for k, v in {**stored, "reading": reading}.items() if k in has}
+        if not odd and _fits(name, kept):
+            return kept
     raise CoterieError(
-        f'the method "{canonical(name)}" ran with {setting} = {value!r} in another version of Coterie, and no class of '
-        "this version combines that with its other settings"
+        f'the method "{canonical(name)}" was run by version 0.1 with settings of several readings, which no '
+        f"method of this version combines: {', '.join(f'{k} = {v}' for k, v in stored.items())}"
     )
+
+
+def _fits(name: str, settings: Mapping[str, Any]) -> bool:
+    """True if a method can be built with these settings."""
+    try:
+        build(name, settings)
+    except CoterieError:
+        return False
+    return True
 
 
 def sentence(where: str, error: ValidationError) -> str:

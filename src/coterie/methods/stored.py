@@ -8,4 +8,6 @@ from typing import Any
 
 # Class: settings of version 0.1 that it has no longer, with the value that it acts on. All other settings of version
 # 0.1 which a class lacks have no effect on it.
-ALWAYS: dict[str, dict[str, Any]] = {}
+ALWAYS: dict[str, dict[str, Any]] = {
+    "FedGMHMended": {"heads": "common", "write": "average", "decay_on": "round"},
+}

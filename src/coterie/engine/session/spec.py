@@ -183,7 +183,7 @@ class Session:
                 "name": type(self.method).__name__,
                 "title": self.method.card.title or type(self.method).__name__,
                 "settings": written_out(named, self.method),
-                "reading": unusual_reading(named, self.method),
+                "reading": unusual_reading(self.method),
                 "weighting": self.settings.weighting or self.method.weighting,
                 "certainty": self.method.card.certainty,
             },

@@ -1,10 +1,35 @@
-"""One head for all clients that still does not let labels interfere: nobody is asked about labels it does not have."""
+"""Training of one head for all clients in which labels that a client lacks get no gradient from it."""
+
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coterie.core.method import Context
+from coterie.core.tree import Tree
+from coterie.methods.fedgmh.settings import FeatureSettings
 from coterie.parts.linear_heads import Heads
+
+
+def train_common_head(
+    ctx: Context,
+    stack: Mapping[str, Tensor],
+    features: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    counts: Sequence[Tensor] | None,
+    hp: FeatureSettings,
+) -> Tree:
+    """Return the common head [1, ...] trained on every received feature among the labels of its sender."""
+    weight, bias = ctx.net.head_names
+    z, y, held = torch.cat(list(features)), torch.cat(list(labels)).long(), held_labels(list(labels), ctx.classes)
+    z = F.normalize(z, dim=-1) if hp.feature_norm == "l2" else z
+    n = torch.ones(len(z)).to(z) if counts is None else torch.cat(list(counts)).to(z)
+    head = Heads(stack[weight][0], stack[bias][0] if bias else None)
+    for _ in range(hp.server_steps):
+        for part in torch.split(torch.arange(len(z)), hp.server_batch or len(z)):
+            head = masked_step(head, z[part], y[part], held[part], n[part], hp.eta_h, hp.head_weight_decay)
+    return {weight: head.weight[None]} | ({bias: head.bias[None]} if bias and head.bias is not None else {})
 
 
 def masked_step(
@@ -24,6 +49,11 @@ def masked_step(
 
 
 def held_labels(labels: list[Tensor], classes: int) -> Tensor:
-    """[v, classes]: what the sender of each vector holds; a client sends one vector per label [labels]."""
+    """Return the labels that the sender of each vector holds [v, classes]; a client sends a vector per label."""
     rows = [torch.zeros(classes, dtype=torch.bool).index_fill(0, own.long(), True) for own in labels]
     return torch.cat([row.expand(len(own), -1) for row, own in zip(rows, labels, strict=True)])
+
+
+def rows_in(own: Mapping[str, Tensor], rows: Mapping[str, Tensor], labels: Tensor) -> Tree:
+    """Return a head with these rows [labels, ...] in place of its own."""
+    return {k: v.index_copy(0, labels.long(), rows[k]) for k, v in own.items()}
