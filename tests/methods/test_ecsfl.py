@@ -10,14 +10,15 @@ import torch
 
 from coterie.core import tree as T
 from coterie.core.edges import Edge, EdgeMethod
-from coterie.core.method import Download, Moment, Trained, Upload
+from coterie.core.method import Download, Method, Moment, Trained, Upload
 from coterie.core.tree import Tree
 from coterie.engine import codec
 from coterie.engine.loop import Loop
 from coterie.errors import CoterieError
 from coterie.methods import build, find
-from coterie.methods.ecsfl import ECSFL
-from coterie.methods.ecsfl.method import AGGREGATED, DISTANCE, WEIGHT
+from coterie.methods.ecsfl import ECSFL, ECSFLMended
+from coterie.methods.ecsfl.devices import AGGREGATED, DISTANCE, WEIGHT
+from coterie.methods.ecsfl.mended import PROJECTION
 from coterie.testing import Bench
 from support.refusals import refuses
 
@@ -25,22 +26,13 @@ RULES = ["mean", "invdist", "invdist_all"]
 SCALE = [1.0, 0.2, 3.0, 0.5, 2.0]
 
 
-# equation (10): the plain mean of the nearest
-NEAREST = {"reading": "paper", "aggregation": "mean", "distance_norm": "none", "train_fraction": 1.0}
+def bound(cls: type[Method] = ECSFL, **own: Any) -> Any:
+    return Bench(cls, own).session().method
 
 
-def as_text(own: dict[str, Any]) -> dict[str, Any]:
-    """Settings of equation (10) unless others are given; `reading` alone asks for a reading as it is."""
-    return own if "reading" in own else {**NEAREST, **own}
-
-
-def bound(**own: Any) -> ECSFL:
-    return Bench(find("ecs-fl"), as_text(own)).session().method
-
-
-def play(folder: Path, **own: Any) -> Loop:
+def play(folder: Path, cls: type[Method] = ECSFL, **own: Any) -> Loop:
     run = {k: own.pop(k) for k in ("rounds", "join", "dropout", "lr") if k in own}
-    return Bench(find("ecs-fl"), as_text(own)).play(folder, **run)
+    return Bench(cls, own).play(folder, **run)
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -164,7 +156,7 @@ def test_p9_with_a_huge_epsilon_nobody_trains_from_round_2_and_the_model_stands(
 def test_stop_for_a_round_or_for_ever() -> None:
     for stop, expected in (("round", False), ("forever", True)):
         m = bound(stop=stop, epsilon=1e-3)
-        data = Bench(find("ecs-fl"), {}).session().federation.data(0)
+        data = Bench(ECSFL, {}).session().federation.data(0)
         near = {"last": T.keep(m.ctx.w0, m.ctx.net.trainable.__contains__)}
         params, extras = m.begin(near, m.ctx.w0, data, 2).model
         assert extras["idle"]
@@ -337,13 +329,26 @@ def test_ids_of_another_edge_and_weights_of_zero_decide_nothing() -> None:
 
 
 # ---- herding ---------------------------------------------------------------------------------------------------------
-def test_mended_two_stages_give_the_same_model_as_one(tmp_path: Path) -> None:
-    one, two = (play(tmp_path / str(b), reading="mended", select_fraction=0.4, two_stage=b) for b in (False, True))
-    assert codec.equal(one.server["w"], two.server["w"]) and one.server["selected"] == two.server["selected"]
+def called(m: ECSFLMended, w: Tree, sent: list[Upload]) -> set[int]:
+    """The devices that an edge calls, by what they announce."""
+    data = Bench(ECSFLMended, {}).session().federation.data(0)
+    ahead = [Upload(m.announcement(u.tree, w, data), {}, u.sender, u.samples) for u in sent]
+    return set(m.calls(Edge(0, tuple(range(len(sent))), {}, Download(shared=w)), ahead, 1))
+
+
+def test_mended_takes_the_mean_of_the_devices_it_called() -> None:
+    m = bound(ECSFLMended, select_fraction=0.4, select_least=1)
+    w, sent = m.ctx.w0, uploads(m.ctx.w0)
+    chosen = called(m, w, sent)
+    assert len(chosen) == 2
+    answers = [u if u.sender in chosen else Upload({}, {}, u.sender, u.samples) for u in sent]
+    mean, aggregated = merged(m, w, answers)
+    assert aggregated == chosen
+    close(mean, T.mean([u.tree for u in sent if u.sender in chosen]))
 
 
 def test_mended_every_device_sends_a_projection_and_only_the_chosen_their_models(tmp_path: Path) -> None:
-    loop = play(tmp_path, reading="mended", select_fraction=0.4, select_least=1, epsilon=0.0, projection=32)
+    loop = play(tmp_path, ECSFLMended, select_fraction=0.4, select_least=1, epsilon=0.0, projection=32)
     model = T.nbytes(loop.method.ctx.w0)
     for e in events(tmp_path):
         up = e["bytes"]["device-edge"]["up"]
@@ -356,8 +361,13 @@ def test_mended_takes_from_both_sides_where_the_nearest_are_all_of_one() -> None
     step = noise(w, 0, 1.0)
     near, far = (0.5, 0.51, 0.52, 0.53), (-1.0, -1.1)
     sent = [Upload(T.add(w, step, s), {}, i, 10) for i, s in enumerate([*near, *far])]
-    chosen = {}
-    for name, own in (("nearest", {}), ("herding", {"reading": "mended", "two_stage": False})):
-        chosen[name] = merged(bound(**own, select_fraction=0.5), w, sent)[1]
-    assert chosen["nearest"] == {0, 1, 2}
-    assert chosen["herding"] & {0, 1, 2, 3} and chosen["herding"] & {4, 5}
+    assert merged(bound(select_fraction=0.5), w, sent)[1] == {0, 1, 2}
+    herded = called(bound(ECSFLMended, select_fraction=0.5, select_least=1), w, sent)
+    assert herded & {0, 1, 2, 3} and herded & {4, 5}
+
+
+def test_a_wrong_announcement_of_a_device_is_refused() -> None:
+    m = bound(ECSFLMended, projection=4)
+    good = {**m.ctx.w0, PROJECTION: torch.zeros(4)}
+    schema = m.schema("up", Moment(m.setup(), 0, 1))
+    refuses(schema, good, ({PROJECTION: torch.zeros(5)}, "of shape"), ({DISTANCE: torch.ones(1)}, "not declared"))

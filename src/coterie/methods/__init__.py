@@ -86,13 +86,14 @@ BUILT_IN = {
     "sc-fpfl-fourier-only": "scfpfl:SCFPFLFourierOnly",
     "sc-fpfl-no-agent": "scfpfl:SCFPFLNoAgent",
     "sc-fpfl-no-kl": "scfpfl:SCFPFLNoKL",
-    "ecs-fl": "ecsfl:ECSFL",
+    "ecs-fl": "ecsfl:ECSFLMended",
+    "ecs-fl-paper": "ecsfl:ECSFLWeighted",
     "ecs-fl-nearest": "ecsfl:ECSFLNearest",
     "ecs-fl-invdist": "ecsfl:ECSFLInvDist",
     "ecs-fl-invdist-all": "ecsfl:ECSFLInvDistAll",
-    "ecs-fl-random": "ecsfl:ECSFLRandom",
-    "ecs-fl-farthest": "ecsfl:ECSFLFarthest",
-    "ecs-fl-mean-all": "ecsfl:ECSFLMeanAll",
+    "ecs-fl-random": "ecsfl:ECSFLMendedRandom",
+    "ecs-fl-farthest": "ecsfl:ECSFLMendedFarthest",
+    "ecs-fl-mean-all": "ecsfl:ECSFLMendedMeanAll",
     "fedcpmd": "fedcpmd:FedCPMD",
     "fedcpmd-auto": "fedcpmd:FedCPMDAuto",
     "fedcpmd-only-cluster": "fedcpmd:FedCPMDOnlyCluster",
@@ -107,6 +108,13 @@ BUILT_IN = {
 # Name of a method: reading of its paper: module and class. BUILT_IN says which one runs without the setting `reading`.
 # A class that has a preset of that name (parts/readings.py) gets the reading as a setting.
 READINGS: dict[str, dict[str, str]] = {
+    "ecs-fl": {"mended": "ecsfl:ECSFLMended", "paper": "ecsfl:ECSFLWeighted"},
+    "ecs-fl-nearest": {"paper": "ecsfl:ECSFLNearest"},
+    "ecs-fl-invdist": {"paper": "ecsfl:ECSFLInvDist"},
+    "ecs-fl-invdist-all": {"paper": "ecsfl:ECSFLInvDistAll"},
+    "ecs-fl-random": {"mended": "ecsfl:ECSFLMendedRandom", "paper": "ecsfl:ECSFLRandom"},
+    "ecs-fl-farthest": {"mended": "ecsfl:ECSFLMendedFarthest", "paper": "ecsfl:ECSFLFarthest"},
+    "ecs-fl-mean-all": {"mended": "ecsfl:ECSFLMendedMeanAll", "paper": "ecsfl:ECSFLMeanAll"},
     "fedgmh": {"mended": "fedgmh:FedGMHMended", "paper": "fedgmh:FedGMH", "code": "fedgmh:FedGMH"},
 }
 

@@ -9,5 +9,9 @@ from typing import Any
 # Class: settings of version 0.1 that it has no longer, with the value that it acts on. All other settings of version
 # 0.1 which a class lacks have no effect on it.
 ALWAYS: dict[str, dict[str, Any]] = {
+    "ECSFL": {"use": "received"},
+    "ECSFLMended": {"aggregation": "mean", "select": "herding", "distance_norm": "none", "two_stage": True},
+    "ECSFLMendedRandom": {"select": "random"},
+    "ECSFLMendedFarthest": {"select": "farthest"},
     "FedGMHMended": {"heads": "common", "write": "average", "decay_on": "round"},
 }

@@ -1,14 +1,19 @@
-"""ECS-FL: one model for everybody, averaged over devices chosen by the distances of their models."""
+"""ECS-FL: one model for all clients, averaged over devices that are selected by how their models moved."""
 
-from coterie.methods.ecsfl.method import ECSFL
-from coterie.methods.ecsfl.settings import ECSFLSettings
+from coterie.methods.ecsfl.mended import ECSFLMended
+from coterie.methods.ecsfl.settings import ECSFLMendedSettings, ECSFLSettings
+from coterie.methods.ecsfl.text import ECSFL
 from coterie.methods.ecsfl.variants import (
     ECSFLFarthest,
     ECSFLInvDist,
     ECSFLInvDistAll,
     ECSFLMeanAll,
+    ECSFLMendedFarthest,
+    ECSFLMendedMeanAll,
+    ECSFLMendedRandom,
     ECSFLNearest,
     ECSFLRandom,
+    ECSFLWeighted,
 )
 
 __all__ = [
@@ -17,7 +22,13 @@ __all__ = [
     "ECSFLInvDist",
     "ECSFLInvDistAll",
     "ECSFLMeanAll",
+    "ECSFLMended",
+    "ECSFLMendedFarthest",
+    "ECSFLMendedMeanAll",
+    "ECSFLMendedRandom",
+    "ECSFLMendedSettings",
     "ECSFLNearest",
     "ECSFLRandom",
     "ECSFLSettings",
+    "ECSFLWeighted",
 ]

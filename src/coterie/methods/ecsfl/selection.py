@@ -1,4 +1,4 @@
-"""Choosing devices by the distance of their models from the one that the edge handed out."""
+"""Selection of devices by the distance of their models from the model that the edge handed out."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from coterie.core.method import Upload
 from coterie.errors import CoterieError, unknown
 
 DistanceNorm = Literal["none", "per_step", "per_param_layer"]
-Rule = Literal["nearest", "farthest", "random", "herding"]
+Rule = Literal["nearest", "farthest", "random"]
 
 
 def model_distances(
@@ -20,7 +20,7 @@ def model_distances(
     norm: DistanceNorm = "none",
     steps: Tensor | None = None,
 ) -> Tensor:
-    """L2 distances [n], float64, of n stacked models from the reference, over the names of `stacked`.
+    """Return the L2 distances [n], float64, of n stacked models from the reference, over the names of `stacked`.
 
     per_step divides by the local steps [n]; per_param_layer counts every tensor by its mean square, so that large
     layers do not drown small ones.
@@ -40,7 +40,7 @@ def model_distances(
 
 
 def select_count(fraction: float, devices: int) -> int:
-    """max(1, ceil(fraction * devices)), forgiving the rounding of the product (0.07 * 100 is 7)."""
+    """Return max(1, ceil(fraction * devices)), tolerating the rounding of the product (0.07 * 100 is 7)."""
     if not 0 < fraction <= 1:
         raise CoterieError(f"select_fraction must lie in (0, 1], got {fraction}.")
     return max(1, math.ceil(fraction * devices - 1e-9))
@@ -53,15 +53,9 @@ def select(
     rule: Rule = "nearest",
     d_min: float = 1e-12,
     rng: torch.Generator | None = None,
-    updates: Tensor | None = None,
 ) -> list[int]:
-    """Positions of the chosen devices in order of id; at most `count`, ties by lower id.
-
-    Devices nearer than d_min carry no update, and those without a finite distance have diverged: neither is chosen.
-    Herding looks at the `updates` [devices, ...] themselves, projected or not.
-    """
-    usable = (distances >= d_min) & distances.isfinite()
-    order = sorted((i for i in range(len(ids)) if usable[i]), key=lambda i: ids[i])
+    """Return the positions of the chosen devices in order of id; at most `count`, ties by lower id."""
+    order = usable(distances, ids, d_min)
     d = distances[order]
     if rule == "nearest":
         picked = d.sort(stable=True).indices
@@ -69,15 +63,22 @@ def select(
         picked = d.sort(descending=True, stable=True).indices
     elif rule == "random":
         picked = torch.randperm(len(order), generator=rng)
-    elif rule == "herding" and updates is not None:
-        picked = torch.tensor(herd(updates[order], count), dtype=torch.int64)
     else:
-        raise unknown("selection rule", rule, ("nearest", "farthest", "random", "herding"))
+        raise unknown("selection rule", rule, ("nearest", "farthest", "random"))
     return [order[i] for i in sorted(picked[:count].tolist())]
 
 
+def usable(distances: Tensor, ids: Sequence[int], d_min: float) -> list[int]:
+    """Return the positions of the devices that may be chosen, in order of id.
+
+    Devices nearer than d_min carry no update, and devices without a finite distance have diverged.
+    """
+    fit = (distances >= d_min) & distances.isfinite()
+    return sorted((i for i in range(len(ids)) if fit[i]), key=lambda i: ids[i])
+
+
 def herd(x: Tensor, count: int) -> list[int]:
-    """Rows of x [n, d] whose mean is near the mean of all: added one by one, each time the row that helps most."""
+    """Return rows of x [n, d] whose mean is near the mean of all; each step adds the row that helps most."""
     target = x.mean(0)
     chosen: list[int] = []
     total = torch.zeros_like(target)
@@ -90,9 +91,9 @@ def herd(x: Tensor, count: int) -> list[int]:
 
 
 def projected(update: Tensor, dims: int, rng: torch.Generator) -> Tensor:
-    """A random projection [dims] of a vector [p]: every entry is added to one of the sums, with a random sign.
+    """Return a random projection [dims] of a vector [p]: every entry is added to one of the sums, with a random sign.
 
-    With equal generators inner products are kept in expectation, and no matrix [p, dims] is needed.
+    With equal generators, inner products are kept in expectation, and no matrix [p, dims] is needed.
     """
     to = torch.randint(dims, update.shape, generator=rng)
     sign = torch.randint(2, update.shape, generator=rng) * 2 - 1
@@ -100,6 +101,6 @@ def projected(update: Tensor, dims: int, rng: torch.Generator) -> Tensor:
 
 
 def ranks_by_size(uploads: Sequence[Upload]) -> list[int]:
-    """Numbers for devices that do not depend on their ids: their ranks by samples, then by id."""
+    """Return the devices' ranks by samples, then by id: numbers that do not depend on how devices are numbered."""
     order = sorted(range(len(uploads)), key=lambda i: (uploads[i].samples, uploads[i].sender))
     return [order.index(i) for i in range(len(uploads))]
