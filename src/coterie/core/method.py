@@ -32,6 +32,7 @@ class Settings(BaseModel):
     """Typed settings of a method; a subclass lists them with defaults, bounds and a line of description."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    fixed: ClassVar[Mapping[str, Any]] = {}  # defaults that make a variant (parts/variants.py)
 
 
 @dataclass(frozen=True)

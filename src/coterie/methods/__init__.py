@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from coterie.core.method import Method
 from coterie.errors import CoterieError, unknown
-from coterie.methods.stored import ALWAYS
+from coterie.methods.stored import ALWAYS, FORMER
 
 GROUP = "coterie.methods"  # entry points of other packages
 # name of a method: module below coterie.methods and class
@@ -270,3 +270,9 @@ def sentence(where: str, error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{where}: {name} is missing"
     return f"{where}: {name} = {first.get('input')!r} is invalid: {text}"
+
+
+__all__ = [
+    "BUILT_IN", "FORMER", "GROUP", "READINGS", "build", "canonical", "controls", "fields", "find", "known", "resolve",
+    "restored", "sentence", "unusual_reading", "written_out",
+]  # fmt: skip

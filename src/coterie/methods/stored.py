@@ -1,4 +1,4 @@
-"""Settings of version 0.1 that are no longer settings.
+"""What files of version 0.1 call otherwise: settings of methods, and names of classes.
 
 In version 0.1 one class held all readings of a paper, with settings that chose between protocols. Files of that version
 hold every setting, so that `coterie.methods.restored` can find the class that does the same today.
@@ -14,4 +14,13 @@ ALWAYS: dict[str, dict[str, Any]] = {
     "ECSFLMendedRandom": {"select": "random"},
     "ECSFLMendedFarthest": {"select": "farthest"},
     "FedGMHMended": {"heads": "common", "write": "average", "decay_on": "round"},
+}
+# Class: the name that checkpoints of version 0.1 have for it.
+FORMER = {
+    "ECSFLMended": "ECSFL",
+    "ECSFLMendedFarthest": "ECSFLFarthest",
+    "ECSFLMendedMeanAll": "ECSFLMeanAll",
+    "ECSFLMendedRandom": "ECSFLRandom",
+    "ECSFLWeighted": "ECSFL",
+    "FedGMHMended": "FedGMH",
 }

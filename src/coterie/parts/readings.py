@@ -1,8 +1,8 @@
 """Readings of a paper: named presets over a method's other settings.
 
-`paper` is the text, `code` what the authors' published code (or the framework they evaluated in) does, `mended` the
-smallest change that keeps the paper's idea and works. The defaults of a variant override a reading, and the
-user's settings override both.
+`paper` or `text` is what the paper says, `code` what the authors' published code (or the framework they evaluated in)
+does. The defaults of a variant override a reading, and the user's settings override both. Readings with different
+protocols are different classes (coterie.methods.READINGS).
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,9 @@ from coterie.core.method import Settings
 
 
 class ReadingSettings(Settings):
-    """Settings with a field `reading` and a table of what each reading sets; the fields' own defaults are `paper`."""
+    """Settings with a field `reading` and a table of what each reading sets."""
 
     readings: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    fixed: ClassVar[Mapping[str, Any]] = {}  # what a variant sets in every reading (see with_defaults)
 
     @model_validator(mode="before")
     @classmethod
@@ -29,6 +28,6 @@ class ReadingSettings(Settings):
 
     @classmethod
     def preset(cls, reading: Any) -> dict[str, Any]:
-        """What a reading sets of the settings that this class has; nothing for one it does not know."""
-        found = cls.readings.get(reading, {}) if isinstance(reading, str) else {}
-        return {name: value for name, value in found.items() if name in cls.model_fields}
+        """Return what a reading sets of the settings that this class has; nothing for an unknown reading."""
+        values = cls.readings.get(reading, {}) if isinstance(reading, str) else {}
+        return {name: value for name, value in values.items() if name in cls.model_fields}

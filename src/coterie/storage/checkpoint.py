@@ -9,6 +9,7 @@ from coterie.core.method import EdgeId, State
 from coterie.engine import codec
 from coterie.engine.ledger import Page
 from coterie.errors import CoterieError
+from coterie.methods import FORMER
 from coterie.runtimes.base import Runtime
 from coterie.storage.client_states import Index
 from coterie.storage.run_folder import Folder, checkpoints, read_checkpoint, round_of
@@ -105,7 +106,7 @@ def read(path: Path, method: str) -> Checkpoint:
         raise CoterieError(f"{path} cannot be used: {e}") from e
     if not isinstance(saved, Checkpoint):
         raise CoterieError(f"{path} is not a checkpoint")
-    if saved.method != method:
+    if saved.method not in (method, FORMER.get(method)):
         raise WrongMethodError(f"{path} is a checkpoint of {saved.method}, not of {method}")
     return saved
 
