@@ -15,7 +15,7 @@ from coterie.errors import CoterieError, unknown
 _BLOCK = 1 << 20
 _TIMEOUT = 30.0  # seconds without a byte
 
-Progress = Callable[[str, int, int], None]  # file name, bytes received, bytes in total (0: unknown)
+FetchProgress = Callable[[str, int, int], None]  # file name, bytes received, bytes in total (0: unknown)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ SOURCES: dict[str, tuple[str, tuple[SourceFile, ...]]] = {
 
 
 def fetch_dataset(
-    name: str, folder: Path | None = None, progress: Progress = lambda file, done, total: None
+    name: str, folder: Path | None = None, progress: FetchProgress = lambda file, done, total: None
 ) -> list[Path]:
     """Return the files of a data set, downloading them unless they are on this machine already."""
     if name not in DATASETS:
@@ -147,7 +147,7 @@ def fetch_dataset(
     return paths
 
 
-def fetch_file(source: SourceFile, folder: Path, progress: Progress = lambda file, done, total: None) -> Path:
+def fetch_file(source: SourceFile, folder: Path, progress: FetchProgress = lambda file, done, total: None) -> Path:
     """Download one file; continue a partial download, and remove a file whose checksum is wrong."""
     target = folder / source.name
     if target.exists() and _md5(target) == source.md5:
@@ -164,7 +164,7 @@ def fetch_file(source: SourceFile, folder: Path, progress: Progress = lambda fil
     return target
 
 
-def _receive(source: SourceFile, part: Path, progress: Progress) -> None:
+def _receive(source: SourceFile, part: Path, progress: FetchProgress) -> None:
     received = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(source.url, headers={"Range": f"bytes={received}-"} if received else {})
     try:

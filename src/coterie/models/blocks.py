@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from coterie.errors import CoterieError
 from coterie.train import native
 
-Shape = tuple[int, ...]
+ItemShape = tuple[int, ...]
 
 
 class Conv(NamedTuple):
@@ -72,7 +72,7 @@ class ConvNet(Dense):
 
     def __init__(
         self,
-        shape: Shape,
+        shape: ItemShape,
         classes: int,
         blocks: Sequence[Conv],
         hidden: Sequence[int],
@@ -109,5 +109,5 @@ def _mean_pool(x: Tensor, size: tuple[int, ...]) -> Tensor:
     return F.adaptive_avg_pool2d(x, (size[0], size[1])) if len(size) == 2 else F.adaptive_avg_pool1d(x, size[0])
 
 
-def shape_text(shape: Shape) -> str:
+def shape_text(shape: ItemShape) -> str:
     return "x".join(map(str, shape))

@@ -23,7 +23,7 @@ def is_assignment(model: str | None) -> bool:
     return model is not None and "=" in model
 
 
-def parse_assignment(text: str) -> list[tuple[range, str]]:
+def parse_client_models(text: str) -> list[tuple[range, str]]:
     """Return the parts of an assignment: a range of clients, and the name of their model."""
     parts = []
     for part in text.split(","):
@@ -40,7 +40,7 @@ def assign_models(model: str | PerClient, clients: Sequence[int]) -> dict[int, s
     if isinstance(model, PerClient):
         return {i: model.pick(i) for i in clients}
     out: dict[int, str | nn.Module | ModelFactory] = {}
-    for ids, name in parse_assignment(model):
+    for ids, name in parse_client_models(model):
         if ids and max(ids) >= len(clients):
             raise CoterieError(
                 f'model "{model}" names client {max(ids)}, but clients are numbered 0 to {len(clients) - 1}'

@@ -17,7 +17,7 @@ from torch import nn
 
 from coterie.core.layers import layout
 from coterie.errors import CoterieError, unknown
-from coterie.models.blocks import Shape
+from coterie.models.blocks import ItemShape
 from coterie.models.zoo import ZOO
 
 ENTRY_POINT_GROUP = "coterie.models"  # entry points of other packages: factory(shape, classes, **options)
@@ -182,7 +182,7 @@ def _checked(name: str, factory: ModelFactory, options: Mapping[str, Any]) -> di
     return checked
 
 
-def _call(name: str, factory: ModelFactory, shape: Shape, classes: int, options: Mapping[str, Any]) -> nn.Module:
+def _call(name: str, factory: ModelFactory, shape: ItemShape, classes: int, options: Mapping[str, Any]) -> nn.Module:
     """Call factory(shape, classes), factory(classes) or factory(), by names or number of its parameters."""
     parameters = [p for p in _parameters(factory).values() if p.name not in options]
     facts = dict(zip(_FACTS, (shape, classes, classes), strict=True))
@@ -207,7 +207,7 @@ def _call(name: str, factory: ModelFactory, shape: Shape, classes: int, options:
     return module
 
 
-def _fit(name: str, module: nn.Module, shape: Shape, classes: int, dtype: torch.dtype | None, task: str) -> None:
+def _fit(name: str, module: nn.Module, shape: ItemShape, classes: int, dtype: torch.dtype | None, task: str) -> None:
     """Run two items of zeros through the model; raise CoterieError if it does not fit the data."""
     declared = dtype or getattr(module, "takes", None)
     candidates = [declared] if declared is not None else [torch.float32, torch.int64]  # int64: a model for tokens

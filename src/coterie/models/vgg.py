@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coterie.errors import CoterieError
-from coterie.models.blocks import Conv, ConvNet, Shape, shape_text
+from coterie.models.blocks import Conv, ConvNet, ItemShape, shape_text
 
 WIDTHS = (64, 128, 256, 256, 512, 512, 512, 512)
 _POOLED = (1, 2, 4, 6, 8)  # blocks that end in a max-pool
@@ -25,7 +25,7 @@ _TORCHVISION_NAMES |= {"classifier.0": "fc1", "classifier.3": "fc2", "classifier
 class VGG11(ConvNet):
     """VGG11; grey pictures become three equal channels, and pictures below 32x32 are padded with zeros or resized."""
 
-    def __init__(self, shape: Shape, classes: int, head_input: int | None, resize: Literal["pad", "bilinear"]):
+    def __init__(self, shape: ItemShape, classes: int, head_input: int | None, resize: Literal["pad", "bilinear"]):
         if shape[0] not in (1, 3):
             raise CoterieError(
                 f"vgg11 takes pictures of 1 or 3 channels; the data's items have shape {shape_text(shape)}"

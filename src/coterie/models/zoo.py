@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from coterie.errors import CoterieError
-from coterie.models.blocks import Conv, ConvNet, Dense, Shape, shape_text
+from coterie.models.blocks import Conv, ConvNet, Dense, ItemShape, shape_text
 from coterie.models.vgg import VGG11
 
 Positive = Annotated[int, Field(ge=1)]
@@ -30,37 +30,37 @@ def _listed(value: Any) -> Any:
 Widths = Annotated[tuple[Positive, ...], BeforeValidator(_listed)]
 
 
-def lenet5(shape: Shape, classes: int, *, batch_norm: bool = True, fc: Literal[3, 2] = 3) -> nn.Module:
+def lenet5(shape: ItemShape, classes: int, *, batch_norm: bool = True, fc: Literal[3, 2] = 3) -> nn.Module:
     """LeNet5 of the FedCPMD paper: two 5x5 convolutions (6, 16) with batch norm, fully connected 120, 84."""
     _picture("lenet5", shape, 16)
     blocks = [Conv(6, 5, batch_norm=batch_norm), Conv(16, 5, batch_norm=batch_norm)]
     return ConvNet(shape, classes, blocks, [120, 84][: fc - 1])
 
 
-def lenet5_nobn(shape: Shape, classes: int, *, fc: Literal[3, 2] = 3) -> nn.Module:
+def lenet5_nobn(shape: ItemShape, classes: int, *, fc: Literal[3, 2] = 3) -> nn.Module:
     """LeNet5 without batch norm."""
     return lenet5(shape, classes, batch_norm=False, fc=fc)
 
 
-def lenet5_2fc(shape: Shape, classes: int, *, batch_norm: bool = True) -> nn.Module:
+def lenet5_2fc(shape: ItemShape, classes: int, *, batch_norm: bool = True) -> nn.Module:
     """LeNet5 with two fully connected layers instead of three."""
     return lenet5(shape, classes, batch_norm=batch_norm, fc=2)
 
 
-def fedpc_cnn(shape: Shape, classes: int, *, classifier_bias: bool = True) -> nn.Module:
+def fedpc_cnn(shape: ItemShape, classes: int, *, classifier_bias: bool = True) -> nn.Module:
     """CNN of the FedPC paper: two 5x5 convolutions (64, 64), fully connected 384, 192."""
     _picture("fedpc-cnn", shape, 16)
     return ConvNet(shape, classes, [Conv(64, 5), Conv(64, 5)], [384, 192], bias=classifier_bias)
 
 
-def fedgmh_cnn(shape: Shape, classes: int) -> nn.Module:
+def fedgmh_cnn(shape: ItemShape, classes: int) -> nn.Module:
     """Four-layer CNN of the FedGMH paper: two 5x5 convolutions (32, 64), fully connected 512."""
     _picture("fedgmh-cnn", shape, 16)
     return ConvNet(shape, classes, [Conv(32, 5), Conv(64, 5)], [512])
 
 
 def ecsfl_cnn(
-    shape: Shape,
+    shape: ItemShape,
     classes: int,
     *,
     padding: Literal[1, 0] = 1,
@@ -74,14 +74,14 @@ def ecsfl_cnn(
     return ConvNet(shape, classes, blocks, [384, 192])
 
 
-def scfpfl_cnn(shape: Shape, classes: int) -> nn.Module:
+def scfpfl_cnn(shape: ItemShape, classes: int) -> nn.Module:
     """CNN of the SC-FPFL paper: two 5x5 convolutions (6, 16) and one linear layer."""
     _picture("scfpfl-cnn", shape, 16)
     return ConvNet(shape, classes, [Conv(6, 5), Conv(16, 5)], [])
 
 
 def vgg11(
-    shape: Shape,
+    shape: ItemShape,
     classes: int,
     *,
     head_input: Literal[512, 2048, 25088] | None = None,
@@ -118,17 +118,17 @@ class NormFlat(Flat):
         return self.classifier(x)  # type: ignore[no-any-return]
 
 
-def mlp(shape: Shape, classes: int, *, hidden: Widths = (64,), batch_norm: bool = False) -> nn.Module:
+def mlp(shape: ItemShape, classes: int, *, hidden: Widths = (64,), batch_norm: bool = False) -> nn.Module:
     """Fully connected net; `hidden` lists the widths of its hidden layers."""
     return (NormFlat if batch_norm else Flat)(prod(shape), list(hidden), classes)
 
 
-def mlp_bn(shape: Shape, classes: int, *, hidden: Widths = (64, 32)) -> nn.Module:
+def mlp_bn(shape: ItemShape, classes: int, *, hidden: Widths = (64, 32)) -> nn.Module:
     """Small fully connected net with batch norm; it has every kind of layer that a method may need."""
     return mlp(shape, classes, hidden=hidden, batch_norm=True)
 
 
-def logistic(shape: Shape, classes: int) -> nn.Module:
+def logistic(shape: ItemShape, classes: int) -> nn.Module:
     """Logistic regression: one linear layer."""
     return Flat(prod(shape), [], classes)
 
@@ -150,7 +150,7 @@ class TextNet(Dense):
 
 
 def text_net(
-    shape: Shape,
+    shape: ItemShape,
     classes: int,
     *,
     vocab: Positive = 8192,
@@ -167,7 +167,7 @@ def text_net(
 
 
 def text_bn(
-    shape: Shape, classes: int, *, vocab: Positive = 8192, width: Positive = 64, hidden: Widths = (64,)
+    shape: ItemShape, classes: int, *, vocab: Positive = 8192, width: Positive = 64, hidden: Widths = (64,)
 ) -> nn.Module:
     """Word vectors, their mean with batch norm, a small MLP; items are token numbers below `vocab`, 0 is padding."""
     return text_net(shape, classes, vocab=vocab, width=width, hidden=hidden, batch_norm=True)
@@ -211,7 +211,7 @@ class RatingNet(nn.Module):
 
 
 def ratings(
-    shape: Shape, classes: int, *, vocab: Positive = 8192, width: Positive = 8, start: float = 3.0
+    shape: ItemShape, classes: int, *, vocab: Positive = 8192, width: Positive = 8, start: float = 3.0
 ) -> nn.Module:
     """Matrix factorisation; an item is a number below `vocab`, a client is a person, `start` is the mean rating."""
     if shape != (1,):
@@ -221,7 +221,7 @@ def ratings(
     return RatingNet(vocab, width, classes, start)
 
 
-def signal(shape: Shape, classes: int, *, batch_norm: bool = True, hidden: Widths = (64,)) -> nn.Module:
+def signal(shape: ItemShape, classes: int, *, batch_norm: bool = True, hidden: Widths = (64,)) -> nn.Module:
     """Three 1-D convolutions (32, 64, 64), mean over time, a small MLP; items are [channels, time]."""
     if len(shape) != 2 or shape[1] < 8:
         raise CoterieError(
@@ -232,7 +232,7 @@ def signal(shape: Shape, classes: int, *, batch_norm: bool = True, hidden: Width
     return ConvNet(shape, classes, blocks, list(hidden), to=(1,))
 
 
-def _picture(name: str, shape: Shape, side: int) -> None:
+def _picture(name: str, shape: ItemShape, side: int) -> None:
     """Raise CoterieError unless items are pictures [channels, height, width] of at least side x side."""
     if len(shape) != 3 or min(shape[1:]) < side:
         smallest = f" of {side}x{side} or more" if side > 1 else ""

@@ -17,7 +17,7 @@ from coterie.federation.identity import authority
 from coterie.federation.identity.authority import Certs
 from coterie.federation.localhost import processes
 from coterie.federation.localhost.processes import Child
-from coterie.models.per_client import is_assignment, parse_assignment
+from coterie.models.per_client import is_assignment, parse_client_models
 from coterie.models.registry import WITH_NORM
 from coterie.storage.atomic import write_atomic
 
@@ -134,7 +134,7 @@ class LocalNodes:
         """Allow the run's method and model: on one machine the operator of all nodes has chosen them."""
         path = self.folder / "allow.toml"
         model = str(self.model_name)
-        models = [name for _, name in parse_assignment(model)] if is_assignment(model) else [model]
+        models = [name for _, name in parse_client_models(model)] if is_assignment(model) else [model]
         allowed = {"methods": [self.method], **({} if self.model_name in (None, WITH_NORM) else {"models": models})}
         write_atomic(path, "".join(f"{k} = {json.dumps(v)}\n" for k, v in allowed.items()).encode(), durable=False)
         return ["--allow", str(path)]

@@ -47,7 +47,7 @@ from coterie.engine.session import Session
 from coterie.errors import CoterieError, unknown
 from coterie.federation.payload_kinds import BytesByKind
 from coterie.federation.protocol.messages import Request
-from coterie.models.per_client import is_assignment, parse_assignment
+from coterie.models.per_client import is_assignment, parse_client_models
 from coterie.models.registry import ENTRY_POINT_GROUP, WITH_NORM
 from coterie.models.zoo import ZOO
 
@@ -147,7 +147,7 @@ class Allow:
         """Refuse settings beyond what is allowed, before anything that they name is imported or built."""
         self._check_method(s.method)
         if s.model is not None:
-            for name in [n for _, n in parse_assignment(s.model)] if is_assignment(s.model) else [s.model]:
+            for name in [n for _, n in parse_client_models(s.model)] if is_assignment(s.model) else [s.model]:
                 self._check_model(name)
         for name, value in s.model_options.items():
             values = value if isinstance(value, list) else [value]
