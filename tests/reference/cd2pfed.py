@@ -10,7 +10,7 @@ ABOUT = About(
     (
         "no code was found: ramps, weight of the distillation and averaging over epochs are our reading",
         "no distillation while some layer has no private or no shared channel",
-        "a newcomer's private channels are the initial ones (the paper averages everybody's outputs)",
+        "a newcomer's private channels are the initial ones (the paper averages the outputs of all clients)",
     ),
 )
 

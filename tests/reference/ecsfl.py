@@ -11,7 +11,7 @@ ABOUT = About(
     f"{PAPER} (`reading = paper`), our change (`reading = mended`)",
     (
         "where the paper contradicts itself: weights 1/d over all (6) in `paper`, the mean over the nearest (10) in "
-        "`ecs-fl-nearest`; nobody stops before it has trained (8)",
+        "`ecs-fl-nearest`; no device stops before it has trained (8)",
     ),
 )
 

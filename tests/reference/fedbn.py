@@ -8,7 +8,7 @@ ABOUT = About(
     BOTH,
     (
         "mean by samples (`weighting = uniform`; the authors' clients are of equal size)",
-        "who never trained is scored with batch-norm statistics of its own data (`recalibrate = False`)",
+        "a client that never trained is scored with batch-norm statistics of its own data (`recalibrate = False`)",
     ),
 )
 

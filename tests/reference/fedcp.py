@@ -12,7 +12,7 @@ ABOUT = About(
         "the context of a client's first round is made from its own head, not random",
         "scored without Gumbel noise",
         "batch-norm statistics travel (`bn_stats = local`)",
-        "somebody who is not sampled is scored with the newest policy and global head, not with those it had",
+        "a client that is not sampled is scored with the newest policy and global head, not with its previous ones",
     ),
 )
 

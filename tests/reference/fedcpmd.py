@@ -15,7 +15,7 @@ ABOUT = About(
     (
         "`reading = code`: clusters take turns in the same rounds, not one after another; the text's distances",
         "counters stay with the client, which sends the layer in the lead",
-        "who never voted is asked for its layer when phase 2 begins, without training",
+        "a client that never voted sends its layer when phase 2 begins, without training",
     ),
 )
 Tree = dict[str, Tensor]

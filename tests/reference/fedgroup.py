@@ -8,7 +8,7 @@ from reference import CODE, About, Case, Result, World, average, ce, copied, loa
 ABOUT = About(
     CODE,
     (
-        "everybody pre-trains in the opening round; the authors' newcomers do so when they are first sampled",
+        "all clients pre-train in round 0; in the authors' code clients do so when they are first sampled",
         "a later newcomer trains E epochs, not the 50 steps of the cold start",
         "no FedGrouProx",
     ),

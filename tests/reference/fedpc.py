@@ -25,7 +25,7 @@ from reference import (
 
 ABOUT = About(
     f"{PAPER} (`reading = paper`), loss of the framework (`reading = code`), our change (`reading = mended`)",
-    ("who missed round 0 follows the largest group; a group without participants keeps what it has",),
+    ("a client that missed round 0 belongs to the largest group; a group without participants keeps its body",),
 )
 Sets = dict[int, Tensor]  # prototypes by class
 

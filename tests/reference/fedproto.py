@@ -11,7 +11,7 @@ ABOUT = About(
         "class means come from one pass after training, not from features while the model moves",
         "uniform mean over clients as in the authors' code (`weighting = samples`: the paper's, by counts)",
         "the head decides (`decide = nearest`)",
-        "a class that nobody sent in a round keeps its prototype",
+        "a class that no client sent in a round keeps its prototype",
     ),
 )
 

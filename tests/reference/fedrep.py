@@ -9,7 +9,7 @@ ABOUT = About(
     (
         "batch norm of the frozen body stands still in the head phase",
         "no last round of the heads alone (`final_epochs`, view `adapted`)",
-        "who was never sampled holds the initial head, not the mean of the others' heads",
+        "a client that was never sampled has the initial head, not the mean of the other clients' heads",
         "the frozen head does not drift by momentum, as it did with the PyTorch of that time",
         "mean by samples (`weighting = uniform` as for their CIFAR and MNIST)",
     ),

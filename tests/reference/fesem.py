@@ -8,7 +8,7 @@ ABOUT = About(
     "paper's equations, FlexCFL's rule for participants",
     (
         "the authors re-cluster every few rounds on a few layers and skip clusters of one; here each round, all layers",
-        "centres are means of those who answered in the round; who was never seen gets a random centre",
+        "centres are means of the clients that answered in the round; a client without an answer gets a random centre",
     ),
 )
 

@@ -10,7 +10,7 @@ ABOUT = About(
     PAPER,
     (
         "metric, linkage and threshold of the paper are unconfirmed: l2, ward, a quantile of the heights",
-        "who missed the clustering round joins the nearest cluster when it answers",
+        "a client that missed the clustering round joins the nearest cluster when it answers",
     ),
 )
 

@@ -9,7 +9,12 @@ from torch import nn
 from coterie.core.rng import key, torch_rng
 from reference import CODE, About, Case, Result, World, average, body, copied, head, load, tensors
 
-ABOUT = About(CODE, ("round tau is of everybody and is averaged (there, a further training of everybody that is not)",))
+ABOUT = About(
+    CODE,
+    (
+        "all clients train in round tau, which is averaged (in the authors' code an additional training without averaging)",
+    ),
+)
 
 
 def projected(points: np.ndarray, sizes: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from reference.fedbn import norm_names
 ABOUT = About(
     CODE,
     (
-        "means over those who answered (the authors divide by their 4 clients); others keep their deputy",
+        "means are over the clients that answered (the authors divide by their 4 clients); others keep their deputy",
         "layers are told by type, not by name",
         "the first epoch of every local training recovers",
     ),

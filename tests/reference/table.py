@@ -1,4 +1,4 @@
-"""Writes docs/parity.md from the references: `python tests/reference/table.py`."""
+"""Write docs/parity.md from the references: `python tests/reference/table.py`."""
 
 import sys
 from pathlib import Path
@@ -11,18 +11,19 @@ from reference import TOLERANCE, abouts, cases
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 INTRODUCTION = f"""# Agreement with papers and authors' code
 
-Every method is written a second time in `tests/reference/`, in plain PyTorch, from the paper's equations or from what
-the authors' public code does. `tests/test_parity.py` runs both sides for three rounds on six clients of unequal size,
-half of them in each round, with short last batches, on an MLP and on a small CNN with batch norm, from the same first
-weights and with the same batches. It compares the weights of server and clients to {TOLERANCE:.0e}, and the clients'
-predictions, which add up what the weights differ by, to five times that. Changed methods are shown to fail it.
+Every method is written a second time in `tests/reference/`, in plain PyTorch, from the paper's equations or after the
+authors' public code. `tests/methods/test_parity.py` runs both versions for three rounds on six clients of unequal size,
+half of them in each round, with short last batches, on an MLP and on a small CNN with batch norm, from the same initial
+weights and with the same batches. It compares the weights of server and clients up to {TOLERANCE:.0e}, and the clients'
+predictions, in which differences of weights add up, up to five times that. A test also checks that changed methods fail
+the comparison.
 
-"Authors' code" means: the reference follows what that code does under the settings named; "paper's equations": no such
-code was found, or it was not followed. The letter is the certainty on the method's page: A checked against the authors'
-code, B against others' code, P written from the paper itself, C reconstructed from published descriptions.
-Departures are those of the defaults; a setting in brackets undoes one.
+"Authors' code" means that the reference does what that code does with these settings. "Paper's equations" means that no
+code of the authors was found, or that it was not followed. The letter is the certainty on the method's page: A, checked
+against the authors' code; B, checked against other code; P, written from the paper; C, reconstructed from published
+descriptions. Departures are those of the default settings; a setting in brackets removes one.
 
-This page is written by `python tests/reference/table.py` and checked by a test.
+`python tests/reference/table.py` writes this page, and a test checks that it is up to date.
 
 | method | | agrees with | settings compared | departures that remain |
 |---|---|---|---|---|
