@@ -11,9 +11,7 @@ from reference import CODE, About, Case, Result, World, average, body, copied, h
 
 ABOUT = About(
     CODE,
-    (
-        "all clients train in round tau, which is averaged (in the authors' code an additional training without averaging)",
-    ),
+    ("all clients train in round tau, which is averaged (the authors' code trains without averaging)",),
 )
 
 
