@@ -10,6 +10,8 @@ from torch import nn
 import coterie
 from coterie.engine import provenance as origins
 from coterie.errors import CoterieError
+from coterie.methods import find
+from coterie.storage import atomic as disk
 from support.own_objects import OwnMethod, OwnNet, no_data, own_data
 
 FEW = {"clients": 4, "rounds": 2, "epochs": 1, "join": 1.0, "partition": "iid", "workers": 1, "eval_every": 2}
@@ -89,6 +91,27 @@ def test_a_built_model_with_other_first_values_is_refused(tmp_path):
 def test_a_data_function_that_makes_no_data_gets_a_sentence(data, says):
     with pytest.raises(CoterieError, match=says):
         coterie.run("fedavg", data, **FEW)
+
+
+@pytest.mark.parametrize("method", ["fedrep", OwnMethod])
+def test_a_run_whose_method_has_changed_is_refused(method, tmp_path, monkeypatch):
+    run = coterie.run(method, own_data, OwnNet, out=tmp_path / "r", **FEW)
+    assert coterie.open_run(run.path).personal(0) is not None
+    changed = (find(method) if isinstance(method, str) else method).__module__
+    read = origins._read_module
+
+    def edited(name):
+        module = read(name)
+        return (f"{module[0]}\nX = 1\n", module[1]) if name == changed else module
+
+    monkeypatch.setattr(origins, "_read_module", edited)
+    for use in (lambda: coterie.resume(run.path, rounds=4), lambda: coterie.open_run(run.path).personal(0)):
+        with pytest.raises(CoterieError, match=r"the code of the method .* has changed since .* was made"):
+            use()
+    settings = run.path / "settings.json"
+    content = disk.read_json(settings)
+    disk.write_json(settings, {**content, "digests": {}})  # as version 0.1 wrote for methods of its own
+    assert coterie.open_run(run.path).session().method
 
 
 def test_digests_tell_code_apart_and_leave_pytorch_out():

@@ -31,7 +31,7 @@ def test_the_digest_covers_the_modules_that_a_method_imports_from_its_own_packag
     assert method_digest(method) == before != method_digest(find("fedavg"))
     changing = set()
     for name, code in files.items():
-        (package / name).write_text(f"{code}# a change\n")
+        (package / name).write_text(f"{code}CHANGED = 1\n")
         if method_digest(method) != before:
             changing.add(name)
         (package / name).write_text(code)
@@ -57,7 +57,7 @@ def test_the_digest_covers_the_modules_and_parts_of_a_method_and_no_others(
 
     def edited(name: str) -> tuple[str, str] | None:
         module = read(name)
-        return (f"{module[0]}# a change\n", module[1]) if module is not None and name == changed else module
+        return (f"{module[0]}CHANGED = 1\n", module[1]) if module is not None and name == changed else module
 
     monkeypatch.setattr(provenance, "_read_module", edited)
     assert {name for name, digest in before.items() if method_digest(find(name)) != digest} == methods
@@ -70,3 +70,24 @@ def test_the_digest_of_a_class_without_a_module_file_is_that_of_its_code() -> No
         return method_digest(names["M"])
 
     assert digest("1") == digest("1") != digest("2")
+
+
+def test_the_digest_does_not_depend_on_comments_docstrings_and_blank_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "from coterie import Method\nclass Said(Method):\n    n = '# no comment'\n"
+        "    def f(self):\n        return '''x'''\n"
+    )
+    prose = code.replace("class Said(Method):", "class Said(Method):\n    '''Two\n    lines.'''\n")
+    prose = prose.replace("    def f(self):", "    # why\n    def f(self):  # what\n        '''One.'''\n")
+    prose = f"'''Module.'''\n\n{prose}"
+    file = tmp_path / "said.py"
+    file.write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    method = importlib.import_module("said").Said
+    before = method_digest(method)
+    file.write_text(prose)
+    assert method_digest(method) == before
+    file.write_text(code.replace("# no comment", "# a comment"))
+    assert method_digest(method) != before

@@ -4,7 +4,9 @@ import ast
 import hashlib
 import importlib.util
 import inspect
+import io
 import sys
+import tokenize
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -55,7 +57,8 @@ def method_digest(method: type) -> str:
     """Return a digest of the source code of a method, by which hosts can tell whether theirs is the same.
 
     It covers the modules of the class and of its bases and, transitively, the modules that these import from
-    `coterie.methods`, `coterie.parts` and their own top-level packages. Compiled modules are left out.
+    `coterie.methods`, `coterie.parts` and their own top-level packages. Compiled modules, comments and docstrings are
+    left out.
     """
     bases = [cls for cls in method.__mro__ if _top_level(cls.__module__) not in _KNOWN_BY_VERSION]
     own = {_top_level(cls.__module__) for cls in bases} - {"coterie"}
@@ -70,10 +73,11 @@ def method_digest(method: type) -> str:
                 for other in _imports(sources[name], package)
                 if other.startswith(("coterie.methods.", "coterie.parts.")) or _top_level(other) in own
             ]
-    sources |= {f"{cls.__module__}:{cls.__qualname__}": _code(cls) for cls in bases if cls.__module__ not in sources}
+    code = {name: _without_prose(source) for name, source in sources.items()}
+    code |= {f"{cls.__module__}:{cls.__qualname__}": _code(cls) for cls in bases if cls.__module__ not in sources}
     digest = hashlib.sha256()
-    for name in sorted(sources):
-        digest.update(f"{name} {len(sources[name])}\n{sources[name]}".encode())
+    for name in sorted(code):
+        digest.update(f"{name} {len(code[name])}\n{code[name]}".encode())
     return digest.hexdigest()
 
 
@@ -106,6 +110,22 @@ def _imports(source: str, package: str) -> tuple[str, ...]:
             module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
     return tuple(names)
+
+
+@cache
+def _without_prose(source: str) -> str:
+    """Return source code without comments, docstrings and blank lines. It does not depend on the version of Python."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = node.body[:1] if ast.get_docstring(node) is not None else []
+            for line in range(docstring[0].lineno, (docstring[0].end_lineno or 0) + 1) if docstring else ():
+                lines[line - 1] = ""
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _is_users(thing: object) -> bool:

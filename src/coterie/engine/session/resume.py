@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from coterie.config import Engine, RunSettings
 from coterie.core.method import Method
+from coterie.engine.provenance import code_digest, method_digest, origin
 from coterie.engine.session.build import prepare
 from coterie.engine.session.spec import Objects, Session
 from coterie.errors import CoterieError
@@ -39,11 +40,15 @@ def rebuild(
     for name, where in run["objects"].items():
         if given.get(name) != where and name != "data":  # the partition's identity covers the data
             raise CoterieError(f"{path} was made with a {name} of your own ({where}); pass the same {name} again")
+    digests = run.get("digests", {})
     for name, digest in objects.digests().items():
-        if run.get("digests", {}).get(name, digest) != digest:
+        if digests.get(name, digest) != digest:
             raise CoterieError(f"the code of the {name} {given[name]} has changed since {path} was made")
     start = load_file(path / START) if (path / START).exists() else None
     session = prepare(recorded(run, objects.method), engine, objects, start=start, planned_rounds=run["plan"])
+    cls = type(session.method)
+    if "method" in digests and digests["method"] not in (method_digest(cls), code_digest(cls)):  # 0.1: code_digest
+        raise CoterieError(f"the code of the method {origin(cls)} has changed since {path} was made")
     if run.get("tensors", mark := session.tensors()) != mark:
         raise CoterieError(f"this is not the model of {path}: tensor names, shapes or initial values differ")
     now, then = session.federation.identity, run["partition"]

@@ -17,7 +17,7 @@ from coterie.config import PUBLIC, Engine, RunSettings
 from coterie.core.method import Method
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation
-from coterie.engine.provenance import code_digest, origin, recalled
+from coterie.engine.provenance import code_digest, method_digest, origin, recalled
 from coterie.errors import CoterieError
 from coterie.methods import unusual_reading, written_out
 from coterie.models.per_client import PerClient, assign_models, is_assignment
@@ -47,8 +47,8 @@ class Objects:
         return {**origins, "data": self.data_from} if self.data_from else origins
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of the code of method and model; the data are covered by the partition's identity."""
-        return {name: code_digest(_maker(thing)) for name, thing in self._given().items() if name != "data"}
+        """Return a digest of the code of the model; the data are covered by the partition's identity."""
+        return {} if self.model is None else {"model": code_digest(_maker(self.model))}
 
     def _given(self) -> dict[str, object]:
         given = {"method": self.method, "data": self.dataset, "model": self.model}
@@ -189,7 +189,7 @@ class Session:
             },
             "objects": self.objects.described(),
             "task": {"name": self.method.ctx.task.name, "outputs": self.method.ctx.task.outputs},
-            "digests": self.objects.digests(),
+            "digests": {**self.objects.digests(), "method": method_digest(type(self.method))},
             "built": ["model"] if isinstance(self.objects.model, nn.Module | PerClient) else [],
             "tensors": self.tensors(),
             "partition": self.federation.identity,
