@@ -8,8 +8,9 @@ from coterie.core import tree as T
 from coterie.core.method import Batch, Phase, Start, replace
 from coterie.core.rng import key, numpy_rng, torch_rng
 from coterie.methods.fedavg import FedAvg
+from coterie.parts.gradient import clipped
 from coterie.train.optimisers import Optimiser
-from coterie.train.trainer import clipped, train
+from coterie.train.trainer import train
 from support.toy import Toy, bind, clients, mlp, near, same
 
 
@@ -171,7 +172,7 @@ def test_an_optimiser_that_keeps_its_memory_goes_on_where_it_stopped(rule, make)
 
 def test_weight_decay_spares_what_the_phase_says():
     weights = ("0.weight", "2.weight")
-    _, after, _, _ = go(phases=[Phase(decays=weights.__contains__)], rule=Optimiser("sgd", 0.5, 0.1))
+    _, after, _, _ = go(phases=[Phase(weight_decay=lambda k: 0.1 * (k in weights))], rule=Optimiser("sgd", 0.5, 0.1))
     module, (x, y) = mlp(), one(10).parts[0]
     named = dict(module.named_parameters())
     groups = [{"params": [named[k] for k in weights], "weight_decay": 0.1}]
@@ -186,7 +187,7 @@ def test_weight_decay_spares_what_the_phase_says():
 
 
 def test_a_phase_overrides_weight_decay():
-    own, rule = Phase(weight_decay=0.2), Optimiser("sgd", 0.9, 0.05)
+    own, rule = Phase(weight_decay=lambda name: 0.2), Optimiser("sgd", 0.9, 0.05)
     assert same(go(phases=[own], rule=rule)[1], go(rule=Optimiser("sgd", 0.9, 0.2))[1])
     assert not same(go(phases=[own], rule=rule)[1], go(rule=rule)[1])
 

@@ -141,10 +141,8 @@ class Phase:
     update: Update | None = None  # (params, batch, extras, rng) -> params, instead of loss and optimiser
     every_epoch: Callable[[Tree, Extras, ClientData], tuple[Tree, Extras]] | None = None
     clip: float | None = None  # largest gradient norm
-    unclipped: Callable[[Tree, Extras], Tensor] | None = None  # part of the objective whose gradient is not clipped
     lr: float | None = None
-    decays: Predicate = everything  # which entries weight decay acts on
-    weight_decay: float | None = None
+    weight_decay: Callable[[str], float] | None = None  # by name of the entry
 
 
 # ---- the method ------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from coterie.core.method import (
 )
 from coterie.core.schema import Entry, Link, Schema, like
 from coterie.core.tree import Tree
+from coterie.parts.gradient import clipped
 
 
 class FedDynSettings(Settings):
@@ -96,20 +97,23 @@ class FedDyn(Method):
         pull = alpha / 2 * T.sqdist(params, extras["anchor"], self.ctx.net.trainable)
         return self.ctx.loss(params, batch) + alpha * T.dot(extras["h"], params) + pull
 
-    def _linear(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        """The loss without alpha/2 |w|^2 (and the constant)."""
+    def clipped_first(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        """Loss without alpha/2 |w|^2, whose gradient is clipped before alpha w is added."""
+        alpha, names = extras["alpha"], [k for k in params if k in extras["h"]]
         slope = {k: h - extras["anchor"][k] for k, h in extras["h"].items()}
-        alpha: float = extras["alpha"]
-        return self.ctx.loss(params, batch) + alpha * T.dot(slope, params)
-
-    def _square(self, params: Tree, extras: Extras) -> Tensor:
-        own = {k: params[k] for k in extras["h"]}
-        alpha: float = extras["alpha"]
-        return alpha / 2 * T.dot(own, own)
+        loss: Tensor = self.ctx.loss(params, batch) + alpha * T.dot(slope, params)
+        own = {k: params[k] for k in names}
+        gradient: Sequence[Tensor] = torch.autograd.grad(loss, list(own.values()))
+        gradient = gradient if self.hp.clip is None else clipped(gradient, self.hp.clip)
+        squares = torch.autograd.grad(alpha / 2 * T.dot(own, own), list(own.values()))
+        total = {k: g + s for k, g, s in zip(names, gradient, squares, strict=True)}
+        step: Tensor = T.dot(total, params)  # its gradient is `total`
+        return loss.detach() + (step - step.detach())
 
     def phases(self, round: int) -> list[Phase]:
-        found = [replace(phase, clip=self.hp.clip) for phase in super().phases(round)]
-        return [replace(p, loss=self._linear, unclipped=self._square) for p in found] if self.hp.clip_first else found
+        if self.hp.clip_first:
+            return [replace(phase, loss=self.clipped_first) for phase in super().phases(round)]
+        return [replace(phase, clip=self.hp.clip) for phase in super().phases(round)]
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         if round == 0:

@@ -10,10 +10,9 @@ Batch-norm statistics are averaged. The authors' proximal term and server moment
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Extras, Method, Moment, Phase, State, Trained, Tree, Upload
+from coterie.core.method import Card, ClientData, Method, Moment, State, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
 
 STEPS = "x:steps"
@@ -35,16 +34,9 @@ class FedNova(Method):
         steps = Entry((1,), torch.int32, "statistic", "steps", 0, MOST)
         return self.model_schema | Schema({STEPS: steps} if link == "up" else {})
 
-    def phases(self, round: int) -> list[Phase]:
-        return [Phase(self.counted)]
-
-    def counted(self, params: Tree, batch: Batch, extras: Extras) -> tuple[Tensor, Tensor]:
-        """The loss, and a one: the trainer collects those, which counts the steps."""
-        return self.ctx.loss(params, batch), torch.ones(())
-
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, trained, data, round)
-        steps = torch.tensor([min(len(trained.aux), MOST)], dtype=torch.int32)
+        steps = torch.tensor([min(trained.steps, MOST)], dtype=torch.int32)
         return state, Upload({**upload.tree, STEPS: steps})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:

@@ -22,6 +22,7 @@ from coterie.core import tree as T
 from coterie.core.method import (
     Batch,
     Card,
+    Client,
     ClientData,
     Download,
     Extras,
@@ -38,6 +39,7 @@ from coterie.core.method import (
 )
 from coterie.core.schema import Entry, Link, Schema, class_ids, counts
 from coterie.core.tree import Tree
+from coterie.core.views import ModelView
 from coterie.parts.prototypes import collect
 
 MEANS = "x:prototypes"
@@ -171,6 +173,11 @@ class FedPAC(Method):
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         return Model(self._model(state, download))
+
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        if view == "trained" and client.trained is not None:
+            return Model(client.trained.params)  # without extras, whose shapes differ from client to client
+        return super().model(view, client)
 
 
 def combination(i: int, vectors: Tensor, variances: Tensor) -> list[float]:

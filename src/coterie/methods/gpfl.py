@@ -68,7 +68,7 @@ class GPFL(Method):
         return Start({**download, **state["own"]}, {"classes": C, "common": C.mean(0), "own": own})
 
     def phases(self, round: int) -> list[Phase]:
-        return [Phase(self.loss, decays=T.has_tag("x"), weight_decay=self.hp.mu)]
+        return [Phase(self.loss, weight_decay=lambda k: self.hp.mu if T.is_tagged("x", k) else 0.0)]
 
     def valve(self, params: Tree, z: Tensor, condition: Tensor) -> Tensor:
         """relu((gamma(c) + 1) z + beta(c)) of features z [batch, d] and conditions c [..., d]: [..., batch, d]."""

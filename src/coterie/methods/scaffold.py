@@ -23,7 +23,6 @@ from coterie.core.method import (
     Method,
     Model,
     Moment,
-    Phase,
     Settings,
     Start,
     State,
@@ -75,16 +74,12 @@ class Scaffold(Method):
         c = T.tagged(CONTROL, download)
         return Start(params, {"start": params, "c": c, "gap": T.sub(c, state["c"])})
 
-    def phases(self, round: int) -> list[Phase]:
-        return [Phase(self.counted)]
-
-    def counted(self, params: Tree, batch: Batch, extras: Extras) -> tuple[Tensor, Tensor]:
-        """The loss, and a one: the trainer collects those, which counts the steps."""
-        return self.ctx.loss(params, batch) + T.dot(extras["gap"], params), torch.ones(())
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        return self.ctx.loss(params, batch) + T.dot(extras["gap"], params)
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         kept, upload = super().end(state, trained, data, round)
-        steps = len(trained.aux)
+        steps = trained.steps
         change = self._zero()
         if steps:
             rate = 1 / (steps * self.ctx.lr_at(round))

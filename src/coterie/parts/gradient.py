@@ -1,11 +1,14 @@
-"""Gradients for phases with an update rule of their own."""
+"""Gradients for methods with an update rule of their own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from coterie.core.tree import Tree
+
+G = TypeVar("G", Tensor, Tensor | None)
 
 
 def grad(loss: Callable[[Tree], Tensor], params: Tree, names: Iterable[str]) -> Tree:
@@ -19,6 +22,13 @@ def grad(loss: Callable[[Tree], Tensor], params: Tree, names: Iterable[str]) -> 
         value = loss({**params, **leaves})
     got = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(leaves.items(), got, strict=True)}
+
+
+def clipped(gradients: Sequence[G], largest: float) -> list[G]:
+    """Scale gradients so that their common norm is at most `largest`; None stands for an entry without gradient."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([g for g in gradients if g is not None])))
+    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    return [g if g is None else g * factor for g in gradients]
 
 
 def still(params: Tree, names: Iterable[str]) -> Tree:

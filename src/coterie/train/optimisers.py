@@ -33,14 +33,14 @@ def blank(rule: Optimiser, leaves: Sequence[Tensor]) -> Memory:
     return {"momentum": [None] * len(leaves)} if rule.momentum else {}
 
 
-def stepper(rule: Optimiser, leaves: list[Tensor], decays: list[bool], lr: float, memory: Memory | None = None) -> Step:
+def stepper(
+    rule: Optimiser, leaves: list[Tensor], decays: Sequence[float], lr: float, memory: Memory | None = None
+) -> Step:
     """A function of gradients that updates `leaves` and `memory` in place; None leaves an entry of both alone."""
     memory = blank(rule, leaves) if memory is None else memory
     groups = [
-        _group(
-            rule, [i for i, d in enumerate(decays) if d is flag], leaves, lr, rule.weight_decay if flag else 0.0, memory
-        )
-        for flag in dict.fromkeys(decays)
+        _group(rule, [i for i, d in enumerate(decays) if d == decay], leaves, lr, decay, memory)
+        for decay in dict.fromkeys(decays)
     ]
 
     def step(gradients: Sequence[Tensor | None]) -> None:

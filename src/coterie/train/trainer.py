@@ -1,8 +1,8 @@
 """Runs the phases of one client from tensors in memory."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from coterie.core import tree as T
 from coterie.core.method import Batch, ClientData, Context, Extras, Phase, Start, Trained
 from coterie.core.rng import key, torch_rng
 from coterie.core.tree import Tree
+from coterie.parts.gradient import clipped
 from coterie.train.optimisers import Memory, Optimiser, blank, stepper
 
 
@@ -85,13 +86,12 @@ def run_phase(
         return PhaseResult(params, extras, [], steps, seen, torch.zeros(()))
     names = trained_names(ctx, phase, params)
     leaves = [params[k].requires_grad_() for k in names]
-    rule = phase_rule(rule, phase)
     memory = blank(rule, leaves)
     if kept is not None:
         recall(memory, names, *kept)
-    step = stepper(rule, leaves, [phase.decays(k) for k in names], phase_lr(ctx, phase, round), memory)
+    step = stepper(rule, leaves, weight_decays(rule, phase, names), phase_lr(ctx, phase, round), memory)
     assert phase.loss is not None
-    objective, clip, more = phase.loss, phase.clip, phase.unclipped
+    objective, clip = phase.loss, phase.clip
     auxes: list[Any] = []
     total, steps, seen = torch.zeros(()), 0, 0
     if leaves:
@@ -103,8 +103,7 @@ def run_phase(
                     auxes.append(aux)
                 if loss.requires_grad:
                     slopes: Sequence[Tensor | None] = torch.autograd.grad(loss, leaves, allow_unused=True)
-                    slopes = slopes if clip is None else clipped(slopes, clip)
-                    step(slopes if more is None else _added(slopes, more(params, extras), leaves))
+                    step(slopes if clip is None else clipped(slopes, clip))
                 total += loss.detach()
                 steps += 1
                 seen += len(batch.y) if isinstance(batch, Batch) else sum(len(b.y) for b in batch)
@@ -138,19 +137,13 @@ def trained_names(ctx: Context, phase: Phase, params: Tree) -> list[str]:
     return [k for k, v in params.items() if v.is_floating_point() and _trainable(ctx, k) and phase.trains(k)]
 
 
-def phase_rule(rule: Optimiser, phase: Phase) -> Optimiser:
-    """The run's rule with what the phase says otherwise."""
-    return rule if phase.weight_decay is None else replace(rule, weight_decay=phase.weight_decay)
+def weight_decays(rule: Optimiser, phase: Phase, names: Iterable[str]) -> list[float]:
+    """Weight decay of each entry."""
+    return [rule.weight_decay if phase.weight_decay is None else phase.weight_decay(k) for k in names]
 
 
 def phase_lr(ctx: Context, phase: Phase, round: int) -> float:
     return ctx.lr_at(round) if phase.lr is None else phase.lr
-
-
-def _added(gradients: Sequence[Tensor | None], more: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients with those of a further part of the objective."""
-    others = torch.autograd.grad(more, leaves, allow_unused=True)
-    return [a if b is None else b if a is None else a + b for a, b in zip(gradients, others, strict=True)]
 
 
 def _updates(
@@ -166,14 +159,6 @@ def _updates(
             steps += 1
             seen += len(batch.y) if isinstance(batch, Batch) else sum(len(b.y) for b in batch)
     return {k: v.detach() for k, v in params.items()}, steps, seen
-
-
-def clipped(gradients: Sequence[Tensor | None], largest: float) -> list[Tensor | None]:
-    """Gradients scaled so that their common norm is at most `largest`."""
-    live = [g for g in gradients if g is not None]
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(live)))
-    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
-    return [None if g is None else g * factor for g in gradients]
 
 
 def _trainable(ctx: Context, name: str) -> bool:

@@ -3,9 +3,9 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class Recipe:
     names: tuple[str, ...]  # of the whole tree, in its order
     trains: tuple[str, ...]
     moves: tuple[str, ...]  # buffers, which a forward pass may move
-    decays: tuple[bool, ...]
+    decays: tuple[float, ...]  # weight decay of each trained entry
     rule: Optimiser
     clip: float | None
     extra: Extra
@@ -109,6 +109,11 @@ class Recipe:
     def rest(self) -> tuple[str, ...]:
         known = {*self.trains, *self.moves}
         return tuple(k for k in self.names if k not in known)
+
+    def without(self, names: Collection[str]) -> "Recipe":
+        """Return the same step without training these entries."""
+        kept = [(k, d) for k, d in zip(self.trains, self.decays, strict=True) if k not in names]
+        return replace(self, trains=tuple(k for k, _ in kept), decays=tuple(d for _, d in kept))
 
     def memory(self, trained: Sequence[Tensor]) -> list[Tensor]:
         """The optimiser's state at the start of a phase."""
@@ -163,18 +168,15 @@ class Recipe:
             norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
             factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
             gradients = [g * factor for g in gradients]
-        if rule.weight_decay and rule.kind != "adamw":
-            gradients = [
-                g + rule.weight_decay * p if d else g for p, g, d in zip(params, gradients, self.decays, strict=True)
-            ]
+        if rule.kind != "adamw":
+            gradients = [g + d * p if d else g for p, g, d in zip(params, gradients, self.decays, strict=True)]
         if rule.kind == "sgd" and not rule.momentum:
             return [p - lr * g for p, g in zip(params, gradients, strict=True)], []
         if rule.kind == "sgd":
             memory = [rule.momentum * m + g for m, g in zip(memory, gradients, strict=True)]
             return [p - lr * m for p, m in zip(params, memory, strict=True)], memory
-        if rule.weight_decay and rule.kind == "adamw":
-            shrink = 1 - lr * rule.weight_decay
-            params = [p * shrink if d else p for p, d in zip(params, self.decays, strict=True)]
+        if rule.kind == "adamw":
+            params = [p * (1 - lr * d) if d else p for p, d in zip(params, self.decays, strict=True)]
         first = [torch.lerp(m, g, 0.1) for m, g in zip(memory[:n], gradients, strict=True)]
         second = [0.999 * v + 0.001 * g * g for v, g in zip(memory[n:], gradients, strict=True)]
         pace, scale = lr / (1 - 0.9**count), (1 - 0.999**count).sqrt()

@@ -18,8 +18,9 @@ from coterie.core import tree as T
 from coterie.core.method import Batch, Context, Phase
 from coterie.core.rng import key
 from coterie.core.tree import Tree
+from coterie.parts.gradient import clipped
 from coterie.train.optimisers import Optimiser, stepper
-from coterie.train.trainer import clipped, orders, phase_lr, phase_rule, run_phase, starts_of, trained_names
+from coterie.train.trainer import orders, phase_lr, run_phase, starts_of, trained_names, weight_decays
 from coterie.train.vmap.phase import LARGEST, Draws, Member, Stack
 from coterie.train.vmap.step import Extra, Recipe, Steps, UnstackableError, identity, truly_batched
 
@@ -48,8 +49,7 @@ class Stacker:
 
     def _phase(self, at: int, phase: Phase, members: Sequence[Member], round: int) -> None:
         try:
-            own_step = phase.update is not None or phase.every_epoch is not None or phase.unclipped is not None
-            if own_step or phase.batches_per_step > 1:
+            if phase.update is not None or phase.every_epoch is not None or phase.batches_per_step > 1:
                 raise UnstackableError("it has a step of its own")
             name = (at, identity(phase.loss))
             if name in self.reasons:
@@ -103,7 +103,6 @@ class Stacker:
 
     def _recipe(self, name: Any, phase: Phase, first: Member, draws: Draws) -> Recipe | None:
         """What a step does; None if nothing is trained. Checked once against a step of one client alone."""
-        rule = phase_rule(self.rule, phase)
         trains = trained_names(self.ctx, phase, first.params)
         if not trains:
             return None
@@ -116,20 +115,17 @@ class Stacker:
             tuple(first.params),
             tuple(trains),
             moves,
-            tuple(phase.decays(k) for k in trains),
-            rule,
+            tuple(weight_decays(self.rule, phase, trains)),
+            self.rule,
             phase.clip,
             Extra.of(first.extras),
             not self.ctx.net.has_batch_norm,
         )
-        at = (name, recipe.trains, recipe.decays, rule, phase.clip)
+        at = (name, recipe.trains, recipe.decays, phase.clip)
         if at not in self._checked:
-            self._checked[at] = _check(recipe, phase, first, draws[0][0], draws[1][0])
+            self._checked[at] = _check(recipe, first, draws[0][0], draws[1][0])
         padded, unused = self._checked[at]
-        live = tuple(k for k in recipe.trains if k not in unused)
-        return replace(
-            recipe, trains=live, decays=tuple(phase.decays(k) for k in live), padded=recipe.padded and padded
-        )
+        return replace(recipe.without(unused), padded=recipe.padded and padded)
 
 
 def _draws(ctx: Context, phase: Phase, m: Member, round: int, width: int) -> Draws:
@@ -147,7 +143,7 @@ def _draws(ctx: Context, phase: Phase, m: Member, round: int, width: int) -> Dra
     return rows, ([min(ctx.batch, n - a) for a in starts] * len(found))[:steps]
 
 
-def _check(recipe: Recipe, phase: Phase, m: Member, drawn: Tensor, real: int) -> tuple[bool, tuple[str, ...]]:
+def _check(recipe: Recipe, m: Member, drawn: Tensor, real: int) -> tuple[bool, tuple[str, ...]]:
     """One step of one client, alone and in a stack of one: may it be padded, and which entries have no gradient?"""
     columns = m.columns
     short = max(1, real - 1) if recipe.padded else real
@@ -164,8 +160,7 @@ def _check(recipe: Recipe, phase: Phase, m: Member, drawn: Tensor, real: int) ->
     gradients = gradients if recipe.clip is None else clipped(gradients, recipe.clip)
     rule = replace(recipe.rule, kind="sgd", momentum=0.0)  # the plain rule shows a wrong gradient best
     stepper(rule, leaves, list(recipe.decays), 0.1)(gradients)
-    live = tuple(k for k in recipe.trains if k not in unused)
-    recipe = replace(recipe, trains=live, rule=rule, decays=tuple(phase.decays(k) for k in live))
+    recipe = replace(recipe.without(unused), rule=rule)
     for padded in (True, False) if recipe.padded else (False,):
         took = drawn if padded else drawn[:short]
         weight = (torch.arange(len(took)) < short).float()
