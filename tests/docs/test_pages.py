@@ -1,4 +1,4 @@
-"""The documentation is true: its Python runs, its commands parse, its links lead somewhere."""
+"""The documentation agrees with the code: its Python runs, its commands parse, its links exist."""
 
 import contextlib
 import io
@@ -17,6 +17,8 @@ import typer
 from coterie.cli.app import app
 from coterie.cli.options import commas
 from coterie.config import Engine, RunSettings
+from coterie.core.edges import EdgeMethod
+from coterie.core.method import Method
 from coterie.data.settings import PartitionSettings
 from coterie.methods import known
 from coterie.papers import presets
@@ -28,7 +30,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """Fenced blocks of exactly this language; "python norun" is for those that need files nobody has."""
+    """Return fenced blocks of exactly this language; "python norun" marks those that need further files."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.M | re.S)
 
 
@@ -59,14 +61,14 @@ def test_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch) -
 
 @pytest.mark.parametrize("line", commands())
 def test_a_command_of_the_docs_parses(line) -> None:
-    """Names, options and methods exist; nothing is run."""
+    """Check that names, options and methods exist, without running the command."""
     words = shlex.split(line, comments=True)[1:]
     command: Any = typer.main.get_command(app)
     context = click.Context(command)
     while isinstance(command, click.Group):
         name, *words = words
         found = command.get_command(context, name)
-        assert found is not None, f"there is no command {name}"
+        assert found is not None, f"unknown command {name}"
         command, context = found, click.Context(found, parent=context)
     parsed = command.make_context(command.name, list(words))
     if command.name == "figure":
@@ -93,7 +95,7 @@ def test_toml_of_a_page_is_toml(page) -> None:
 
 
 def written_links(page: Path) -> list[str]:
-    """Targets of the links and pictures of a page, code left out."""
+    """Return the targets of links and pictures of a page, except in code."""
     text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.M | re.S)
     return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text))
 
@@ -114,7 +116,7 @@ def catalogue():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_of_a_page_lead_to_files_and_headings(page, catalogue) -> None:
+def test_links_of_a_page_exist(page, catalogue) -> None:
     for link in written_links(page):
         target, _, anchor = link.partition("#")
         if re.match(r"[a-z]+:", target):
@@ -124,7 +126,7 @@ def test_links_of_a_page_lead_to_files_and_headings(page, catalogue) -> None:
         assert file.exists() or made in catalogue.generated(), f"{page.name} links to {link}, which does not exist"
         if anchor and file.suffix == ".md":
             text = catalogue.generated()[made]() if made in catalogue.generated() else file.read_text()
-            assert anchor in anchors(catalogue.fill(text)), f"{page.name} links to {link}: there is no such heading"
+            assert anchor in anchors(catalogue.fill(text)), f"{page.name} links to {link}: the heading does not exist"
 
 
 def test_links_of_the_readme_are_absolute_and_lead_to_files() -> None:
@@ -181,6 +183,25 @@ def test_the_page_of_environment_variables_has_all_of_ours() -> None:
     )
 
 
+def test_the_page_about_the_code_names_modules_and_functions_that_exist() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    source = ROOT / "src" / "coterie"
+    rows = re.findall(r"^\| [^|]+ \| `([\w/]+\.py)` \| `(\w+)` \| ([^|]*)\|$", text, flags=re.M)
+    assert len(rows) > 8
+    for module, function, hooks in rows:
+        assert re.search(rf"^\s*(def|class) {function}\b", (source / module).read_text(), flags=re.M), (
+            module,
+            function,
+        )
+        for hook in re.findall(r"`(\w+)`", hooks):
+            assert hasattr(Method, hook) or hasattr(EdgeMethod, hook), hook
+    packages = set(re.findall(r"`(\w+)/`", text))
+    assert {p.name for p in source.iterdir() if (p / "__init__.py").exists()} <= packages
+    assert all(
+        (source / name).exists() for name in re.findall(r"`([\w/]+\.py)`", text) if name != "tests/test_imports.py"
+    )
+
+
 @pytest.mark.long
 def test_the_site_builds_strictly_and_needs_no_network(tmp_path) -> None:
     site = tmp_path / "site"
@@ -194,5 +215,5 @@ def test_the_site_builds_strictly_and_needs_no_network(tmp_path) -> None:
             f"{page} needs a network"
         )
     assert "warmup_epochs" in (site / "search" / "search_index.json").read_text()
-    for name in ("run", "Method", "schema.Schema", "testing.check"):
+    for name in ("run", "Method", "core.schema.Schema", "testing.check"):
         assert f'id="coterie.{name}"' in (site / "api.html").read_text(), name
