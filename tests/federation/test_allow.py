@@ -19,7 +19,7 @@ from coterie.engine.messages import ScoreRequest, TrainRequest
 from coterie.errors import CoterieError
 from coterie.federation.device import DeviceHandler
 from coterie.federation.edge import EdgeHandler
-from coterie.federation.policy.allow import GOVERNED, KINDS, Allow, Spent
+from coterie.federation.policy.allow import ALLOWED_KINDS, GOVERNED_SETTINGS, Allow, ByteBudget
 from coterie.federation.policy.allow_example import example_policy
 from coterie.federation.protocol.version import PROTOCOL
 from coterie.methods import known
@@ -65,7 +65,7 @@ def test_a_method_is_a_name(method: str) -> None:
 
 @pytest.mark.parametrize("options", [{"a": {}}, {"a": [[1]]}, {"a": "x" * 999}, {"a": [1] * 999}, {"a b": 1}, {"": 1}])
 def test_options_of_a_model_are_plain(options: dict[str, Any]) -> None:
-    refused(Allow(), "is no plain value", model_options=options)
+    refused(Allow(), "is not a plain value", model_options=options)
 
 
 def test_only_listed_methods_and_models_are_allowed() -> None:
@@ -82,7 +82,7 @@ def test_installed_code_of_others_must_be_listed(monkeypatch: pytest.MonkeyPatch
     from coterie.federation.policy import allow as module
 
     monkeypatch.setattr(methods, "_points", lambda: {"theirs": None})
-    monkeypatch.setattr(module, "_origins", lambda group: {"theirs": "their.code:Thing"})
+    monkeypatch.setattr(module, "_code_of_names", lambda group: {"theirs": "their.code:Thing"})
     refused(Allow(), 'the method "theirs" is not one of Coterie\'s own', method="theirs")
     refused(
         Allow(methods=("theirs",)), 'the model "theirs" is not one of Coterie\'s own', method="theirs", model="theirs"
@@ -114,7 +114,7 @@ def test_settings_are_held_against_their_rules() -> None:
 
 
 def test_every_governed_setting_and_no_method_has_such_a_name() -> None:
-    assert set(GOVERNED) <= set(RunSettings.model_fields) and not set(GOVERNED) & set(known())
+    assert set(GOVERNED_SETTINGS) <= set(RunSettings.model_fields) and not set(GOVERNED_SETTINGS) & set(known())
 
 
 # ---- bounds --------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_training_for_evaluation_is_bounded_too() -> None:
 
 
 def test_bytes_are_counted_by_round_and_run_before_they_leave() -> None:
-    spent = Spent(Allow(bytes_up=100, bytes_down=50))
+    spent = ByteBudget(Allow(bytes_up=100, bytes_down=50))
     spent.count("up", "a", 1, 60)
     spent.count("down", "a", 1, 50)
     with pytest.raises(CoterieError, match="round 1 would send 120 bytes, this host allows 100 in a round"):
@@ -184,12 +184,12 @@ def test_bytes_are_counted_by_round_and_run_before_they_leave() -> None:
 
 
 # ---- what leaves ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", KINDS[:-1])
+@pytest.mark.parametrize("kind", ALLOWED_KINDS[:-1])
 def test_a_kind_leaves_only_if_it_may(kind: Any) -> None:
     schema = Schema({"x": Entry((3,), kind=kind)})
     sizes = {kind: 12, "numbers": 24}
     Allow.of({"leave": {"kinds": [kind]}}).check_leaving(schema, ["x"], sizes)
-    others = Allow.of({"leave": {"kinds": [k for k in KINDS if k != kind]}})
+    others = Allow.of({"leave": {"kinds": [k for k in ALLOWED_KINDS if k != kind]}})
     with pytest.raises(CoterieError, match=f'this host does not let "{kind}" leave, which the method sends .x.'):
         others.check_leaving(schema, ["x"], sizes)
     others.check_leaving(schema, [], {"numbers": 24})
@@ -323,5 +323,6 @@ def test_a_cloud_cannot_run_code_on_a_device_or_an_edge(tmp_path: Path, model: s
     for hello in (device.hello, EdgeHandler(None).hello):  # type: ignore[arg-type]  # it is not asked for its nodes
         with pytest.raises(CoterieError, match=f'the code "{model}" as its model, which this host does not allow'):
             hello(plan)
+    device.close()
     assert not (tmp_path / "marker").exists()
     assert not (tmp_path / "state" / RUN).exists()  # nor is the plan kept

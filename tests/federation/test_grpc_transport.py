@@ -507,11 +507,10 @@ def test_a_port_of_another_service_is_an_error_and_not_tried_again(
 
     def answer(service: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            peer, _ = service.accept()
-            if secure:
-                context.wrap_socket(peer, server_side=True).recv(1)
-            else:
-                peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            peer = service.accept()[0]
+            with context.wrap_socket(peer, server_side=True) if secure else peer as connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                connection.recv(1)
 
     with socket.create_server(("127.0.0.1", 0)) as service:
         threading.Thread(target=answer, args=(service,), daemon=True).start()

@@ -22,7 +22,7 @@ from coterie.errors import CoterieError
 from coterie.export.personal_model import as_module, describe_model, write_model
 from coterie.federation.device_states import KEEP_STATES, DeviceStates, lock_folder
 from coterie.federation.payload_kinds import of_answer, of_request, total_bytes
-from coterie.federation.policy.allow import Allow, Spent
+from coterie.federation.policy.allow import Allow, ByteBudget
 from coterie.federation.policy.audit import AUDIT_FILE, AuditLine, AuditLog
 from coterie.federation.protocol.messages import Answer, Common, DeviceJob, Hello, PlanText, RunOver, with_common
 from coterie.federation.protocol.plan import RUN_ID, FederationPlan
@@ -52,7 +52,7 @@ class DeviceHandler:
 
     def __post_init__(self) -> None:
         self._lock = lock_folder(self.state)
-        self._spent = Spent(self.allow)
+        self._spent = ByteBudget(self.allow)
         self._audit = AuditLog(self.state / AUDIT_FILE)
         self._offered = ""  # text of the last plan
         self._refusal = ""  # run and reason of the last refused plan, which the cloud offers again and again

@@ -1,9 +1,9 @@
-"""What the operator of a device or an edge allows a cloud to ask: `--allow FILE`, a TOML file.
+"""The policy of a device or an edge: what its operator allows a cloud to ask for. Read from `--allow FILE`, in TOML.
 
-    methods = ["fedavg", "fedrep"]             # default: Coterie's own
-    models = ["mlp", "wards.models:ChestNet"]  # default: Coterie's own, and no code by module path
+    methods = ["fedavg", "fedrep"]             # default: all methods of Coterie
+    models = ["mlp", "wards.models:ChestNet"]  # default: all models of Coterie, and no code by module path
 
-    [settings]                # those of the run that are not named here must have their defaults
+    [settings]                # a setting of the run that is not listed must have its default value
     lr = {max = 0.1}
     batch = [16, 32]
 
@@ -12,16 +12,16 @@
 
     [bounds]
     rounds = 200
-    epochs = 10               # local, in a round, all phases together
+    epochs = 10               # local epochs in a round, all phases together
     bytes_down = "20 MB"      # in a round
     bytes_up = "2 MB"
 
-    [leave]                   # what may leave: kinds of entries, and their names
+    [leave]                   # payload entries that may leave the host, by kind and by name
     kinds = ["model", "scores"]
     entries = ["body.*"]
 
-A plan is held against it before anything that the plan names is imported or built. Bounds are held again in every
-round, against what is really asked and really about to leave.
+A plan is checked before anything that it names is imported or built. Bounds are checked again in every round, against
+the actual request and the actual answer.
 """
 
 import fnmatch
@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -51,153 +51,150 @@ from coterie.models.per_client import is_assignment, parse_client_models
 from coterie.models.registry import ENTRY_POINT_GROUP, WITH_NORM
 from coterie.models.zoo import ZOO
 
-WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
-PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:([A-Za-z_][A-Za-z0-9_.]*|\*)")
-SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(kB|MB|GB)")
-UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
-LONGEST = 200  # characters or items of an option of the model
-KINDS = (*get_args(Kind), "scores")  # scores: counts of right predictions and the like, per class
-# settings of a run that decide what a device computes or tells; the others are the cloud's own affair
-GOVERNED = (
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+_CODE_PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:([A-Za-z_][A-Za-z0-9_.]*|\*)")
+_BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(kB|MB|GB)")
+_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
+_MAX_OPTION = 200  # characters or items of an option of the model
+ALLOWED_KINDS = (*get_args(Kind), "scores")  # scores: counts of predictions per class, such as correct ones
+# settings of a run that decide what a device computes or sends; the others concern only the cloud
+GOVERNED_SETTINGS = (
     "batch", "lr", "lr_decay", "optimizer", "momentum", "weight_decay", "opt_state", "bn_stats", "eval_every", "watch",
     "final_trained", "headline",
 )  # fmt: skip
-NEVER = ("warm_start", "official", "log_updates")  # read files here, or send models that no method sends
-T = TypeVar("T")
+_FORBIDDEN_SETTINGS = ("warm_start", "official", "log_updates")  # read local files, or send undeclared models
 
 
 @dataclass(frozen=True)
-class Rule:
-    """The values that a setting may have."""
+class SettingRule:
+    """The values that a setting may have: a list, or a range."""
 
     values: tuple[Any, ...] | None = None
     low: float = -math.inf
     high: float = math.inf
 
-    def holds(self, value: Any) -> bool:
+    def allows(self, value: Any) -> bool:
+        """True if the setting may have this value; True and 1 are different values."""
         if self.values is not None:
             return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in self.values)
         return isinstance(value, int | float) and not isinstance(value, bool) and self.low <= value <= self.high
 
     def __str__(self) -> str:
         if self.values is not None:
-            return " or ".join(map(_word, self.values)) if self.values else "no value at all"
+            return " or ".join(map(_shown, self.values)) if self.values else "no value at all"
         if math.isinf(self.low) or math.isinf(self.high):
             return f"at most {self.high:g}" if math.isinf(self.low) else f"at least {self.low:g}"
         return f"{self.low:g} to {self.high:g}"
 
 
-Rules = Mapping[str, Rule]
+SettingRules = Mapping[str, SettingRule]
 
 
 @dataclass(frozen=True)
 class Allow:
-    """The operator's word; the default is that of a device without a file."""
+    """The policy of a host; the defaults are those of a host without a policy file."""
 
-    methods: tuple[str, ...] | None = None  # None: Coterie's own
-    models: tuple[str, ...] | None = None
-    settings: Rules | None = None  # of the run; None: any
-    of_method: Mapping[str, Rules] = field(default_factory=dict)  # of methods; others may have any
+    methods: tuple[str, ...] | None = None  # None: all methods of Coterie
+    models: tuple[str, ...] | None = None  # None: all models of Coterie
+    settings: SettingRules | None = None  # rules for the run's settings; None: any value
+    method_settings: Mapping[str, SettingRules] = field(default_factory=dict)  # by method; any value for others
     rounds: float = math.inf
     epochs: float = math.inf
     bytes_down: float = math.inf  # in a round
-    bytes_up: float = math.inf
-    kinds: tuple[str, ...] = KINDS
+    bytes_up: float = math.inf  # in a round
+    kinds: tuple[str, ...] = ALLOWED_KINDS
     entries: tuple[str, ...] = ("*",)
 
     @staticmethod
     def read(path: Path | None) -> "Allow":
-        """The file, checked; without one the default."""
+        """Return the policy in a TOML file, or the default policy without a file."""
         if path is None:
             return Allow()
         try:
-            found = tomllib.loads(path.read_text())
+            tables = tomllib.loads(path.read_text())
         except OSError as e:
             raise CoterieError(f"{path} cannot be read: {e.strerror}") from None
         except (ValueError, RecursionError) as e:
             raise CoterieError(f"{path} is not TOML: {e}") from None
         try:
-            return Allow.of(found)
+            return Allow.of(tables)
         except CoterieError as e:
             raise CoterieError(f"{path}: {e}") from None
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> "Allow":
-        _known("key", given, ("methods", "models", "settings", "bounds", "leave"))
-        made: dict[str, Any] = {}
-        if "methods" in given:
-            made["methods"] = tuple(_method(name) for name in _words("methods", given["methods"]))
-        if "models" in given:
-            made["models"] = tuple(_model(name) for name in _words("models", given["models"]))
-        if "settings" in given:
-            made["settings"], made["of_method"] = _settings(_table("settings", given["settings"]))
-        bounds, leave = _table("bounds", given.get("bounds", {})), _table("leave", given.get("leave", {}))
-        _known("bound", bounds, BOUNDS)
-        made |= {name: BOUNDS[name](name, value) for name, value in bounds.items()}
-        _known("key of [leave]", leave, ("kinds", "entries"))
-        if "kinds" in leave:
-            made["kinds"] = _words("kinds", leave["kinds"])
-            _known("kind", made["kinds"], KINDS)
-        if "entries" in leave:
-            made["entries"] = _words("entries", leave["entries"])
-        return Allow(**made)
+    def of(tables: Mapping[str, Any]) -> "Allow":
+        """Return the policy in the tables of a file; raise CoterieError about the first mistake."""
+        _check_known("key", tables, ("methods", "models", "settings", "bounds", "leave"))
+        policy: dict[str, Any] = {}
+        if "methods" in tables:
+            policy["methods"] = tuple(map(_method, _names("methods", tables["methods"])))
+        if "models" in tables:
+            policy["models"] = tuple(map(_model, _names("models", tables["models"])))
+        if "settings" in tables:
+            policy["settings"], policy["method_settings"] = _settings(_table("settings", tables["settings"]))
+        bounds, leave = _table("bounds", tables.get("bounds", {})), _table("leave", tables.get("leave", {}))
+        _check_known("bound", bounds, _BOUNDS)
+        policy |= {name: _BOUNDS[name](name, value) for name, value in bounds.items()}
+        _check_known("key of [leave]", leave, ("kinds", "entries"))
+        policy |= {name: _names(name, value) for name, value in leave.items()}
+        _check_known("kind", policy.get("kinds", ()), ALLOWED_KINDS)
+        return Allow(**policy)
 
     # ---- a plan ------------------------------------------------------------------------------------------------------
-    def check_plan(self, s: RunSettings) -> None:
-        """Refuse settings beyond what is allowed, before anything that they name is imported or built."""
-        self._check_method(s.method)
-        if s.model is not None:
-            for name in [n for _, n in parse_client_models(s.model)] if is_assignment(s.model) else [s.model]:
+    def check_plan(self, settings: RunSettings) -> None:
+        """Raise CoterieError if a plan asks for more than is allowed; nothing that it names is imported or built."""
+        self._check_method(settings.method)
+        if (model := settings.model) is not None:
+            for name in [n for _, n in parse_client_models(model)] if is_assignment(model) else [model]:
                 self._check_model(name)
-        for name, value in s.model_options.items():
+        for name, value in settings.model_options.items():
             values = value if isinstance(value, list) else [value]
-            if not name.isidentifier() or len(values) > LONGEST or not all(map(_plain, values)):
-                raise CoterieError(f"the plan's model option {name[:80]!r} is no plain value")
-        for name in NEVER:
-            if getattr(s, name):
+            if not name.isidentifier() or len(values) > _MAX_OPTION or not all(map(_is_plain, values)):
+                raise CoterieError(f"the plan's model option {name[:80]!r} is not a plain value")
+        for name in _FORBIDDEN_SETTINGS:
+            if getattr(settings, name):
                 raise CoterieError(f"the plan sets {name}, which no host of a federation allows")
         if self.settings is not None:
-            _check_rules(self.settings, {n: getattr(s, n) for n in GOVERNED}, {n: _default(n) for n in GOVERNED})
-        if (rules := self.of_method.get(m.canonical(s.method))) is not None:
-            reading = {k: v for k, v in s.settings.items() if k == "reading"}
-            chosen, usual = (m.written_out(s.method, m.build(s.method, own)) for own in (s.settings, reading))
-            if "reading" in usual:
-                usual["reading"] = m.fields(s.method)["reading"].default
-            _check_rules(rules, chosen, usual)
-        if s.rounds > self.rounds:
-            raise CoterieError(f"the plan asks for {s.rounds} rounds, this host allows {self.rounds:g}")
-        if s.epochs > self.epochs:
-            raise CoterieError(f"the plan asks for {s.epochs:g} epochs in a round, this host allows {self.epochs:g}")
-        if "scores" not in self.kinds and s.watch:
+            defaults = {name: RunSettings.model_fields[name].default for name in GOVERNED_SETTINGS}
+            _check_rules(self.settings, {name: getattr(settings, name) for name in GOVERNED_SETTINGS}, defaults)
+        if (rules := self.method_settings.get(m.canonical(settings.method))) is not None:
+            _check_rules(rules, *_chosen_and_default(settings.method, settings.settings))
+        if settings.rounds > self.rounds:
+            raise CoterieError(f"the plan asks for {settings.rounds} rounds, this host allows {self.rounds:g}")
+        if settings.epochs > self.epochs:
+            raise CoterieError(
+                f"the plan asks for {settings.epochs:g} epochs in a round, this host allows {self.epochs:g}"
+            )
+        if "scores" not in self.kinds and settings.watch:
             raise CoterieError('this host does not let "scores" leave, so the plan must set watch = false')
 
     def _check_method(self, name: str) -> None:
-        if not WORD.fullmatch(name):
+        if not _PLAIN_NAME.fullmatch(name):
             raise CoterieError(f"the plan's method {name[:80]!r} is not the name of an installed method")
         key = m.canonical(name)
         if key not in m.known():
             raise unknown("method", name, m.known())
-        if self.methods is None and _theirs(m.GROUP, key):
+        if self.methods is None and _is_foreign(m.GROUP, key):
             raise CoterieError(f'the method "{key}" is not one of Coterie\'s own, and this host does not allow it')
         if self.methods is not None and key not in self.methods:
             raise CoterieError(f'this host does not allow the method "{key}"')
 
     def _check_model(self, name: str) -> None:
-        if WORD.fullmatch(name):
-            if self.models is None and name not in ZOO and _theirs(ENTRY_POINT_GROUP, name):
+        if _PLAIN_NAME.fullmatch(name):
+            if self.models is None and name not in ZOO and _is_foreign(ENTRY_POINT_GROUP, name):
                 raise CoterieError(f'the model "{name}" is not one of Coterie\'s own, and this host does not allow it')
             if self.models is not None and name not in self.models and name != WITH_NORM:
                 raise CoterieError(f'this host does not allow the model "{name}"')
             return
-        if not PATH.fullmatch(name) or name.endswith("*"):
+        if not _CODE_PATH.fullmatch(name) or name.endswith("*"):
             raise CoterieError(f"the plan's model {name[:80]!r} is neither a name nor package.module:name")
         if not {name, f"{name.partition(':')[0]}:*"} & set(self.models or ()):
             raise CoterieError(f'the plan names the code "{name}" as its model, which this host does not allow')
 
     def check_session(self, session: Session, samples: int | None) -> None:
-        """Refuse what is known only once method and model are built: the model that nobody named, what is sent.
+        """Check what is known only once method and model are built: a default model, payloads, epochs.
 
-        `samples` are those of training here; an edge has none.
+        `samples` is the number of training samples of this host; None for an edge.
         """
         if session.settings.model in (None, WITH_NORM):
             self._check_model(str(session.model_of(0)))
@@ -205,17 +202,17 @@ class Allow:
         up, down = method.schema("up"), method.schema("down")
         for name, entry in up.entries.items():
             if not entry.optional and not up.may_be_empty:
-                self._check_leaves(name, entry.kind)
-        for words, least, most in (
-            ("sends at least", _least(up), self.bytes_up), ("receives at least", _least(down), self.bytes_down),
-        ):  # fmt: skip
-            if least > most:
-                raise CoterieError(f"a round of this method {words} {least} bytes, this host allows {most:.0f}")
+                self._check_entry(name, entry.kind)
+        for verb, schema, allowed in (("sends", up, self.bytes_up), ("receives", down, self.bytes_down)):
+            if (size := _smallest_bytes(schema)) > allowed:
+                raise CoterieError(
+                    f"a round of this method {verb} at least {size} bytes, this host allows {allowed:.0f}"
+                )
         self._check_epochs(method, method.phases(1), samples, 1)
 
     # ---- a round -----------------------------------------------------------------------------------------------------
     def check_request(self, method: Method, request: Request, samples: int) -> None:
-        """Refuse a job before any work is done for it."""
+        """Raise CoterieError if a request is not allowed, before any work is done for it."""
         last = self.rounds + isinstance(request, ScoreRequest)  # the models of the last round are scored after it
         if request.round > last:
             raise CoterieError(f"round {request.round} is beyond the {self.rounds:g} rounds that this host allows")
@@ -225,198 +222,202 @@ class Allow:
             self._check_epochs(method, method.adapt(), samples, request.round)
 
     def _check_epochs(self, method: Method, phases: Iterable[Phase], samples: int | None, round: int) -> None:
-        total = epochs_of(method, phases, samples)
+        total = count_epochs(method, phases, samples)
         if total > self.epochs + 1e-9:
             raise CoterieError(f"round {round} would train for {total:g} epochs, this host allows {self.epochs:g}")
 
     def check_leaving(self, up: Schema, upload: Iterable[str], sizes: BytesByKind) -> None:
-        """Refuse an answer that holds what may not leave."""
+        """Raise CoterieError if an answer contains entries or scores that may not leave."""
         for name in upload:
             entry = up.entries.get(name)
-            self._check_leaves(name, "unknown" if entry is None else entry.kind)
+            self._check_entry(name, "unknown" if entry is None else entry.kind)
         if "scores" in sizes and "scores" not in self.kinds:
             raise CoterieError('this host does not let "scores" leave')
 
-    def _check_leaves(self, name: str, kind: str) -> None:
+    def _check_entry(self, name: str, kind: str) -> None:
         if kind not in self.kinds:
             raise CoterieError(f'this host does not let "{kind}" leave, which the method sends ({name})')
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.entries):
             raise CoterieError(f'this host does not let the entry "{name}" leave, which the method sends')
 
 
-class Spent:
-    """Bytes of the rounds of one run, in and out, repeated questions included."""
+class ByteBudget:
+    """Counts the bytes of each round of a run, repeated requests included, and keeps them within the policy."""
 
     def __init__(self, allow: Allow):
         self.allow = allow
         self._run, self._bytes = "", dict[tuple[str, int], int]()
 
     def count(self, way: str, run: str, round: int, size: int) -> None:
-        """Raises before the bound is passed; what was refused is not counted."""
+        """Add `size` bytes; raise CoterieError, and add nothing, if that would exceed the bound."""
         if run != self._run:
             self._run, self._bytes = run, {}
-        most = self.allow.bytes_up if way == "up" else self.allow.bytes_down
+        allowed = self.allow.bytes_up if way == "up" else self.allow.bytes_down
         total = self._bytes.get((way, round), 0) + size
-        if total > most:
-            word = "send" if way == "up" else "receive"
-            raise CoterieError(f"round {round} would {word} {total} bytes, this host allows {most:.0f} in a round")
+        if total > allowed:
+            verb = "send" if way == "up" else "receive"
+            raise CoterieError(f"round {round} would {verb} {total} bytes, this host allows {allowed:.0f} in a round")
         self._bytes[way, round] = total
 
 
-def epochs_of(method: Method, phases: Iterable[Phase], samples: int | None) -> float:
-    """Of all phases together; steps count as the part of an epoch that they are, if there are samples."""
+def count_epochs(method: Method, phases: Iterable[Phase], samples: int | None) -> float:
+    """Return the epochs of all phases together; steps count as a fraction of an epoch, or 0 without samples."""
     batches = math.inf if samples is None else max(1, math.ceil(samples / method.ctx.batch))
-    found = 0.0
-    for p in phases:
-        if p.steps is not None:
-            found += p.steps * p.batches_per_step / batches
+    total = 0.0
+    for phase in phases:
+        if phase.steps is not None:
+            total += phase.steps * phase.batches_per_step / batches
         else:
-            found += method.ctx.epochs if p.epochs is None else p.epochs
-    return found
+            total += method.ctx.epochs if phase.epochs is None else phase.epochs
+    return total
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
-def _known(what: str, given: Iterable[str], names: Iterable[str]) -> None:
-    choices = list(names)
-    for name in given:
+# ---- reading a file ------------------------------------------------------------------------------------------------
+def _check_known(what: str, names: Iterable[str], choices: Iterable[str]) -> None:
+    for name in names:
         if name not in choices:
-            raise unknown(what, str(name), choices)
+            raise unknown(what, str(name), list(choices))
 
 
-def _table(name: str, given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise CoterieError(f"{name} = {given!r} is invalid: it must be a table, [{name}]")
-    return given
+def _invalid(name: str, value: Any, reason: str) -> CoterieError:
+    return CoterieError(f"{name} = {value!r} is invalid: {reason}")
 
 
-def _words(name: str, given: Any) -> tuple[str, ...]:
-    if not isinstance(given, list) or not all(isinstance(w, str) and w for w in given):
-        raise CoterieError(f'{name} = {given!r} is invalid: it must be a list of names, such as ["a", "b"]')
-    return tuple(given)
+def _table(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _invalid(name, value, f"it must be a table, [{name}]")
+    return value
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(w, str) and w for w in value):
+        raise _invalid(name, value, 'it must be a list of names, such as ["a", "b"]')
+    return tuple(value)
 
 
 def _method(name: str) -> str:
     key = m.canonical(name)
-    if key not in m.known():
-        raise unknown("method", name, m.known())
+    _check_known("method", [key], m.known())
     return key
 
 
 def _model(name: str) -> str:
-    if PATH.fullmatch(name):
-        return name
-    if ":" in name:
-        raise CoterieError(f'model "{name}" must be a name, package.module:name or package.module:*')
-    names = [*ZOO, *_origins(ENTRY_POINT_GROUP)]
-    if name not in names:
-        raise unknown("model", name, names)
+    if not _CODE_PATH.fullmatch(name):
+        if ":" in name:
+            raise CoterieError(f'model "{name}" must be a name, package.module:name or package.module:*')
+        _check_known("model", [name], [*ZOO, *_code_of_names(ENTRY_POINT_GROUP)])
     return name
 
 
-def _settings(given: Mapping[str, Any]) -> tuple[Rules, dict[str, Rules]]:
-    """Rules of the run's settings, and of those of methods."""
-    of_run: dict[str, Rule] = {}
-    of_method: dict[str, Rules] = {}
-    for name, value in given.items():
-        if name in GOVERNED:
-            of_run[name] = _rule(name, value, RunSettings.model_fields[name])
+def _settings(table: Mapping[str, Any]) -> tuple[SettingRules, dict[str, SettingRules]]:
+    """Return the rules for the run's settings, and those for the settings of methods."""
+    run_rules: dict[str, SettingRule] = {}
+    method_rules: dict[str, SettingRules] = {}
+    for name, value in table.items():
+        if name in GOVERNED_SETTINGS:
+            run_rules[name] = _rule(name, value, RunSettings.model_fields[name])
         elif m.canonical(name) in m.known():
-            fields = m.fields(name)
-            table = _table(f"settings.{name}", value)
-            _known(f"setting of {name}", table, fields)
-            of_method[m.canonical(name)] = {k: _rule(k, v, fields[k]) for k, v in table.items()}
+            fields, rules = m.fields(name), _table(f"settings.{name}", value)
+            _check_known(f"setting of {name}", rules, fields)
+            method_rules[m.canonical(name)] = {k: _rule(k, v, fields[k]) for k, v in rules.items()}
         else:
-            raise unknown("setting", name, [*GOVERNED, *m.known()])
-    return of_run, of_method
+            raise unknown("setting", name, [*GOVERNED_SETTINGS, *m.known()])
+    return run_rules, method_rules
 
 
-def _rule(name: str, given: Any, about: FieldInfo) -> Rule:
-    kind: TypeAdapter[Any] = TypeAdapter(Annotated[about.annotation, about])  # type: ignore[arg-type]  # known at run time
+def _rule(name: str, value: Any, about: FieldInfo) -> SettingRule:
+    """Return the rule that a value, a list of values or a table of min and max stands for."""
+    if isinstance(value, dict):
+        if not value or not set(value) <= {"min", "max"}:
+            raise _invalid(name, value, "it must be a value, a list of values or {min = 1, max = 2}")
+        low, high = value.get("min", -math.inf), value.get("max", math.inf)
+        are_numbers = all(type(v) in (int, float) for v in value.values())
+        if not are_numbers or not {int, float} & {about.annotation, *get_args(about.annotation)} or low > high:
+            raise _invalid(name, value, "min and max are numbers, of a setting that is a number")
+        return SettingRule(None, low, high)
+    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[about.annotation, about])  # type: ignore[arg-type]  # known at run time
 
-    def checked(value: Any) -> Any:
+    def validated(item: Any) -> Any:
         try:
-            return kind.validate_python(value, strict=True)
+            return adapter.validate_python(item, strict=True)
         except ValidationError as e:
-            reason = m.sentence(name, e).partition("is invalid: ")[2]
-            raise CoterieError(f"{name} = {value!r} is invalid: {reason}") from None
+            raise _invalid(name, item, m.sentence(name, e).partition("is invalid: ")[2]) from None
 
-    if isinstance(given, dict) and given and set(given) <= {"min", "max"}:
-        low, high = given.get("min", -math.inf), given.get("max", math.inf)
-        numbers = all(type(v) in (int, float) for v in given.values())
-        if not numbers or not {int, float} & {about.annotation, *get_args(about.annotation)} or low > high:
-            raise CoterieError(f"{name} = {given!r} is invalid: min and max are numbers, of a setting that is a number")
-        return Rule(None, low, high)
-    if isinstance(given, dict):
-        raise CoterieError(
-            f"{name} = {given!r} is invalid: it must be a value, a list of values or {{min = 1, max = 2}}"
-        )
-    return Rule(tuple(checked(v) for v in given) if isinstance(given, list) else (checked(given),))
+    return SettingRule(tuple(map(validated, value if isinstance(value, list) else [value])))
 
 
-def _whole(name: str, given: Any) -> float:
-    if type(given) is not int or given < 1:
-        raise CoterieError(f"{name} = {given!r} is invalid: it must be a whole number, at least 1")
-    return given
+def _positive_int(name: str, value: Any) -> float:
+    if type(value) is not int or value < 1:
+        raise _invalid(name, value, "it must be a whole number, at least 1")
+    return value
 
 
-def _number(name: str, given: Any) -> float:
-    if type(given) not in (int, float) or not 0 < given < math.inf:
-        raise CoterieError(f"{name} = {given!r} is invalid: it must be a number above 0")
-    return float(given)
+def _positive_number(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise _invalid(name, value, "it must be a number above 0")
+    return float(value)
 
 
-def _size(name: str, given: Any) -> float:
-    if type(given) is int and given > 0:
-        return given
-    match = SIZE.fullmatch(given) if isinstance(given, str) else None
+def _byte_count(name: str, value: Any) -> float:
+    if type(value) is int and value > 0:
+        return value
+    match = _BYTES.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise CoterieError(f'{name} = {given!r} is invalid: it must be bytes, such as 500000, "500 kB" or "2 MB"')
-    return round(float(match[1]) * UNITS[match[2]])
+        raise _invalid(name, value, 'it must be bytes, such as 500000, "500 kB" or "2 MB"')
+    return round(float(match[1]) * _UNITS[match[2]])
 
 
-BOUNDS: dict[str, Callable[[str, Any], float]] = {
-    "rounds": _whole, "epochs": _number, "bytes_down": _size, "bytes_up": _size,
-}  # fmt: skip
+_BOUNDS: dict[str, Callable[[str, Any], float]] = {
+    "rounds": _positive_int,
+    "epochs": _positive_number,
+    "bytes_down": _byte_count,
+    "bytes_up": _byte_count,
+}
 
 
 # ---- checking ------------------------------------------------------------------------------------------------------
-def _check_rules(rules: Rules, chosen: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+def _check_rules(rules: SettingRules, chosen: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     for name, value in chosen.items():
-        if name not in rules and value != usual[name]:
-            default = _word(usual[name])
-            raise CoterieError(
-                f"the plan sets {name} = {_word(value)}, which this host allows only at its default, {default}"
-            )
-        if name in rules and not rules[name].holds(value):
-            raise CoterieError(f"the plan sets {name} = {_word(value)}, this host allows {rules[name]}")
+        setting = f"the plan sets {name} = {_shown(value)}"
+        if name not in rules and value != defaults[name]:
+            raise CoterieError(f"{setting}, which this host allows only at its default, {_shown(defaults[name])}")
+        if name in rules and not rules[name].allows(value):
+            raise CoterieError(f"{setting}, this host allows {rules[name]}")
 
 
-def _least(schema: Schema) -> int:
-    """Bytes of the smallest payload."""
+def _chosen_and_default(method: str, chosen: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of a method in a plan, and the defaults of the chosen reading of its paper."""
+    reading = {name: value for name, value in chosen.items() if name == "reading"}
+    settings, defaults = (m.written_out(method, m.build(method, own)) for own in (chosen, reading))
+    if "reading" in defaults:
+        defaults["reading"] = m.fields(method)["reading"].default
+    return settings, defaults
+
+
+def _smallest_bytes(schema: Schema) -> int:
+    """Return the bytes of the smallest payload that fits the schema."""
     if schema.may_be_empty:
         return 0
-    least = {word: low for word, (low, _) in schema.lengths.items()}
-    return sum(e.size(least) for e in schema.entries.values() if not e.optional)
-
-
-def _default(name: str) -> Any:
-    return RunSettings.model_fields[name].default
+    shortest = {name: low for name, (low, _) in schema.lengths.items()}
+    return sum(entry.size(shortest) for entry in schema.entries.values() if not entry.optional)
 
 
 @cache
-def _origins(group: str) -> dict[str, str]:
-    """Where the code of installed names lies."""
+def _code_of_names(group: str) -> dict[str, str]:
+    """Return the module:name behind each installed name of an entry point group."""
     return {p.name: p.value for p in entry_points(group=group)}
 
 
-def _theirs(group: str, name: str) -> bool:
-    return name in _origins(group) and not _origins(group)[name].startswith("coterie.")
+def _is_foreign(group: str, name: str) -> bool:
+    """True if a name belongs to an installed package other than Coterie."""
+    return name in _code_of_names(group) and not _code_of_names(group)[name].startswith("coterie.")
 
 
-def _word(value: Any) -> str:
+def _shown(value: Any) -> str:
+    """Return a value as a message shows it: as in TOML, and not too long."""
     text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 80 else text[:80] + "..."
 
 
-def _plain(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float) or (type(value) is str and len(value) <= LONGEST)
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float) or (type(value) is str and len(value) <= _MAX_OPTION)

@@ -8,7 +8,7 @@ from typing import Any
 from coterie import methods
 from coterie.config import RunSettings, settings
 from coterie.engine.session import prepare
-from coterie.federation.policy.allow import GOVERNED, epochs_of
+from coterie.federation.policy.allow import GOVERNED_SETTINGS, count_epochs
 from coterie.models.zoo import ZOO
 
 _SAMPLES = 1000  # of a device, to compare phases that count steps with those that count epochs
@@ -22,7 +22,9 @@ def example_policy(name: str) -> str:
     method = session.method
     up, down = method.schema("up"), method.schema("down")
     kinds = [*sorted({e.kind for e in up.entries.values()}), "scores"]
-    epochs = max(epochs_of(method, phases, _SAMPLES) for phases in (method.phases(1), method.phases(2), method.adapt()))
+    epochs = max(
+        count_epochs(method, phases, _SAMPLES) for phases in (method.phases(1), method.phases(2), method.adapt())
+    )
     lines = [
         f"# What a cloud may ask of this host: {method.card.title} with its default settings.",
         "# Allow more with a list of values, or with {min = 1, max = 2}; take out what you do not approve.",
@@ -30,7 +32,7 @@ def example_policy(name: str) -> str:
         f"models = {json.dumps(sorted(ZOO))}",
         "",
         "[settings]  # of the run; one that is not here must have its default",
-        *_values(RunSettings.model_fields, {n: RunSettings.model_fields[n].default for n in GOVERNED}),
+        *_values(RunSettings.model_fields, {n: RunSettings.model_fields[n].default for n in GOVERNED_SETTINGS}),
         "",
     ]
     if fields := methods.fields(key):
