@@ -97,7 +97,7 @@ def test_audit_log_shows_rounds_and_refusals(tmp_path: Path) -> None:
     found = json.loads(CliRunner().invoke(app, ["audit-log", str(tmp_path), "--refused", "--json"]).stdout)
     assert [line["round"] for line in found["lines"]] == [2]
     assert found["chain"] == read_audit_log(tmp_path / AUDIT_FILE).chain
-    with pytest.raises(CoterieError, match="holds no audit log"):
+    with pytest.raises(CoterieError, match="is not an audit log and contains none"):
         locate_audit_log(tmp_path / "nothing")
 
 

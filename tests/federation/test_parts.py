@@ -204,9 +204,9 @@ def test_a_device_sends_nothing_that_its_method_does_not_declare(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"coterie": "9.9", "source": "x"}, r"has other code here \(Coterie .*\) than at the cloud \(Coterie 9.9\)"),
+        ({"coterie": "9.9", "source": "x"}, r"the code of .* differs from that of the cloud \(Coterie 9.9\)"),
         ({"coterie": "9.9", "protocol": 99, "more": 1}, r"speaks protocol 99 \(Coterie 9.9\), this host protocol \d"),
-        ({"w0": "x"}, "first model differs"), ({"run": "short"}, "cannot be read"), ({"extra": 1}, "cannot be read"),
+        ({"w0": "x"}, "initial model differs"), ({"run": "short"}, "cannot be read"), ({"extra": 1}, "cannot be read"),
         ({"shape": [1, 8, 8]}, r"federation's are torch.float32 \(1, 8, 8\)"), ({"classes": ["0"]}, "has 1 classes"),
     ],
 )  # fmt: skip

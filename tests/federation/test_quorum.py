@@ -213,7 +213,7 @@ def test_an_error_in_a_hook_costs_its_sender_the_round_and_later_its_place(
         quarantine.release_sender(tmp_path / "run", "device-1")
         assert f.loop.run()
         assert events(tmp_path / "run")[-1]["failed"] == [] and f.runtime.membership.excluded == {}
-        with pytest.raises(CoterieError, match="nobody is in quarantine"):
+        with pytest.raises(CoterieError, match="no sender is in quarantine"):
             quarantine.release_sender(tmp_path / "run", "device-1")
 
 

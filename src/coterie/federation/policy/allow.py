@@ -100,8 +100,8 @@ class Allow:
     method_settings: Mapping[str, SettingRules] = field(default_factory=dict)  # by method; any value for others
     rounds: float = math.inf
     epochs: float = math.inf
-    bytes_down: float = math.inf  # in a round
-    bytes_up: float = math.inf  # in a round
+    bytes_down: float = math.inf  # bytes received in a round
+    bytes_up: float = math.inf  # bytes sent in a round
     kinds: tuple[str, ...] = ALLOWED_KINDS
     entries: tuple[str, ...] = ("*",)
 

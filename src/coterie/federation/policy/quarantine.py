@@ -1,7 +1,7 @@
-"""Senders whose answers were refused too often are not asked any more, until the operator releases them.
+"""Quarantine: a sender whose answers were refused too often gets no requests until the operator releases it.
 
-`quarantine.json` in the run's folder holds what is known; a release is a file in `release/` there, named after the
-sender and deleted by the cloud once it has been done. So a release also works while no cloud runs.
+`quarantine.json` in the run's folder holds the counts. A release is a file in the folder `release/` there, named after
+the sender; the cloud deletes it when it has released the sender. So a release also works while no cloud runs.
 """
 
 import json
@@ -20,30 +20,32 @@ _SENDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-
 
 @dataclass
 class Offender:
-    refusals: int = 0  # since it was last released
+    """A sender whose answers were refused."""
+
+    refusals: int = 0  # since its last release
     quarantined: bool = False
-    round: int = 0  # of the last refusal
-    reason: str = ""
+    round: int = 0  # round of the last refusal
+    reason: str = ""  # reason of the last refusal
 
 
 @dataclass
 class Quarantine:
-    """Who was refused how often, and the usual sizes of uploads in the last rounds."""
+    """The refusals of each sender, and the usual sizes of uploads in the last rounds."""
 
     folder: Path
-    after: int = 3  # refusals; 0: never
+    after: int = 3  # refusals that lead to quarantine; 0: no quarantine
     offenders: dict[str, Offender] = field(default_factory=dict)
-    memory: UsualSizes = field(default_factory=UsualSizes)
-    merged: UsualSizes = field(default_factory=UsualSizes)  # the same of what edges have merged
+    memory: UsualSizes = field(default_factory=UsualSizes)  # sizes of clients' uploads
+    merged: UsualSizes = field(default_factory=UsualSizes)  # sizes of uploads that edges merged
 
     def __post_init__(self) -> None:
-        found = read_quarantine(self.folder)
+        stored = read_quarantine(self.folder)
         try:
-            self.offenders = {str(k): Offender(**v) for k, v in found.get("senders", {}).items()}
+            self.offenders = {str(k): Offender(**v) for k, v in stored.get("senders", {}).items()}
             for memory, name in self._memories:
-                memory.rounds = {int(r): dict(sizes) for r, sizes in found.get(name, {}).items()}
+                memory.rounds = {int(r): dict(sizes) for r, sizes in stored.get(name, {}).items()}
         except (TypeError, ValueError, AttributeError) as e:
-            raise CoterieError(f"{self.folder / QUARANTINE_FILE} is damaged ({e}); restore it from a back-up") from None
+            raise CoterieError(f"{self.folder / QUARANTINE_FILE} is damaged ({e}); restore it from a backup") from None
 
     @property
     def _memories(self) -> tuple[tuple[UsualSizes, str], ...]:
@@ -51,24 +53,24 @@ class Quarantine:
 
     @property
     def out(self) -> dict[str, str]:
-        """Who is in quarantine, and why."""
+        """Names of the senders in quarantine, with the reasons."""
         return {name: o.reason for name, o in self.offenders.items() if o.quarantined}
 
     def holds(self, name: str) -> bool:
-        """Is this sender, or the edge it is behind, in quarantine?"""
+        """True if this sender, or the edge it is behind, is in quarantine."""
         return any((o := self.offenders.get(n)) and o.quarantined for n in (name, name.partition("/")[0]))
 
     def refuse(self, name: str, round: int, reason: str) -> bool:
-        """Count a refusal; True if the sender goes into quarantine with it."""
-        o = self.offenders.setdefault(name, Offender())
-        o.refusals, o.round, o.reason = o.refusals + 1, round, reason
-        new = bool(self.after) and o.refusals >= self.after and not o.quarantined
-        o.quarantined = o.quarantined or new
+        """Count a refusal; return True if it puts the sender into quarantine."""
+        offender = self.offenders.setdefault(name, Offender())
+        offender.refusals, offender.round, offender.reason = offender.refusals + 1, round, reason
+        is_new = bool(self.after) and offender.refusals >= self.after and not offender.quarantined
+        offender.quarantined = offender.quarantined or is_new
         self._write()
-        return new
+        return is_new
 
     def remember(self, round: int, usual: EntrySizes, merged: EntrySizes) -> None:
-        """Sizes of what clients sent, and of what edges merged."""
+        """Store the sizes of a round's uploads from clients, and of those that edges merged."""
         for (memory, _), sizes in zip(self._memories, (usual, merged), strict=True):
             if sizes:
                 memory.add(round, sizes)
@@ -76,51 +78,50 @@ class Quarantine:
             self._write()
 
     def go_back(self, round: int) -> None:
-        """A run that is rolled back forgets the sizes of later rounds; who is in quarantine stays there."""
+        """Forget the sizes of later rounds when a run is rolled back; senders stay in quarantine."""
         for memory, _ in self._memories:
             memory.rounds = {r: sizes for r, sizes in memory.rounds.items() if r <= round}
 
     def released(self) -> list[str]:
-        """Do what `coterie release` asked for since the last look; the names of those who are free again."""
-        found = []
+        """Carry out the releases ordered with `coterie release`; return the names of the senders."""
+        names = []
         for path in sorted((self.folder / _RELEASES).glob("*")):
             if path.name.startswith("."):
-                continue  # being written
+                continue  # it is being written
             name = path.name.replace("=", "/")
             if self.offenders.pop(name, None) is not None:
-                found.append(name)
+                names.append(name)
                 self._write()
             path.unlink(missing_ok=True)
-        return found
+        return names
 
     def _write(self) -> None:
-        about = {
+        content = {
             "senders": {k: asdict(o) for k, o in sorted(self.offenders.items())},
             **{name: {str(r): sizes for r, sizes in memory.rounds.items()} for memory, name in self._memories},
         }
-        write_atomic(self.folder / QUARANTINE_FILE, json.dumps(about, indent=1).encode(), durable=False, mode=0o600)
+        path = self.folder / QUARANTINE_FILE
+        write_atomic(path, json.dumps(content, indent=1).encode(), durable=False, mode=0o600)
 
 
 def read_quarantine(folder: Path) -> dict[str, Any]:
+    """Return the content of quarantine.json; empty if the file does not exist."""
     path = folder / QUARANTINE_FILE
     try:
-        found = json.loads(path.read_text()) if path.is_file() else {}
+        content = json.loads(path.read_text()) if path.is_file() else {}
     except (OSError, ValueError) as e:
         raise CoterieError(f"{path} cannot be read ({e})") from None
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def release_sender(folder: Path, name: str) -> None:
-    """Ask the cloud of this run to take a sender back."""
+    """Order the cloud of a run to release a sender from quarantine."""
     if not (folder / "cloud.json").is_file():
         raise CoterieError(f"{folder} holds no federation (cloud.json is missing)")
     held = [str(k) for k, v in read_quarantine(folder).get("senders", {}).items() if v.get("quarantined")]
     if name not in held or not _SENDER_NAME.fullmatch(name):
         if not held:
-            raise CoterieError(f"nobody is in quarantine in {folder}")
+            raise CoterieError(f"no sender is in quarantine in {folder}")
         raise unknown("sender in quarantine", name, held)
     (folder / _RELEASES).mkdir(exist_ok=True, mode=0o700)
     write_atomic(folder / _RELEASES / name.replace("/", "="), b"")
-
-
-__all__ = ["Quarantine", "release_sender"]

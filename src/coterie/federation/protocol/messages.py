@@ -1,8 +1,8 @@
-"""What travels between the hosts of a federation, as frozen dataclasses; codec.py alone turns them into bytes.
+"""The messages between the hosts of a federation, as frozen dataclasses; engine/codec.py turns them into bytes.
 
-Kinds of messages: `hello` (a PlanText, answered by a device's Hello or an edge's Attached), `train` and `score` (a
-DeviceJob or an EdgeJob, with what all of them have in common in a part that crosses to the SuperLink once), and `over`
-(a RunOver, which is sent back).
+There are four kinds: `hello` (a PlanText, answered with a device's Hello or an edge's Attached), `train` and `score` (a
+DeviceJob or an EdgeJob; trees that all jobs of an exchange share are a separate part, Common), and `over` (a RunOver,
+which is sent back).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ Answer = TrainAnswer | ScoreAnswer
 @register
 @dataclass(frozen=True)
 class PlanText:
-    """What a run is (plan.py), as JSON."""
+    """The federation plan of a run (plan.py), as JSON."""
 
     text: str
 
@@ -31,25 +31,25 @@ class PlanText:
 @register
 @dataclass(frozen=True)
 class Hello:
-    """What a device says of itself."""
+    """A device's answer to a plan that it accepts."""
 
-    client: ClientId | None  # the place it wants or has had; None: any
-    samples: int  # for training
+    client: ClientId | None  # the seat that the device wants or had before; None: any seat
+    samples: int  # number of training samples
 
 
 @register
 @dataclass(frozen=True)
 class Attached:
-    """Who is behind an edge, by the names in its own list of nodes."""
+    """An edge's answer to a plan: its devices, by the names in its own list of nodes."""
 
     devices: Mapping[str, Hello]
-    refused: Mapping[str, str]  # with the reason
+    refused: Mapping[str, str]  # devices that refused the plan, with their reasons
 
 
 @register
 @dataclass(frozen=True)
 class RunOver:
-    """The run has done all its rounds."""
+    """Tells that a run has finished all its rounds."""
 
     run: str
     rounds: int
@@ -59,7 +59,7 @@ class RunOver:
 @register
 @dataclass(frozen=True)
 class Common:
-    """What all jobs of one exchange have in common."""
+    """The trees that all jobs of one exchange share."""
 
     shared: Tree = field(default_factory=dict)
     global_model: Tree | None = None
@@ -68,29 +68,31 @@ class Common:
 @register
 @dataclass(frozen=True)
 class DeviceJob:
+    """A request to a device."""
+
     run: str
-    base: int  # the round whose state counts, from which this one starts; -1: there is none yet
+    base: int  # round whose client state the job starts from; -1: the client has no state yet
     request: Request
 
 
 @register
 @dataclass(frozen=True)
 class EdgeJob:
-    """Jobs of the devices behind an edge: to be passed on as they are, or to be relayed and merged there."""
+    """Requests to the devices behind an edge; the edge passes the answers on or merges them."""
 
     run: str
-    deadline: float  # seconds until the cloud wants the answer
-    names: Mapping[ClientId, str]  # of the devices that are asked, as the edge knows them
-    base: Mapping[ClientId, int]
+    deadline: float  # seconds within which the cloud expects the answer
+    names: Mapping[ClientId, str]  # the edge's names of the requested devices
+    base: Mapping[ClientId, int]  # round whose state each client starts from, see DeviceJob
     requests: tuple[Request, ...]
     merges: tuple[MergeRequest, ...]
-    norm_bound: float = 0.0  # times the usual size of an upload; 0: no bound
+    norm_bound: float = 0.0  # largest size of an upload, in multiples of the usual size; 0: no bound
 
 
 @register
 @dataclass(frozen=True)
 class WireBytes:
-    """Bytes between an edge and its devices."""
+    """Bytes sent between an edge and its devices."""
 
     payload_down: int = 0
     payload_up: int = 0
@@ -101,11 +103,13 @@ class WireBytes:
 @register
 @dataclass(frozen=True)
 class EdgeAnswer:
-    answers: tuple[Answer, ...]  # without the uploads that were merged
-    missing: Mapping[ClientId, str]
+    """An edge's answer to an EdgeJob."""
+
+    answers: tuple[Answer, ...]  # answers of devices, without the uploads that were merged
+    missing: Mapping[ClientId, str]  # clients without an answer, with the reasons
     merged: tuple[MergeAnswer, ...]
     wire: WireBytes
-    refused: Mapping[ClientId, str] = field(default_factory=dict)  # answers of devices that were refused here
+    refused: Mapping[ClientId, str] = field(default_factory=dict)  # refused answers, with the reasons
 
 
 NodeJob = DeviceJob | EdgeJob
@@ -113,39 +117,40 @@ _J = TypeVar("_J", bound=NodeJob)
 
 
 def split_common(jobs: Mapping[str, NodeJob]) -> tuple[Common, dict[str, NodeJob]]:
-    """The part that all jobs have in common, and the jobs without it."""
-    trees = [tree for job in jobs.values() for tree in _shared(job)]
+    """Return the trees that all jobs share, and the jobs without these trees."""
+    trees = [tree for job in jobs.values() for tree in _shared_trees(job)]
     first = trees[0] if trees else {}
     shared = {k: v for k, v in first.items() if all(k in t and t[k] is v for t in trees)}
-    whole = next((r.global_model for j in jobs.values() for r in _requests(j) if isinstance(r, ScoreRequest)), None)
+    scored = (r for job in jobs.values() for r in _requests(job) if isinstance(r, ScoreRequest))
+    global_model = next((r.global_model for r in scored), None)
 
     def rest(tree: Tree) -> Tree:
         return {k: v for k, v in tree.items() if k not in shared}
 
-    return Common(shared, whole), {name: _changed(job, rest, None) for name, job in jobs.items()}
+    return Common(shared, global_model), {name: _with_trees(job, rest, None) for name, job in jobs.items()}
 
 
 def with_common(common: Common, job: _J) -> _J:
-    """Inverse of split_common, for one job."""
-    return cast(_J, _changed(job, lambda tree: {**common.shared, **tree}, common.global_model))
+    """Return a job with the shared trees put back: the inverse of split_common."""
+    return cast(_J, _with_trees(job, lambda tree: {**common.shared, **tree}, common.global_model))
 
 
 def _requests(job: NodeJob) -> Sequence[Request]:
     return (job.request,) if isinstance(job, DeviceJob) else job.requests
 
 
-def _shared(job: NodeJob) -> Iterator[Tree]:
+def _shared_trees(job: NodeJob) -> Iterator[Tree]:
     yield from (r.shared for r in _requests(job))
     if isinstance(job, EdgeJob):
         yield from (task.edge.download.shared for task in job.merges)
 
 
-def _changed(job: NodeJob, change: Callable[[Tree], Tree], whole: Tree | None) -> NodeJob:
-    """The job with other shared trees, and this global model to score."""
+def _with_trees(job: NodeJob, change: Callable[[Tree], Tree], global_model: Tree | None) -> NodeJob:
+    """Return the job with `change` applied to its shared trees, and with this global model to score."""
 
     def request(r: Request) -> Request:
         if isinstance(r, ScoreRequest):
-            return replace(r, shared=change(r.shared), global_model=whole)
+            return replace(r, shared=change(r.shared), global_model=global_model)
         return replace(r, shared=change(r.shared))
 
     def merge(task: MergeRequest) -> MergeRequest:

@@ -1,17 +1,17 @@
-"""The version of what hosts of a federation say to each other. Cloud, edges and devices need the same number.
+"""The version of the messages between the hosts of a federation; cloud, edges and devices need the same number.
 
-The version of the package does not count: hosts with different packages and the same number work together, as long as
-the method of the run has the same code on both (plan.py compares a digest).
+The version of the package does not matter: hosts with different versions of Coterie work together if they have the same
+protocol number and the same code of the run's method (plan.py compares a digest).
 
-Raise the number with every change after which an older program would misunderstand a newer one or the other way round:
+Raise the number with every change that makes older and newer programs misunderstand each other:
 
-- a message (coterie/messages.py, messages.py here) or a field of the plan is added, removed or means something else;
-- a setting of runs or federations is added, removed or means something else, because the plan carries them all;
-- codec.py writes other bytes, or transport/wire.py another head or body (grpc_wire.py has a version of its own);
-- a device, edge or cloud answers in another order, or expects an answer it did not expect before.
+- a message (engine/messages.py or messages.py here) or a field of the plan is added or removed, or changes its meaning;
+- a setting of runs or partitions is added or removed, or changes its meaning, because the plan contains all settings;
+- engine/codec.py writes different bytes (transport/frames.py has a version of its own);
+- a device, edge or cloud answers in a different order, or expects an answer that it did not expect before.
 
-What must never change is how a plan begins its way: a `hello` with a PlanText whose JSON has the fields `protocol` and
-`coterie`. From these the other side can tell which versions met, and say so.
+The beginning of a plan must never change: a `hello` with a PlanText whose JSON object has the fields `protocol` and
+`coterie`. They let a host with a different protocol report both versions.
 """
 
 from importlib.metadata import version
@@ -23,12 +23,12 @@ PROTOCOL = 6
 
 
 def check_protocol(plan: Any) -> None:
-    """Refuse a plan of another protocol, before anything else in it is looked at."""
-    found = plan.get("protocol") if isinstance(plan, dict) else None
-    if found != PROTOCOL or type(found) is not int:
+    """Raise CoterieError if a plan has a different protocol; its other fields are not read."""
+    number = plan.get("protocol") if isinstance(plan, dict) else None
+    if number != PROTOCOL or type(number) is not int:
         cloud = str(plan.get("coterie", "of unknown version"))[:40] if isinstance(plan, dict) else "of unknown version"
-        number = f"protocol {found}" if type(found) is int else "no known protocol"
+        spoken = f"protocol {number}" if type(number) is int else "no known protocol"
         raise CoterieError(
-            f"the cloud speaks {number} (Coterie {cloud}), this host protocol {PROTOCOL} "
+            f"the cloud speaks {spoken} (Coterie {cloud}), this host protocol {PROTOCOL} "
             f"(Coterie {version('coterie')}); both must have the same protocol"
         )
