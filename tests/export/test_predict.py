@@ -85,9 +85,9 @@ def test_the_command_writes_predictions_and_scores(run, tmp_path: Path, capsys) 
     assert f"{100 * want.scores['accuracy']:.1f}" in call(tmp_path / "m.safetensors", "--out", tmp_path / "p.npz")
     with np.load(tmp_path / "p.npz") as z:
         assert z["labels"].tolist() == list(want.labels) and "proba" not in z.files
-    with pytest.raises(CoterieError, match="holds one client's model; leave out --client"):
+    with pytest.raises(CoterieError, match="holds the model of one client; omit --client"):
         call(tmp_path / "m.safetensors", "--client", "1")
-    with pytest.raises(CoterieError, match="say whose model"):
+    with pytest.raises(CoterieError, match="choose a client"):
         call(run.path)
     for client in (4, "4", "\u00b2", "eve"):
         with pytest.raises(CoterieError, match=f"unknown client .?{client}"):

@@ -111,7 +111,7 @@ def test_the_command_writes_the_model_and_a_table(tmp_path: Path, capsys: pytest
     np.savez("mine.npz", x_train=x, y_train=coterie.data.load_dataset("digits").y[:40].numpy())
     app.app(["welcome", "r", "--data", "mine.npz", "--name", "eve"], standalone_mode=False)
     out = capsys.readouterr().out
-    assert "local training alone" in out and "FedPer has no global model" in out
+    assert "local training" in out and "FedPer has no global model" in out
     assert coterie.load_model("mine.safetensors").about.client == "eve"
     app.app(["export", "r", "--client", "1", "--format", "torchscript", "--out", "m.pt"], standalone_mode=False)
     assert "its input x is float32 [n, 1, 8, 8] (floats" in capsys.readouterr().out

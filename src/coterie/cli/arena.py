@@ -1,4 +1,4 @@
-"""`coterie arena`: methods against their controls, from runs that have ended."""
+"""`coterie arena`: compare methods with their controls, from the folders of runs."""
 
 import json
 from pathlib import Path
@@ -22,44 +22,48 @@ arena_app = typer.Typer()
 @arena_app.command("arena")
 def arena(
     folders: Annotated[list[Path], Argument(metavar="RUN...", help="folders of runs, or folders that hold runs")],
-    against: Annotated[str | None, Option(help="controls, by commas (default: usual and own ones)")] = None,
-    methods: Annotated[str | None, Option(help="what is held against them, by commas (default: all others)")] = None,
+    against: Annotated[
+        str | None, Option(help="comma-separated list of controls (default: the usual ones and those of the method)")
+    ] = None,
+    methods: Annotated[
+        str | None, Option(help="comma-separated list of methods to compare with them (default: all others)")
+    ] = None,
     score: o.Score = "",
-    selected: Annotated[bool, Option("--selected", help="at the round with the best validation accuracy")] = False,
+    selected: Annotated[bool, Option("--selected", help="score the round with the best validation accuracy")] = False,
     markdown: Annotated[bool, Option("--markdown", help="print Markdown tables")] = False,
     as_json: Annotated[bool, Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Paired differences to controls, with 95 % intervals over seeds and clients."""
+    """Show paired differences to controls, with 95 % intervals over seeds and clients."""
     from coterie.errors import CoterieError
     from coterie.results.controls import control_tables
     from coterie.results.discovery import find_runs
 
     damaged: list[str] = []
     runs = [r for r in find_runs(folders, damaged.append) if r.events]
-    found = control_tables(runs, o.commas(against), score, o.commas(methods), "selected" if selected else "last")
-    said = [*damaged, *dict.fromkeys(w for a in found for w in a.warnings())]
-    if not any(a.pairs for a in found):
-        raise CoterieError("; ".join(["these runs hold no method together with a control of it", *said]))
+    tables = control_tables(runs, o.commas(against), score, o.commas(methods), "selected" if selected else "last")
+    notes = [*damaged, *dict.fromkeys(w for t in tables for w in t.warnings())]
+    if not any(t.pairs for t in tables):
+        raise CoterieError("; ".join(["these runs hold no method together with a control of it", *notes]))
     if as_json:
-        typer.echo(json.dumps([row for a in found for row in json.loads(a.frame().to_json(orient="records"))]))
+        typer.echo(json.dumps([row for t in tables for row in json.loads(t.frame().to_json(orient="records"))]))
     elif markdown:
-        typer.echo("\n".join(_titled(a) + a.markdown() for a in found if a.pairs))
+        typer.echo("\n".join(_heading(t) + t.markdown() for t in tables if t.pairs))
     else:
-        show_control_tables(found)
-    for sentence in said:
+        show_control_tables(tables)
+    for sentence in notes:
         typer.echo(f"coterie: {sentence}", err=True)
     if damaged:
         raise typer.Exit(1)
 
 
-def _titled(arena: "ControlTable") -> str:
-    return f"## {arena.group}\n\n" if arena.group else ""
+def _heading(table: "ControlTable") -> str:
+    return f"## {table.group}\n\n" if table.group else ""
 
 
-def show_control_tables(arenas: "Sequence[ControlTable]") -> None:
-    """A small table for each method, with what the numbers mean below."""
-    for a in arenas:
-        if len(arenas) > 1 and a.pairs:
+def show_control_tables(tables: "Sequence[ControlTable]") -> None:
+    """Print a small table for each method, and an explanation of the numbers."""
+    for a in tables:
+        if len(tables) > 1 and a.pairs:
             console.print(a.group, highlight=False)
         for head, table in a.readable().items():
             shown = Table(title=head, title_justify="left")
@@ -68,9 +72,9 @@ def show_control_tables(arenas: "Sequence[ControlTable]") -> None:
             for label, row in zip(table.index, table.values, strict=True):
                 shown.add_row(str(label), *row)
             console.print(shown)
-    said = list(dict.fromkeys(a.covers() for a in arenas if a.pairs))
+    scopes = list(dict.fromkeys(a.covers() for a in tables if a.pairs))
     console.print(
         "difference: mean over the same clients and seeds, in points; 95 % interval by bootstrap; gain, lose, tie: "
-        f"clients above, below and at a difference of 0; {'; '.join(said)}",
+        f"clients above, below and at a difference of 0; {'; '.join(scopes)}",
         highlight=False,
     )

@@ -16,11 +16,11 @@ def board(
     folder: Annotated[Path, Argument(metavar="RUNS", help="folder with runs")] = Path("runs"),
     federation: Annotated[Path | None, Option(help="folder of `coterie serve` or `coterie up`")] = None,
     host: Annotated[
-        str, Option(help="address to listen on; others than this machine's need --allow-host")
+        str, Option(help="address to listen on; addresses for other machines need --allow-host")
     ] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="port to listen on; 0: any free one")] = 8765,
+    port: Annotated[int, Option(min=0, max=65535, help="port to listen on; 0: any free port")] = 8765,
     allow_host: Annotated[
-        list[str] | None, Option(help="name by which other machines reach the board; may be repeated")
+        list[str] | None, Option(help="name by which other machines reach the board; repeatable")
     ] = None,
     data_dir: o.DataDir = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`coterie figure`: one picture of one or several runs, as PNG, SVG and PDF."""
+"""`coterie figure`: one figure of one or several runs, as PNG, SVG and PDF."""
 
 import json
 from pathlib import Path
@@ -20,11 +20,13 @@ def figure(
     out: Annotated[
         Path | None, Option("--out", "-o", help="the file to write: .png, .svg and .pdf (default: KIND)")
     ] = None,
-    view: Annotated[str, Option(help="which accuracy, e.g. personal/test/mean or participants/before/pooled")] = "",
-    axis: Annotated[str, Option(help="for the kind axis: the setting to draw against, e.g. join")] = "",
+    view: Annotated[
+        str, Option(help="curve to draw, for example personal/test/mean or participants/before/pooled")
+    ] = "",
+    axis: Annotated[str, Option(help="for the kind axis: the setting to draw against, for example join")] = "",
     score: o.Score = "",
-    against: Annotated[str | None, Option(help="for the kind arena: only these controls, by commas")] = None,
-    methods: Annotated[str | None, Option(help="only these methods, by commas")] = None,
+    against: Annotated[str | None, Option(help="for the kind arena: comma-separated list of controls")] = None,
+    methods: Annotated[str | None, Option(help="comma-separated list of methods")] = None,
     data_dir: o.DataDir = None,
     as_json: o.Json = False,
 ) -> None:

@@ -1,10 +1,10 @@
-"""`coterie paper`: rerun a table or figure of one of the five papers and show it beside the printed values."""
+"""`coterie paper`: rerun a table or figure of one of the five papers and compare it with the printed values."""
 
 import math
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -12,6 +12,9 @@ from typer import Argument, Option
 
 from coterie.cli import options as o
 from coterie.cli.screen import Stop, bar, console, frame_table
+
+if TYPE_CHECKING:
+    from coterie.results.grid import Status
 
 paper_app = typer.Typer()
 
@@ -25,7 +28,7 @@ def paper(
     seeds: Annotated[int, Option(min=1)] = 1,
     rounds: Annotated[int | None, Option(min=1, help="fewer rounds than the paper")] = None,
     subset: Annotated[int | None, Option(min=1, help="use only N samples of each data set")] = None,
-    instead: Annotated[str | None, Option(help="a data set to use instead of another: emnist=mnist")] = None,
+    instead: Annotated[str | None, Option(help="data sets to replace, such as emnist=mnist")] = None,
     set_: o.Set = None,
     data_dir: o.DataDir = None,
     workers: o.Workers = None,
@@ -33,7 +36,7 @@ def paper(
     calibrate: Annotated[bool, Option("--calibrate", help="with `list`: repeat the timing of this machine")] = False,
     quiet: o.Quiet = False,
 ) -> None:
-    """Rerun a paper's table or figure; printed and measured values side by side."""
+    """Rerun a paper's table or figure and compare printed and measured values."""
     from coterie.cli.app import engine_from
     from coterie.config import parse_assignment
     from coterie.data.catalogue import dataset_size
@@ -46,8 +49,8 @@ def paper(
         _list(item, data_dir, workers, calibrate)
         return
     if item is None:
-        found = ", ".join(i.name for i in sorted(presets.items(name), key=_order))
-        raise CoterieError(f"name a table or figure of {name}: {found}")
+        names = ", ".join(i.name for i in sorted(presets.items(name), key=_order))
+        raise CoterieError(f"name a table or figure of {name}: {names}")
     chosen = presets.narrow(presets.item(name, item), o.commas(data), [] if methods == "all" else o.commas(methods))
     changes, stand_in = dict(parse_assignment(a) for a in set_ or []), _pairs(instead)
     used = [(stand_in or {}).get(d, d) for d in presets.needs(chosen).data]
@@ -58,7 +61,9 @@ def paper(
     stop, status = Stop(), Status({}, {})
     if not chosen.reads_only:
         with stop.listening(), bar(f"{name} {item}", sum(c.settings.rounds for c in distinct), quiet) as update:
-            status = sweep(distinct, engine_from(workers, None, data_dir), lambda s: update(s.done(), _left(s)), stop)
+            status = sweep(
+                distinct, engine_from(workers, None, data_dir), lambda s: update(s.done(), _time_left(s)), stop
+            )
     done = {k: Run(c.out) for k, c in cells.items() if c.out not in status.failed and c.finished()}
     if done:
         words = shrink.words(chosen)
@@ -73,9 +78,9 @@ def paper(
     elif chosen.reads_only:
         raise CoterieError(f"{folder} has no finished run to compare; run {name} table7, 8 or 9 there first")
     for reason in dict.fromkeys(status.failed.values()):
-        names = [path.name for path, why in status.failed.items() if why == reason]
-        more = f" and {len(names) - 3} more" if len(names) > 4 else ""
-        typer.echo(f"coterie: {', '.join(names[:3] if more else names)}{more} failed: {reason}", err=True)
+        runs = [path.name for path, why in status.failed.items() if why == reason]
+        more = f" and {len(runs) - 3} more" if len(runs) > 4 else ""
+        typer.echo(f"coterie: {', '.join(runs[:3] if more else runs)}{more} failed: {reason}", err=True)
     if stop.asked:
         typer.echo("stopped; to resume, repeat the command", err=True)
         raise typer.Exit(130)
@@ -86,65 +91,66 @@ def paper(
 def _pairs(instead: str | None) -> dict[str, str] | None:
     from coterie.errors import CoterieError
 
-    found = {}
+    replaced = {}
     for pair in instead.split(",") if instead else ():
         old, equals, new = pair.partition("=")
         if not (equals and old.strip() and new.strip()):
             raise CoterieError(f'--instead takes pairs such as emnist=mnist, not "{pair}"')
-        found[old.strip()] = new.strip()
-    return found or None
+        replaced[old.strip()] = new.strip()
+    return replaced or None
 
 
-def _left(status: object) -> str:
-    seconds = status.seconds_left()  # type: ignore[attr-defined]
+def _time_left(status: "Status") -> str:
+    seconds = status.seconds_left()
     return "" if seconds is None else f"about {seconds / 60:.0f} min left"
 
 
 def _list(only: str | None, data_dir: Path | None, workers: int | None, calibrate: bool) -> None:
-    """Every item, what it needs and about how long it takes here."""
+    """List every item with the data it needs and its estimated time on this machine."""
     from coterie.data.catalogue import dataset_size
     from coterie.data.sources import list_datasets
     from coterie.papers import estimate, presets
 
     if only is not None and only not in presets.PAPERS:
-        presets.items(only)  # says what is known
-    found = {k.name for k in list_datasets(data_dir) if k.available}
+        presets.items(only)  # raises with the known names
+    available = {k.name for k in list_datasets(data_dir) if k.available}
     clock = estimate.Calibration(fresh=calibrate)
     n, sizes = workers or os.cpu_count() or 1, dict[str, tuple[int, int]]()
     for name in [only] if only else presets.PAPERS:
         table = Table(title=f"{name} ({presets.title(name)})", title_justify="left")
-        for column in ("item", "what", "rows x columns", "needs", "about"):
+        for column in ("item", "content", "rows x columns", "needs", "time"):
             table.add_column(column)
         for i in sorted(presets.items(name), key=_order):
             needs = presets.needs(i)
             sizes |= {d: dataset_size(d, data_dir) for d in needs.data if d not in sizes}
-            here, gone = ([d for d in needs.data if (d in found) == there] for there in (True, False))
-            words = [", ".join(here)] if here else []
-            words += [f"not here: {', '.join(gone)}"] if gone else []
-            time = estimate.estimate(i, clock, sizes, found, n)
+            present, absent = ([d for d in needs.data if (d in available) == there] for there in (True, False))
+            words = [", ".join(present)] if present else []
+            words += [f"not here: {', '.join(absent)}"] if absent else []
+            time = estimate.estimate(i, clock, sizes, available, n)
             shape = f"{len(i.rows)} x {len(i.columns)}"
             table.add_row(i.name, i.what, shape, "; ".join([*words, *needs.more]), _about(time))
         console.print(table)
-        if told := presets.not_experiments(name):
-            console.print(told, highlight=False)
+        if note := presets.not_experiments(name):
+            console.print(note, highlight=False)
     console.print(
         f"Times are estimates for one seed and {n} workers, from steps timed on this machine ({clock.path}; "
-        "--calibrate times them again): for the data found here, and in brackets for all. Items of a paper share runs.",
+        "--calibrate repeats the timing): for the data on this machine, and in brackets for all. Items share runs.",
         highlight=False,
     )
 
 
 def _order(item: Any) -> tuple[bool, bool, int]:
-    """Tables, figures, then the rest, each by number."""
+    """Return a key that sorts tables first, then figures, then the rest, each by number."""
     number = re.search(r"\d+", item.name)
     return not number, item.name.startswith("fig"), int(number.group()) if number else 0
 
 
 def _about(time: Any) -> str:
-    from coterie.papers.estimate import words
+    from coterie.papers.estimate import duration_text
 
     if not time.all:
         return "seconds"
-    if not time.here:
-        return f"no data here ({words(time.all)})"
-    return words(time.here) if math.isclose(time.here, time.all) else f"{words(time.here)} ({words(time.all)})"
+    if not time.available:
+        return f"no data here ({duration_text(time.all)})"
+    text = duration_text(time.available)
+    return text if math.isclose(time.available, time.all) else f"{text} ({duration_text(time.all)})"

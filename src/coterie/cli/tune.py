@@ -1,13 +1,16 @@
-"""`coterie tune`: settings and methods chosen on validation data."""
+"""`coterie tune`: choose settings and methods on validation data."""
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from coterie.cli import options as o
 from coterie.cli.screen import Stop, bar, console, frame_table, say
+
+if TYPE_CHECKING:
+    from coterie.results.search import Tuning
 
 tune_app = typer.Typer()
 
@@ -16,14 +19,17 @@ tune_app = typer.Typer()
 def tune(
     methods: Annotated[list[str], Argument(help="methods to choose from")],
     set_: Annotated[
-        list[str] | None, Option("--set", help="values to choose from, as lr=0.01,0.05; one value is for all trials")
+        list[str] | None,
+        Option("--set", help="values to choose from, such as lr=0.01,0.05; a single value applies to all trials"),
     ] = None,
     rounds: o.Rounds = None,
-    eta: Annotated[int, Option(help="of so many trials one goes on, to so many times the rounds")] = 3,
+    eta: Annotated[int, Option(help="one of every ETA trials is promoted, to ETA times the rounds")] = 3,
     budget: Annotated[int | None, Option(help="rounds of all trials together")] = None,
-    minutes: Annotated[float | None, Option(help="stop after this time; the same command goes on")] = None,
-    trials: Annotated[int | None, Option(help="at most so many combinations")] = None,
-    sampler: Annotated[str, Option(help="grid, random or optuna (which combinations, if not all)")] = "grid",
+    minutes: Annotated[float | None, Option(help="stop after this time; the same command continues the search")] = None,
+    trials: Annotated[int | None, Option(help="largest number of combinations")] = None,
+    sampler: Annotated[
+        str, Option(help="grid, random or optuna: choice of combinations if not all are tried")
+    ] = "grid",
     data: o.Data = None,
     data_dir: o.DataDir = None,
     task: o.Task = None,
@@ -40,7 +46,7 @@ def tune(
     quiet: o.Quiet = False,
     as_json: o.Json = False,
 ) -> None:
-    """Search settings and methods by successive halving on validation data; prints the winning command."""
+    """Search settings and methods by successive halving on validation data, and print the winning command."""
     from coterie.config import engine
     from coterie.engine.session import Objects
     from coterie.errors import CoterieError, unknown
@@ -64,30 +70,30 @@ def tune(
     stop, kind = Stop(), next(s for s in SAMPLERS if s == sampler)
     with stop.listening(), bar("tune", len(made) * most, quiet or as_json) as update:
         how = engine(workers=workers, data_dir=data_dir)
-        found = search(made, folder, how, allowed, kind, int(fixed.get("seed", 0)),
+        tuning = search(made, folder, how, allowed, kind, int(fixed.get("seed", 0)),
                        lambda s: update(s.done(), f"{len(s.rounds)} trials"), stop)  # fmt: skip
-    for number, reason in found.failed.items():
-        typer.echo(f"coterie: {found.trials[number].name} failed: {reason}", err=True)
-    frame = found.frame()
+    for number, reason in tuning.failed.items():
+        typer.echo(f"coterie: {tuning.trials[number].name} failed: {reason}", err=True)
+    frame = tuning.frame()
     if as_json:
-        best = None if found.best is None else {"method": found.best.method, "settings": dict(found.best.chosen)}
+        best = None if tuning.best is None else {"method": tuning.best.method, "settings": dict(tuning.best.chosen)}
         shown: dict[str, Any] = {
             "folder": str(folder),
             "best": best,
-            "command": found.command(),
-            "complete": found.complete,
+            "command": tuning.command(),
+            "complete": tuning.complete,
         }
-        shown |= {"rounds": found.spent, "full_grid": found.whole}
+        shown |= {"rounds": tuning.spent, "full_grid": tuning.whole}
         typer.echo(json.dumps(finite({**shown, "table": json.loads(frame.to_json(orient="records"))})))
     elif not quiet:
-        _show(found, frame)
-    if not found.complete:
-        typer.echo(f"not finished; to go on, repeat the command with --out {folder}", err=True)
+        _show(tuning, frame)
+    if not tuning.complete:
+        typer.echo(f"not finished; to continue, repeat the command with --out {folder}", err=True)
         raise typer.Exit(130 if stop.asked else 3)
 
 
 def _space(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Settings with one value, and those with several, which commas separate."""
+    """Split settings into those with one value and those with several, which are separated by commas."""
     from coterie.config import parse_assignment
 
     fixed, space = {}, {}
@@ -100,19 +106,19 @@ def _space(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]
     return fixed, space
 
 
-def _show(found: Any, frame: Any) -> None:
-    if found.best is None:
+def _show(tuning: "Tuning", frame: Any) -> None:
+    if tuning.best is None:
         return
-    metric = found.metric
+    metric = tuning.metric
     text = frame.copy()
     for c in [c for c in text.columns if str(c).startswith("round ")]:
         text[c] = text[c].map(lambda v: "" if v != v else metric.text(v))
     console.print(frame_table(text.fillna(""), f"{metric.heading} on validation data, mean over clients"))
     lines = [
-        f"{found.spent} rounds were trained; a full grid has {found.whole}",
-        f"table.csv, tune.png and the trials' runs are in {found.folder}",
-        f"the best is {found.best.name}:",
-        found.command(),
+        f"{tuning.spent} rounds were trained; a full grid has {tuning.whole}",
+        f"table.csv, tune.png and the trials' runs are in {tuning.folder}",
+        f"the best is {tuning.best.name}:",
+        tuning.command(),
     ]
     for line in lines:
         say(line)

@@ -1,6 +1,6 @@
-"""How long an item takes on this machine: timed steps of its model and batch, times the steps of its protocol.
+"""Estimate the time of an item on this machine: timed steps of its model and batch, times the steps of its protocol.
 
-An estimate: a method's own work beyond plain training is known for some methods only, and a busy machine is slower.
+The work of a method in addition to plain training is known for some methods only, and a busy machine is slower.
 """
 
 import json
@@ -26,21 +26,21 @@ from coterie.storage import atomic as disk
 from coterie.train.optimisers import Optimiser
 from coterie.train.trainer import train
 
-# time of a round against FedAvg's at the same setting: read off single runs on a busy machine, except those of ditto,
-# fedproto, fedrod, fedcp, fedamp and fedcpmd, which are guesses from what the method does
+# time of a round relative to FedAvg with the same settings, from single runs on a busy machine; for ditto, fedproto,
+# fedrod, fedcp, fedamp and fedcpmd guessed from the work of the method
 FACTORS = {
     "ditto": 2.0, "feddyn": 1.9, "fedprox": 1.5, "fedrep": 0.6, "prr-fl": 1.9, "sc-fpfl": 1.6, "sc-fpfl-no-agent": 0.9,
     "sc-fpfl-cluster-only": 0.5, "sc-fpfl-fourier-only": 1.4, "ecs-fl": 8.0, "ecs-fl-random": 8.0,
     "ecs-fl-mean-all": 5.0, "fedproto": 1.2, "fedpc": 0.9, "fedrod": 1.5, "fedcp": 1.5, "fedamp": 1.1, "fedcpmd": 1.1,
 }  # fmt: skip
-FORWARD = 0.35  # a forward pass against a training step on the same samples
+FORWARD = 0.35  # time of a forward pass relative to a training step on the same samples
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of the runs whose data are here, and of all of them."""
+    """The estimated seconds of an item."""
 
-    here: float
+    available: float  # runs whose data are on this machine
     all: float
 
 
@@ -50,7 +50,7 @@ def cache_file() -> Path:
 
 
 class Calibration:
-    """Seconds per training sample by model, shape, batch and optimiser; measured once on a machine and kept."""
+    """Seconds per training sample by model, shape, batch and optimiser, measured once per machine and cached."""
 
     def __init__(self, path: Path | None = None, fresh: bool = False):
         self.path = path or cache_file()
@@ -60,7 +60,7 @@ class Calibration:
             try:
                 self.known = json.loads(self.path.read_text())
             except (json.JSONDecodeError, UnicodeDecodeError, OSError):
-                self.known = {}  # a damaged cache is only measured again
+                self.known = {}  # a damaged cache is measured again
 
     def seconds_per_sample(self, s: RunSettings) -> float:
         known = DATASETS.get(s.data)
@@ -75,7 +75,7 @@ class Calibration:
 
 
 def measure(s: RunSettings, shape: tuple[int, ...], classes: int, budget: float = 0.2) -> float:
-    """Seconds per sample of real local training on made-up pictures; a moment of it, or two steps if they are slow."""
+    """Return the seconds per sample of local training on random pictures, from at least two short trainings."""
     n, names = math.ceil(s.batch / 0.8), tuple(map(str, range(classes)))
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (n, *shape), dtype=np.uint8), rng.permutation(np.arange(n) % classes)
@@ -92,12 +92,12 @@ def measure(s: RunSettings, shape: tuple[int, ...], classes: int, budget: float 
         start = time.perf_counter()
         train(method.ctx, rule, method.phases(1), Start(method.ctx.w0), data, 1)
         times.append((time.perf_counter() - start) / len(data.train))
-        until = min(until, time.perf_counter() + budget)  # after the first, which warms up
-    return min(times[1:])  # what disturbs a measurement only makes it slower
+        until = min(until, time.perf_counter() + budget)  # after the first training, which warms up
+    return min(times[1:])  # disturbances only make a measurement slower
 
 
 def samples(s: RunSettings, whole: tuple[int, int]) -> float:
-    """Training samples one run goes through, evaluations counted as the forward passes they are."""
+    """Return the training samples of one run; evaluations count as forward passes."""
     pool = sum(whole) if s.federation.pool == "merged" else whole[0]
     pool = min(pool, s.subset) if s.subset else pool
     official = s.federation.test_from == "official"
@@ -106,17 +106,17 @@ def samples(s: RunSettings, whole: tuple[int, int]) -> float:
     join = s.join * s.rounds
     work = join * (learn * s.epochs + 2 * FORWARD * test * s.watch)
     scored = math.ceil(s.rounds / s.eval_every) * FORWARD * 2 * test
-    if s.official:  # every personal model on the whole official part; one model for all is scored once
+    if s.official:  # every personal model on the whole official part; a global model is scored once
         models = 1 if "G" in find(s.method).card.family.split(",") else s.federation.clients or 1
         scored += math.ceil(s.rounds / s.eval_every) * FORWARD * models * whole[1]
     return work + scored + (learn * s.epochs if s.final_trained else 0)
 
 
 def estimate(
-    it: Item, clock: Calibration, sizes: Mapping[str, tuple[int, int]], found: Iterable[str], workers: int
+    it: Item, clock: Calibration, sizes: Mapping[str, tuple[int, int]], available_data: Iterable[str], workers: int
 ) -> Estimate:
-    """Each distinct run once: steps of the protocol x time of a step / workers x what the method is known to add."""
-    here, every, have = 0.0, 0.0, set(found)
+    """Estimate each distinct run once: steps of the protocol x time of a step / workers x factor of the method."""
+    available, total, data = 0.0, 0.0, set(available_data)
     seen: set[str] = set()
     for row in it.rows:
         for column in it.columns:
@@ -126,13 +126,13 @@ def estimate(
                 continue
             seen.add(key)
             seconds = samples(s, sizes[s.data]) * clock.seconds_per_sample(s) * FACTORS.get(s.method, 1.0) / workers
-            every += seconds
-            here += seconds if s.data in have else 0.0
-    return Estimate(here, every)
+            total += seconds
+            available += seconds if s.data in data else 0.0
+    return Estimate(available, total)
 
 
-def words(seconds: float) -> str:
-    """'20 s', '14 min', '3.5 h', '2.1 days'."""
+def duration_text(seconds: float) -> str:
+    """Return a duration as text: '20 s', '14 min', '3.5 h', '2.1 days'."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

@@ -1,4 +1,4 @@
-"""What `coterie paper` writes for an item: item.json, side.csv, side.md, figures and report.html."""
+"""Write the files of an item of `coterie paper`: item.json, side.csv, side.md, figures and report.html."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from coterie.results.run import Run
 from coterie.results.tables import markdown_table
 from coterie.storage import atomic as disk
 
-_CURVE = {  # the curve behind a statistic
+_CURVE = {  # the curve of a statistic
     "participants_before_last10": "participants/before/pooled",
     "clients_mean_best": "personal/test/mean",
     "ac": "personal/test/mean",
@@ -30,7 +30,7 @@ Cells = Mapping[tuple[str, str, int], Run]
 
 
 def write_item(it: Item, runs: Cells, folder: Path, note: str) -> tuple[pd.DataFrame, list[str], list[str]]:
-    """Everything about the finished runs; returns the table as text, the verdicts, and what could not be drawn."""
+    """Write all files about the finished runs; return the table as text, the verdicts, and the missing figures."""
     folder.mkdir(parents=True, exist_ok=True)
     if it.reads_only:
         table = public_logs.compare_with_logs(it, runs)
@@ -60,7 +60,7 @@ def write_item(it: Item, runs: Cells, folder: Path, note: str) -> tuple[pd.DataF
     return text, verdicts, missing
 
 
-_STATISTIC_WORDS = {  # what the measured numbers are, for a reader of the page
+_STATISTIC_WORDS = {  # description of the measured numbers on the page
     "participants_before_last10": "the accuracy of participants before training, mean of the last ten rounds",
     "clients_mean_best": "the mean accuracy over clients at its best round",
     "ac": "the mean accuracy over clients at the last evaluation",
@@ -71,12 +71,12 @@ _STATISTIC_WORDS = {  # what the measured numbers are, for a reader of the page
     "global_best": "the accuracy of the global model on the official test part, best round",
     "rounds_to_70": "the rounds until 70 percent",
     "rounds_to_75": "the rounds until 75 percent",
-    "megabytes": "the megabytes sent in all",
+    "megabytes": "the total megabytes sent",
 }
 
 
 def statistics_in_words(it: Item) -> dict[str, list[str]]:
-    """What is measured, in words, with the columns it stands in."""
+    """Return statistic in words -> columns that show it."""
     out: dict[str, list[str]] = {}
     for column in it.columns:
         name = presets.statistic(it, column)
@@ -86,7 +86,7 @@ def statistics_in_words(it: Item) -> dict[str, list[str]]:
 
 
 def draw_figures(it: Item, runs: Sequence[Run], folder: Path) -> list[str]:
-    """The item's figures; a figure these runs cannot give (too few methods, data gone) is named, not fatal."""
+    """Draw the item's figures; return a message for each that these runs do not allow."""
     missing = []
     name = presets.statistic(it, it.columns[0])
     options: dict[str, Any] = {

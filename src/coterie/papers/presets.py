@@ -1,4 +1,4 @@
-"""The five papers' protocols and printed tables, read from this package's files."""
+"""The protocols and printed tables of the five papers, read from this package's files."""
 
 import csv
 import hashlib
@@ -21,7 +21,7 @@ from coterie.methods import build, fields, written_out
 from coterie.results.grid import Cell
 from coterie.storage.run_folder import read_settings
 
-_LEAST = 10  # samples of a client, however much a protocol is shrunk
+_LEAST = 10  # least samples of a client in a reduced protocol
 PAPERS = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")
 
 
@@ -35,7 +35,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Item:
-    """A table or figure: methods by columns, each cell a run (or one statistic of it)."""
+    """A table or figure: methods by columns, each cell a run or a statistic of one."""
 
     paper: str
     name: str
@@ -45,35 +45,36 @@ class Item:
     settings: Mapping[str, Any]
     statistic: str
     misprints: Mapping[str, str]
-    printed_as: str = ""  # the item whose printed values these are, when a figure shows a table's runs
-    axis: str = ""  # the setting that columns or rows vary
+    printed_as: str = ""  # item with the printed values, if a figure shows the runs of a table
+    axis: str = ""  # setting that varies over columns or rows
     axis_label: str = ""
     figures: tuple[str, ...] = ()
-    reads_only: bool = False  # compares finished runs, starts none
+    reads_only: bool = False  # compares finished runs and starts none
 
 
 @dataclass(frozen=True)
 class Shrink:
-    """How a reader's run differs from the paper; empty: not at all."""
+    """The differences of a reader's run from the paper; empty if there are none."""
 
     rounds: int | None = None
     subset: int | None = None
-    changes: Mapping[str, Any] | None = None  # any further settings
+    changes: Mapping[str, Any] | None = None  # further settings
     stand_in: Mapping[str, str] | None = None  # data set of the paper -> data set used instead
-    held: Mapping[str, int] | None = None  # data set -> its samples on this machine; else it is taken to be whole
+    held: Mapping[str, int] | None = None  # data set -> its samples on this machine; default: all
 
     def samples(self, data: str) -> tuple[int, int]:
-        """Of a data set: how many are used, and how many the original has."""
+        """Return the number of samples of a data set that are used, and of the original."""
         original = sum(DATASETS[data].samples) if data in DATASETS else 0
-        here = min((self.held or {}).get(data, original), original)
-        return min(here, self.subset or here), original
+        held = min((self.held or {}).get(data, original), original)
+        return min(held, self.subset or held), original
 
     def least(self, data: str, planned: int) -> int:
-        """The smallest client's samples: of a smaller set fewer, in proportion, but not below _LEAST."""
+        """Return the least samples of a client: reduced in proportion to the data set, but not below _LEAST."""
         used, original = self.samples(data)
         return max(min(_LEAST, planned), planned * used // original) if used < original else planned
 
     def words(self, it: Item) -> list[str]:
+        """Return the differences in words."""
         out = [f"{self.rounds} rounds"] if self.rounds else []
         out += [f"{a} instead of {b}" for b, a in (self.stand_in or {}).items()]
         for data, planned in sorted({_planned(it, c) for c in it.columns}):
@@ -87,7 +88,7 @@ class Shrink:
 
 
 def _planned(it: Item, column: str) -> tuple[str, int]:
-    """The data set of a column and the paper's smallest client."""
+    """Return the data set of a column and the least samples of a client in the paper."""
     s = cell(it, it.rows[0], column, 0, Shrink())
     return s.data, s.federation.min_size
 
@@ -101,7 +102,7 @@ def _preset(paper: str) -> dict[str, Any]:
 
 @cache
 def printed() -> dict[tuple[str, str, str, str], Printed]:
-    """(paper, item, row, column) -> value."""
+    """Return (paper, item, row, column) -> value."""
     with (files("coterie.papers") / "printed.csv").open() as f:
         return {
             (r["paper"], r["item"], r["row"], r["column"]): Printed(float(r["value"]), float(r["std"] or "nan"))
@@ -119,10 +120,10 @@ def items(paper: str) -> list[Item]:
 
 
 def item(paper: str, name: str) -> Item:
-    found = {i.name: i for i in items(paper)}
-    if name not in found:
-        raise unknown(f"item of {paper}", name, found)
-    return found[name]
+    by_name = {i.name: i for i in items(paper)}
+    if name not in by_name:
+        raise unknown(f"item of {paper}", name, by_name)
+    return by_name[name]
 
 
 def _item(paper: str, name: str, body: dict[str, Any]) -> Item:
@@ -136,7 +137,7 @@ def _item(paper: str, name: str, body: dict[str, Any]) -> Item:
 
 @dataclass(frozen=True)
 class Needs:
-    """Data sets by name, and what else the runs of an item use."""
+    """The data sets and further requirements of an item's runs."""
 
     data: tuple[str, ...]
     more: tuple[str, ...]
@@ -147,9 +148,9 @@ def needs(it: Item) -> Needs:
     more = []
     if public := max(s.federation.public for s in every):
         more.append(f"public set of {public:,}")
-    if len(held := {s.federation.val_share > 0 for s in every}) > 1:
+    if len(with_val := {s.federation.val_share > 0 for s in every}) > 1:
         more.append("validation part for some methods")
-    elif held == {True}:
+    elif with_val == {True}:
         more.append("validation part")
     if any(s.official or s.federation.test_from == "official" for s in every):
         more.append("official test part")
@@ -157,12 +158,12 @@ def needs(it: Item) -> Needs:
 
 
 def not_experiments(paper: str) -> str:
-    """A sentence on tables and figures of the paper that hold no measured result."""
+    """Return a note on tables and figures of the paper without measured results."""
     return str(_preset(paper).get("not_experiments", ""))
 
 
 def is_ours(it: Item, row: str) -> bool:
-    """A control that the paper does not have."""
+    """True if the row is a control that the paper does not have."""
     return bool(_preset(it.paper)["methods"][row].get("ours", False))
 
 
@@ -171,7 +172,7 @@ def statistic(it: Item, column: str) -> str:
 
 
 def narrow(it: Item, data: Sequence[str], methods: Sequence[str]) -> Item:
-    """The same item with only some data sets and methods; names that match nothing are refused."""
+    """Return the item with these data sets and methods only; raise CoterieError for unknown names."""
     preset = _preset(it.paper)
     known = {c: str(preset["columns"][c].get("data", "")) for c in it.columns}
     for d in data:
@@ -188,7 +189,7 @@ def narrow(it: Item, data: Sequence[str], methods: Sequence[str]) -> Item:
 
 
 def _joined(parts: Sequence[str], known: set[str]) -> list[str]:
-    """Parts between commas, put together again where a known name has commas of its own; the longest name counts."""
+    """Join parts that were split at the commas of a known name; the longest name wins."""
     out, at = list[str](), 0
     while at < len(parts):
         ends = [e for e in range(len(parts), at, -1) if ", ".join(parts[at:e]) in known]
@@ -199,14 +200,14 @@ def _joined(parts: Sequence[str], known: set[str]) -> list[str]:
 
 
 def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSettings:
-    """The settings of one run: protocol, then item, column and method, then what the reader changes."""
+    """Return the settings of one run: protocol, then item, column and method, then the reader's changes."""
     preset = _preset(it.paper)
     given = {**preset["protocol"], **it.settings, **preset["columns"][column], **preset["methods"][row]}
     has = fields(given["method"], given)
     told = {k: v for k, v in given.pop("own", {}).items() if k in has}  # what the scenario tells methods that ask
     given = {**told, **given}
-    for word in ("statistic", "ours"):
-        given.pop(word, None)
+    for name in ("statistic", "ours"):
+        given.pop(name, None)
     given["data"] = (shrink.stand_in or {}).get(given["data"], given["data"])
     given["seed"] = int(given.get("seed", 0)) + seed
     planned = int(given["rounds"])
@@ -226,8 +227,8 @@ def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSetti
 
 
 def cells(it: Item, seeds: int, shrink: Shrink, out: Path) -> dict[tuple[str, str, int], Cell]:
-    """(row, column, seed) -> run; columns that read other statistics of the same run share it."""
-    found = {}
+    """Return (row, column, seed) -> cell; columns with different statistics of one run share it."""
+    made = {}
     for row in it.rows:
         for column in it.columns:
             for seed in range(seeds):
@@ -235,23 +236,23 @@ def cells(it: Item, seeds: int, shrink: Shrink, out: Path) -> dict[tuple[str, st
                 text = json.dumps(_written_out(s).model_dump(mode="json"), sort_keys=True)
                 key = hashlib.sha256(text.encode()).hexdigest()[:8]
                 name = f"{s.method}-{Path(s.data).stem}-s{s.seed}"
-                found[row, column, seed] = _earlier(s, out, name) or Cell(s, out / f"{name}-{key}")
-    return found
+                made[row, column, seed] = _earlier(s, out, name) or Cell(s, out / f"{name}-{key}")
+    return made
 
 
 def _written_out(s: RunSettings) -> RunSettings:
-    """With the method's defaults: `distance=js` and nothing said are the same run."""
+    """Return the settings with the method's defaults, so that a default given explicitly is the same run."""
     return s.model_copy(update={"settings": written_out(s.method, build(s.method, s.settings))})
 
 
 def _earlier(wanted: RunSettings, out: Path, name: str) -> Cell | None:
-    """A run of the same settings that is there already, also from a version that had fewer settings to write."""
+    """Return an existing run with the same settings, also one of an older version with fewer settings."""
     for path in sorted(out.glob(f"{name}-????????/settings.json")):
         try:
-            found = read_settings(path.parent)
-            given, then = RunSettings(**found["settings"]), recorded(found)
+            description = read_settings(path.parent)
+            given, then = RunSettings(**description["settings"]), recorded(description)
             if _written_out(then) == _written_out(wanted):
                 return Cell(given if resolved(given) == then else then, path.parent)
         except (CoterieError, ValidationError, KeyError, TypeError):
-            continue  # damaged or of another version: not the same run
+            continue  # damaged or of a different version: not the same run
     return None

@@ -1,4 +1,4 @@
-"""Printed and measured side by side, with what a reader should know about the difference."""
+"""Compare printed and measured values, with remarks on the differences."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ STATISTICS: dict[str, Callable[[Run], float]] = {
     "megabytes": lambda r: sum(r.summary()["bytes"].values()) / 1e6,
     **{f"client_{i}": partial(_client, i) for i in range(10)},
 }
-COUNTS = ("rounds_to_70", "rounds_to_75", "megabytes")  # not in percent, and the fewer the better
+COUNTS = ("rounds_to_70", "rounds_to_75", "megabytes")  # not in percent, and lower is better
 
 
 def _rounds(run: Run, target: float) -> float:
@@ -43,15 +43,15 @@ def _rounds(run: Run, target: float) -> float:
 
 
 def compare_with_printed(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.DataFrame:
-    """One row per method and column: printed, measured (mean and std over seeds, percent), difference, remark."""
+    """Return one row per method and column: printed, measured (mean and std over seeds), difference, remark."""
     rows: list[dict[str, Any]] = []
     for row in it.rows:
         for column in it.columns:
-            found = [r for (a, b, _), r in runs.items() if (a, b) == (row, column)]
-            if not found:
+            mine = [r for (a, b, _), r in runs.items() if (a, b) == (row, column)]
+            if not mine:
                 continue
             name = statistic(it, column)
-            values = (1 if name in COUNTS else 100) * np.array([STATISTICS[name](r) for r in found])
+            values = (1 if name in COUNTS else 100) * np.array([STATISTICS[name](r) for r in mine])
             paper = printed().get((it.paper, it.printed_as, row, column))
             measured = float(values.mean())
             remark = "ours, not in the paper" if is_ours(it, row) else it.misprints.get(f"{row}/{column}", "")
@@ -67,7 +67,7 @@ def compare_with_printed(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> 
 
 
 def printed_verdicts(it: Item, table: pd.DataFrame) -> list[str]:
-    """Per column: rank correlation over the paper's methods, and whether the paper's winner wins here."""
+    """Return for each column the rank correlation over the paper's methods, and the winners in the paper and here."""
     out = []
     for column in dict.fromkeys(table["column"]):
         both = table[(table["column"] == column) & table["printed"].notna() & table["measured"].notna()]
@@ -84,7 +84,7 @@ def printed_verdicts(it: Item, table: pd.DataFrame) -> list[str]:
 
 
 def printed_text(table: pd.DataFrame) -> pd.DataFrame:
-    """As text, for a screen or Markdown."""
+    """Return the table as text, for a screen or Markdown."""
     out = table[["method", "column"]].copy()
     out["printed"] = ["" if math.isnan(v) else f"{v:.2f}" for v in table["printed"]]
     out["measured"] = [

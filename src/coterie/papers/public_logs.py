@@ -1,4 +1,4 @@
-"""Our baselines beside the public training logs of FedCMD's authors: windows of ten rounds, same protocol."""
+"""Compare our baselines with the public training logs of FedCMD's authors: windows of ten rounds, same protocol."""
 
 import csv
 import math
@@ -15,14 +15,14 @@ from coterie.papers.presets import Item
 from coterie.results.run import Run
 
 NOTE = (
-    "theirs is one run of which only window means are public, so its scatter is taken to be ours: "
+    "theirs is one run with public window means only, so its scatter is assumed to equal ours: "
     "the standard error of the difference is sqrt(2) times that of our window"
 )
 
 
 @cache
 def windows() -> dict[tuple[str, str, str], dict[str, float]]:
-    """(alpha, data, method) -> window such as before_191_200 -> percent."""
+    """Return (alpha, data, method) -> window, such as before_191_200 -> percent."""
     with (files("coterie.papers") / "public.csv").open() as f:
         return {
             (r["alpha"], r["data"], r["method"]): {k: float(v) for k, v in r.items() if "_" in k and v}
@@ -31,24 +31,24 @@ def windows() -> dict[tuple[str, str, str], dict[str, float]]:
 
 
 def window(run: Run, name: str) -> tuple[float, float]:
-    """Mean over the rounds of a window in percent and its standard error; NaN where the run is too short."""
+    """Return the mean over the rounds of a window in percent and its standard error; NaN if the run is too short."""
     when, first, last = name.split("_")
     column = f"participants/{when}/pooled"
     if column not in run.rounds:
         raise CoterieError(f"{run.path} did not watch its participants; run it with watch = true")
-    found = 100 * run.rounds.loc[int(first) : int(last), column].dropna()
-    if len(found) < int(last) - int(first) + 1:
+    values = 100 * run.rounds.loc[int(first) : int(last), column].dropna()
+    if len(values) < int(last) - int(first) + 1:
         return math.nan, math.nan
-    return float(found.mean()), float(found.std(ddof=1) / math.sqrt(len(found)))
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
 
 
 def compare_with_logs(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.DataFrame:
-    """One row per method, column and window: theirs, ours, standard error, how many of them apart, within two."""
+    """Return one row per method, column and window: theirs, ours, standard error, distance in standard errors."""
     rows = []
     for (row, column, _), run in runs.items():
         alpha = re.findall(r"[\d.]+", run.settings["federation"]["partition"])[0]
-        theirs = windows().get((f"{float(alpha):.1f}", str(run.settings["data"]), row), {})
-        for name, value in theirs.items():
+        published = windows().get((f"{float(alpha):.1f}", str(run.settings["data"]), row), {})
+        for name, value in published.items():
             ours, error = window(run, name)
             if math.isnan(ours):
                 continue
@@ -58,12 +58,12 @@ def compare_with_logs(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> pd.
                 "theirs": value, "ours": ours, "standard error": error, "apart": apart, "within two": abs(apart) <= 2,
             })  # fmt: skip
     if not rows:
-        raise CoterieError(f"none of the finished runs has a public log beside it; run {it.paper} table7 first")
+        raise CoterieError(f"none of the finished runs has a public log; run {it.paper} table7 first")
     return pd.DataFrame(rows)
 
 
 def log_verdicts(table: pd.DataFrame) -> list[str]:
-    """Per column: how many windows of how many methods lie within two standard errors, and which methods never do."""
+    """Return for each column the windows within two standard errors, and the methods whose last window is not."""
     out = []
     for column, part in table.groupby("column", sort=False):
         last = part[part["window"].str.startswith("before")].groupby("method", sort=False).tail(1)
@@ -74,6 +74,7 @@ def log_verdicts(table: pd.DataFrame) -> list[str]:
 
 
 def log_text(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table as text, for a screen or Markdown."""
     out = table[["method", "column", "window"]].copy()
     out["theirs"] = [f"{v:.2f}" for v in table["theirs"]]
     out["ours"] = [f"{v:.2f} ± {s:.2f}" for v, s in zip(table["ours"], table["standard error"], strict=True)]

@@ -253,7 +253,7 @@ class ControlTable:
         out = {}
         for row in dict.fromkeys(p.row.label for p in self.pairs):
             mine = [p for p in self.pairs if p.row.label == row]
-            found = [p.difference for p in mine]
+            differences = [p.difference for p in mine]
             most = max(mine, key=lambda p: p.difference.seeds)
             head = f"{row}: {value_text(self.metric, most.mean, most.std)} ({heading(most)})"
             out[head] = pd.DataFrame(
@@ -261,11 +261,11 @@ class ControlTable:
                     self.metric.name: [value_text(self.metric, p.against_mean, p.against_std) for p in mine],
                     "difference [95 %]": [
                         "{} [{}, {}]".format(*(signed_text(self.metric, v) for v in (d.mean, d.low, d.high)))
-                        for d in found
+                        for d in differences
                     ],
-                    "gain": [str(d.gain) for d in found],
-                    "lose": [str(d.lose) for d in found],
-                    "tie": [str(d.tie) for d in found],
+                    "gain": [str(d.gain) for d in differences],
+                    "lose": [str(d.lose) for d in differences],
+                    "tie": [str(d.tie) for d in differences],
                 },
                 index=pd.Index([p.against.label for p in mine], name="against"),
             )

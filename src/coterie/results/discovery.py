@@ -17,11 +17,11 @@ APART = ("val_share",)  # settings that do not change the clients: some methods 
 
 def find_items(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the descriptions of papers' items in these folders and their direct subfolders."""
-    found = []
+    items = []
     for path in paths:
         for file in sorted({*path.glob(ITEM), *path.glob(f"*/{ITEM}")}):
-            found.append({**disk.read_json(file), "at": file.parent})
-    return found
+            items.append({**disk.read_json(file), "at": file.parent})
+    return items
 
 
 def find_runs(paths: Sequence[Path], complain: Callable[[str], None] | None = None) -> list[Run]:

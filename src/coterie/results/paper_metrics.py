@@ -66,9 +66,9 @@ def class_recall(hits: IntArray, total: IntArray) -> FloatArray:
     return np.where(pooled > 0, pooled_hits / np.maximum(pooled, 1), np.nan)
 
 
-def adjusted_rand(found: Sequence[int] | IntArray, true: Sequence[int] | IntArray) -> float:
+def adjusted_rand(groups: Sequence[int] | IntArray, true: Sequence[int] | IntArray) -> float:
     """Return the agreement of two groupings: 1 if they are the same up to names, about 0 by chance."""
-    return float(adjusted_rand_score(np.asarray(true), np.asarray(found)))
+    return float(adjusted_rand_score(np.asarray(true), np.asarray(groups)))
 
 
 def official(run: Run, round: int | None = None, view: str = "personal") -> dict[str, float]:

@@ -132,13 +132,13 @@ def cluster_sizes(run: Run) -> dict[str, int]:
 
 def draw_cluster_sizes(runs: Sequence[Run]) -> Figure:
     """Draw a bar per run, divided into its clusters."""
-    found = sorted(((r, s) for r in runs if (s := cluster_sizes(r))), key=lambda pair: pair[0].group)
-    if not found:
+    sizes = sorted(((r, s) for r in runs if (s := cluster_sizes(r))), key=lambda pair: pair[0].group)
+    if not sizes:
         raise CoterieError("none of these methods makes clusters")
-    several = len({r.group for r, _ in found}) > 1
-    figure, (axes,) = style.panels(1, height=max(1.8, 0.34 * len(found) + 1.2))
-    names = sorted({n for _, s in found for n in s}, key=lambda n: (_depth(n), n.zfill(4)))
-    for y, (_run, size) in enumerate(found):
+    several = len({r.group for r, _ in sizes}) > 1
+    figure, (axes,) = style.panels(1, height=max(1.8, 0.34 * len(sizes) + 1.2))
+    names = sorted({n for _, s in sizes for n in s}, key=lambda n: (_depth(n), n.zfill(4)))
+    for y, (_run, size) in enumerate(sizes):
         left = 0
         for n in names:
             if n not in size:
@@ -151,9 +151,9 @@ def draw_cluster_sizes(runs: Sequence[Run]) -> Figure:
                 axes.text(left + size[n] / 2, y, text, ha="center", va="center", fontsize=7, color="black",
                           bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.8})  # fmt: skip
             left += size[n]
-    names_of = [_with_seed(r, [x for x, _ in found]) for r, _ in found]
+    names_of = [_with_seed(r, [x for x, _ in sizes]) for r, _ in sizes]
     axes.set_yticks(
-        range(len(found)), [f"{n}\n{r.group}" if several else n for n, (r, _) in zip(names_of, found, strict=True)]
+        range(len(sizes)), [f"{n}\n{r.group}" if several else n for n, (r, _) in zip(names_of, sizes, strict=True)]
     )
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -198,23 +198,23 @@ def cosines(run: Run) -> tuple[list[int], FloatArray]:
 
 def draw_similarity(runs: Sequence[Run]) -> Figure:
     """Draw cosines of the clients' models, sorted by cluster, with the clusters' borders; other runs are named."""
-    found, reasons = [], []
+    panels, reasons = [], []
     for run in runs:
         try:
-            found.append((run, *cosines(run), cluster_by_client(run)))
+            panels.append((run, *cosines(run), cluster_by_client(run)))
         except CoterieError as e:
             reasons.append(str(e))
-    if not found:
+    if not panels:
         raise CoterieError("; ".join(dict.fromkeys(reasons)))
-    figure, all_axes = style.panels(len(found), width=4.2, height=3.9)
-    for axes, (run, order, C, of) in zip(all_axes, found, strict=True):
+    figure, all_axes = style.panels(len(panels), width=4.2, height=3.9)
+    for axes, (run, order, C, of) in zip(all_axes, panels, strict=True):
         image = axes.imshow(C, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")  # one scale for all figures
         figure.colorbar(image, ax=axes, label="cosine of the models' changes", shrink=0.85, ticks=[-1, -0.5, 0, 0.5, 1])
         starts = [k for k in range(len(order)) if k == 0 or of.get(order[k]) != of.get(order[k - 1])]
         for k in starts[1:]:
             axes.axhline(k - 0.5, color="black", linewidth=0.8)
             axes.axvline(k - 0.5, color="black", linewidth=0.8)
-        name = _with_seed(run, [r for r, *_ in found])
+        name = _with_seed(run, [r for r, *_ in panels])
         axes.set_title(f"{name}: {len(starts)} cluster{'s' if len(starts) > 1 else ''}")
         axes.set_xlabel("clients, by cluster")
         axes.set_ylabel("clients, by cluster")
@@ -232,7 +232,7 @@ def draw_similarity(runs: Sequence[Run]) -> Figure:
             axes.set_xlabel("clients; ticks are clusters" if texts else "clients")
             axes.set_ylabel("clients; ticks are clusters" if texts else "clients")
     if reasons:
-        left_out = textwrap.fill("left out: " + "; ".join(dict.fromkeys(reasons)), 75 * min(2, len(found)))
+        left_out = textwrap.fill("left out: " + "; ".join(dict.fromkeys(reasons)), 75 * min(2, len(panels)))
         figure.supxlabel(left_out, fontsize=6)
     return figure
 
