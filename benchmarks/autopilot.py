@@ -1,17 +1,17 @@
-"""Autopilot beside fixed methods: is one method near the best everywhere, and is anybody worse off than alone?
+"""Compare autopilot with fixed methods: its distance to the best one, and clients that are worse than Local-Only.
 
     python benchmarks/autopilot.py --data-dir DIR --out DIR [--only NAME] [--methods a,b] [--seeds 0,1,2] [--show]
 
 NAME is a federation: fmnist-0.01, fmnist-0.1, fmnist-0.5, fmnist-5, cifar10-0.1, cifar10-5, hapt or agnews. Each has 20
 clients of at least 40 samples (HAPT: its thirty people), half of them take part in each of 20 rounds of two local
 epochs (HAPT: 30 of five, with its net of nets.py); evaluation is every ten rounds. One process, one core. Runs are
-kept in DIR and go on where they stopped; `--show` prints what is there. The first seed of every federation comes first,
-cheap ones before dear ones.
+kept in DIR and continue where they stopped; `--show` prints finished runs only. The first seed of every federation
+comes first, and cheap runs come before expensive ones.
 
-For each federation a table: mean accuracy over clients of each method as it is meant to be used (FedAvg + fine-tuning
-after fine-tuning), how many clients are below Local-Only on their test parts, bytes and processor time beside FedAvg's,
-and for autopilot the headroom: what the best candidate of each client, chosen on its test part, would add. At the end
-all federations in one table. `time` is of whole runs, evaluation included; methods.py has the time of a round.
+The table of a federation has the mean accuracy over clients of each method in its intended view (fedavg-ft after
+fine-tuning), the number of clients below Local-Only on their test parts, bytes and processor time relative to FedAvg,
+and the headroom of autopilot: the gain of the best candidate of each client, chosen on its test part. The last table
+has all federations. `time` is of whole runs, evaluation included; methods.py has the time of a round.
 """
 
 import argparse
@@ -41,14 +41,14 @@ FIXED = (
 PILOT = "autopilot"
 ADAPTED = {"fedavg-ft"}  # used after fine-tuning
 CPU = "cpu.json"
-RATE = 1.7  # time of a method beside FedAvg's, on average
+RATE = 1.7  # mean time of a method relative to FedAvg
 
 
 @dataclass(frozen=True)
 class Federation:
     name: str
     seeds: int
-    seconds: float  # of a FedAvg run on one core, as measured once
+    seconds: float  # seconds of a FedAvg run on one core
     given: dict[str, Any]
 
 
@@ -97,7 +97,7 @@ def done(folder: Path) -> bool:
 
 
 def advance(federation: Federation, seed: int, method: str, out: Path, engine: Engine, data: Any) -> None:
-    """One run, from where it is to its end."""
+    """Run or continue one run to its end."""
     folder = place(out, federation, seed, method)
     resume = (folder / "settings.json").exists()
     begun = time.process_time()
@@ -109,12 +109,12 @@ def advance(federation: Federation, seed: int, method: str, out: Path, engine: E
     print(f"{federation.name}, seed {seed}, {method}: {spent:.1f} s", flush=True)
 
 
-# ---- what is shown ---------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Outcome:
-    accuracy: np.ndarray  # [clients], of the view that is used
+    accuracy: np.ndarray  # accuracy in the method's view [clients]
     bytes: float
-    seconds: float  # NaN of a run that was interrupted
+    seconds: float  # NaN for an interrupted run
 
 
 def outcome(folder: Path, method: str) -> Outcome:
@@ -126,7 +126,7 @@ def outcome(folder: Path, method: str) -> Outcome:
 
 
 def table(out: Path, federation: Federation, methods: Sequence[str], seeds: Sequence[int]) -> list[str]:
-    """Over the seeds that all methods have."""
+    """Return the table of a federation, over the seeds that all methods have."""
     ready = [s for s in seeds if all(done(place(out, federation, s, m)) for m in methods)]
     if not ready or "local" not in methods or "fedavg" not in methods:
         return []
@@ -157,7 +157,7 @@ def table(out: Path, federation: Federation, methods: Sequence[str], seeds: Sequ
 
 
 def summary(out: Path, federations: Sequence[Federation], methods: Sequence[str], seeds: Sequence[int]) -> list[str]:
-    """All federations in one table: means over clients and seeds, and how many clients are below Local-Only in all."""
+    """Return one table of all federations: means over clients and seeds, and the number of clients below Local-Only."""
     columns = []
     for f in federations:
         ready = [s for s in seeds[: f.seeds] if all(done(place(out, f, s, m)) for m in methods)]
@@ -186,7 +186,7 @@ def summary(out: Path, federations: Sequence[Federation], methods: Sequence[str]
 
 
 def headroom(folder: Path) -> float:
-    """What the best candidate of each client, chosen on its test part, adds to the mean accuracy."""
+    """Return the gain in mean accuracy of the best candidate of each client, chosen on its test part."""
     saved = Run(folder).saved()
     method, federation = saved.method, saved.session.federation
     assert isinstance(method, Autopilot)
@@ -210,7 +210,7 @@ def headroom(folder: Path) -> float:
 
 
 def estimate(federations: Sequence[Federation], methods: Sequence[str], seeds: Sequence[int], out: Path) -> float:
-    """Seconds of one core for what is not there yet."""
+    """Return the seconds of one core for the missing runs."""
     return sum(
         RATE * f.seconds
         for f in federations
@@ -225,14 +225,14 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/autopilot"))
     parser.add_argument("--only", help="one federation")
-    parser.add_argument("--methods", help="by commas; default: all fixed ones and autopilot")
+    parser.add_argument("--methods", help="comma-separated list; default: all fixed methods and autopilot")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--show", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     federations = [f for f in FEDERATIONS if args.only in (None, f.name)]
     if not federations:
-        raise SystemExit(f"{args.only} is none of {', '.join(f.name for f in FEDERATIONS)}")
+        raise SystemExit(f"{args.only} is not one of {', '.join(f.name for f in FEDERATIONS)}")
     methods = args.methods.split(",") if args.methods else [*FIXED, PILOT]
     seeds = [int(s) for s in args.seeds.split(",")]
     if not args.show:

@@ -1,11 +1,11 @@
-"""One table: Coterie in all its ways, the hand-written floor, and the peers that are installed.
+"""Compare the speed of Coterie in its configurations, of the hand-written floor, and of installed peers in one table.
 
     python benchmarks/bench.py [W1 W2 W3] [--quick] [--minutes 9] [--data-dir DIR] [--out table.md|table.csv]
 
-Every contender is a process of its own with the same clients, model, epochs and batches. They take turns round by
-round, so that a noisy machine disturbs all alike; a ratio is the median over the rounds of (its time / the floor's
-time just before). Peers choose their participants themselves, so their times are scaled to the number of samples.
-Memory is the proportional set size of a contender with everything it started. Peers are looked for in this
+Every contender is a separate process with the same clients, model, epochs and batches. Contenders take turns round by
+round, so that a noisy machine disturbs all of them alike; a ratio is the median over the rounds of (its time / the
+floor's time just before). Peers choose their participants themselves, so their times are scaled to the number of
+samples. Memory is the proportional set size of a contender and its child processes. Peers are searched in this
 environment, or in that of --flower-python and --pfl-python.
 """
 
@@ -36,9 +36,9 @@ from turn_taking import family, pss
 HERE = Path(__file__).parent
 COLUMNS = ("workload", "contender", "s per round", "x floor", "GFLOP/s", "% of GEMM peak", "MB")
 PATIENCE = 90.0  # seconds for a start or a round
-WARM = {"W1": 1, "W2": 20, "W3": 1}  # rounds before the first that counts; short steps are traced after some uses
-ENDING = 10.0  # seconds that Ray and Flower need to end
-QUIET = {  # one thread each, no reports home; Ray's workers would run at nice 15, which any other load starves
+WARM = {"W1": 1, "W2": 20, "W3": 1}  # rounds that are not counted; short steps are traced after some uses
+ENDING = 10.0  # seconds in which Ray and Flower end
+QUIET = {  # one thread each, no telemetry; by default, Ray's workers run at nice 15, which any other load starves
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -57,7 +57,7 @@ class Contender:
     memory: int = 0
     failed: str = ""
     process: Any = None
-    lines: Any = None  # what it said and nobody has heard yet
+    lines: Any = None  # queue of its unread answers
     log: Path = Path()
 
     def start(self, log: Path) -> None:
@@ -77,7 +77,7 @@ class Contender:
         self.lines.put(None)
 
     def hear(self) -> dict[str, Any]:
-        """The next answer; what else a library prints is passed over."""
+        """Return the next answer; other output of libraries is ignored."""
         try:
             if (line := self.lines.get(timeout=PATIENCE)) is not None:
                 return dict(json.loads(line[1:]))
@@ -85,7 +85,7 @@ class Contender:
             pass
         last = [x for x in self.log.read_text(errors="replace").splitlines() if x.strip()][-1:]
         self.failed = (last or ["no answer"])[0].strip()[:90]
-        self.stop(patience=5)  # lest it take the processor from the others
+        self.stop(patience=5)  # so that it does not disturb the others
         return {}
 
     def round(self, t: int, ids: list[int]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Contender:
                 self.process.stdin.close()
 
     def stop(self, patience: float = 15) -> None:
-        """The end of its input tells it to end; who does not is ended, with everything it started."""
+        """Close its input, wait for its end, then kill it and its child processes."""
         if self.process is None:
             return
         started = family(self.process.pid)
@@ -123,30 +123,30 @@ class Contender:
 def contenders(name: str, file: Path, args: argparse.Namespace) -> list[Contender]:
     from coterie.config import Engine
 
-    side = [sys.executable, str(HERE / "contender.py")]
-    ours = [*side, "coterie", name, str(file), *(["--data-dir", str(args.data_dir)] if args.data_dir else [])]
+    script = [sys.executable, str(HERE / "contender.py")]
+    ours = [*script, "coterie", name, str(file), *(["--data-dir", str(args.data_dir)] if args.data_dir else [])]
     off = {"COTERIE_NATIVE": "0"}
     plain = ["--engine", "loop"] if "engine" in Engine.model_fields else []
-    found = [
-        Contender("floor, 2 processes", [*side, "floor", name, str(file)]),
+    out = [
+        Contender("floor, 2 processes", [*script, "floor", name, str(file)]),
         Contender("Coterie, 2 workers", [*ours, *plain]),
         Contender("Coterie, 2 workers, default evaluation on", [*ours, "--shipped", *plain]),
         Contender("Coterie, 2 workers, native code off", [*ours, *plain], off),
     ]
     if args.quick:
-        return found
-    found.append(Contender("Coterie, 1 worker", [*ours, "--workers", "1", *plain]))
+        return out
+    out.append(Contender("Coterie, 1 worker", [*ours, "--workers", "1", *plain]))
     if plain:
-        found.append(Contender("Coterie, 2 workers, stack", [*ours, "--engine", "stack"]))
-        found.append(Contender("Coterie, 1 worker, stack", [*ours, "--engine", "stack", "--workers", "1"]))
+        out.append(Contender("Coterie, 2 workers, stack", [*ours, "--engine", "stack"]))
+        out.append(Contender("Coterie, 1 worker, stack", [*ours, "--engine", "stack", "--workers", "1"]))
     if has(sys.executable, "ray"):
-        found.append(Contender("Coterie, Ray, 2 actors", [*ours, "--runtime", "ray", *plain]))
+        out.append(Contender("Coterie, Ray, 2 actors", [*ours, "--runtime", "ray", *plain]))
     if has(args.flower_python, "flwr", "ray"):
-        found.append(Contender("Flower simulation, 2 actors", peer(args.flower_python, "peer_flower.py", name, file)))
+        out.append(Contender("Flower simulation, 2 actors", peer(args.flower_python, "peer_flower.py", name, file)))
     if has(args.pfl_python, "pfl"):
         run = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29511"]
-        found.append(Contender("pfl, 2 processes", peer(args.pfl_python, "peer_pfl.py", name, file, run)))
-    return found
+        out.append(Contender("pfl, 2 processes", peer(args.pfl_python, "peer_pfl.py", name, file, run)))
+    return out
 
 
 def peer(python: str, script: str, name: str, file: Path, before: list[str] | None = None) -> list[str]:
@@ -158,8 +158,8 @@ def has(python: str, *modules: str) -> bool:
     return subprocess.run([python, "-c", looks], capture_output=True).returncode == 0
 
 
-def lay_down(w: Workload, data_dir: Path | None, file: Path) -> Any:
-    """The clients' training data in files that all contenders read; Coterie's session, which knows who takes part."""
+def write_data(w: Workload, data_dir: Path | None, file: Path) -> Any:
+    """Write the clients' training data for all contenders; return Coterie's session, which samples the participants."""
     session = session_of(w, data_dir, {"workers": 1})
     parts = [session.federation.data(i).train for i in session.federation.clients]
     np.save(file.with_suffix(".x.npy"), torch.cat([p.x for p in parts]).numpy())
@@ -169,53 +169,53 @@ def lay_down(w: Workload, data_dir: Path | None, file: Path) -> Any:
 
 
 def compete(name: str, args: argparse.Namespace, seconds: float) -> tuple[list[Contender], float]:
-    """Rounds in turn until the time is up, starts and ends included; also floating-point operations of a round."""
+    """Run rounds in turn until the time is up; return the contenders and the floating-point operations of a round."""
     from coterie.core.rng import torch_rng
 
     w, entry = WORKLOADS[name], time.monotonic()
     with tempfile.TemporaryDirectory() as tmp:
         file = Path(tmp) / "data"
-        session = lay_down(w, args.data_dir, file)
+        session = write_data(w, args.data_dir, file)
         sizes = session.federation.sizes("train")
         usual = w.join * float(sizes.mean())
-        sides = contenders(name, file, args)
+        rivals = contenders(name, file, args)
         try:
             begin = time.monotonic()
-            for i, side in enumerate(sides):
-                side.start(Path(tmp) / f"{i}.log")
-            for side in sides:
-                side.hear()
-            print(f"{name}: {len(sides)} contenders started in {time.monotonic() - begin:.0f} s", flush=True)
+            for i, rival in enumerate(rivals):
+                rival.start(Path(tmp) / f"{i}.log")
+            for rival in rivals:
+                rival.hear()
+            print(f"{name}: {len(rivals)} contenders started in {time.monotonic() - begin:.0f} s", flush=True)
             begin = time.monotonic()
             for t in range(1, WARM[name] + 60):
                 ids = session.method.sample({}, t, torch_rng(session.settings.seed, "sample", t))
                 samples = int(sizes[ids].sum())
                 reference = 0.0
-                for side in sides:
-                    if side.failed:
+                for rival in rivals:
+                    if rival.failed:
                         continue
-                    got = side.round(t, ids)
-                    if not got or t <= WARM[name]:
+                    answer = rival.round(t, ids)
+                    if not answer or t <= WARM[name]:
                         continue
-                    spent = got["seconds"] * samples / got.get("samples", samples)
+                    spent = answer["seconds"] * samples / answer.get("samples", samples)
                     reference = reference or spent
-                    side.times.append(spent * usual / samples)
-                    side.ratios.append(spent / reference)
+                    rival.times.append(spent * usual / samples)
+                    rival.ratios.append(spent / reference)
                 now = time.monotonic()
                 if t >= WARM[name] + 2 and now - entry + (now - begin) / t + ENDING > seconds:
                     break
-            for side in sides:
-                side.memory = pss(side.process.pid) if side.process else 0
+            for rival in rivals:
+                rival.memory = pss(rival.process.pid) if rival.process else 0
         finally:
-            for side in sides:
-                side.dismiss()
-            for side in sides:
-                side.stop()
-    return sides, flops(w, session) * usual * w.epochs
+            for rival in rivals:
+                rival.dismiss()
+            for rival in rivals:
+                rival.stop()
+    return rivals, flops(w, session) * usual * w.epochs
 
 
 def flops(w: Workload, session: Any) -> float:
-    """Floating-point operations of one sample forward and backward."""
+    """Return the floating-point operations of one sample, forward and backward."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model, counter = w.model(), FlopCounterMode(display=False)
@@ -226,7 +226,7 @@ def flops(w: Workload, session: Any) -> float:
 
 
 def gemm_peak() -> float:
-    """GFLOP/s of two processes with a thread each: what the machine can do at most."""
+    """Return the GFLOP/s of matrix products in two processes with a thread each, the peak of the machine."""
     code = (
         "import torch, time; torch.set_num_threads(1); a = torch.randn(1024, 1024); torch.mm(a, a); best = 9.\n"
         "for _ in range(30):\n t = time.perf_counter(); torch.mm(a, a); best = min(best, time.perf_counter() - t)\n"
@@ -236,14 +236,14 @@ def gemm_peak() -> float:
     return sum(float(p.communicate()[0]) for p in both)
 
 
-def row(name: str, side: Contender, work: float, peak: float) -> list[str]:
-    if side.failed or not side.times:
-        return [name, side.name, "–", "–", "–", "–", side.failed or "no time left"]
-    seconds = statistics.median(side.times)
+def row(name: str, rival: Contender, work: float, peak: float) -> list[str]:
+    if rival.failed or not rival.times:
+        return [name, rival.name, "–", "–", "–", "–", rival.failed or "no time left"]
+    seconds = statistics.median(rival.times)
     rate, shown = work / seconds / 1e9, f"{seconds:.4f}" if seconds < 0.1 else f"{seconds:.2f}"
     return [
-        name, side.name, shown, f"{statistics.median(side.ratios):.2f}",
-        f"{rate:.1f}", f"{100 * rate / peak:.0f}", f"{side.memory / 2**20:.0f}",
+        name, rival.name, shown, f"{statistics.median(rival.ratios):.2f}",
+        f"{rate:.1f}", f"{100 * rate / peak:.0f}", f"{rival.memory / 2**20:.0f}",
     ]  # fmt: skip
 
 
@@ -253,15 +253,15 @@ def markdown(rows: list[list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", help="of W1, W2, W3; default: all")
-    parser.add_argument("--quick", action="store_true", help="W1 and W2, Coterie and the floor alone; under 2 minutes")
-    parser.add_argument("--minutes", type=float, help="for all workloads (default: 9, quick: 1.6)")
-    parser.add_argument("--data-dir", type=Path, help="where Fashion-MNIST lies (default: $COTERIE_DATA)")
+    parser.add_argument("workloads", nargs="*", help="W1, W2 or W3; default: all")
+    parser.add_argument("--quick", action="store_true", help="W1 and W2, Coterie and the floor only; under 2 minutes")
+    parser.add_argument("--minutes", type=float, help="time for all workloads (default: 9, quick: 1.6)")
+    parser.add_argument("--data-dir", type=Path, help="folder of Fashion-MNIST (default: $COTERIE_DATA)")
     parser.add_argument("--flower-python", default=os.environ.get("FLOWER_PYTHON", sys.executable))
     parser.add_argument("--pfl-python", default=os.environ.get("PFL_PYTHON", sys.executable))
     parser.add_argument("--out", type=Path, action="append", default=[], help="also write the table here (.md or .csv)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that contenders are ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that contenders are ended too
     torch.set_num_threads(1)
     names = args.workloads or (["W1", "W2"] if args.quick else [*WORKLOADS])
     share = {"W1": 0.35, "W2": 0.2, "W3": 0.45}
@@ -269,13 +269,13 @@ def main() -> None:
     peak = gemm_peak()
     print(f"GEMM peak, 2 processes: {peak:.0f} GFLOP/s", flush=True)
     if "W1" in names and dataset_of(WORKLOADS["W1"], args.data_dir).name == "like-fmnist":
-        print("W1: Fashion-MNIST was not found, so noise of the same shape and sizes stands in for it")
+        print("W1: Fashion-MNIST was not found, so noise of the same shape and sizes is used")
     rows = []
     for i, name in enumerate(names):
         left = end - time.monotonic()
-        sides, work = compete(name, args, left * share[name] / sum(share[n] for n in names[i:]))
-        rows += [row(name, side, work, peak) for side in sides]
-        print(f"{name}: {len(sides[0].times)} rounds of each", flush=True)
+        rivals, work = compete(name, args, left * share[name] / sum(share[n] for n in names[i:]))
+        rows += [row(name, rival, work, peak) for rival in rivals]
+        print(f"{name}: {len(rivals[0].times)} rounds of each", flush=True)
     print("\n" + markdown(rows))
     for out in args.out:
         text = io.StringIO()

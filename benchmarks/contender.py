@@ -1,4 +1,4 @@
-"""One contender of bench.py: the hand-written floor, or Coterie in one of its ways. Takes turns by turn_taking.py."""
+"""One contender of bench.py: the hand-written floor, or Coterie in one of its configurations."""
 
 import argparse
 import tempfile
@@ -16,7 +16,7 @@ from turn_taking import next_round, say
 
 @cache
 def stored(path: Path) -> list[Pair]:
-    """The clients' training data as bench.py wrote them, in memory."""
+    """Return the clients' training data that bench.py wrote."""
     x, y = (torch.from_numpy(np.load(path.with_suffix(f".{name}.npy"))) for name in "xy")
     at = np.load(path.with_suffix(".at.npy"))
     return [(x[a:b], y[a:b]) for a, b in pairwise(at)]
@@ -34,7 +34,7 @@ def run_floor(w: Workload, file: Path, processes: int) -> None:
 
 
 def session_of(w: Workload, data_dir: Path | None, engine: dict[str, Any], watch: bool = False) -> Any:
-    """The workload in Coterie; evaluations of all clients and checkpoints are left to whoever drives the loop."""
+    """Return the workload as a session of Coterie, without evaluations of all clients and checkpoints."""
     from coterie.config import Engine, settings
     from coterie.engine.session import Objects, prepare
 
@@ -43,14 +43,14 @@ def session_of(w: Workload, data_dir: Path | None, engine: dict[str, Any], watch
     if w.data == "random":
         own = {"data": "noise", "partition": "natural", "test_share": 1 / 6, "min_size": 1, "stratify": False}
     else:
-        least = 10 if w.data == "digits" else 40
-        own = {"data": w.data, "partition": "dirichlet(0.1)", "min_size": least, "short": "fill"}
+        smallest = 10 if w.data == "digits" else 40
+        own = {"data": w.data, "partition": "dirichlet(0.1)", "min_size": smallest, "short": "fill"}
     objects = Objects(dataset=dataset_of(w, data_dir))
     return prepare(settings(**base, **own), Engine(data_dir=data_dir, **engine), objects)
 
 
 def dataset_of(w: Workload, data_dir: Path | None) -> Any:
-    """Real data where they are at hand, else made ones of the same shape and sizes."""
+    """Return real data if they are available, otherwise random ones of the same shape and sizes."""
     from coterie.data.dataset import Dataset
     from coterie.data.sources import load_dataset
     from coterie.errors import CoterieError
@@ -76,7 +76,7 @@ def run_coterie(w: Workload, data_dir: Path | None, engine: dict[str, Any], ship
     from coterie.storage.run_folder import Folder
 
     session = session_of(w, data_dir, engine, watch=shipped)
-    everybody: list[float] = []  # seconds of an evaluation of all clients; by default every tenth round has one
+    evaluations: list[float] = []  # seconds of an evaluation of all clients, which every tenth round has by default
     with (
         tempfile.TemporaryDirectory() as tmp,
         Folder(Path(tmp)) as folder,
@@ -90,11 +90,11 @@ def run_coterie(w: Workload, data_dir: Path | None, engine: dict[str, Any], ship
             begin = time.perf_counter()
             loop.step()
             seconds = time.perf_counter() - begin
-            if shipped and len(everybody) < 3:
+            if shipped and len(evaluations) < 3:
                 begin = time.perf_counter()
                 loop.evaluate()
-                everybody.append(time.perf_counter() - begin)
-            say(seconds=seconds + (sorted(everybody)[len(everybody) // 2] / 10 if everybody else 0))
+                evaluations.append(time.perf_counter() - begin)
+            say(seconds=seconds + (sorted(evaluations)[len(evaluations) // 2] / 10 if evaluations else 0))
 
 
 def main() -> None:

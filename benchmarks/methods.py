@@ -1,10 +1,10 @@
-"""Time per round of every method relative to FedAvg, in one table from one run.
+"""Measure the time per round of every method relative to FedAvg, in one table.
 
     python benchmarks/methods.py [NAME ...] [--data fmnist --data-dir DIR --model lenet5 --rounds 8]
 
-Each method runs a whole short run (so that all its phases are there); after every round of it FedAvg does one with the
-same participants, and the ratio is that of the sums. Evaluation is off; a round 0 is reported apart. On a machine that
-others use too, --cpu takes the time of this process alone (with one worker) instead of the clock.
+Each method does a whole short run, so that it goes through all its phases. After each of its rounds FedAvg does a round
+with the same participants, and the ratio is that of the sums. Evaluation is off; a round 0 is reported separately.
+Use --cpu on a busy machine: it measures the time of this process (with one worker) instead of the clock.
 """
 
 import argparse
@@ -39,13 +39,13 @@ def ready(method: str, args: argparse.Namespace, out: Path) -> Loop:
 
 
 def timed(loop: Loop, clock: Callable[[], float], ids: list[int] | None = None) -> tuple[float, list[int]]:
-    """The next round, with these participants or the method's own; its seconds, and who took part."""
+    """Run the next round with these participants or those of the method; return its seconds and its participants."""
     t, begin = loop.done + 1, clock()
-    who = ids if ids is not None else loop.method.sample(loop.server, t, torch.Generator().manual_seed(t))
-    loop.method.sample = lambda *_: who  # type: ignore[method-assign]
+    participants = ids if ids is not None else loop.method.sample(loop.server, t, torch.Generator().manual_seed(t))
+    loop.method.sample = lambda *_: participants  # type: ignore[method-assign]
     loop.step()
     del loop.method.sample
-    return clock() - begin, who
+    return clock() - begin, participants
 
 
 def main() -> None:
@@ -79,9 +79,9 @@ def main() -> None:
             opening = timed(loop, clock)[0] if loop.method.opening() else 0.0
             own, other = [], []
             for _ in range(args.rounds):
-                seconds, who = timed(loop, clock)
+                seconds, participants = timed(loop, clock)
                 own.append(seconds)
-                other.append(timed(base, clock, who)[0])
+                other.append(timed(base, clock, participants)[0])
             for x in (loop, base):
                 close_loop(x)
         first = f"{opening / statistics.median(other[1:]):.1f}" if opening else ""

@@ -1,7 +1,7 @@
-"""Whole training steps (forward, cross-entropy, backward, SGD) with PyTorch's operations and with the native block.
+"""Compare training steps (forward, cross-entropy, backward, SGD) with PyTorch's operations and with the native block.
 
-Both run in turns in one process on one thread; the table shows medians and the median of the ratios of neighbours.
-Times are processor time, so that other work on the machine does not count.
+Both take turns in one process on one thread; the table shows medians and the median of the ratios of neighbours.
+Times are processor times, so that other work on the machine does not count.
 Usage: python benchmarks/native.py [--repeats 15] [--steps 10] [--profile]
 """
 
@@ -21,7 +21,7 @@ Shape = tuple[int, int, int]
 
 
 class Net(nn.Module):
-    """Blocks of 5x5 convolutions, then fully connected layers."""
+    """A network of 5x5 convolutions, then fully connected layers."""
 
     def __init__(self, shape: Shape, convs: list[int], hidden: list[int], bn: bool):
         super().__init__()
@@ -39,7 +39,7 @@ class Net(nn.Module):
         for conv, bn in zip(self.convs, self.norms, strict=True):
             if native.enabled():
                 x = native.block(conv, bn if isinstance(bn, nn.BatchNorm2d) else None, x)
-            else:  # as people write it
+            else:  # in the usual order
                 x = F.max_pool2d(F.relu(bn(conv(x))), 2)
         x = x.flatten(1)
         for fc in self.fcs[:-1]:
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--profile", action="store_true", help="where the time of a native step goes")
+    parser.add_argument("--profile", action="store_true", help="profile a native step")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(native.status())

@@ -1,9 +1,9 @@
-"""The five papers' methods beside their readings and controls: the tables of docs/methods/, repeated.
+"""Repeat the tables of docs/methods/: the methods of the five papers with their readings and controls.
 
     python benchmarks/paper_tables.py --data-dir DIR [--only hapt,fedcpmd-fmnist] [--seeds 0,1] [--out DIR]
     python benchmarks/paper_tables.py --show [--only NAMES] [--out DIR]
 
-Every run has a folder of its own under --out. Finished runs are skipped and interrupted ones continue, so the command
+Every run has its own folder under --out. Finished runs are skipped and interrupted ones continue, so the command
 can be stopped and started again, and several processes can share the work. The first seed of every experiment comes
 first. `--show` prints a table per experiment of the runs that have finished: mean and standard deviation over seeds of
 the mean accuracy over clients, the paired difference of the default to every row with a 95 % interval over seeds and
@@ -36,7 +36,7 @@ USUAL: dict[str, Settings] = {"local": {}, "fedavg-ft": {}, "fedper": {}, "local
 
 
 def keeping_best(name: str) -> type[Method]:
-    """A method whose clients also use the best model they have trained, by validation data: what this rule is worth."""
+    """Return a method whose clients use their best model on validation data, to measure the effect of this rule."""
     base = find(name)
 
     class Keeping(base):  # type: ignore[misc, valid-type]
@@ -59,16 +59,16 @@ BEST = {f"{name}-best": keeping_best(name) for name in ("local", "fedavg")}
 
 @dataclass(frozen=True)
 class Experiment:
-    """Rows (a label, or the name of a method, and its settings) that share data, model and budget."""
+    """Rows (label or name of a method, and its settings) with the same data, model and budget."""
 
     data: str
     settings: Settings
     rows: dict[str, Settings]
     seeds: tuple[int, ...] = (0, 1, 2)
     model: Any = None
-    default: str = ""  # the row that the others are held against; empty: each of the five
-    view: str = "personal"  # what is scored
-    scores: bool = False  # PM(V), PM(L) and GM on the official test images as well
+    default: str = ""  # row that the others are compared with; empty: each of the five
+    view: str = "personal"  # view that is scored
+    scores: bool = False  # PM(V), PM(L) and GM on the official test images too
 
     def of(self, row: str) -> tuple[str, Settings]:
         given = dict(self.rows[row])
@@ -136,7 +136,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     },
     "fedcpmd-fmnist": Experiment(
         "fmnist", {**ALPHA, "subset": 6000, "clients": 30, "join": 0.2, "rounds": 200},
-        # one participant at a time: as many participations in six times the rounds
+        # one participant per round: the same number of participations in six times the rounds
         {**FEDCPMD, "code": {"method": "fedcpmd", "reading": "code", "rounds": 1200, "eval_every": 100}},
         (1, 2, 3, 4, 5), "lenet5", "fedcpmd",
     ),
@@ -173,7 +173,7 @@ class Cell:
 
     @property
     def run(self) -> Run | None:
-        """If it has finished."""
+        """The run, if it has finished."""
         try:
             run = Run(self.folder)
             return run if run.finished else None
@@ -194,7 +194,7 @@ class Cell:
 
 
 def cells(names: list[str], rows: list[str] | None, seeds: list[int] | None, out: Path) -> Iterator[Cell]:
-    """The first seed of every experiment first."""
+    """Yield the cells, the first seed of every experiment first."""
     most = max(len(EXPERIMENTS[n].seeds) for n in names)
     for at in range(most):
         for name in names:
@@ -205,7 +205,7 @@ def cells(names: list[str], rows: list[str] | None, seeds: list[int] | None, out
 
 
 def work(todo: list[Cell], data_dir: Path | None) -> None:
-    """One cell after another; a lock file with our process number tells others what is being done."""
+    """Run the cells one by one; a lock file with the process id keeps other processes from the same cell."""
     for cell in todo:
         lock = cell.out / ".locks" / f"{cell.name}-{cell.row}-{cell.seed}"
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +237,7 @@ CALLED = {
 
 
 def table(name: str, out: Path) -> str:
-    """The runs of one experiment that have finished."""
+    """Return the finished runs of one experiment."""
     found = EXPERIMENTS[name]
     made = {
         row: {cell.seed: run for seed in found.seeds if (run := (cell := Cell(name, row, seed, out)).run)}
@@ -295,7 +295,7 @@ def pair_of(arena: ControlTable, default: Row, row: Row) -> Pair | None:
 
 
 def official_scores(row: Row) -> list[str]:
-    """PM(V), PM(L) and GM, mean over seeds."""
+    """Return PM(V), PM(L) and GM, mean over seeds."""
     view = "trained" if row.view == "trained" else "personal"
     try:
         found = [official(run, view=view) for run in row.runs.values()]
@@ -307,9 +307,9 @@ def official_scores(row: Row) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default=",".join(EXPERIMENTS), help="experiments, by commas")
-    parser.add_argument("--rows", help="only these rows, by commas")
-    parser.add_argument("--seeds", help="only these, by commas")
+    parser.add_argument("--only", default=",".join(EXPERIMENTS), help="comma-separated list of experiments")
+    parser.add_argument("--rows", help="comma-separated list of rows")
+    parser.add_argument("--seeds", help="comma-separated list of seeds")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/five"))
     parser.add_argument("--show", action="store_true")

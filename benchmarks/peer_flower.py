@@ -1,6 +1,6 @@
-"""FedAvg in Flower's simulation, as its own documentation writes it: a ServerApp, a ClientApp, two Ray actors.
+"""FedAvg in Flower's simulation, as in its documentation: a ServerApp, a ClientApp, two Ray actors.
 
-python benchmarks/peer_flower.py W1 FILE        (bench.py makes the file and says when a round may start)
+python benchmarks/peer_flower.py W1 FILE        (started by bench.py)
 """
 
 import logging
@@ -47,7 +47,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 class Timed(FedAvg):
-    """FedAvg with a stop-watch: from the choice of clients to the new model."""
+    """FedAvg that measures the time from the choice of clients to the new model."""
 
     def configure_train(self, *args, **more):  # type: ignore[no-untyped-def]
         if next_round() is None:
@@ -73,7 +73,7 @@ def main(grid: Grid, context: Context) -> None:
 if __name__ == "__main__":
     logging.getLogger("flwr").setLevel(logging.ERROR)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    # the simulation would wait for its own threads for ever; Ray's processes go when this one is gone
+    # the simulation would wait for its own threads forever; Ray's processes end with this one
     signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server_app, client_app, num_supernodes=W.clients, backend_config=resources)

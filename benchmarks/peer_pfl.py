@@ -1,6 +1,6 @@
-"""FedAvg in pfl-research, as its own benchmarks write it; `torchrun --nproc-per-node 2` gives it two processes.
+"""FedAvg in pfl-research, as in its benchmarks, in two processes.
 
-torchrun --nproc-per-node 2 benchmarks/peer_pfl.py W1 FILE   (bench.py makes the file and says when a round may start)
+torchrun --nproc-per-node 2 benchmarks/peer_pfl.py W1 FILE   (started by bench.py)
 """
 
 import sys
@@ -46,7 +46,7 @@ class Net(torch.nn.Module):
 
 
 class Timed(TrainingProcessCallback):
-    """A stop-watch: from one model to the next."""
+    """Measures the time from one model to the next."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.chosen = sizes, []
@@ -58,7 +58,7 @@ class Timed(TrainingProcessCallback):
 
     def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):  # type: ignore[no-untyped-def]
         seconds = time.perf_counter() - self.begin
-        samples = torch.tensor(float(sum(self.sizes[i] for i in self.chosen)))  # of this process
+        samples = torch.tensor(float(sum(self.sizes[i] for i in self.chosen)))  # samples of this process
         if distributed.world_size > 1:
             torch.distributed.all_reduce(samples)
         if distributed.global_rank == 0:
@@ -66,7 +66,7 @@ class Timed(TrainingProcessCallback):
         return self._turn(), Metrics()
 
     def _turn(self) -> bool:
-        """All processes wait until it is this contender's turn."""
+        """Wait in all processes for the next turn."""
         over = torch.zeros(1)
         if distributed.global_rank == 0:
             if self.first:
@@ -82,7 +82,7 @@ class Timed(TrainingProcessCallback):
 
 def main() -> None:
     torch.set_num_threads(1)
-    np.random.seed(0)  # all processes draw the same users and share them out
+    np.random.seed(0)  # all processes draw the same users and divide them
     clients = stored(FILE)
     sizes = [len(y) for _, y in clients]
     timed = Timed(sizes)
@@ -93,7 +93,7 @@ def main() -> None:
         order = torch.randperm(sizes[user])
         return Dataset((x[order], y[order]), user_id=str(user))
 
-    # with the number of samples as weights pfl gives every process about the same work
+    # pfl uses the weights (numbers of samples) to give every process about the same work
     weights = {i: sizes[i] for i in range(W.clients)}
     data = FederatedDataset(make_dataset, get_user_sampler("random", [*weights]), user_id_to_weight=weights)
     net = Net()

@@ -1,12 +1,12 @@
-"""PFLlib's public table for Fashion-MNIST, repeated: accuracies printed there beside those of our methods.
+"""Repeat PFLlib's public table for Fashion-MNIST: printed accuracies and those of our methods.
 
     python benchmarks/pfllib_table.py --data-dir DIR [--rounds 50] [--subset 7000] [--methods fedavg,fedper] [--out DIR]
 
 The protocol is PFLlib's: 20 clients, Dirichlet 0.1 over all 70,000 pictures, a quarter of a client's pictures for
 testing, its CNN, one local epoch, batches of 10, rate 0.005, all clients in every round; the score is the best round's
-accuracy pooled over samples. Its rounds are 2000. Runs go on where they stopped: a later call with more rounds
-continues, and the table compares all methods over the rounds that all of them have. `--show` prints the table of what
-there is.
+accuracy pooled over samples. PFLlib trains 2000 rounds. Runs continue where they stopped, also with more
+rounds in a later call, and the table compares all methods over the rounds that all of them have. `--show` prints the
+table without training.
 """
 
 import argparse
@@ -26,8 +26,8 @@ PRINTED = {  # practical label skew, FMNIST: mean of three trials
     "fedfomo": 97.21, "fedamp": 97.20, "fedala": 97.66, "fedper": 97.44, "fedrep": 97.56, "fedrod": 97.52,
     "fedbabu": 97.46, "fedcp": 97.89, "gpfl": 97.81, "feddbe": 97.69, "fedproto": 97.40,
 }  # fmt: skip
-OURS = ("local", "fedavg-ft")  # not in the table, and what every table needs
-MORE = ("lp-ft", "scaffold", "moon", "fedpac", "fedas", "fedtgp", "pfedfda")  # newer or global: by name only
+OURS = ("local", "fedavg-ft")  # controls that are not in PFLlib's table
+MORE = ("lp-ft", "scaffold", "moon", "fedpac", "fedas", "fedtgp", "pfedfda")  # newer or global methods, run on request
 DEFAULT = [
     "local", "fedavg", "fedper", "feddbe", "fedrep", "gpfl", "fedcp", "fedproto", "fedrod", "fedala", "ditto", "apfl",
     "fedavg-ft", "fedprox", "fedbabu",
@@ -47,7 +47,7 @@ PROTOCOL: dict[str, Any] = {
 
 
 def advance(method: str, until: int, out: Path, engine: Engine, subset: int | None, data: Any) -> None:
-    """This method's run up to a round, from where it is."""
+    """Run or continue a method up to a round."""
     folder = out / method
     resume = (folder / "settings.json").exists()
     if resume and Run(folder).last_round >= until:
@@ -65,7 +65,7 @@ def advance(method: str, until: int, out: Path, engine: Engine, subset: int | No
 
 
 def rows(out: Path, methods: list[str]) -> tuple[int, list[tuple[str, str, str, str, str]]]:
-    """The rounds that all methods have, and a row for each: title, printed, best, its round, last."""
+    """Return the rounds that all methods have, and a row for each method: title, printed, best, its round, last."""
     curves = {}
     for method in methods:
         try:
@@ -95,9 +95,9 @@ def table(out: Path, methods: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--methods", default=",".join(DEFAULT))
-    parser.add_argument("--rounds", type=int, default=50, help="how far each method goes")
-    parser.add_argument("--step", type=int, default=5, help="rounds of one method before the next takes its turn")
-    parser.add_argument("--subset", type=int, help="pictures that are used; default: all 70,000")
+    parser.add_argument("--rounds", type=int, default=50, help="rounds of each method")
+    parser.add_argument("--step", type=int, default=5, help="rounds of one method before the next one")
+    parser.add_argument("--subset", type=int, help="number of pictures; default: all 70,000")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--workers", type=int)
     parser.add_argument("--out", type=Path, default=Path("runs/pfllib"))

@@ -1,7 +1,7 @@
 """The floor: FedAvg as a careful researcher would write it by hand in plain PyTorch, with no features.
 
 Tensors in memory, forked processes of one thread each, nn.Module + torch.optim.SGD + F.cross_entropy, weights in shared
-memory. Nothing of coterie's engine or models is used, so that speeding those up cannot move the floor. Run it as
+memory. Coterie's engine and models are not used, so that improving them does not change the floor. Run it as
 `python benchmarks/plain_pytorch.py W1 W2 W3 [--data-dir DIR]`; benchmarks/speed.py compares against `Floor`.
 """
 
@@ -22,8 +22,10 @@ Pair = tuple[Tensor, Tensor]  # x [n, ...], y [n]
 
 
 class Floor:
-    """FedAvg rounds over `train`, one (x, y) per client. With `evaluate` every participant is scored on its own test
-    part before and after local training. Processes are forked, so data given here is shared, never copied."""
+    """FedAvg over `train`, one (x, y) per client, in forked processes that share the data.
+
+    With `evaluate`, every participant is scored on its own test part before and after local training.
+    """
 
     def __init__(
         self,
@@ -40,7 +42,7 @@ class Floor:
         model = factory()
         self.weights = [v.detach().clone().share_memory_() for v in floating(model)]
         self.sums = [[torch.zeros_like(v).share_memory_() for v in self.weights] for _ in range(processes)]
-        self.hits = torch.zeros(len(train), 2).share_memory_()  # right answers of the last round: before, after
+        self.hits = torch.zeros(len(train), 2).share_memory_()  # correct answers of the last round: before, after
         fork = multiprocessing.get_context("fork")
         self.pipes: list[Connection] = []
         self.processes = []
@@ -54,7 +56,7 @@ class Floor:
             self.processes.append(process)
 
     def round(self, ids: Sequence[int]) -> None:
-        """One round with these participants; afterwards `weights` is the new global model."""
+        """Run a round with these participants; `weights` is then the new global model."""
         for pipe, share in zip(self.pipes, balanced(ids, self.sizes, len(self.pipes)), strict=True):
             pipe.send(share)
         for pipe in self.pipes:
@@ -72,12 +74,12 @@ class Floor:
 
 
 def floating(model: nn.Module) -> list[Tensor]:
-    """What is averaged: parameters and batch-norm statistics."""
+    """Return the averaged tensors: parameters and batch-norm statistics."""
     return [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
 
 
 def balanced(ids: Sequence[int], sizes: Sequence[int], n: int) -> list[list[int]]:
-    """Participants by process, largest first to the process with the fewest samples so far."""
+    """Assign participants to processes, largest first to the process with the fewest samples so far."""
     shares: list[list[int]] = [[] for _ in range(n)]
     loads = [0] * n
     for i in sorted(ids, key=lambda i: -sizes[i]):
@@ -100,14 +102,14 @@ def work(
     batch: int,
     evaluate: bool,
 ) -> None:
-    """A process: trains its participants one after the other and adds up their weighted models."""
+    """Train the participants of a process one by one and add up their weighted models."""
     torch.set_num_threads(1)
     own = floating(model)
-    # plain SGD has no state, so one optimiser serves all clients; the fused step is the fastest PyTorch has
+    # plain SGD has no state, so all clients share one optimiser; the fused step is PyTorch's fastest
     optimiser = torch.optim.SGD(model.parameters(), lr=lr, fused=True)
     lonely = any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
-    )  # cannot learn from one sample
+    )  # batch norm cannot learn from one sample
     while (ids := pipe.recv()) is not None:
         for total in sums:
             total.zero_()
@@ -136,7 +138,7 @@ def work(
 
 
 def right(model: nn.Module, x: Tensor, y: Tensor) -> int:
-    """How many answers are right."""
+    """Return the number of correct answers."""
     model.eval()
     with torch.inference_mode():
         return int((model(x).argmax(1) == y).sum())
@@ -146,7 +148,7 @@ def right(model: nn.Module, x: Tensor, y: Tensor) -> int:
 class Workload(NamedTuple):
     data: str  # "random": pictures of noise
     model: Callable[[], nn.Module]
-    name: str  # of the same net in coterie
+    name: str  # name of the same network in Coterie
     clients: int
     join: int  # participants per round
     epochs: int
@@ -167,7 +169,7 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """Two convolutions: the same net as coterie's fedpc-cnn."""
+    """Two convolutions: the same network as Coterie's fedpc-cnn."""
     return nn.Sequential(
         *(nn.Conv2d(3, 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(64, 64, 5), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(1600, 384), nn.ReLU(), nn.Linear(384, 192), nn.ReLU(), nn.Linear(192, 10)),
@@ -182,7 +184,7 @@ WORKLOADS = {
 
 
 def pairs(w: Workload, data_dir: Path | None, seed: int = 0) -> tuple[list[Pair], list[Pair]]:
-    """Train and test part of every client."""
+    """Return the training and test part of every client."""
     if w.data == "random":
         g = torch.Generator().manual_seed(seed)
         x, y = torch.randn(w.clients, 60, 3, 32, 32, generator=g), torch.randint(10, (w.clients, 60), generator=g)
@@ -202,7 +204,7 @@ def pairs(w: Workload, data_dir: Path | None, seed: int = 0) -> tuple[list[Pair]
 
 
 def measure(w: Workload, data_dir: Path | None, rounds: int, processes: int, evaluate: bool) -> list[float]:
-    """Seconds of each round; the first, which warms up, is left out."""
+    """Return the seconds of each round except the first, which warms up."""
     train, test = pairs(w, data_dir)
     floor = Floor(train, test, w.model, w.lr, w.epochs, w.batch, processes, evaluate)
     g = torch.Generator().manual_seed(1)

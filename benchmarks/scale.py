@@ -1,8 +1,8 @@
-"""Many clients with state on disk: memory beyond the data, and time per round against the number of clients.
+"""Measure memory and time per round against the number of clients, whose states are on disk.
 
     python benchmarks/scale.py [--clients 1000 10000] [--samples 50] [--join 50] [--method fedrep] [--rounds 12]
 
-Each size runs in a process of its own; memory is the sum of PSS over it and its workers, read while it runs, less the
+Each size runs in a separate process; memory is the PSS of the process and its workers during the run, without the
 data. Samples are real digits, drawn with replacement.
 """
 
@@ -53,14 +53,14 @@ def measure(clients: int, samples: int, join: int, method: str, rounds: int) -> 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     with tempfile.TemporaryDirectory() as tmp:
-        # the last round, which scores everybody, is left out of the times
+        # without the last round, which scores all clients
         execute(session, Path(tmp) / "run", tell=tell, stopped=lambda: len(times) >= rounds - 1)
     stop.set()
     return {"seconds": statistics.median(times[1:]), "mb": (peak[0] - before) / 2**20, "first_round": first[0]}
 
 
 def pss(pid: int) -> int:
-    """Proportional set size in bytes."""
+    """Return the proportional set size in bytes."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:

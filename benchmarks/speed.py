@@ -1,4 +1,4 @@
-"""Time per round of Coterie beside the hand-written floor, as ratios measured in one run.
+"""Measure the time per round of Coterie relative to the hand-written floor.
 
     python benchmarks/speed.py [W1 W2 W3] [--data-dir DIR] [--rounds 9] [--no-evaluation] [--start-up]
 
@@ -30,7 +30,7 @@ from coterie.testing import close_loop, open_loop
 def coterie(
     w: Workload, data_dir: Path | None, workers: int, evaluate: bool, out: Path, method: str = "fedavg"
 ) -> Loop:
-    """A loop that is ready for its first round; evaluations of all clients and checkpoints are off."""
+    """Return a loop before its first round, without evaluations of all clients and checkpoints."""
     base = {"method": method, "model": w.name, "rounds": 10**6, "join": w.join / w.clients, "epochs": w.epochs}
     base |= {"batch": w.batch, "lr": w.lr, "clients": w.clients, "eval_every": 10**6, "watch": evaluate, "val_share": 0}
     least = 10 if w.data == "digits" else 40
@@ -73,7 +73,7 @@ def against_floor(name: str, w: Workload, args: argparse.Namespace, tmp: Path) -
         for side, work in plan if t % 2 else plan[::-1]:
             begin = time.perf_counter()
             work()
-            if t > 1:  # the first round warms up caches on every side
+            if t > 1:  # the first round warms up caches
                 times[side].append(time.perf_counter() - begin)
     floor.close()
     for loop in (one, two):
@@ -90,14 +90,14 @@ def against_floor(name: str, w: Workload, args: argparse.Namespace, tmp: Path) -
 
 
 def check_same_work(loop: Loop, train: list[Pair]) -> None:
-    """Same clients on both sides, or the ratio means nothing."""
+    """Check that both sides have the same clients."""
     federation = loop.runtime.clients.federation  # type: ignore[attr-defined]
     sizes = [federation.size(i) for i in loop.method.ctx.clients]
     assert sizes == [len(y) for _, y in train], "the two sides have different clients"
 
 
 def start_up(args: argparse.Namespace) -> None:
-    """From the shell to the end of the first round, W2, everything imported anew."""
+    """Measure the time from the shell to the end of the first round of W2, imports included."""
     with tempfile.TemporaryDirectory() as tmp:
         command = [
             sys.executable,
@@ -123,7 +123,7 @@ def start_up(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("workloads", nargs="*", default=["W2", "W1"], help="of W1, W2, W3")
+    parser.add_argument("workloads", nargs="*", default=["W2", "W1"], help="W1, W2 or W3")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--rounds", type=int, default=9, help="timed pairs of rounds (W2: ten times as many)")
     parser.add_argument("--no-evaluation", action="store_true")
@@ -135,7 +135,7 @@ def main() -> None:
     for name in args.workloads:
         w = WORKLOADS[name]
         if w.data == "fmnist":
-            load_dataset("fmnist", args.data_dir)  # says where to put the files if they are missing
+            load_dataset("fmnist", args.data_dir)  # raises with instructions if the files are missing
         scaled = argparse.Namespace(**{**vars(args), "rounds": args.rounds * (10 if name == "W2" else 1)})
         with tempfile.TemporaryDirectory() as tmp:
             against_floor(name, w, scaled, Path(tmp))

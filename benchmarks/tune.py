@@ -1,9 +1,9 @@
-"""Does successive halving find the full grid's winner, and for how many rounds?
+"""Compare successive halving with the full grid: its winner and its number of rounds.
 
 python benchmarks/tune.py --out FOLDER [--data-dir DIR] [--rounds 27] [--seeds 0,1,2] [--only digits]
 
 Two tasks: FedProx (mu x lr) on digits, Ditto (lam x lr) on HAPT, nine combinations each. The grid trains all of
-them to the end. Runs that are there are not computed again. Prints a table.
+them to the end. Existing runs are not repeated. Prints a table.
 """
 
 import argparse
@@ -29,7 +29,7 @@ TASKS: dict[str, tuple[str, dict[str, list[float]], dict[str, Any]]] = {
 
 
 def grid(found: Tuning, how: Engine) -> dict[int, tuple[float, float]]:
-    """Validation and test values of every combination after the last round."""
+    """Return validation and test values of every combination after the last round."""
     sweep([t.cell for t in found.trials], how)
     out = {}
     for t in found.trials:
@@ -57,7 +57,7 @@ def main() -> None:
                              workers=a.workers, data_dir=a.data_dir, **more)  # fmt: skip
         best, spent = found.best, found.spent
         assert best is not None
-        every = grid(found, engine(workers=a.workers, data_dir=a.data_dir))  # the paused trials go on to the end
+        every = grid(found, engine(workers=a.workers, data_dir=a.data_dir))  # continues the paused trials to the end
         first = max(every, key=lambda i: every[i][0])
         text = ", ".join(f"{100 * v:.1f}" for v, _ in sorted(every.values(), reverse=True))
         for words, i, cost, more_text in (

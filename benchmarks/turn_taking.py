@@ -1,7 +1,7 @@
-"""How contenders take turns: bench.py tells one of them at a time to do a round, and hears how long it took.
+"""The protocol of contenders: bench.py asks one of them at a time for a round, and gets its duration.
 
-A contender waits for a line "round participant participant ..." and answers with a line of JSON. Nothing but the
-standard library is used here, so that a peer may live in an environment of its own.
+A contender waits for a line "round participant participant ..." and answers with a line of JSON. This module uses the
+standard library only, so that a peer may have its own environment.
 """
 
 import json
@@ -9,18 +9,19 @@ import sys
 from pathlib import Path
 
 
-def say(**what: object) -> None:
-    print("@" + json.dumps(what), flush=True)
+def say(**answer: object) -> None:
+    """Send an answer."""
+    print("@" + json.dumps(answer), flush=True)
 
 
 def next_round() -> tuple[int, list[int]] | None:
-    """Which round, with whom; None when there are no more."""
+    """Return the next round and its participants, or None after the last round."""
     line = sys.stdin.readline().split()
     return (int(line[0]), [int(i) for i in line[1:]]) if line else None
 
 
 def family(pid: int) -> list[int]:
-    """A process and everything it started, as far as it still lives."""
+    """Return a process and its living descendants."""
     try:
         children = [c for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
     except OSError:
@@ -29,7 +30,7 @@ def family(pid: int) -> list[int]:
 
 
 def pss(pid: int) -> int:
-    """Memory of a process and everything it started, in bytes; what several share is counted once."""
+    """Return the memory of a process and its descendants in bytes; shared memory is counted once."""
     total = 0
     for member in family(pid):
         try:

@@ -1,9 +1,9 @@
-"""Accuracy of a newcomer against its number of samples: HAPT, five people held out, every method.
+"""Measure the accuracy of a newcomer against its number of samples: HAPT, five people held out, every method.
 
 python benchmarks/welcome.py --data-dir DIR --out FOLDER [--methods fedavg,ditto] [--seeds 0,1] [--figure FILE]
 
-25 people train; each of the other five is welcomed with 0, 1, 5, 20 and all samples per class of its training part and
-scored on its own test part. What FOLDER/results.jsonl has is not computed again. Prints a table of all methods.
+25 people train; each of the other five is a newcomer with 0, 1, 5, 20 and all samples per class of its training part,
+scored on its own test part. Results in FOLDER/results.jsonl are not repeated. Prints a table of all methods.
 """
 
 import argparse
@@ -29,11 +29,11 @@ PEOPLE = 5
 AMOUNTS = (0, 1, 5, 20, None)  # samples per class; None: all
 ALONE = "training alone"
 TRAIN_ALONE = coterie.export.newcomers._local_scores
-NAMED = ("SC-FPFL", "Ditto", "FedAvg", "FedBABU", "FedRep", "CD2-pFed", "FedGH")  # in the figure
+NAMED = ("SC-FPFL", "Ditto", "FedAvg", "FedBABU", "FedRep", "CD2-pFed", "FedGH")  # named in the figure
 
 
 def some(y: np.ndarray, amount: int | None, person: int, seed: int) -> np.ndarray:
-    """Positions of so many samples of each class, the same ones for every method."""
+    """Return the positions of a number of samples of each class, the same for every method."""
     if amount is None:
         return np.arange(len(y))
     order = numpy_rng(seed, "welcome", person).permutation(len(y))
@@ -52,7 +52,7 @@ def measure(name: str, out: Path, data_dir: Path | None, rounds: int, seed: int)
             out=folder, data_dir=data_dir, final_trained=False, seed=seed,
         )  # fmt: skip
     data, fed = load_dataset("hapt", data_dir), run.session().federation
-    # training alone is the same for every method: once is enough
+    # local training is the same for every method and measured once
     coterie.export.newcomers._local_scores = TRAIN_ALONE if name == "fedavg" else lambda *_: {"accuracy": math.nan}
     rows = []
     for person in fed.clients[-PEOPLE:]:
@@ -76,19 +76,19 @@ def measure(name: str, out: Path, data_dir: Path | None, rounds: int, seed: int)
 
 
 def table(path: Path) -> pd.DataFrame:
-    """Mean over the people in percent: a row per method, a column per amount and one for the run's global model."""
+    """Return means over people in percent: a row per method, a column per amount and one for the global model."""
     rows = pd.DataFrame([json.loads(line) for line in path.read_text().splitlines()])
     rows["amount"] = rows["amount"].map(lambda a: "all" if pd.isna(a) else str(int(a)))
     wide = rows.pivot_table(index="title", columns="amount", values="personal", aggfunc=_mean, dropna=False)
     wide["global"] = rows[rows["amount"] == "all"].groupby("title")["global"].agg(_mean)
-    fedavg = rows[rows["method"] == "fedavg"]  # it is the same for every method
+    fedavg = rows[rows["method"] == "fedavg"]  # the global model is the same for every method
     wide.loc[ALONE] = fedavg.groupby("amount")["local"].agg(_mean)
     shown = (100 * wide[["0", "1", "5", "20", "all", "global"]]).round(1)
     return shown.sort_values("all", ascending=False, kind="stable")
 
 
 def _mean(values: pd.Series) -> float:
-    """Only of all people: a mean over those who were not refused is another one."""
+    """Return the mean over people, or NaN if one of them has no value."""
     return float(values.mean()) if values.notna().all() else math.nan
 
 
@@ -136,7 +136,7 @@ def main() -> None:
         if (name, seed) in done:
             continue
         if "fedclip" in find(name).__module__:
-            print(f"{name}: left out, it is an example for pictures", flush=True)
+            print(f"{name}: left out: an example for pictures", flush=True)
             continue
         start = time.process_time()
         try:

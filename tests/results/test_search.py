@@ -98,7 +98,7 @@ def test_mistakes_get_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "t" / "settings.json").touch()
     tried("is the folder of a run")
     (tmp_path / "t" / "settings.json").unlink()
-    with pytest.raises(CoterieError, match="there is nothing to choose from"):
+    with pytest.raises(CoterieError, match="give values to choose from"):
         app.app(["tune", "fedprox", "--out", str(tmp_path / "t")], standalone_mode=False)
 
 

@@ -99,7 +99,7 @@ class Control:
             raise CoterieError(f'"{run}" is running')
         path = self._log(run)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as out:  # in its own process group, so that Ctrl-C ends the board only
+        with path.open("ab") as out:  # a separate process group, so that Ctrl-C ends the board only
             self.started[run] = subprocess.Popen(
                 [sys.executable, "-m", "coterie", *arguments],
                 stdin=subprocess.DEVNULL,

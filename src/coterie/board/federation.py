@@ -69,7 +69,7 @@ class FederationStatus:
         return sorted(p.stem for p in (self.path / "logs").glob("*.log"))
 
     def log(self, name: str) -> str | None:
-        """Return the end of a log; None if there is no such log."""
+        """Return the end of a log, or None if the name is unknown."""
         return tail(self.path / "logs" / f"{name}.log") if name in self.logs() else None
 
 

@@ -30,7 +30,7 @@ def figure(
     data_dir: o.DataDir = None,
     as_json: o.Json = False,
 ) -> None:
-    """Draw accuracy, bytes, clusters, clients, ... of runs."""
+    """Draw a figure of runs: accuracy, bytes, clusters, clients and more."""
     from coterie.cli.app import engine_from
     from coterie.engine.session import rebuild
     from coterie.errors import unknown

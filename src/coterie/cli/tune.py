@@ -58,7 +58,7 @@ def tune(
                      epochs=epochs, batch=batch, seed=seed, rounds=rounds)  # fmt: skip
     fixed, space = _space(given)
     if not space and len(methods) < 2:
-        raise CoterieError("there is nothing to choose from: give values, such as --set lr=0.01,0.05, or more methods")
+        raise CoterieError("give values to choose from, such as --set lr=0.01,0.05, or more methods")
     if sampler not in SAMPLERS:
         raise unknown("sampler", sampler, SAMPLERS)
     allowed = Budget(eta, budget, minutes, trials)

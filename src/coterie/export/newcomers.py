@@ -1,8 +1,8 @@
 """A personal model for a newcomer: a client that joins after a run has ended, or while a federation runs.
 
 No other client trains, and the run's folder is only read. The newcomer receives the model that the server would send to
-it, and fine-tunes it by the method's adaptation (or, where the method has none, by the loss of the outputs). On its own
-validation data it keeps the fine-tuned model or the received one, whichever is better.
+it, and fine-tunes it by the method's adaptation (or, where the method has none, by the loss of the outputs). It keeps
+the fine-tuned model or the received one, whichever is better on its own validation data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -187,7 +187,7 @@ def _client(session: Session, train: Split, val: Split) -> ClientData:
 
 
 def _better(method: Method, models: dict[str, Model], val: Split) -> str:
-    """Return the model with the lower loss on validation data; without such data, the adapted model."""
+    """Return the model with the lower loss on validation data, or the adapted model if there are no such data."""
     if "adapted" not in models or not len(val):
         return list(models)[-1]
     loss = {k: score(method, *model, val).loss for k, model in models.items()}

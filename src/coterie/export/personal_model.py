@@ -86,7 +86,7 @@ class About(BaseModel):
     title: str  # title of the method
     client: str
     round: int
-    run: str  # fingerprint of the run; in a federation, its id
+    run: str  # fingerprint of the run, or its id in a federation
     data: str
     task: str
     outputs: int
@@ -206,7 +206,7 @@ class Predictions:
     """The predictions of a model for items."""
 
     values: Array  # class numbers [n], or [n, k]: predicted numbers, labels of 0 and 1, or log risks
-    labels: tuple[str, ...]  # names of the predicted classes [n]; empty where there are no classes
+    labels: tuple[str, ...]  # names of the predicted classes [n]; empty if targets are not classes
     proba: Array | None  # probabilities [n, classes]; None where targets are numbers
     outputs: Array  # outputs of the network [n, outputs]
     scores: dict[str, float]  # metrics of the task; empty if no targets were given
@@ -229,7 +229,7 @@ class Predictor(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Any, y: Any = None, name: str = "the data") -> Predictions:
-        """Return predictions for raw items, such as bytes 0..255 [n, H, W]; with targets `y`, metrics too."""
+        """Return predictions for raw items, such as bytes 0..255 [n, H, W], and metrics if targets `y` are given."""
         raw, task, classes = self.about.items.raw(x, name), self.task, self.about.classes
         parts = [self.network(self.about.items.ready(part)) for part in torch.split(raw, _CHUNK)]
         outputs = torch.cat(parts)

@@ -26,8 +26,8 @@ from coterie.storage import atomic as disk
 from coterie.train.optimisers import Optimiser
 from coterie.train.trainer import train
 
-# time of a round relative to FedAvg with the same settings, from single runs on a busy machine; for ditto, fedproto,
-# fedrod, fedcp, fedamp and fedcpmd guessed from the work of the method
+# time of a round relative to FedAvg with the same settings: measured in single runs on a busy machine, or guessed
+# (ditto, fedproto, fedrod, fedcp, fedamp, fedcpmd)
 FACTORS = {
     "ditto": 2.0, "feddyn": 1.9, "fedprox": 1.5, "fedrep": 0.6, "prr-fl": 1.9, "sc-fpfl": 1.6, "sc-fpfl-no-agent": 0.9,
     "sc-fpfl-cluster-only": 0.5, "sc-fpfl-fourier-only": 1.4, "ecs-fl": 8.0, "ecs-fl-random": 8.0,

@@ -54,7 +54,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Shrink:
-    """The differences of a reader's run from the paper; empty if there are none."""
+    """The differences of a reader's run from the paper."""
 
     rounds: int | None = None
     subset: int | None = None
@@ -204,7 +204,7 @@ def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSetti
     preset = _preset(it.paper)
     given = {**preset["protocol"], **it.settings, **preset["columns"][column], **preset["methods"][row]}
     has = fields(given["method"], given)
-    told = {k: v for k, v in given.pop("own", {}).items() if k in has}  # what the scenario tells methods that ask
+    told = {k: v for k, v in given.pop("own", {}).items() if k in has}  # settings for methods that have them
     given = {**told, **given}
     for name in ("statistic", "ours"):
         given.pop(name, None)

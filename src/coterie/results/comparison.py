@@ -47,7 +47,7 @@ class Comparison:
         headline (default: that of the runs), and `also` lists columns that are shown on request only.
         """
         if not runs:
-            raise CoterieError("there is nothing to compare")
+            raise CoterieError("give at least one run to compare")
         self.view = headline_view(runs, view)
         self.columns = _columns(self.view) | {m.name: (self.view, m.name) for m in runs[0].task.metrics[1:]}
         for name in also:

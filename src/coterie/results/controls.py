@@ -146,7 +146,7 @@ class ControlTable:
         return [replace(r, view=view) for name, view in names for r in self.rows if name in (r.title, r.method)]
 
     def _with_view(self, row: Row) -> Row:
-        """Return the row in its view; in the personal view, with a note, if the method has no such model."""
+        """Return the row in its view, or in the personal view, with a note, if the method has no such model."""
         if _has(row, row.view):
             return row
         self._notes.append(f"{row.title} has no {row.view} model in every run: its personal model is shown")
@@ -177,7 +177,7 @@ class ControlTable:
         return [pairs[a.label, b.label] for a, b in order if (a.label, b.label) in pairs]
 
     def _paired(self, row: Row, rival: Row) -> pd.DataFrame | None:
-        """Return scores a and b by (seed, client) that both have; None, with a note, if there are none."""
+        """Return the scores a and b by (seed, client) that both rows have; None, with a note, if nothing is common."""
         seeds = sorted(row.runs.keys() & rival.runs.keys())
         frames = {}
         for seed in seeds:
@@ -272,7 +272,7 @@ class ControlTable:
         return out
 
     def covers(self) -> str:
-        """Return a sentence on the scope of the intervals."""
+        """Return the scope of the intervals in words."""
         if any(p.difference.seeds == 1 for p in self.pairs):
             return "with one seed, an interval covers clients only; different seeds may differ by more"
         return "intervals cover seeds and clients"

@@ -27,7 +27,7 @@ def find_items(paths: Sequence[Path]) -> list[dict[str, Any]]:
 def find_runs(paths: Sequence[Path], complain: Callable[[str], None] | None = None) -> list[Run]:
     """Return the runs in or below these folders, or those of a paper's item, named and grouped.
 
-    Damaged runs are left out and reported to `complain`; without it, the first one raises CoterieError.
+    Damaged runs are left out and reported to `complain`. If it is not given, the first one raises CoterieError.
     """
     names: dict[Path, str] = {}
     for item in find_items(paths):

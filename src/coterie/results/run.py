@@ -152,7 +152,7 @@ class Run:
 
     @property
     def _evaluated(self) -> dict[str, Any]:
-        """The event of the last evaluation; empty if there is none."""
+        """The event of the last evaluation; empty before the first evaluation."""
         return next((e for e in reversed(self.events) if "evaluation" in e), {})
 
     def _old_cluster_means(self) -> dict[str, float]:
@@ -250,7 +250,7 @@ class Run:
         return client_predictor(self.saved(), client)
 
     def predict(self, client: int | str, x: Any, y: Any = None) -> Predictions:
-        """Return the predictions of a client's model for raw items; with targets `y`, the task's metrics too."""
+        """Return a client's predictions for raw items, and the task's metrics if targets `y` are given."""
         return self.predictor(client).predict(x, y)
 
     def export(self, client: int | str, path: str | Path) -> str:

@@ -290,7 +290,7 @@ def search(
     tell: Callable[[Status], None] = lambda s: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Tuning:
-    """Run successive halving over the trials; with the folder of an unfinished search, continue it."""
+    """Run successive halving over the trials, or continue an unfinished search in the same folder."""
     if sampler not in SAMPLERS:
         raise unknown("sampler", sampler, SAMPLERS)
     rounds = trials[0].cell.settings.rounds
@@ -339,7 +339,7 @@ def search(
 def _proposed(tuning: Tuning, n: int, advance: Callable[[Sequence[int], int], bool], seed: int) -> list[int]:
     """Return trials that Optuna's sampler proposes, a few at a time, and train them to the first step of the plan.
 
-    The same seed and values give the same proposals, so a killed search proposes the same again.
+    Proposals depend on the seed and the values only, so a killed search repeats them.
     """
     try:
         import optuna

@@ -45,7 +45,7 @@ def _view(rounds: pd.DataFrame, name: str, chosen_by: str, final: int, metrics: 
     last = int(seen.index.max())
     clients = rounds[f"{name}/clients"]
     broken = rounds[f"{name}/nonfinite"].fillna(0) if f"{name}/nonfinite" in rounds else clients * 0
-    sound = seen[(broken < clients)[seen.index]]  # without rounds in which every model diverged
+    sound = seen[(broken < clients)[seen.index]]  # rounds in which at least one model did not diverge
     stats: dict[str, Any] = {
         "last": float(seen[last]),
         "round": last,

@@ -51,11 +51,11 @@ _METRIC_COLUMNS = (
     "personal", "worst 10%", "pooled", "selected", "last 10", "best", "global", "trained", "adapted", "received",
     "edge", "clusters",
 )  # fmt: skip
-_MOST_NUMBERS = 200_000  # numbers of clients' curves on one page; with more, rounds are left out, then the curves
+_MOST_NUMBERS = 200_000  # largest number of values in clients' curves on one page
 
 
 def group_name(name: str, comparison: Comparison) -> str:
-    """Return the name of a group of runs; without one, the data set and the partition."""
+    """Return the name of a group of runs, or its data set and partition if it has no name."""
     first = comparison.runs[0]
     return name or f"{first.data}, {first.partition}"
 

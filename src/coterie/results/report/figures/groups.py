@@ -21,7 +21,7 @@ from coterie.storage.checkpoint import newest
 
 
 def facts(run: Run, name: str) -> Any:
-    """Return the newest value of a fact that the method logs; None if there is none."""
+    """Return the newest value of a fact that the method logs, or None."""
     return next((e["facts"][name] for e in reversed(run.events) if name in e.get("facts", {})), None)
 
 
@@ -118,7 +118,7 @@ def _bare(axes: Any, title: str, down: int, across: int) -> None:
 
 
 def cluster_sizes(run: Run) -> dict[str, int]:
-    """Return cluster -> number of its clients, from the facts that the method logs; empty if there are none."""
+    """Return cluster -> number of its clients, from the facts that the method logs, if any."""
     for name in ("clusters", "sizes", "picked"):
         fact = facts(run, name)
         if isinstance(fact, Mapping) and fact:
