@@ -1,4 +1,4 @@
-"""The board reads runs as they are, shows no more than they say, and changes nothing without the token."""
+"""The board shows the state of run folders, never writes to them, and changes nothing without the token."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ RIGHT = {"x-coterie-token": TOKEN, "origin": HOME}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """Two finished runs; one has a name that would be a script."""
+    """Two finished runs, one with a name that contains a script."""
     root = tmp_path_factory.mktemp("board")
     coterie.run("fedavg", out=root / "deep" / "er" / "fedavg", **PLAIN)
     coterie.run("local", out=root / EVIL, **PLAIN)
@@ -69,7 +69,7 @@ def page(root: Path, federation: Path | None = None) -> Client:
 
 
 def state_of(path: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file with its time and content."""
+    """Return every file with its time and content."""
     return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(path.rglob("*")) if p.is_file()}
 
 
@@ -137,7 +137,7 @@ def test_a_log_read_in_pieces_is_the_whole_log(made, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "spoil", "state", "words"),
     [
-        ("events.jsonl", lambda b: b[:-40], "stopped", ""),  # a line that is being written
+        ("events.jsonl", lambda b: b[:-40], "stopped", ""),  # an incomplete line
         ("events.jsonl", lambda b: b.replace(b'"round": 2', b'"round": 7'), "damaged", "damaged in line 2"),
         ("events.jsonl", lambda b: b"\x00\xff" * 50 + b"\n" + b, "damaged", "damaged in line 1"),
         ("settings.json", lambda b: b[:200], "damaged", "no JSON"),
@@ -147,7 +147,7 @@ def test_a_log_read_in_pieces_is_the_whole_log(made, tmp_path) -> None:
         ("events.jsonl", lambda b: disk.seal({"round": 1})[0], "damaged", "a different version"),
     ],
 )
-def test_damaged_and_half_written_files_are_said_and_survived(made, tmp_path, name, spoil, state, words) -> None:
+def test_damaged_and_incomplete_files_are_reported(made, tmp_path, name, spoil, state, words) -> None:
     shutil.copytree(made / "deep" / "er" / "fedavg", tmp_path / "r" / "x")
     file = tmp_path / "r" / "x" / name
     spoilt = spoil(file.read_bytes())
@@ -165,7 +165,7 @@ def _hold(path: Path, pipe: Any) -> None:
         pipe.recv()
 
 
-def test_a_writer_is_seen_and_its_end_too(tmp_path) -> None:
+def test_a_writing_process_and_its_end_are_noticed(tmp_path) -> None:
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
     child = fork.Process(target=_hold, args=(tmp_path / "run", theirs))
@@ -184,7 +184,7 @@ def test_the_time_left_is_that_of_recent_rounds(tmp_path) -> None:
     assert seen.snapshot()["left"] == 100.0
 
 
-def test_a_folder_whose_name_is_no_text_is_listed(made, tmp_path) -> None:
+def test_a_folder_whose_name_is_not_utf8_is_listed(made, tmp_path) -> None:
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/odd-\xff"))
     shutil.copytree(made / "deep" / "er" / "fedavg", odd)
     client = page(tmp_path)
@@ -202,7 +202,7 @@ def test_a_folder_whose_name_is_no_text_is_listed(made, tmp_path) -> None:
     [
         ({}, 200),
         ({"host": "localhost:8765"}, 200),
-        ({"host": "board.example"}, 200),  # behind a proxy that was named
+        ({"host": "board.example"}, 200),  # behind a known proxy
         ({"host": "evil.example"}, 421),  # DNS rebinding
         ({"host": "127.0.0.1:9999"}, 421),
         ({"host": "127.0.0.1.evil.example:8765"}, 421),
@@ -212,7 +212,7 @@ def test_a_folder_whose_name_is_no_text_is_listed(made, tmp_path) -> None:
         ({"origin": HOME, "sec-fetch-site": "same-origin"}, 200),
     ],
 )
-def test_only_our_own_names_and_pages_are_served(made, headers, status) -> None:
+def test_requests_with_unknown_hosts_and_origins_are_refused(made, headers, status) -> None:
     assert page(made).get("/api/state", headers=headers).status_code == status
 
 
@@ -267,7 +267,7 @@ def test_no_path_leads_out_of_the_list_of_runs(made, name) -> None:
         ({"method": "fedavg", "name": "deep"}, "there is a folder"),
     ],
 )
-def test_what_cannot_be_started_is_a_sentence(made, asked, words, monkeypatch) -> None:
+def test_invalid_runs_are_refused(made, asked, words, monkeypatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("something was started"))
     answer = page(made).post("/api/start", json=asked, headers=RIGHT)
     assert answer.status_code == 400 and words in answer.text, answer.text
@@ -282,7 +282,7 @@ def test_values_cannot_become_options(tmp_path, monkeypatch) -> None:
     assert set(argv[6:]) == {"--data=--out", "--rounds=7", "--set=mu=0.5"}
 
 
-def test_what_is_not_running_cannot_be_stopped_nor_a_finished_run_resumed(made, monkeypatch) -> None:
+def test_only_running_runs_are_stopped_and_only_unfinished_ones_resumed(made, monkeypatch) -> None:
     monkeypatch.setattr(os, "kill", lambda *a: pytest.fail("a process was signalled"))
     for what, words in (("stop", "is not running"), ("resume", "has finished")):
         answer = page(made).post(f"/api/{what}", json={"run": "deep/er/fedavg"}, headers=RIGHT)
@@ -290,7 +290,7 @@ def test_what_is_not_running_cannot_be_stopped_nor_a_finished_run_resumed(made, 
 
 
 @pytest.mark.parametrize("body", [b"x" * 70_000, b"[1]", b"{", b'"a"', b"[" * 50_000])
-def test_bodies_that_are_no_small_object_are_refused(made, body) -> None:
+def test_bodies_that_are_not_a_small_object_are_refused(made, body) -> None:
     assert page(made).post("/api/stop", content=body, headers=RIGHT).status_code == 400
 
 
@@ -304,7 +304,7 @@ def test_the_page_is_self_contained_and_locked_down(made) -> None:
     assert page(made).get("/").headers["content-security-policy"] != policy
 
 
-def test_other_addresses_need_to_be_asked_for(tmp_path) -> None:
+def test_public_addresses_need_an_allowed_host(tmp_path) -> None:
     for host in ("0.0.0.0", "192.168.1.5", "::"):
         with pytest.raises(CoterieError, match="--allow-host"):
             server.serve_board(tmp_path, host=host)
@@ -343,7 +343,7 @@ def status(now: float, **more: object) -> dict[str, object]:
             "wire": {"edge-cloud": {"up": {"payload": 5, "framing": 2}}}, "errors": ["e"], **more}  # fmt: skip
 
 
-def test_a_federation_is_a_tree_with_what_was_refused_and_who_is_waited_for(tmp_path) -> None:
+def test_a_federation_is_a_tree_with_refusals_and_awaited_nodes(tmp_path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "status.json").write_text(json.dumps(status(time.time())))
     found = page(tmp_path, tmp_path).get("/api/state").json()["federation"]
@@ -359,7 +359,7 @@ def test_a_federation_is_a_tree_with_what_was_refused_and_who_is_waited_for(tmp_
     assert 'coterie_node_refused_uploads_total{node="device-9",role="device"} 1' in text
 
 
-def test_a_cloud_without_heartbeat_is_silent_and_nobody_is_online(tmp_path) -> None:
+def test_a_cloud_without_heartbeat_is_silent_and_its_nodes_are_offline(tmp_path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(status(time.time() - 60)))
     assert FederationStatus(tmp_path).snapshot()["state"] == "dead"  # and its process is gone
     (tmp_path / "status.json").write_text(json.dumps(status(time.time() - 60, pid=os.getpid())))
@@ -370,7 +370,7 @@ def test_a_cloud_without_heartbeat_is_silent_and_nobody_is_online(tmp_path) -> N
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"state": 1}', json.dumps({"state": "x", "time": "y"}), "null"])
-def test_a_status_that_cannot_be_read_is_a_sentence(tmp_path, text) -> None:
+def test_an_unreadable_status_is_reported(tmp_path, text) -> None:
     (tmp_path / "status.json").write_text(text)
     assert "cannot be read" in FederationStatus(tmp_path).snapshot()["trouble"]
     assert page(tmp_path, tmp_path).get("/metrics").status_code == 200

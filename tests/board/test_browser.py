@@ -1,4 +1,4 @@
-"""The pages as a person uses them, in a headless Chromium."""
+"""The pages in a headless Chromium."""
 
 import threading
 import time
@@ -77,7 +77,7 @@ TOKEN = "a-token-for-the-browser"
 
 @contextmanager
 def serving(root: Path, federation: Path | None = None):
-    """The board's address, served by a thread of this process."""
+    """Serve a board in a thread; yield its address."""
     pytest.importorskip("uvicorn", reason="the board needs the extra board")
     from coterie.board import server
     from coterie.board.app import open_board
@@ -93,13 +93,13 @@ def serving(root: Path, federation: Path | None = None):
         finally:
             running.should_exit = True
             thread.join(20)
-            for started in board.control.started.values():  # a board leaves its runs alone, a test does not
+            for started in board.control.started.values():  # a board does not end its runs, a test does
                 started.terminate()
                 started.wait(60)
 
 
 def points(driver, chart: str = "plot", line: str = "mine") -> int:
-    """Points of a line in a chart."""
+    """Return the number of points of a line in a chart."""
     script = (
         f"return Math.max(0, ...[...document.querySelectorAll('#{chart} polyline[data-series=\"{line}\"]')]"
         ".map(p => p.getAttribute('points').split(' ').length))"

@@ -1,4 +1,4 @@
-"""Clients that never trained: what each method gives them, and how tables show it."""
+"""Newcomers: the model that each method gives them, and their columns in tables."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from coterie.testing import Bench
 
 
 def newcomer(name, tmp_path, own=None, **changes):
-    """The method after three rounds, the server, and the model of its newcomer."""
+    """Return the method after three rounds, the server, and the model of its newcomer."""
     few = {"rounds": 3, "watch": False, "eval_every": 3, "final_trained": False, "newcomers": 1}
     loop = Bench(find(name), own or {}).play(tmp_path, **{**few, **changes})
     method, new = loop.method, len(loop.method.ctx.clients)
@@ -42,20 +42,20 @@ def test_apfl_mixes_the_global_model_with_itself(tmp_path):
     assert torch.allclose(method.predict(params, data.val.x, extras), want, atol=1e-5)
 
 
-def test_fedrod_lets_the_generic_head_speak_alone(tmp_path):
+def test_fedrod_uses_the_generic_head_only(tmp_path):
     method, server, data, (params, extras) = newcomer("fedrod", tmp_path)
     want = method.ctx.forward(server["w"], data.val.x)
     assert torch.allclose(method.predict(params, data.val.x, extras), want, atol=1e-6)
 
 
-def test_fedcp_takes_the_received_head_for_its_own(tmp_path):
+def test_fedcp_uses_the_received_head_as_its_own(tmp_path):
     method, server, _, (params, _) = newcomer("fedcp", tmp_path)
     weight, _ = method.ctx.net.head_names
     assert torch.equal(params[f"p:{weight}"], server["w"][weight])
 
 
 @pytest.mark.parametrize("name", ["fedamp", "prr-fl"])
-def test_methods_with_a_model_for_everybody_give_their_mean(name, tmp_path):
+def test_methods_with_a_model_per_client_give_their_mean(name, tmp_path):
     method, server, _, (params, _) = newcomer(name, tmp_path)
     shared = T.drop(method.ctx.w0, method.stays)
     assert same(T.keep(params, shared.__contains__), T.unflatten(server["bank"]["flat"].mean(0), shared))
@@ -67,7 +67,7 @@ def test_fedfomo_mixes_what_others_trained_by_its_own_validation_data(tmp_path):
     assert losses[0] < losses[1]
 
 
-def test_ifca_offers_newcomers_only_models_that_somebody_trained():
+def test_ifca_offers_newcomers_trained_models_only():
     bench = Bench(IFCA, {"groups": 3}).session(newcomers=1).method
     server = bench.setup()
     trained = {k: v + 1 for k, v in server["models"][2].items()}

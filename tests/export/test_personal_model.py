@@ -36,7 +36,7 @@ def test_the_printed_code_loads_the_file_just_written(method, tmp_path):
     assert accuracy(module, run, 1) == pytest.approx(run.clients().loc[1, view])
 
 
-def test_a_plain_file_loads_into_a_fresh_module_of_ones_own(tmp_path):
+def test_a_plain_file_loads_into_a_new_module_of_the_user(tmp_path):
     from safetensors.torch import load_file
 
     run = coterie.run("fedper", own_data, OwnNet, out=tmp_path / "r", **FEW)
@@ -44,7 +44,7 @@ def test_a_plain_file_loads_into_a_fresh_module_of_ones_own(tmp_path):
     code = run.export(2, path)
     assert "model=OwnNet" in code
     fresh = OwnNet(3)
-    fresh.load_state_dict(load_file(path))  # strict: counters and frozen tensors are there
+    fresh.load_state_dict(load_file(path))  # strict: counters and frozen tensors are included
     x, _ = run.session().federation.test(2)
     assert torch.equal(fresh.eval()(x), run.personal(2)(x))
     allowed = coterie.load_model(path, allow_module=["support.own_objects:OwnNet"])
@@ -66,7 +66,7 @@ def test_a_composed_model_can_be_trained_further(tmp_path):
     assert all(p.grad is not None for p in module.parameters())
 
 
-def test_files_and_models_that_do_not_fit_get_a_sentence(tmp_path):
+def test_files_and_models_that_do_not_fit_are_refused(tmp_path):
     run = coterie.run("fedper", own_data, OwnNet, out=tmp_path / "r", **FEW)
     path = tmp_path / "one.safetensors"
     run.export(0, path)

@@ -24,7 +24,7 @@ NAMES = np.array(["zero", "one", "two", "three", "four", "five", "six", "seven",
 
 
 def bytes_of_digits() -> tuple[np.ndarray, np.ndarray]:
-    """[n, 8, 8] bytes from 0 to 255 and digits by their names."""
+    """Return digits as bytes 0 to 255 [n, 8, 8] and their names."""
     data = load_dataset("digits")
     x = (data.x[:600, 0].numpy() * 255).round().astype(np.uint8)
     return x, NAMES[data.y[:600].numpy()]
@@ -114,7 +114,7 @@ BYTES, FLOATS, TOKENS = torch.uint8, torch.float32, torch.int64
         (np.zeros((0, 4)), FLOATS, (4,), "has no items"),
     ],
 )
-def test_other_items_than_in_training_get_a_sentence(x, dtype, shape, sentence) -> None:  # type: ignore[no-untyped-def]
+def test_items_of_a_different_form_are_refused(x, dtype, shape, sentence) -> None:  # type: ignore[no-untyped-def]
     if sentence is None:
         assert items_like("new", x, dtype, shape, 9).shape == (len(x), *shape)
     else:
@@ -122,7 +122,7 @@ def test_other_items_than_in_training_get_a_sentence(x, dtype, shape, sentence) 
             items_like("new", x, dtype, shape, 9)
 
 
-def test_items_become_what_a_data_set_makes_of_them() -> None:
+def test_items_are_converted_as_in_a_data_set() -> None:
     rng = np.random.default_rng(0)
     for x in (
         rng.integers(0, 255, (6, 5, 7, 3)), rng.random((6, 20, 3)), rng.integers(0, 200, (6, 4), dtype=np.uint8),
@@ -143,7 +143,7 @@ def test_labels_are_names_or_numbers_of_the_classes() -> None:
         targets_like("new", np.zeros(3), "regression", (), 2)
 
 
-def test_a_damaged_description_and_an_old_file_get_a_sentence(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_damaged_description_and_an_old_file_are_refused(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path, tensors = tmp_path / "m.safetensors", {"a": torch.zeros(1)}
     run.export(0, path)
     whole = json.loads(run.predictor(0).about.model_dump_json())
@@ -181,12 +181,12 @@ def test_onnx_contains_the_preprocessing(method: str, model: str, tmp_path: Path
     deploy(run.predictor(0), tmp_path / "m.pt", "torchscript")
     (found,) = onnx.reference.ReferenceEvaluator(str(tmp_path / "m.onnx")).run(None, {"x": x[:7, None]})
     assert np.allclose(found, run.predict(0, x[:7]).outputs, atol=1e-5)
-    runtime = pytest.importorskip("onnxruntime")  # what most people run such a file with
+    runtime = pytest.importorskip("onnxruntime")  # the usual program for such files
     (found,) = runtime.InferenceSession(str(tmp_path / "m.onnx")).run(None, {"x": x[:7, None]})
     assert np.allclose(found, run.predict(0, x[:7]).outputs, atol=1e-5)
 
 
-def test_without_its_packages_onnx_gets_one_sentence(run, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_missing_packages_for_onnx_are_reported(run, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     for name in ("onnx", "onnxscript"):
         with monkeypatch.context() as m:
             m.setitem(sys.modules, name, None)
@@ -194,7 +194,7 @@ def test_without_its_packages_onnx_gets_one_sentence(run, tmp_path: Path, monkey
                 deploy(run.predictor(0), tmp_path / "m.onnx", "onnx")
 
 
-def test_what_cannot_be_exported_gets_one_sentence(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_that_cannot_be_exported_is_refused(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     class Odd(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.flatten(1)[:, :10] * (1 if len(x) == 2 else 2)

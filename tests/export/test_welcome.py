@@ -1,4 +1,4 @@
-"""Somebody who was not there: a personal model from few samples, many or none, and a run that stays as it is."""
+"""A personal model for a newcomer from few samples, many or none; the run does not change."""
 
 from pathlib import Path
 
@@ -51,20 +51,20 @@ def welcomed(method: str, run: Run, tmp_path: Path) -> None:
     assert content(run.path) == before
 
 
-def test_fedavg_welcomes_a_stranger(run: Run, tmp_path: Path) -> None:
+def test_fedavg_welcomes_a_newcomer(run: Run, tmp_path: Path) -> None:
     welcomed("fedavg", run, tmp_path)
     same = run.welcome(X, Y)
-    assert same.scores["received"] == same.scores["global"]  # FedAvg has nothing else for newcomers
+    assert same.scores["received"] == same.scores["global"]  # FedAvg gives newcomers the global model
     assert same.scores == run.welcome(X, Y).scores
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", [m for m in known() if m not in ("fedavg", "fedclip")])  # fedclip: an example
-def test_every_method_welcomes_a_stranger(method: str, tmp_path: Path) -> None:
+def test_every_method_welcomes_a_newcomer(method: str, tmp_path: Path) -> None:
     welcomed(method, played(method, tmp_path / "r"), tmp_path)
 
 
-def test_what_cannot_be_welcomed_gets_one_sentence(run: Run, tmp_path: Path) -> None:
+def test_unsuitable_samples_are_refused(run: Run, tmp_path: Path) -> None:
     for x, y, test, sentence in (
         (X, np.full(len(X), 12), (None, None), 'label "12" of the data is not among the 10 classes'),
         (X[:, :, :5], Y, (None, None), r"shape \(1, 5, 8\), and the model takes floats of shape \(1, 8, 8\)"),
@@ -86,7 +86,7 @@ def test_what_cannot_be_welcomed_gets_one_sentence(run: Run, tmp_path: Path) -> 
         app.app([str(w) for w in words], standalone_mode=False)
 
 
-def test_a_method_that_needs_validation_data_says_so(tmp_path: Path) -> None:
+def test_a_method_that_needs_validation_data_refuses_too_few_samples(tmp_path: Path) -> None:
     run = played("fedfomo", tmp_path / "r", rounds=1)
     with pytest.raises(CoterieError, match="FedFomo chooses by validation data, and 1 samples are too few"):
         run.welcome(X[:1], Y[:1], X, Y)

@@ -1,4 +1,4 @@
-"""The papers' presets: every cell is a valid run, printed values are the papers', and a table reruns side by side."""
+"""The papers' presets: every cell is a valid run, printed values are complete, and a table is rerun and compared."""
 
 import csv
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_the_protocols_are_the_papers() -> None:
     assert (s.rounds, s.batch, s.epochs, s.lr_decay, s.seed) == (300, 100, 2, 0.99, 1)
 
 
-def test_shorter_runs_keep_the_share_of_their_phases_and_say_so() -> None:
+def test_shorter_runs_keep_the_share_of_their_phases() -> None:
     shrink = presets.Shrink(rounds=20, subset=500, stand_in={"fmnist": "digits"})
     s = presets.cell(presets.item("fedcpmd", "table7"), "FedCPMD", "FMNIST", 0, shrink)
     assert s.settings["preparation"] == 6 and s.subset == 500 and s.data == "digits"
@@ -57,12 +57,12 @@ def test_shorter_runs_keep_the_share_of_their_phases_and_say_so() -> None:
         "clients of digits have at least 11 samples, not 40",
     ]  # fmt: skip
     assert presets.Shrink().words(presets.item("fedcpmd", "table7")) == []
-    mine = presets.Shrink(subset=500, stand_in={"fmnist": "mine.npz"})  # nobody knows how large that is
+    mine = presets.Shrink(subset=500, stand_in={"fmnist": "mine.npz"})  # a data set of unknown size
     told = mine.words(presets.narrow(presets.item("fedcpmd", "table7"), ["fmnist"], []))
     assert told == ["mine.npz instead of fmnist", "500 samples of mine.npz"]
 
 
-def test_a_smaller_copy_of_a_data_set_has_smaller_clients_and_is_said() -> None:
+def test_a_smaller_copy_of_a_data_set_has_smaller_clients() -> None:
     it = presets.narrow(presets.item("fedcpmd", "table7"), ["cifar10"], [])
     shrink = presets.Shrink(held={"cifar10": 25_000})
     assert presets.cell(it, "FedAvg", "CIFAR10", 0, shrink).federation.min_size == 16
@@ -76,7 +76,7 @@ def test_a_smaller_copy_of_a_data_set_has_smaller_clients_and_is_said() -> None:
     assert ten.federation.min_size == 10
 
 
-def test_unknown_names_get_a_sentence() -> None:
+def test_unknown_names_are_refused() -> None:
     for wrong in (lambda: presets.items("fedcmpd"), lambda: presets.item("fedcpmd", "table77")):
         with pytest.raises(CoterieError, match="did you mean"):
             wrong()
@@ -87,7 +87,7 @@ def test_unknown_names_get_a_sentence() -> None:
         presets.narrow(it, [], ["FedSomething"])
 
 
-def test_a_table_reruns_side_by_side(tmp_path: Path) -> None:
+def test_a_table_is_rerun_and_compared(tmp_path: Path) -> None:
     it = presets.narrow(
         presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg", "FedPer", "FedCPMD", "fedcpmd-random"]
     )
@@ -123,7 +123,7 @@ def test_printed_values_are_complete() -> None:
     assert presets.printed()["fedgmh", "table2", "FedGMH", "MNIST_ExDir(2,0.5)"].std == 0.15
 
 
-def test_commas_inside_parentheses_do_not_divide() -> None:
+def test_commas_inside_parentheses_do_not_separate() -> None:
     from coterie.cli.options import commas
 
     assert commas("mnist, MNIST_ExDir(2,0.5),x") == ["mnist", "MNIST_ExDir(2,0.5)", "x"] and commas(None) == []
@@ -150,7 +150,7 @@ def test_runs_of_an_earlier_version_with_fewer_settings_are_found_again(tmp_path
     assert next(iter(presets.cells(it, 1, presets.Shrink(), tmp_path).values())).out == cell.out
 
 
-def test_an_item_says_what_it_needs() -> None:
+def test_an_item_lists_its_needs() -> None:
     needs = presets.needs(presets.item("sc-fpfl", "fig4"))
     assert needs.data == ("emnist",)
     assert needs.more == ("public set of 1,000", "validation part", "official test part")
@@ -169,12 +169,12 @@ def test_an_estimate_is_samples_times_seconds_over_workers(tmp_path: Path) -> No
     found = estimate.estimate(it, Clock(), sizes, {"fmnist"}, 4)  # type: ignore[arg-type]
     # 200 rounds of a tenth of 500 training samples, five epochs, and two passes over as much test data; eleven scores
     work = 200 * 0.1 * (500 * 5 + 2 * 0.35 * 500) + 10 * 0.35 * 2 * 500 + 500 * 5
-    assert found.here == pytest.approx(2 * work * 2.0 * estimate.FACTORS["fedcpmd"] / 4)
-    assert found.all == pytest.approx(11 * found.here)
-    assert [estimate.words(s) for s in (5, 600, 7200, 1e6)] == ["5 s", "10 min", "2.0 h", "11.6 days"]
+    assert found.available == pytest.approx(2 * work * 2.0 * estimate.FACTORS["fedcpmd"] / 4)
+    assert found.all == pytest.approx(11 * found.available)
+    assert [estimate.duration_text(s) for s in (5, 600, 7200, 1e6)] == ["5 s", "10 min", "2.0 h", "11.6 days"]
 
 
-def test_a_calibration_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibration_is_measured_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     s = presets.cell(presets.item("fedcpmd", "table7"), "FedAvg", "FMNIST", 0, presets.Shrink())
     path = tmp_path / "calibration.json"
     first = estimate.Calibration(path).seconds_per_sample(s)
@@ -205,7 +205,7 @@ def test_windows_are_compared_with_the_public_logs() -> None:
     )  # type: ignore[dict-item]
     assert len(table) == 10 and len(public_logs.windows()) == 324
     last = table[table["window"] == "before 191 to 200"].iloc[0]
-    assert last["theirs"] == 77.701  # what FedCPMD's Table 7 prints for FedAvg
+    assert last["theirs"] == 77.701  # printed for FedAvg in FedCPMD's Table 7
     assert last["apart"] == pytest.approx((91 - 77.701) / (np.sqrt(2) * error)) and not last["within two"]
     assert "FedAvg" in public_logs.log_verdicts(table)[0]
 
@@ -218,7 +218,7 @@ def test_the_public_logs_are_the_source_of_the_printed_tables() -> None:
             assert presets.printed()["fedcpmd", "table7", method, column].value == pytest.approx(theirs, abs=0.01)
 
 
-def test_an_item_leaves_table_report_and_figures_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_item_writes_table_report_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_figure, "__defaults__", (30,))  # coarse pictures are drawn faster
     small = ["--rounds", "4", "--instead", "fmnist=digits", "--set", "clients=6", "--set", "min_size=10", "--set",
              "model=mlp-bn", "--set", "cap=false", "--out", str(tmp_path / "o")]  # fmt: skip
@@ -234,7 +234,7 @@ def test_an_item_leaves_table_report_and_figures_behind(tmp_path: Path, monkeypa
     assert [r.title for r in find_runs([at])] == ["JS", "FedCPMD, distance auto"]
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("events.jsonl")}
     assert CliRunner().invoke(app, asked).exit_code == 0
-    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("events.jsonl")}  # nothing ran again
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("events.jsonl")}  # no run was repeated
     assert CliRunner().invoke(app, ["report", str(tmp_path / "o"), "-o", str(tmp_path / "r.html")]).exit_code == 0
     assert "printed and measured" in (tmp_path / "r.html").read_text()
 
@@ -252,20 +252,20 @@ def test_an_item_leaves_table_report_and_figures_behind(tmp_path: Path, monkeypa
         (["fedcpmd", "public"], "has no finished run to compare"),
     ],
 )
-def test_bad_input_gets_one_sentence(words: list[str], sentence: str, tmp_path: Path) -> None:
+def test_bad_input_is_reported_in_one_sentence(words: list[str], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(CoterieError) as e:
         CliRunner().invoke(app, ["paper", *words, "--out", str(tmp_path)], catch_exceptions=False)
     assert sentence in str(e.value) and "\n" not in str(e.value)
 
 
-def test_missing_data_are_named_and_do_not_stop_the_rest(tmp_path: Path) -> None:
+def test_missing_data_are_reported_and_do_not_stop_other_runs(tmp_path: Path) -> None:
     asked = ["paper", "fedcpmd", "fig2", "--data", "cinic10", "--data-dir", str(tmp_path), "--out", str(tmp_path / "o")]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 2 and "cinic10" in done.output + (done.stderr or "")
     assert "Traceback" not in done.output
 
 
-def test_results_of_another_version_are_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_results_of_a_different_version_are_refused(tmp_path: Path) -> None:
     it = presets.narrow(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg"])
     (cell,) = presets.cells(it, 1, presets.Shrink(), tmp_path).values()
     cell.out.mkdir()
@@ -276,14 +276,14 @@ def test_results_of_another_version_are_refused_in_a_sentence(tmp_path: Path) ->
         cell.finished()
 
 
-def test_a_default_said_aloud_is_the_same_run(tmp_path: Path) -> None:
+def test_a_default_given_explicitly_is_the_same_run(tmp_path: Path) -> None:
     it = presets.narrow(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedCPMD"])
 
     def out(**changes: object) -> Path:
         return next(iter(presets.cells(it, 1, presets.Shrink(changes=changes), tmp_path).values())).out
 
     assert out() == out(distance="js") != out(distance="w2")
-    old = tmp_path / "fedcpmd-fmnist-s42-00000000"  # found by what it means, and goes on with what it wrote
+    old = tmp_path / "fedcpmd-fmnist-s42-00000000"  # found by its meaning, and continued with its own settings
     old.mkdir()
     written = presets.cell(it, "FedCPMD", "FMNIST", 0, presets.Shrink(changes={"distance": "js"}))
     disk.write_json(old / "settings.json", {"settings": written.model_dump(mode="json")})

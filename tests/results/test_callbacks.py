@@ -1,4 +1,4 @@
-"""What happens around rounds: callbacks, early stopping on validation data, trackers, scripts without a guard."""
+"""Callbacks after rounds, early stopping on validation data, trackers, scripts without a main guard."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return coterie.run("fedavg", DATA, "mlp", stop_after=2, out=out, workers=1, checkpoint_every=3, **FEW)
 
 
-def test_a_run_ends_when_validation_gets_no_better(stopped: Run) -> None:
+def test_a_run_ends_when_validation_stops_improving(stopped: Run) -> None:
     curve = stopped.curve(part="val")
     assert 3 <= stopped.last_round < 30 and stopped.finished
     best = int(curve.idxmax())  # the first of equal ones
@@ -58,7 +58,7 @@ def test_early_stopping_needs_validation_data(tmp_path: Path) -> None:
         coterie.run("fedavg", DATA, "mlp", stop_after=2, val_share=0.0, out=tmp_path / "r", **FEW)
 
 
-def test_callbacks_hear_of_every_round_and_their_errors_get_a_sentence(tmp_path: Path) -> None:
+def test_callbacks_run_after_every_round_and_their_errors_are_reported(tmp_path: Path) -> None:
     few = {**FEW, "rounds": 2, "workers": 1, "final_trained": False}
     heard: list[int] = []
     losses: list[float] = []
@@ -101,7 +101,9 @@ class FakeWriter:
     close = flush
 
 
-def test_trackers_get_the_numbers_and_missing_ones_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_get_the_numbers_and_missing_packages_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few = {**FEW, "rounds": 2, "workers": 1, "final_trained": False}
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=FakeWriter))
     coterie.run("fedavg", DATA, "mlp", out=tmp_path / "t", track="tensorboard", **few)
@@ -154,7 +156,7 @@ print("finished", run.finished, run.last_round)
 
 
 @pytest.mark.long
-def test_scripts_and_notebooks_need_no_guard(tmp_path: Path) -> None:
+def test_scripts_and_notebooks_work_without_a_main_guard(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(f"OUT = 'a'\n{SCRIPT}")
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.split("\n")[0] == "finished True 2", done.stderr

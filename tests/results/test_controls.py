@@ -1,4 +1,4 @@
-"""Paired differences to controls: exact small cases, and what is paired with what."""
+"""Paired differences to controls: exact small cases, and the choice of pairs."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ from coterie.results.run import Run
 
 
 class Made:
-    """A run of made-up accuracies: hits of 100 test samples per client, by view."""
+    """A run with given accuracies: hits of 100 test samples per client, by view."""
 
     group, last_round, finished, objects, headline = "g", 3, True, Objects(), "personal"
     task = Classification(1)
@@ -45,9 +45,9 @@ class Made:
         return self.z
 
 
-def test_an_interval_is_that_of_all_resamples_there_are() -> None:
+def test_an_interval_is_that_of_all_possible_resamples() -> None:
     """Two seeds of two clients: 4 draws of seeds x 16 of clients, all equally likely."""
-    by_seed = [(-20, 60), (10, 31)]  # in percent
+    by_seed = [(-20, 60), (10, 31)]  # accuracies in percent
     found: Counter[Fraction] = Counter()
     for first, second in itertools.product(by_seed, repeat=2):
         for a, b in itertools.product(first, repeat=2):
@@ -59,7 +59,7 @@ def test_an_interval_is_that_of_all_resamples_there_are() -> None:
     seeds = np.array([7, 7, 9, 9])
     means = resampled(values, seeds)
     assert set(np.round(100 * means[:, 0], 6)) == {float(v) for v in found}
-    for value, count in found.items():  # each as often as it should be, within four standard errors
+    for value, count in found.items():  # frequencies within four standard errors
         share = np.isclose(100 * means[:, 0], float(value)).mean()
         assert abs(share - count / 64) < 4 * np.sqrt(count / 64 * (1 - count / 64) / 10_000)
 
@@ -81,7 +81,7 @@ def test_the_spread_of_resampled_means_has_its_closed_form_for_unequal_seeds() -
     rng = np.random.default_rng(1)
     parts = [rng.normal(m, 0.1, n) for m, n in ((0.0, 4), (0.1, 9), (0.02, 30))]
     seeds = np.repeat([0, 1, 2], [4, 9, 30])
-    shuffled = rng.permutation(len(seeds))  # the order of columns says nothing
+    shuffled = rng.permutation(len(seeds))  # the order of columns does not matter
     means = resampled(np.concatenate(parts)[None, shuffled], seeds[shuffled])
     between = np.var([p.mean() for p in parts])
     within = np.mean([p.var() / len(p) for p in parts])
@@ -89,7 +89,7 @@ def test_the_spread_of_resampled_means_has_its_closed_form_for_unequal_seeds() -
     assert means.mean() == pytest.approx(np.mean([p.mean() for p in parts]), abs=0.003)
 
 
-def test_the_same_clients_are_paired_and_nobody_else() -> None:
+def test_only_the_same_clients_are_paired() -> None:
     ours, theirs = [50, 60, 70, 80, 90, 90], [49, 60, 68, 79, 89, 91]
     local = {s: Made("local", s, personal=theirs) for s in (0, 1)}
     mine = [Made("fedrep", s, personal=ours) for s in (0, 1)]
@@ -99,20 +99,20 @@ def test_the_same_clients_are_paired_and_nobody_else() -> None:
     assert d.mean == pytest.approx(4 / 600) and pair.mean == pytest.approx(440 / 600)
     assert -0.01 < d.low < d.mean < d.high < 0.03
 
-    local[0].z["clients"] = local[0].z["clients"][::-1].copy()  # client 0 has what 5 had
+    local[0].z["clients"] = local[0].z["clients"][::-1].copy()  # client 0 and client 5 swap their values
     (other,) = ControlTable([*mine, *local.values()]).pairs
-    assert other.difference.mean == pytest.approx(d.mean)  # means know no clients
+    assert other.difference.mean == pytest.approx(d.mean)  # means do not depend on the pairing
     assert other.difference.high > 2 * d.high and other.difference.gain != d.gain
 
     turned = [Made("fedrep", 0, personal=ours), Made("local", 0, personal=theirs)]
-    for r in turned:  # both sides renumbered alike: nothing changes
+    for r in turned:  # the same renumbering on both sides changes nothing
         r.z["clients"] = r.z["clients"][::-1].copy()
     straight = [Made("fedrep", 0, personal=ours), Made("local", 0, personal=theirs)]
     a, b = (ControlTable(runs).pairs[0].difference for runs in (turned, straight))
     assert (a.mean, a.gain, a.lose, a.tie) == (b.mean, b.gain, b.lose, b.tie)
 
 
-def test_one_seed_says_that_its_interval_covers_clients_only() -> None:
+def test_with_one_seed_the_interval_covers_clients_only() -> None:
     arena = ControlTable([Made("fedrep", 0, personal=[50, 60]), Made("local", 0, personal=[40, 60])])
     assert arena.pairs[0].difference.covers == "clients" and "clients only" in arena.covers()
     assert np.isnan(arena.pairs[0].std)
@@ -130,19 +130,19 @@ def test_newcomers_and_runs_that_diverged_do_not_count() -> None:
     assert any("diverged" in w for w in arena.warnings()) and any("1 common seed" in w for w in arena.warnings())
 
 
-def test_a_control_with_another_budget_is_named() -> None:
+def test_a_control_with_a_different_budget_is_reported() -> None:
     runs = [Made("fedrep", 0, personal=[50, 60]), Made("local", 0, personal=[40, 50])]
     assert not ControlTable(runs).warnings()
     runs[1].settings["epochs"] = 2
     assert ControlTable(runs).warnings() == ["fedrep and local were trained with different epochs"]
 
 
-def test_other_test_parts_are_not_paired() -> None:
+def test_different_test_parts_are_not_paired() -> None:
     arena = ControlTable([Made("fedrep", 0, personal=[50, 60]), Made("local", 0, personal=[40, 50], total=90)])
     assert not arena.pairs and any("test parts of their clients differ" in w for w in arena.warnings())
 
 
-def test_a_method_meets_the_usual_controls_and_its_own() -> None:
+def test_a_method_is_compared_with_the_usual_controls_and_its_own() -> None:
     names = ["fedpc", "fedpc-random", "fedpc-no-proto", "fedpc-j1", "fedrep", "fedper", "local"]
     runs = [Made(n, 0, personal=[50, 60], trained=[55, 60]) for n in [*names, "fedavg"]]
     met = {row.label: [r.label for r in rivals] for row, rivals in ControlTable(runs).opponents()}
@@ -160,7 +160,7 @@ def test_a_method_meets_the_usual_controls_and_its_own() -> None:
         ControlTable(runs, view="traned")
 
 
-def test_a_view_that_a_method_lacks_is_named_and_not_passed_off() -> None:
+def test_a_missing_view_is_reported_and_replaced_by_the_personal_one() -> None:
     runs = [Made("fedrep", 0, personal=[50], adapted=[60]), Made("local", 0, personal=[40])]
     arena = ControlTable(runs, view="adapted")
     assert [(p.row.label, p.against.label) for p in arena.pairs] == [("fedrep, adapted", "local")]
@@ -196,7 +196,7 @@ def cells(methods: list[str], against: str | list[str], **more) -> dict[str, dic
 USUAL = ["local", "fedavg", "fedavg-ft", "fedper"]
 
 
-def test_controls_are_added_once_whoever_asks_for_them() -> None:
+def test_controls_are_added_once() -> None:
     assert [*cells(["fedrep"], "controls")] == ["local", "fedrep", "fedavg", "fedavg-ft", "fedper"]
     assert {*cells(["fedpc", "fedcpmd"], "controls")} == {
         *USUAL, "fedpc", "fedcpmd", "fedpc-no-proto", "fedpc-random", "fedcpmd-random", "fedcpmd-classifier",
@@ -211,7 +211,7 @@ def test_controls_are_added_once_whoever_asks_for_them() -> None:
         cells(["fedrep"], ["fedpr"])
 
 
-def test_a_control_is_set_as_its_method_but_for_what_makes_it_one() -> None:
+def test_a_control_has_the_settings_of_its_method() -> None:
     more = {"fedpc.reading": "paper", "fedpc.gamma": 2.0, "fedpc.lr": 0.5, "fedpc-random.lr": 0.25}
     found = cells(["fedpc"], "controls", rounds=3, **more)
     assert found["fedpc"].settings == {"reading": "paper", "gamma": 2.0} and found["fedpc"].lr == 0.5
@@ -221,7 +221,7 @@ def test_a_control_is_set_as_its_method_but_for_what_makes_it_one() -> None:
     assert len({s.federation for s in found.values()}) == len({s.seed for s in found.values()}) == 1
 
 
-def test_a_class_of_your_own_names_controls_too() -> None:
+def test_a_class_of_the_user_may_name_controls() -> None:
     class Mine(coterie.Method):
         controls = ("fedprox",)
 
@@ -234,14 +234,14 @@ def test_impossible_controls_are_refused_before_anything_is_trained(cli, tmp_pat
     assert code == 2 and 'unknown layer "none"' in err and not list(tmp_path.rglob("events.jsonl"))
 
 
-def test_a_reading_that_is_not_the_default_stands_in_the_title() -> None:
+def test_a_reading_that_is_not_the_default_is_part_of_the_title() -> None:
     class Described(Run):
         def __init__(self, method: str, title: str, settings: dict, **more):
             self.description = {"settings": {"method": method}, "method": {"title": title, "settings": settings} | more}
             self._title = ""
 
     assert Described("fedpc", "FedPC", {"reading": "paper"}).title == "FedPC (paper)"
-    assert Described("fedpc", "FedPC", {}).title == "FedPC (paper)"  # from before there were readings
+    assert Described("fedpc", "FedPC", {}).title == "FedPC (paper)"  # an old run without a reading
     assert Described("fedpc", "FedPC", {"reading": "mended"}).title == "FedPC"
     assert Described("fedgmh-o", "GMH-o", {"reading": "paper"}).title == "GMH-o"  # its own default
     assert Described("fedper", "FedPer", {}).title == "FedPer"
@@ -251,7 +251,7 @@ def test_a_reading_that_is_not_the_default_stands_in_the_title() -> None:
     assert prepare(settings("fedavg", clients=4)).described()["method"]["reading"] == ""
 
 
-def test_finished_runs_are_held_against_controls_from_their_folders(folder, cli, monkeypatch) -> None:
+def test_finished_runs_are_compared_with_controls_from_their_folders(folder, cli, monkeypatch) -> None:
     code, out, _ = cli("arena", str(folder), "--json")
     rows = json.loads(out)
     assert code == 0 and [r["against"] for r in rows] == ["Local-Only", "FedAvg", "FedAvg"]

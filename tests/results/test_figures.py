@@ -1,4 +1,4 @@
-"""Figures show the runs' own numbers, whatever they look like."""
+"""Figures show the numbers of the runs."""
 
 import shutil
 from pathlib import Path
@@ -32,7 +32,7 @@ def of(runs: list[Run], *titles: str) -> list[Run]:
     return [r for r in runs if r.title in titles]
 
 
-def test_runs_of_one_method_are_named_by_what_differs(runs) -> None:
+def test_runs_of_one_method_are_named_by_their_different_settings(runs) -> None:
     assert {r.title for r in runs} == {
         "Local-Only", "FedAvg", "FedPer", "FedCPMD (distance js)", "FedCPMD (distance w2)",
         "FedCPMD (distance hellinger)",
@@ -72,7 +72,7 @@ def test_bytes_add_up_over_links_and_directions(runs) -> None:
     assert curves.megabytes(of(runs, "Local-Only"))["Local-Only"].iloc[-1] == 0
 
 
-def test_aun_is_what_the_log_says(runs) -> None:
+def test_aun_is_the_logged_value(runs) -> None:
     (first, *_) = of(runs, "FedCPMD (distance js)")
     line = figures.draw("aun", [first]).axes[0].get_lines()[0]
     np.testing.assert_allclose(line.get_ydata(), [e["notes"]["aun"] for e in first.events])
@@ -124,7 +124,7 @@ def test_layers_and_their_agreement(runs) -> None:
         figures.draw("layers", of(runs, "FedAvg"))
 
 
-def test_similar_clients_stand_together(runs) -> None:
+def test_clients_are_sorted_by_cluster_in_the_similarity_figure(runs) -> None:
     run = next(r for r in runs if "FedCPMD" in r.title)
     order, C = groups.cosines(run)
     where = groups.cluster_by_client(run)
@@ -132,10 +132,10 @@ def test_similar_clients_stand_together(runs) -> None:
     np.testing.assert_allclose(np.diag(C), 1, atol=1e-9)
     np.testing.assert_allclose(C, C.T)
     _, same = groups.cosines(of(runs, "FedAvg")[0])
-    np.testing.assert_allclose(same, 1, atol=1e-6)  # everybody has the global model
+    np.testing.assert_allclose(same, 1, atol=1e-6)  # all clients have the global model
 
 
-def test_names_beside_lines_keep_their_order_and_distance() -> None:
+def test_names_of_lines_keep_their_order_and_distance() -> None:
     at = style.spread([0.5, 0.5, 0.9, 0.51], 0.1)
     assert at[0] < at[3] < at[2] and min(np.diff(sorted(at))) >= 0.1 - 1e-9
     assert np.mean(at[:2] + at[3:]) == pytest.approx(np.mean([0.5, 0.5, 0.51])) and at[2] == 0.9
@@ -167,7 +167,7 @@ def test_the_report_shows_every_group_and_paper_table(runs, tmp_path) -> None:
     assert "digits, dirichlet(0.5)" in html
 
 
-def test_a_folder_of_another_version_is_named(runs, tmp_path) -> None:
+def test_a_folder_of_a_different_version_is_reported(runs, tmp_path) -> None:
     copy = tmp_path / "old"
     shutil.copytree(runs[0].path, copy)
     found = disk.read_json(copy / "settings.json")

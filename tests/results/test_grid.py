@@ -19,7 +19,7 @@ from support import TESTS
 from support.grid_cells import SMALL, cells
 
 
-def test_a_broken_cell_is_named_and_stops_no_other(tmp_path: Path) -> None:
+def test_a_broken_cell_is_reported_and_does_not_stop_the_others(tmp_path: Path) -> None:
     mine = cells(tmp_path)
     bad = [
         Cell(settings(method="fedavg", **{**SMALL, "data": "no-such-data"}), tmp_path / "gone"),
@@ -57,7 +57,7 @@ sweep(cells(Path({out!r}), 2, rounds=40, checkpoint_every=2), Engine(workers=2))
 
 
 def await_lock(folder: Path) -> None:
-    """A cell that was killed is not dead at once."""
+    """Wait until a killed cell has released its lock."""
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -67,13 +67,13 @@ def await_lock(folder: Path) -> None:
             time.sleep(0.02)
 
 
-def test_a_killed_sweep_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_killed_sweep_continues_to_the_same_bits(tmp_path: Path) -> None:
     text = CHILD.format(tests=str(TESTS), out=str(tmp_path / "killed"))
     process = subprocess.Popen([sys.executable, "-c", text], start_new_session=True)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not list((tmp_path / "killed").glob("*/checkpoints/*.state")):
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)  # the sweep and its cells, all at once
+    os.killpg(process.pid, signal.SIGKILL)  # the sweep and its cells
     process.wait()
     for s in ("s0", "s1"):
         await_lock(tmp_path / "killed" / s)
@@ -86,7 +86,7 @@ def test_a_killed_sweep_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         assert same[0] == same[1]
 
 
-def test_a_stopped_sweep_says_how_far_it_came_and_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_sweep_reports_its_progress_and_continues(tmp_path: Path) -> None:
     mine = cells(tmp_path, 3)
     done = [0]
 

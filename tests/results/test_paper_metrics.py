@@ -1,4 +1,4 @@
-"""The papers' own statistics, and the view on the official test part they are taken from."""
+"""The statistics of the papers, and the evaluation on the official test part."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_fedpc_13_pm_v_is_gm_for_the_global_model_and_all_classes_and_pm_l_is_pm
     assert P.pm_l(HITS, TOTAL, full) != pytest.approx(P.pm_v(HITS, TOTAL, full))
 
 
-def test_ac_counts_every_client_alike_and_leaves_out_who_has_no_test_sample() -> None:
+def test_ac_weights_clients_equally_and_leaves_out_those_without_test_samples() -> None:
     hits, total = np.array([[1, 0], [50, 50], [0, 0]]), np.array([[2, 0], [50, 50], [0, 0]])
     assert P.ac(hits, total) == pytest.approx(0.75)
 

@@ -1,4 +1,4 @@
-"""The report shows the runs' own numbers, names its statistics, and is safe to open."""
+"""The report shows the numbers of the runs, names its statistics, and is safe to open."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def data_of(html: str) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S).group(1))
 
 
-def test_the_page_has_every_section_and_needs_nothing_else(html) -> None:
+def test_the_page_has_every_section_and_is_self_contained(html) -> None:
     assert [s.id for s in page.SECTIONS if f'<section id="{s.id}"' not in html] == ["items"]
     assert "http" not in html and "<link" not in html and "src=" not in html.replace("image.src", "")
     assert "coterie report runs -o r.html" in html and "<main" in html and 'lang="en"' in html
@@ -61,7 +61,7 @@ def test_gains_are_differences_to_local_only_over_all_seeds(runs) -> None:
     assert row["up"] + row["same"] + row["down"] == 12 and row["down"] == sum(v < 0 for v in expected.values())
 
 
-def test_methods_that_show_the_same_number_are_ties(runs, monkeypatch) -> None:
+def test_methods_with_the_same_displayed_number_are_ties(runs, monkeypatch) -> None:
     comparison = Comparison(runs)
     table = comparison.table().copy()
     table["personal"] = [0.9001, 0.9004, 0.5, 0.9]
@@ -131,7 +131,7 @@ def test_a_federation_with_data_of_its_devices_has_a_report(runs, tmp_path) -> N
         figures.draw("labels", found)
 
 
-def test_text_from_outside_is_never_markup(runs, tmp_path) -> None:
+def test_text_of_users_is_escaped(runs, tmp_path) -> None:
     evil = "<script>alert(1)</script>"
     for r in runs:
         r._title = f"{r.title}{evil}" if r.title == "FedPer" else r._title
@@ -144,7 +144,7 @@ def test_text_from_outside_is_never_markup(runs, tmp_path) -> None:
     assert f"FedPer{evil}" in data_of(html)["groups"][0]["methods"]
 
 
-def test_figures_without_anything_to_draw_say_so(runs, tmp_path) -> None:
+def test_figures_without_data_raise_an_error(runs, tmp_path) -> None:
     early = tmp_path / "early"
     shutil.copytree(runs[0].path, early)
     shutil.rmtree(early / "eval")
@@ -160,7 +160,7 @@ def test_figures_without_anything_to_draw_say_so(runs, tmp_path) -> None:
                 figures.draw(kind, mine, axis="join")
 
 
-def test_similarity_has_one_scale_and_tells_seeds_apart(runs) -> None:
+def test_similarity_figures_have_one_scale_and_name_seeds(runs) -> None:
     drawn = figures.draw("similarity", [r for r in runs if r.title in ("FedAvg", "FedPC")])
     images = [a.images[0] for a in drawn.axes if a.images]
     assert {i.get_clim() for i in images} == {(-1, 1)}

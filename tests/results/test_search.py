@@ -1,4 +1,4 @@
-"""Successive halving: who goes on, what it costs, and that a killed search ends the same."""
+"""Successive halving: promotion of trials, their cost, and the result of a killed search."""
 
 import os
 import signal
@@ -35,11 +35,11 @@ def digest(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("events.jsonl"))}
 
 
-def test_the_winner_goes_on_as_one_run_would(tmp_path: Path) -> None:
+def test_the_winner_is_bit_identical_to_a_single_run(tmp_path: Path) -> None:
     data = testing.small_data(200)
     found = coterie.tune(
         "fedprox", data, "mlp", space=SPACE, rounds=4, eta=2, eval_every=3, out=tmp_path / "t", **FEW
-    )  # it evaluates where it has to choose, whatever eval_every says
+    )  # trials are evaluated at each step, whatever eval_every is
     assert found.complete and found.plan.rounds == (1, 2, 4) and found.plan.trials == (4, 2, 1)
     assert found.spent == 4 * 1 + 2 * 1 + 1 * 2 and found.whole == 16
     first = {i: v[1] for i, v in found.values.items()}
@@ -58,7 +58,7 @@ def test_the_winner_goes_on_as_one_run_would(tmp_path: Path) -> None:
     assert again.frame().equals(frame) and digest(tmp_path / "t") == before
 
 
-def test_some_of_the_combinations_are_drawn_by_the_seed(tmp_path: Path) -> None:
+def test_a_subset_of_the_combinations_is_drawn_by_the_seed(tmp_path: Path) -> None:
     data, tried = testing.small_data(200), set()
     for seed in (0, 1):
         few = {**FEW, "epochs": 1, "rounds": 1, "trials": 1, "seed": seed}
@@ -69,7 +69,7 @@ def test_some_of_the_combinations_are_drawn_by_the_seed(tmp_path: Path) -> None:
     assert tried != {0}
 
 
-def test_mistakes_get_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = testing.small_data(200)
 
     def tried(sentence: str, methods: object = "fedprox", space: object = SPACE, **more: object) -> None:
