@@ -90,7 +90,7 @@ def test_a_stopped_sweep_reports_its_progress_and_continues(tmp_path: Path) -> N
     mine = cells(tmp_path, 3)
     done = [0]
 
-    def tell(status: module.Status) -> None:
+    def tell(status: module.SweepStatus) -> None:
         done[0] = status.done()
 
     first = sweep(mine, Engine(workers=1), tell, lambda: done[0] >= 3)

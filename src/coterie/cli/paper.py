@@ -14,7 +14,7 @@ from coterie.cli import options as o
 from coterie.cli.screen import Stop, bar, console, frame_table
 
 if TYPE_CHECKING:
-    from coterie.results.grid import Status
+    from coterie.results.grid import SweepStatus
 
 paper_app = typer.Typer()
 
@@ -42,7 +42,7 @@ def paper(
     from coterie.data.catalogue import dataset_size
     from coterie.errors import CoterieError
     from coterie.papers import output, presets
-    from coterie.results.grid import Status, sweep
+    from coterie.results.grid import SweepStatus, sweep
     from coterie.results.run import Run
 
     if name == "list":
@@ -58,7 +58,7 @@ def paper(
     folder = out or Path("runs") / name
     cells = presets.cells(chosen, seeds, shrink, folder)
     distinct = list({c.out: c for c in cells.values()}.values())
-    stop, status = Stop(), Status({}, {})
+    stop, status = Stop(), SweepStatus({}, {})
     if not chosen.reads_only:
         with stop.listening(), bar(f"{name} {item}", sum(c.settings.rounds for c in distinct), quiet) as update:
             status = sweep(
@@ -100,7 +100,7 @@ def _pairs(instead: str | None) -> dict[str, str] | None:
     return replaced or None
 
 
-def _time_left(status: "Status") -> str:
+def _time_left(status: "SweepStatus") -> str:
     seconds = status.seconds_left()
     return "" if seconds is None else f"about {seconds / 60:.0f} min left"
 

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from coterie.core.tasks import Metric
+from coterie.core.views import VIEWS
 from coterie.errors import CoterieError, unknown
 from coterie.results.controls import ControlTable, headline_view
 from coterie.results.run import Run
@@ -21,7 +22,7 @@ def _columns(view: str) -> dict[str, tuple[str, str]]:
         view: "last", "worst 10%": "worst10", "std": "std", "pooled": "pooled", "clusters": "clusters",
         "last 10": "last10", "selected": "selected", "best": "best",
     }  # fmt: skip
-    others = [v for v in ("personal", "global", "received", "trained", "edge", "adapted") if v != view]
+    others = [v for v in VIEWS if v != view]
     return {
         **{name: (view, statistic) for name, statistic in first.items()},
         **{v: (v, "last") for v in others},

@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 
 from coterie.core.tasks import Classification, Metric
+from coterie.core.views import VIEWS
 from coterie.errors import CoterieError, unknown
 from coterie.methods import canonical, controls, known
 from coterie.results.bootstrap import RESAMPLES, Difference, paired_differences
 from coterie.results.run import Run
-from coterie.results.statistics import VIEWS
 from coterie.results.tables import markdown_table
 
 # The controls of every method, with the views to show; "" is the requested view.

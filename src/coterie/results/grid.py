@@ -60,7 +60,7 @@ class Cell:
 
 
 @dataclass
-class Status:
+class SweepStatus:
     """Progress of a sweep: rounds done per cell, and errors."""
 
     rounds: dict[Path, int]
@@ -85,15 +85,15 @@ class Status:
 def sweep(
     cells: Sequence[Cell],
     engine: Engine,
-    tell: Callable[[Status], None] = lambda s: None,
+    tell: Callable[[SweepStatus], None] = lambda s: None,
     stopped: Callable[[], bool] = lambda: False,
     check: bool = False,
-) -> Status:
+) -> SweepStatus:
     """Run every cell to its end, each in its own process (a single cell uses all workers).
 
     With `check`, raise CoterieError before training if a method cannot run on its data and model.
     """
-    status = Status({c.out: 0 for c in cells}, {c.out: c.rounds for c in cells})
+    status = SweepStatus({c.out: 0 for c in cells}, {c.out: c.rounds for c in cells})
     waiting = []
     for cell in cells:
         if cell.finished():
@@ -146,7 +146,7 @@ def _check(cells: Sequence[Cell], engine: Engine, data: "_Loaded") -> None:
         bind(s, engine, build(cell.objects.method or s.method, s.settings), federations[name], cell.objects.model)
 
 
-def _receive(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: Status) -> None:
+def _receive(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: SweepStatus) -> None:
     cell, process = live[pipe]
     try:
         kind, value = pipe.recv()

@@ -26,7 +26,7 @@ from coterie.engine.session import Objects, prepare
 from coterie.errors import CoterieError, unknown
 from coterie.methods import fields
 from coterie.results.command_line import run_command
-from coterie.results.grid import Cell, Status, sweep
+from coterie.results.grid import Cell, SweepStatus, sweep
 from coterie.results.run import Run
 from coterie.storage.atomic import write_atomic
 
@@ -287,7 +287,7 @@ def search(
     budget: Budget,
     sampler: Sampler = "grid",
     seed: int = 0,
-    tell: Callable[[Status], None] = lambda s: None,
+    tell: Callable[[SweepStatus], None] = lambda s: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Tuning:
     """Run successive halving over the trials, or continue an unfinished search in the same folder."""

@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 
 from coterie.core.tasks import Classification, Metric
-
-VIEWS = ("personal", "global", "adapted", "trained", "received", "edge")
+from coterie.core.views import VIEWS
 
 
 def summarise(rounds: pd.DataFrame, planned: int, metrics: Sequence[Metric] = Classification.metrics) -> dict[str, Any]:

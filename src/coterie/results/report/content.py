@@ -14,7 +14,7 @@ from coterie.results.report import membership
 from coterie.results.run import Run
 from coterie.results.statistics import cumulative_bytes, gain_counts
 
-CURVES = {
+CURVE_TITLES = {
     "personal/test/mean": "personal model, mean over clients",
     "personal/test/worst10": "personal model, worst tenth of the clients",
     "personal/test/pooled": "personal model, pooled over samples",
@@ -221,7 +221,7 @@ def curve_data(comparison: Comparison) -> dict[str, dict[str, dict[str, list[flo
     """Return curve -> method -> rounds, mean and spread over seeds, cumulative megabytes."""
     out: dict[str, dict[str, dict[str, list[float]]]] = {}
     scale = comparison.metric.scale
-    for view in dict.fromkeys((f"{comparison.view}/test/mean", *CURVES)):  # the headline first
+    for view in dict.fromkeys((f"{comparison.view}/test/mean", *CURVE_TITLES)):  # the headline first
         for title in comparison.titles:
             frames = [r.rounds for r in comparison.runs if r.title == title and view in r.rounds]
             if not frames:

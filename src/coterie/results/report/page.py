@@ -128,7 +128,10 @@ def render(
             sections=[{"id": s.id, "heading": s.heading, "data": data} for s, data in sections if data],
             warnings=[*warnings, *_warnings(runs), *(w for c in subject.groups.values() for w in c.warnings())],
             data=as_json(
-                {"views": content.CURVES, "groups": [content.script_data(g, c) for g, c in subject.groups.items()]}
+                {
+                    "views": content.CURVE_TITLES,
+                    "groups": [content.script_data(g, c) for g, c in subject.groups.items()],
+                }
             ),
             seeds=sorted({r.settings["seed"] for r in runs}),
             methods=len({r.title for r in runs}),
