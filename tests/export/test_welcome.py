@@ -81,7 +81,7 @@ def test_unsuitable_samples_are_refused(run: Run, tmp_path: Path) -> None:
     few = run.welcome(X[:1], Y[:1], X, Y)
     assert few.kept == "adapted" and "too few samples for a validation part" in few.said[0]
     np.savez(tmp_path / "mine.npz", x=X, y=Y)
-    with pytest.raises(CoterieError, match="is the run's folder, which stays as it is"):
+    with pytest.raises(CoterieError, match="is the run's folder, which is only read"):
         words = ["welcome", run.path, "--data", tmp_path / "mine.npz", "--out", run.path / "m.safetensors"]
         app.app([str(w) for w in words], standalone_mode=False)
 

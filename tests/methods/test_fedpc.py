@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import adjusted_rand_score
 from torch import nn
 
 from coterie import testing
@@ -19,7 +20,6 @@ from coterie.methods.fedpc.contrast import contrast_loss, rehearsal, rehearsal_l
 from coterie.methods.fedper import FedPer
 from coterie.models.registry import build as build_model
 from coterie.parts.prototypes import Prototypes, class_means
-from coterie.results.paper_metrics import adjusted_rand
 from support.refusals import refuses
 from support.toy import Toy, begin, bind, clients, events, near, open_toy, play, same
 
@@ -191,7 +191,7 @@ def test_7_clustering_ignores_the_order_of_clients_and_keeps_identical_ones_toge
     plain = opened(method, twin)["groups"]
     order = [5, 0, 8, 3, 1, 7, 2, 6, 4]
     turned = opened(method, twin, order)["groups"]
-    assert adjusted_rand([turned[order.index(i)] for i in range(9)], [plain[i] for i in range(9)]) == 1
+    assert adjusted_rand_score([turned[order.index(i)] for i in range(9)], [plain[i] for i in range(9)]) == 1
     for J in (2, 4, 7):
         groups = opened(bind(FedPC, {"J": J}, model=ten(), data=twin), twin)["groups"]
         assert groups[3] == groups[8] and len(set(groups.values())) == J
@@ -200,7 +200,7 @@ def test_7_clustering_ignores_the_order_of_clients_and_keeps_identical_ones_toge
 def test_8_two_disjoint_label_blocks_are_separated_by_two_groups() -> None:
     for own in ({"J": 2}, {}):
         groups = opened(bind(FedPC, own, model=ten(), data=blocks()), blocks())["groups"]
-        assert adjusted_rand([groups[i] for i in range(8)], [i % 2 for i in range(8)]) == 1
+        assert adjusted_rand_score([groups[i] for i in range(8)], [i % 2 for i in range(8)]) == 1
 
 
 def test_more_groups_than_clients_get_a_sentence() -> None:
@@ -213,10 +213,10 @@ def test_random_groups_have_the_same_sizes_and_do_not_depend_on_numbers() -> Non
     data = blocks()
     cluster, chance = (opened(bind(c, {"J": 3}, model=ten(), data=data), data)["groups"] for c in (FedPC, FedPCRandom))
     sizes = [sorted(list(g.values()).count(j) for j in range(3)) for g in (cluster, chance)]
-    assert sizes[0] == sizes[1] and adjusted_rand(list(cluster.values()), list(chance.values())) < 1
+    assert sizes[0] == sizes[1] and adjusted_rand_score(list(cluster.values()), list(chance.values())) < 1
     order = [3, 0, 7, 1, 2, 6, 5, 4]
     turned = opened(bind(FedPCRandom, {"J": 3}, model=ten(), data=data), data, order)["groups"]
-    assert adjusted_rand([turned[order.index(i)] for i in range(8)], [chance[i] for i in range(8)]) == 1
+    assert adjusted_rand_score([turned[order.index(i)] for i in range(8)], [chance[i] for i in range(8)]) == 1
 
 
 def test_who_missed_round_0_and_newcomers_follow_the_largest_group() -> None:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,29 +40,6 @@ def test_fedpc_13_pm_v_is_gm_for_the_global_model_and_all_classes_and_pm_l_is_pm
     uniform = np.array([[5, 5, 0], [2, 2, 2]])
     assert P.pm_l(HITS, TOTAL, uniform) == pytest.approx(P.pm_v(HITS, TOTAL, uniform))
     assert P.pm_l(HITS, TOTAL, full) != pytest.approx(P.pm_v(HITS, TOTAL, full))
-
-
-def test_ac_weights_clients_equally_and_leaves_out_those_without_test_samples() -> None:
-    hits, total = np.array([[1, 0], [50, 50], [0, 0]]), np.array([[2, 0], [50, 50], [0, 0]])
-    assert P.ac(hits, total) == pytest.approx(0.75)
-
-
-def test_recall_is_pooled_over_clients() -> None:
-    recall = P.class_recall(np.array([[1, 0, 0], [3, 2, 0]]), np.array([[2, 4, 0], [3, 4, 0]]))
-    assert recall[:2] == pytest.approx([0.8, 0.25]) and np.isnan(recall[2])
-    assert P.class_recall(HITS[0], TOTAL[0]) == pytest.approx([0.8, 0.1, 0.0])
-
-
-def test_best_final_and_rounds_to_target() -> None:
-    curve = pd.Series({10: 0.5, 20: 0.9, 30: 0.7})
-    assert P.clients_mean_best(curve) == (0.9, 20) == P.global_best(curve)
-    assert P.global_final(curve) == 0.7
-    assert P.rounds_to_target(curve, 0.6) == 20 and P.rounds_to_target(curve, 0.95) is None
-
-
-def test_adjusted_rand_ignores_names_of_groups() -> None:
-    assert P.adjusted_rand([0, 0, 1, 1], [5, 5, 2, 2]) == 1.0
-    assert P.adjusted_rand([0, 1, 0, 1], [0, 0, 1, 1]) < 0.1
 
 
 # ---- the view on the official part -----------------------------------------------------------------------------------

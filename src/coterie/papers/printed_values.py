@@ -12,6 +12,7 @@ from scipy.stats import spearmanr
 from coterie.papers.presets import Item, is_ours, printed, statistic
 from coterie.results import paper_metrics
 from coterie.results.run import Run
+from coterie.results.statistics import rounds_to
 
 
 def _client(client: int, run: Run) -> float:
@@ -27,8 +28,8 @@ STATISTICS: dict[str, Callable[[Run], float]] = {
     "pm_l": lambda r: paper_metrics.official(r)["PM(L)"],
     "pm_v_trained": lambda r: paper_metrics.official(r, view="trained")["PM(V)"],
     "pm_l_trained": lambda r: paper_metrics.official(r, view="trained")["PM(L)"],
-    "global_final": lambda r: paper_metrics.global_final(r.curve("global", "official", "pooled")),
-    "global_best": lambda r: paper_metrics.global_best(r.curve("global", "official", "pooled"))[0],
+    "global_final": lambda r: float(r.curve("global", "official", "pooled").iloc[-1]),
+    "global_best": lambda r: float(r.curve("global", "official", "pooled").max()),
     "rounds_to_70": lambda r: _rounds(r, 0.70),
     "rounds_to_75": lambda r: _rounds(r, 0.75),
     "megabytes": lambda r: sum(r.summary()["bytes"].values()) / 1e6,
@@ -38,7 +39,7 @@ COUNTS = ("rounds_to_70", "rounds_to_75", "megabytes")  # not in percent, and lo
 
 
 def _rounds(run: Run, target: float) -> float:
-    reached = paper_metrics.rounds_to_target(run.curve(), target)
+    reached = rounds_to(run.curve(), target)
     return math.nan if reached is None else float(reached)
 
 

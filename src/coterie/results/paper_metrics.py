@@ -3,16 +3,11 @@
 Do not mix them in one table: they differ in model, data and round.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
-import pandas as pd
-from sklearn.metrics import adjusted_rand_score
 
 from coterie.errors import CoterieError
 from coterie.results.bootstrap import FloatArray, IntArray
 from coterie.results.run import Run
-from coterie.results.statistics import rounds_to as rounds_to_target
 
 
 def weighted_accuracy(hits: IntArray, total: IntArray, weights: IntArray | FloatArray) -> FloatArray:
@@ -37,40 +32,6 @@ def pm_l(hits: IntArray, total: IntArray, train: IntArray) -> float:
     return float(np.nanmean(weighted_accuracy(hits, total, share)))
 
 
-def clients_mean(hits: IntArray, total: IntArray) -> float:
-    """Return the unweighted mean of the clients' accuracies on their own test parts; Ac of SC-FPFL."""
-    return float(np.nanmean(weighted_accuracy(hits, total, np.ones(hits.shape[-1]))))
-
-
-ac = clients_mean
-
-
-def clients_mean_best(curve: pd.Series) -> tuple[float, int]:
-    """Return the best mean accuracy over clients and its round (FedGMH); optimistic, since chosen on test data."""
-    return float(curve.max()), int(curve.idxmax())
-
-
-def global_final(curve: pd.Series) -> float:
-    """Return the accuracy of the global model on the official test part after the last round (ECS-FL)."""
-    return float(curve.iloc[-1])
-
-
-def global_best(curve: pd.Series) -> tuple[float, int]:
-    """Return the best accuracy of the global model and its round; optimistic, since chosen on test data."""
-    return clients_mean_best(curve)
-
-
-def class_recall(hits: IntArray, total: IntArray) -> FloatArray:
-    """Return the recall of each class [classes], pooled over clients [clients, classes]; NaN for an absent class."""
-    pooled_hits, pooled = (a.reshape(-1, a.shape[-1]).sum(0) for a in (hits, total))
-    return np.where(pooled > 0, pooled_hits / np.maximum(pooled, 1), np.nan)
-
-
-def adjusted_rand(groups: Sequence[int] | IntArray, true: Sequence[int] | IntArray) -> float:
-    """Return the agreement of two groupings: 1 if they are the same up to names, about 0 by chance."""
-    return float(adjusted_rand_score(np.asarray(true), np.asarray(groups)))
-
-
 def official(run: Run, round: int | None = None, view: str = "personal") -> dict[str, float]:
     """Return GM, PM(V) and PM(L) of one evaluation (default: the last) of a run with official = true.
 
@@ -87,20 +48,3 @@ def official(run: Run, round: int | None = None, view: str = "personal") -> dict
     if "global/official/hits" in z:
         out["GM"] = gm(z["global/official/hits"][0], z["global/official/total"][0])
     return out
-
-
-__all__ = [
-    "ac",
-    "adjusted_rand",
-    "class_recall",
-    "clients_mean",
-    "clients_mean_best",
-    "global_best",
-    "global_final",
-    "gm",
-    "official",
-    "pm_l",
-    "pm_v",
-    "rounds_to_target",
-    "weighted_accuracy",
-]
