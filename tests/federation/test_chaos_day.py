@@ -1,4 +1,4 @@
-"""A shortened day in the life of a federation (benchmarks/day.py): its result is that of the replay, to the bit."""
+"""A short version of benchmarks/day.py: after all its faults, a federation has the results of its replay."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ DAY = ROOT / "benchmarks" / "day.py"
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["fedrep", "sc-fpfl"])
-def test_a_day_ends_with_the_bits_of_its_replay(tmp_path: Path, method: str) -> None:
+def test_a_day_of_faults_ends_with_the_results_of_its_replay(tmp_path: Path, method: str) -> None:
     size = ["--behind", "4", "--direct", "4"]
     command = [sys.executable, str(DAY), "--method", method, "--out", str(tmp_path / "day"), *size]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)

@@ -1,7 +1,7 @@
-"""Something dies, is cut off or fills up: the federation ends, with every round accounted for and no state mixed up.
+"""Processes that die, lose their connection or run out of disk space: the run ends, and no state is mixed up.
 
-After each fault the whole run is computed again in one process, leaving out just those the events call failed: server
-and personal models must agree, which they cannot if a state was lost, used twice or given to another client.
+After each fault the whole run is computed again in one process without the clients that its events call failed. Server
+state and personal models must agree, which they cannot if a state was lost, used twice or given to the wrong client.
 """
 
 import contextlib
@@ -43,34 +43,34 @@ def failures(local: LocalFederation) -> dict[int, list[int]]:
     return {e["round"]: e["failed"] for e in local.events() if e["failed"]}
 
 
-def test_a_device_killed_inside_a_round_is_missed_and_comes_back_with_its_state(tmp_path: Path) -> None:
+def test_a_device_killed_during_a_round_is_excluded_and_returns_with_its_state(tmp_path: Path) -> None:
     with federation(tmp_path) as f:
         f.wait(PATIENCE, round=2)
-        os.kill(f.pids()["device-1"], signal.SIGSTOP)  # it takes part in the round and never answers
+        os.kill(f.pids()["device-1"], signal.SIGSTOP)  # it gets its request and never answers
         time.sleep(1)
         f.children["device-1"].kill()
         f.wait(PATIENCE, round=4)
         f.launch("device-1")
         f.wait(PATIENCE)
-    assert failures(f), "nobody missed the dead device"
+    assert failures(f), "the dead device is not among the failed clients"
     assert all(failed == [1] for failed in failures(f).values())
     assert any("device-1" in reason for e in f.events() for reason in e.get("reasons", {}).values())
     same_as_replay(f, tmp_path / "replay")
 
 
-def test_a_killed_cloud_program_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_cloud_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     with federation(tmp_path) as f:
         f.wait(PATIENCE, round=2)
-        time.sleep(0.2)  # inside round 3
+        time.sleep(0.2)  # during round 3
         f.children["cloud"].kill()
         f.launch("cloud")
         f.wait(PATIENCE)
     same_as_replay(f, tmp_path / "replay")
-    assert not failures(f), "devices were there all the time"
+    assert not failures(f), "a device was excluded although all were connected"
 
 
 class Proxy:
-    """Passes bytes on to a port of this machine, until it is cut."""
+    """Forwards connections to a port of this machine until `cut` is called."""
 
     def __init__(self, target: int):
         self.target, self.open = target, True
@@ -115,7 +115,7 @@ class Proxy:
         self.listener.close()
 
 
-def test_a_device_that_is_cut_off_for_two_rounds_goes_on_with_its_state(tmp_path: Path) -> None:
+def test_a_device_disconnected_for_two_rounds_returns_with_its_state(tmp_path: Path) -> None:
     f = federation(tmp_path)
     proxy = Proxy(f.ports["cloud"])
     straight = f._device
@@ -150,7 +150,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_device_whose_disk_is_full_is_missed_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_a_device_with_a_full_disk_is_excluded_until_there_is_space(tmp_path: Path) -> None:
     f = federation(tmp_path)
     with small_disk(f.state(3), "8m") as disk, f:
         f.wait(PATIENCE, round=1)
@@ -168,7 +168,7 @@ def test_a_device_whose_disk_is_full_is_missed_and_goes_on_when_there_is_room(tm
         same_as_replay(f, tmp_path / "replay")
 
 
-def test_a_killed_edge_is_missed_with_its_devices_and_comes_back(tmp_path: Path) -> None:
+def test_a_killed_edge_is_excluded_with_its_devices_and_returns(tmp_path: Path) -> None:
     f = federation(tmp_path, edges=2)
     f.min_clients = 2
     with f:
@@ -177,13 +177,13 @@ def test_a_killed_edge_is_missed_with_its_devices_and_comes_back(tmp_path: Path)
         f.wait(PATIENCE, round=4)
         f.launch("edge-0")
         f.wait(PATIENCE)
-    # two clients are enough to begin, so the devices of the other edge may come too late for the first rounds
+    # two clients are enough to start, so the devices of the other edge may miss the first rounds
     gone = {t: failed for t, failed in failures(f).items() if t > 2}
     assert gone and all(set(failed) <= {0, 1} for failed in gone.values())
     same_as_replay(f, tmp_path / "replay")
 
 
-def test_everything_is_stopped_that_was_started(tmp_path: Path) -> None:
+def test_all_started_processes_are_stopped(tmp_path: Path) -> None:
     with federation(tmp_path, edges=2, rounds=2, eval_every=2) as f:
         f.wait(PATIENCE, round=1)
         pids = f.pids()

@@ -1,4 +1,4 @@
-"""Whatever a device or an edge answers, the round continues without it, and a sentence names the node."""
+"""Rounds continue without the senders of invalid answers, and the reason names the sender."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from coterie.testing import events
 from support.in_process_link import Federation, federation
 
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-BAD = 1  # the device that lies
+BAD = 1  # number of the hostile device
 
 
 def largest(tree: dict[str, torch.Tensor]) -> str:
@@ -34,19 +34,19 @@ def filled(value: float, kind: Callable[[torch.Tensor], bool]) -> Change:
     return change
 
 
-def whole(v: torch.Tensor) -> bool:
+def is_integer(v: torch.Tensor) -> bool:
     return v.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 WRONG: dict[str, Change] = {
-    "ids of 99": filled(99, whole),
-    "negative counts": filled(-5, whole),
+    "ids of 99": filled(99, is_integer),
+    "negative counts": filled(-5, is_integer),
     "huge values": filled(3e38, torch.is_floating_point),
     "wrong lengths": lambda tree: {k: torch.cat([v, v]) if v.ndim else v[None] for k, v in tree.items()},
     "empty rows": lambda tree: {k: v[:0] if v.ndim else v for k, v in tree.items()},
     "an entry too much": lambda tree: {**tree, "more": torch.zeros(3)},
     "an entry too few": lambda tree: {k: v for k, v in tree.items() if k != largest(tree)},
-    "another type": lambda tree: {k: v.double() for k, v in tree.items()},
+    "a different type": lambda tree: {k: v.double() for k, v in tree.items()},
     "nothing": lambda tree: {},
     "NaN": filled(float("nan"), torch.is_floating_point),
 }
@@ -61,16 +61,16 @@ def lying(change: Change) -> Callable[[Any], Any]:
     return spoil
 
 
-def went_on(f: Federation, folder: Path) -> list[dict[str, Any]]:
-    """The run came to its end, everybody else took part, and no number was spoiled."""
+def run_without_bad(f: Federation, folder: Path) -> list[dict[str, Any]]:
+    """Run to the end; assert that only the hostile device failed, and that all states are finite. Return the events."""
     assert f.loop.run()
-    found = events(folder / "run")
-    assert [e["round"] for e in found] == list(range(f.loop.first, f.session.settings.rounds + 1))
-    for e in found:
+    rounds = events(folder / "run")
+    assert [e["round"] for e in rounds] == list(range(f.loop.first, f.session.settings.rounds + 1))
+    for e in rounds:
         assert set(e["failed"]) | set(e["nonfinite"]) <= {BAD}, e
     for v in codec.tensors_of([f.loop.server, f.loop.edges]):
         assert not v.is_floating_point() or not bool(torch.isinf(v).any() or (v.abs() > 1e6).any())
-    return found
+    return rounds
 
 
 MERGED = ("fedpc", "fedgmh", "fedcpmd", "sc-fpfl", "ecs-fl", "fedproto", "cd2-pfed", "fedavg")
@@ -82,22 +82,22 @@ MERGED = ("fedpc", "fedgmh", "fedcpmd", "sc-fpfl", "ecs-fl", "fedproto", "cd2-pf
 def test_a_hostile_upload_stops_neither_cloud_nor_edge(tmp_path: Path, name: str, what: str, edges: int) -> None:
     with federation(tmp_path, name, edges, join=1.0, watch=False, final_trained=False) as f:
         f.device_link(BAD).spoil[f"device-{BAD}"] = lying(WRONG[what])
-        found = went_on(f, tmp_path)
+        rounds = run_without_bad(f, tmp_path)
         sender = f.runtime.membership.roster.entries[BAD].name
-        if any(e["failed"] or e["nonfinite"] for e in found):
+        if any(e["failed"] or e["nonfinite"] for e in rounds):
             assert all(f"{sender}: " in line for line in f.runtime.liveness.errors), f.runtime.liveness.errors
-        else:  # this method's uploads cannot be spoiled in this way
+        else:  # the change does not affect this method's uploads
             assert what in ("ids of 99", "negative counts", "nothing", "empty rows")
 
 
 @pytest.mark.parametrize("name", known())
-def test_no_method_lets_a_spoiled_upload_through(tmp_path: Path, name: str) -> None:
-    """All numbers too large: refused at the cloud in the rounds that have any."""
+def test_every_method_refuses_uploads_with_huge_values(tmp_path: Path, name: str) -> None:
+    """All values are too large, in the rounds that upload any."""
     full = {"join": 1.0, "rounds": 2, "watch": False, "final_trained": False}
     with federation(tmp_path, name, **full) as f:
-        change = lambda tree: filled(3e38, torch.is_floating_point)(filled(2**30, whole)(tree))  # noqa: E731
+        change = lambda tree: filled(3e38, torch.is_floating_point)(filled(2**30, is_integer)(tree))  # noqa: E731
         f.link.spoil[f"device-{BAD}"] = lying(change)
-        assert any(e["failed"] or e["nonfinite"] for e in went_on(f, tmp_path)) or name == "local"
+        assert any(e["failed"] or e["nonfinite"] for e in run_without_bad(f, tmp_path)) or name == "local"
 
 
 @pytest.mark.parametrize(
@@ -112,32 +112,32 @@ def test_no_method_lets_a_spoiled_upload_through(tmp_path: Path, name: str) -> N
         (lambda a: replace(a, upload={"x": torch.zeros(10**7)}), "is larger than"),
     ],
 )
-def test_an_answer_that_is_not_one_is_refused_with_the_senders_name(tmp_path: Path, change: Any, reason: str) -> None:
+def test_an_invalid_answer_is_refused_with_the_name_of_its_sender(tmp_path: Path, change: Any, reason: str) -> None:
     with federation(tmp_path, "fedrep", join=1.0, rounds=2) as f:
         f.link.spoil[f"device-{BAD}"] = lambda a: change(a) if isinstance(a, TrainAnswer) else a
-        for e in went_on(f, tmp_path):
+        for e in run_without_bad(f, tmp_path):
             assert e["failed"] == [BAD]
             assert e["reasons"][str(BAD)].startswith(f"device-{BAD}: ") and reason in e["reasons"][str(BAD)]
 
 
 @pytest.mark.parametrize("edges", [0, 2])
 def test_counts_of_more_samples_than_the_sender_has_are_refused(tmp_path: Path, edges: int) -> None:
-    """Else one upload would outweigh all others wherever prototypes are averaged by counts."""
+    """Such an upload would outweigh all others where prototypes are averaged by their counts."""
     own = {"partition": "rotate(2)", "join": 1.0, "rounds": 1, "watch": False, "final_trained": False}
     with federation(tmp_path, "fedpc", edges, **own) as f:
         change = lying(lambda tree: {k: torch.full_like(v, 999) if k == "x:counts" else v for k, v in tree.items()})
         f.device_link(BAD).spoil[f"device-{BAD}"] = change
-        last = went_on(f, tmp_path)[-1]
+        last = run_without_bad(f, tmp_path)[-1]
         assert last["failed"] == [BAD]
         assert re.search(r"counts \d+ samples in x:counts, its sender has \d+", last["reasons"][str(BAD)])
 
 
 # ---- a hostile edge ----------------------------------------------------------------------------------------------
-EDGE = "edge-0"  # of devices 0 and 1
+EDGE = "edge-0"  # hostile edge, with devices 0 and 1
 
 
 def first(answer: EdgeAnswer, **changes: Any) -> EdgeAnswer:
-    """The first of its merged clusters, changed."""
+    """Return the answer with a change in its first merged cluster."""
     if not answer.merged:
         return answer
     return replace(answer, merged=(replace(answer.merged[0], **changes), *answer.merged[1:]))
@@ -146,8 +146,8 @@ def first(answer: EdgeAnswer, **changes: Any) -> EdgeAnswer:
 LIES: dict[str, tuple[Callable[[EdgeAnswer], Any], str]] = {
     "no answer": (lambda a: {}, "expected a"),
     "no merge": (lambda a: replace(a, merged=()), "it was not merged"),
-    "another edge": (lambda a: first(a, edge=7), "it was not merged"),
-    "others": (lambda a: first(a, senders=(0, 1, 2, 3)), "merged from other clients"),
+    "a different edge": (lambda a: first(a, edge=7), "it was not merged"),
+    "other clients": (lambda a: first(a, senders=(0, 1, 2, 3)), "merged from other clients"),
     "samples": (lambda a: first(a, samples=10**9), "a different number of samples"),
     "bytes": (lambda a: first(a, up=dict.fromkeys(a.merged[0].up, 2**50)), "are more than"),
     "negative bytes": (lambda a: first(a, down={"model": -1}), "unknown headings"),
@@ -163,7 +163,7 @@ LIES: dict[str, tuple[Callable[[EdgeAnswer], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", LIES)
-def test_a_hostile_edge_loses_its_own_devices_and_nobody_elses(tmp_path: Path, what: str) -> None:
+def test_a_hostile_edge_affects_only_its_own_devices(tmp_path: Path, what: str) -> None:
     change, reason = LIES[what]
     own = {"partition": "rotate(2)", "join": 1.0, "watch": False, "final_trained": False}
     with federation(tmp_path, "fedpc", 2, **own) as f:
@@ -174,10 +174,10 @@ def test_a_hostile_edge_loses_its_own_devices_and_nobody_elses(tmp_path: Path, w
 
         f.link.spoil[EDGE] = spoil
         assert f.loop.run()
-        found = events(tmp_path / "run")
-        assert [e["round"] for e in found] == [0, 1, 2, 3]
-        lost = {i for e in found for i in e["failed"]}
-        assert lost and lost <= {0, 1}, [e.get("reasons") for e in found]
+        rounds = events(tmp_path / "run")
+        assert [e["round"] for e in rounds] == [0, 1, 2, 3]
+        failed = {i for e in rounds for i in e["failed"]}
+        assert failed and failed <= {0, 1}, [e.get("reasons") for e in rounds]
         for v in codec.tensors_of([f.loop.server, f.loop.edges]):
             assert not v.is_floating_point() or not bool((v.abs() > 1e6).any())
         assert any(EDGE in line and re.search(reason, line) for line in f.runtime.liveness.errors), (
@@ -187,7 +187,7 @@ def test_a_hostile_edge_loses_its_own_devices_and_nobody_elses(tmp_path: Path, w
 
 @pytest.mark.parametrize("hook", ["relay", "merge"])
 @pytest.mark.parametrize("edges", [0, 2])
-def test_an_error_in_one_edges_part_is_that_edges_alone(
+def test_an_error_in_the_part_of_one_edge_affects_only_that_edge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, edges: int
 ) -> None:
     cls = find("ecs-fl")
@@ -201,7 +201,7 @@ def test_an_error_in_one_edges_part_is_that_edges_alone(
     monkeypatch.setattr(cls, hook, fails)
     with federation(tmp_path, "ecs-fl", edges, join=1.0, n_edges=2, watch=False, eval_every=3) as f:
         assert f.loop.run()
-        found = {e["round"]: e for e in events(tmp_path / "run")}
-    assert found[1]["failed"] == [] and found[3]["failed"] == []
-    assert found[2]["failed"] and all("edge 0 could not be" in why for why in found[2]["reasons"].values())
-    assert len(found[2]["failed"]) < 4
+        rounds = {e["round"]: e for e in events(tmp_path / "run")}
+    assert rounds[1]["failed"] == [] and rounds[3]["failed"] == []
+    assert rounds[2]["failed"] and all("edge 0 could not be" in why for why in rounds[2]["reasons"].values())
+    assert len(rounds[2]["failed"]) < 4

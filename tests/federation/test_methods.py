@@ -1,4 +1,4 @@
-"""Every method federates: the events of the simulation, byte for byte, through the real handlers and their checks."""
+"""Every method has the same events in a federation as in a simulation, through the real handlers and checks."""
 
 import json
 from pathlib import Path
@@ -24,10 +24,12 @@ def full(name: str) -> dict[str, Any]:
 def test_a_method_has_the_events_of_the_simulation(tmp_path: Path, name: str) -> None:
     with federation(tmp_path, name, **full(name), **OWN.get(name, {})) as f:
         assert f.loop.run()
-        ours = simulated(tmp_path / "simulation", f.session)
+        simulation = simulated(tmp_path / "simulation", f.session)
         assert f.runtime.liveness.errors == []
     assert (tmp_path / "run/events.jsonl").read_text() == (tmp_path / "simulation/events.jsonl").read_text()
-    assert codec.equal([f.loop.server, f.loop.edges, f.loop.bytes], [ours.server, ours.edges, ours.bytes])
+    assert codec.equal(
+        [f.loop.server, f.loop.edges, f.loop.bytes], [simulation.server, simulation.edges, simulation.bytes]
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in known() if issubclass(find(n), EdgeMethod)])
@@ -35,21 +37,23 @@ def test_a_method_has_the_events_of_the_simulation(tmp_path: Path, name: str) ->
 def test_physical_edges_change_no_event(tmp_path: Path, name: str, edges: int) -> None:
     with federation(tmp_path, name, edges, **full(name), **OWN.get(name, {})) as f:
         assert f.loop.run()
-        ours = simulated(tmp_path / "simulation", f.session)
+        simulation = simulated(tmp_path / "simulation", f.session)
         assert f.runtime.liveness.errors == []
     assert (tmp_path / "run/events.jsonl").read_text() == (tmp_path / "simulation/events.jsonl").read_text()
-    assert codec.equal([f.loop.server, f.loop.edges, f.loop.bytes], [ours.server, ours.edges, ours.bytes])
+    assert codec.equal(
+        [f.loop.server, f.loop.edges, f.loop.bytes], [simulation.server, simulation.edges, simulation.bytes]
+    )
 
 
 # ---- the ledger and the wire -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "edges"), [("fedavg", 0), ("fedcac", 0), ("cd2-pfed", 0), ("fedpc", 2)])
-def test_the_wire_carries_what_the_ledger_counts_and_a_small_header(tmp_path: Path, name: str, edges: int) -> None:
-    """Booleans too: FedCAC sends masks. On the links of devices, where every message has one payload."""
+def test_wire_bytes_are_the_declared_bytes_and_a_small_header(tmp_path: Path, name: str, edges: int) -> None:
+    """Compared on the links of devices, where every message has one payload; FedCAC sends masks of booleans."""
     quiet = {"watch": False, "final_trained": False, "eval_every": 100, "rounds": 3, "join": 1.0}
     with federation(tmp_path, name, edges, **quiet) as f:
         f.loop.start()
         seen = 0
-        while f.loop.done < 2:  # after the last round everybody is scored, which the ledger does not count
+        while f.loop.done < 2:  # the last round also scores clients, which the ledger does not count
             before = f.loop.bytes
             f.loop.step()
             links = list(f.links.values()) if edges else [f.link]
@@ -65,11 +69,11 @@ def test_the_wire_carries_what_the_ledger_counts_and_a_small_header(tmp_path: Pa
 
 
 def _sum(page: Any, way: str) -> int:
-    """Of the links of devices; who has no edge in the method talks to the cloud, also through a physical edge."""
+    """Sum the bytes of devices; the ledger counts clients without an edge of the method as linked to the cloud."""
     return sum(sum(page.get(link, {}).get(way, {}).values()) for link in ("device-edge", "device-cloud"))
 
 
-def test_what_all_devices_get_crosses_once(tmp_path: Path) -> None:
+def test_the_common_part_of_downloads_is_sent_once(tmp_path: Path) -> None:
     with federation(tmp_path, "fedavg", join=1.0, rounds=1, watch=False, eval_every=9, final_trained=False) as f:
         sent: list[tuple[int, int]] = []
         send = f.link.send
@@ -84,7 +88,7 @@ def test_what_all_devices_get_crosses_once(tmp_path: Path) -> None:
     assert len(sent) == 4 and all(own < 2048 and shared > model for own, shared in sent)
 
 
-def test_a_device_that_is_gone_is_missed_by_name_and_goes_on_with_its_state(tmp_path: Path) -> None:
+def test_an_absent_device_is_named_and_returns_with_its_state(tmp_path: Path) -> None:
     with federation(tmp_path, "fedrep", join=1.0, rounds=4, eval_every=9) as f:
         f.loop.start()
         f.loop.step()

@@ -1,4 +1,4 @@
-"""The life of a node: suspended, released, removed, added again, with another key, and its seat given to another."""
+"""Nodes that are suspended, released, removed, added again or get a new key, and seats that are freed."""
 
 import json
 import shutil
@@ -36,99 +36,103 @@ PATIENCE = 240.0
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Certs:
-    found = certs.init(tmp_path / "certs", [])
-    certs.add_node(found.root, "alice")
-    certs.add_node(found.root, "north", role="edge", devices=["ward-*"])
-    return found
+def files(tmp_path: Path) -> Certs:
+    created = certs.init(tmp_path / "certs", [])
+    certs.add_node(created.root, "alice")
+    certs.add_node(created.root, "north", role="edge", devices=["ward-*"])
+    return created
 
 
 def cli(*args: object) -> str:
-    found = CliRunner().invoke(federation_app, ["nodes", *map(str, args)])
-    if isinstance(found.exception, CoterieError):
-        raise found.exception
-    assert found.exit_code == 0, found.output
-    return found.output
+    result = CliRunner().invoke(federation_app, ["nodes", *map(str, args)])
+    if isinstance(result.exception, CoterieError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
-def test_suspension_is_written_and_taken_back(made: Certs) -> None:
-    cli("suspend", made.root, "alice")
-    cli("suspend", made.root, "north/ward-1")
-    assert made.roles()["alice"].suspended and made.roles()["north"].without == ("ward-1",)
-    assert not made.roles()["north"].suspended and made.roles()["north"].speaks_for("ward-1")
+def test_nodes_are_suspended_and_released(files: Certs) -> None:
+    cli("suspend", files.root, "alice")
+    cli("suspend", files.root, "north/ward-1")
+    assert files.roles()["alice"].suspended and files.roles()["north"].without == ("ward-1",)
+    assert not files.roles()["north"].suspended and files.roles()["north"].speaks_for("ward-1")
     with pytest.raises(CoterieError, match="suspended already"):
-        nodes.suspend(made.root, "alice")
-    cli("release", made.root, "alice")
-    cli("release", made.root, "north/ward-1")
-    assert made.roles() == {"alice": NodeRole(), "north": NodeRole.of("edge", ["ward-*"])}
+        nodes.suspend(files.root, "alice")
+    cli("release", files.root, "alice")
+    cli("release", files.root, "north/ward-1")
+    assert files.roles() == {"alice": NodeRole(), "north": NodeRole.of("edge", ["ward-*"])}
     for name, reason in (
         ("alice", "not suspended"), ("bob", 'no node "bob"'), ("north/bob", 'no edge with a device "bob"'),
         ("alice/x", 'no edge with a device "x"'),
     ):  # fmt: skip
         with pytest.raises(CoterieError, match=reason):
-            nodes.end_suspension(made.root, name)
+            nodes.end_suspension(files.root, name)
 
 
-def test_both_keys_hold_until_the_new_one_is_seen(made: Certs, tmp_path: Path) -> None:
+def test_both_keys_are_accepted_until_the_new_one_is_seen(files: Certs, tmp_path: Path) -> None:
     certs.new_key(tmp_path / "new.key")
-    old = made.nodes()["alice"]
-    cli("rotate", made.root, "alice", "--public", tmp_path / "new.pub")
-    new = next(pem for pem, name in made.accepted().items() if name == "alice" and pem != old)
-    assert made.accepted()[old] == "alice"
+    old = files.nodes()["alice"]
+    cli("rotate", files.root, "alice", "--public", tmp_path / "new.pub")
+    new = next(pem for pem, name in files.accepted().items() if name == "alice" and pem != old)
+    assert files.accepted()[old] == "alice"
     with pytest.raises(CoterieError, match='already that of node "alice"'):
-        certs.add_node(made.root, "eve", tmp_path / "new.pub")
+        certs.add_node(files.root, "eve", tmp_path / "new.pub")
     with pytest.raises(CoterieError, match="is changing its key already"):
-        nodes.rotate_key(made.root, "alice")
-    assert not made.seen("alice", old) and made.accepted()[old] == "alice"
-    assert made.seen("alice", new) and not made.seen("alice", new)
-    assert old not in made.accepted() and made.nodes()["alice"] == new
-    assert made.roles()["alice"] == NodeRole() and not made.key("alice").exists()
+        nodes.rotate_key(files.root, "alice")
+    assert not files.seen("alice", old) and files.accepted()[old] == "alice"
+    assert files.seen("alice", new) and not files.seen("alice", new)
+    assert old not in files.accepted() and files.nodes()["alice"] == new
+    assert files.roles()["alice"] == NodeRole() and not files.key("alice").exists()
 
 
-def test_the_old_key_ends_with_the_overlap(made: Certs, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = made.nodes()["alice"]
-    path = nodes.rotate_key(made.root, "alice", overlap=3600)
-    assert path == made.next_key("alice") and len(made.accepted()) == 3
+def test_the_old_key_is_refused_after_the_overlap(files: Certs, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = files.nodes()["alice"]
+    path = nodes.rotate_key(files.root, "alice", overlap=3600)
+    assert path == files.next_key("alice") and len(files.accepted()) == 3
     later = time.time() + 3601
     monkeypatch.setattr(certs.time, "time", lambda: later)
-    (new,) = (pem for pem, name in made.accepted().items() if name == "alice")
+    (new,) = (pem for pem, name in files.accepted().items() if name == "alice")
     assert new != old
     secret = path.read_bytes()
-    assert made.seen("alice", new) and made.key("alice").read_bytes() == secret
+    assert files.seen("alice", new) and files.key("alice").read_bytes() == secret
 
 
-def test_a_node_that_is_removed_while_its_key_changes_is_gone_with_both(made: Certs) -> None:
-    nodes.rotate_key(made.root, "alice")
-    certs.remove_node(made.root, "alice")
-    assert set(made.accepted().values()) == {"north"}
-    assert list((made.root / "nodes").rglob("alice*")) == []
+def test_removing_a_node_during_a_key_change_removes_both_keys(files: Certs) -> None:
+    nodes.rotate_key(files.root, "alice")
+    certs.remove_node(files.root, "alice")
+    assert set(files.accepted().values()) == {"north"}
+    assert list((files.root / "nodes").rglob("alice*")) == []
 
 
-def test_the_list_says_who_is_what(made: Certs, tmp_path: Path) -> None:
+def test_the_list_shows_client_state_and_key_of_each_node(files: Certs, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / "cloud.json").write_text(json.dumps({"certs": str(made.root)}))
+    (run / "cloud.json").write_text(json.dumps({"certs": str(files.root)}))
     (run / "roster.json").write_text(json.dumps({"alice": 1, "north/ward-1": 0, "bob": 2}))
     (run / "status.json").write_text(json.dumps({"nodes": {"alice": {"connected": True, "last_seen": 1e9}}}))
-    nodes.suspend(made.root, "north/ward-1")
-    found = {n["name"]: n for n in json.loads(cli("list", made.root, "--run", run, "--json"))}
-    assert (found["alice"]["client"], found["alice"]["connected"], found["alice"]["last_seen"]) == (1, True, 1e9)
-    assert {n: about["state"].split(";")[0] for n, about in found.items()} == {
+    nodes.suspend(files.root, "north/ward-1")
+    listed_nodes = {n["name"]: n for n in json.loads(cli("list", files.root, "--run", run, "--json"))}
+    assert (
+        listed_nodes["alice"]["client"],
+        listed_nodes["alice"]["connected"],
+        listed_nodes["alice"]["last_seen"],
+    ) == (1, True, 1e9)
+    assert {n: about["state"].split(";")[0] for n, about in listed_nodes.items()} == {
         "alice": "active", "north": "active", "north/ward-1": "suspended", "bob": "removed",
     }  # fmt: skip
-    listed = subprocess.run(["sh", "-c", f"ssh-keygen -lf {made.public('alice')}"], capture_output=True, text=True)
+    listed = subprocess.run(["sh", "-c", f"ssh-keygen -lf {files.public('alice')}"], capture_output=True, text=True)
     if listed.returncode == 0:
-        assert found["alice"]["key"] in listed.stdout.split()
-    assert found["alice"]["key"].startswith("SHA256:") and "alice" in cli("list", made.root)
+        assert listed_nodes["alice"]["key"] in listed.stdout.split()
+    assert listed_nodes["alice"]["key"].startswith("SHA256:") and "alice" in cli("list", files.root)
     with pytest.raises(CoterieError, match="holds no federation"):
-        nodes.list_nodes(made.root, tmp_path)
+        nodes.list_nodes(files.root, tmp_path)
 
 
-def test_a_seat_is_freed_only_of_who_cannot_take_part(made: Certs, tmp_path: Path) -> None:
+def test_only_the_seat_of_a_removed_or_suspended_node_can_be_freed(files: Certs, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / "cloud.json").write_text(json.dumps({"certs": str(made.root)}))
+    (run / "cloud.json").write_text(json.dumps({"certs": str(files.root)}))
     (run / "roster.json").write_text(json.dumps({"alice": 1, "north/ward-1": 0}))
     for name, to, reason in (
         ("alice", None, "may still take part"), ("north/ward-1", None, "may still take part"),
@@ -137,8 +141,8 @@ def test_a_seat_is_freed_only_of_who_cannot_take_part(made: Certs, tmp_path: Pat
         with pytest.raises(CoterieError, match=reason):
             nodes.free_seat(run, name, to)
     assert nodes.seat_orders(run) == []
-    certs.remove_node(made.root, "alice")
-    nodes.suspend(made.root, "north/ward-1")
+    certs.remove_node(files.root, "alice")
+    nodes.suspend(files.root, "north/ward-1")
     assert "client 1 is free" in cli("free-seat", run, "alice", "--to", "bob")
     cli("free-seat", run, "north/ward-1")
     assert [order for _, order in nodes.seat_orders(run)] == [
@@ -146,7 +150,7 @@ def test_a_seat_is_freed_only_of_who_cannot_take_part(made: Certs, tmp_path: Pat
     ]  # fmt: skip
 
 
-def test_a_freed_seat_goes_to_the_next_or_to_who_was_named(tmp_path: Path) -> None:
+def test_a_freed_seat_goes_to_the_named_or_the_next_device(tmp_path: Path) -> None:
     roster = Roster(tmp_path / "roster.json", 2)
     for name in ("a", "b"):
         roster.admit(name, Hello(None, 1))
@@ -164,7 +168,7 @@ QUICK: dict[str, Any] = {"join": 1.0, "rounds": 3, "watch": False, "final_traine
 
 
 @pytest.mark.parametrize("edges", [0, 2])
-def test_who_is_suspended_is_not_asked_until_released(tmp_path: Path, edges: int) -> None:
+def test_a_suspended_device_is_not_asked_until_it_is_released(tmp_path: Path, edges: int) -> None:
     with federation(tmp_path, "fedrep", edges, **QUICK) as f:
         known = dict(f.runtime.membership.roles())
 
@@ -177,9 +181,9 @@ def test_who_is_suspended_is_not_asked_until_released(tmp_path: Path, edges: int
 
         f.runtime.membership.roles = roles
         assert f.loop.run()
-        found = events(tmp_path / "run")
-        assert [e["failed"] for e in found] == [[], [1], []]
-        assert "suspended by the operator" in found[1]["reasons"]["1"]
+        rounds = events(tmp_path / "run")
+        assert [e["failed"] for e in rounds] == [[], [1], []]
+        assert "suspended by the operator" in rounds[1]["reasons"]["1"]
         assert not any(seen.refusals for seen in f.runtime.liveness.nodes.values())
 
 
@@ -188,12 +192,12 @@ def test_an_edge_suspends_its_own_devices(tmp_path: Path) -> None:
         handler: Any = f.link.handlers["edge-1"]
         handler.__self__.roles = lambda: {"device-3": NodeRole(suspended=f.runtime.versions.closed == 1)}
         assert f.loop.run()
-        found = events(tmp_path / "run")
-        assert [e["failed"] for e in found] == [[], [3], []]
-        assert "suspended by the operator" in found[1]["reasons"]["3"]
+        rounds = events(tmp_path / "run")
+        assert [e["failed"] for e in rounds] == [[], [3], []]
+        assert "suspended by the operator" in rounds[1]["reasons"]["3"]
 
 
-def test_a_new_holder_of_a_seat_starts_without_the_state_of_the_old(tmp_path: Path) -> None:
+def test_the_new_holder_of_a_seat_does_not_get_the_old_state(tmp_path: Path) -> None:
     with federation(tmp_path, "fedrep", **{**QUICK, "rounds": 5}) as f:
         other = DeviceHandler("digits", tmp_path / "devices" / "other", 1, None, ALLOW)
         bases = []
@@ -213,7 +217,7 @@ def test_a_new_holder_of_a_seat_starts_without_the_state_of_the_old(tmp_path: Pa
             bases.append((round, job.base))
             return answer(kind, round, job)
 
-        other.answer = asked  # type: ignore[method-assign]  # to see what the cloud counts on
+        other.answer = asked  # type: ignore[method-assign]  # records the versions that the cloud names
         f.runtime.membership.roles = roles
         try:
             assert f.loop.run()
@@ -233,7 +237,7 @@ def test_a_new_holder_of_a_seat_starts_without_the_state_of_the_old(tmp_path: Pa
 
 # ---- silent nodes ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("edges", [0, 2])
-def test_who_never_says_hello_is_asked_once_and_nobody_waits(
+def test_rounds_do_not_wait_for_a_node_that_never_answers_its_hello(
     tmp_path: Path, edges: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with federation(tmp_path, "fedrep", edges, **QUICK) as f:
@@ -248,7 +252,7 @@ def test_who_never_says_hello_is_asked_once_and_nobody_waits(
             link.handlers["mute"] = mute
             link.mute = {"mute"}
         f.runtime.membership.roles = lambda: {**known, "mute": NodeRole()}
-        f.runtime.membership.begun = True  # not the moment before the first round, in which new nodes are expected
+        f.runtime.membership.begun = True  # before the first round, the cloud would wait for new nodes
         slept: list[float] = []
         monkeypatch.setattr(waiting.time, "sleep", slept.append)
         assert f.loop.run()
@@ -257,8 +261,8 @@ def test_who_never_says_hello_is_asked_once_and_nobody_waits(
         assert f.runtime.membership.greeting.waiting() == {"mute"} and len(f.runtime.membership.greeting._open) == 1
 
 
-def test_an_edge_that_was_silent_is_asked_at_once_when_it_comes_back(tmp_path: Path) -> None:
-    """A killed edge lets the time for its hello pass; its successor must not pay for that."""
+def test_a_late_edge_is_asked_at_once_when_it_reconnects(tmp_path: Path) -> None:
+    """A killed edge did not answer its hello in time; the cloud must not delay its successor."""
     with federation(tmp_path, "fedrep", 2, **QUICK) as f:
         f.loop.start()
         f.link.mute = {"edge-0"}
@@ -272,7 +276,7 @@ def test_an_edge_that_was_silent_is_asked_at_once_when_it_comes_back(tmp_path: P
         assert f.runtime.membership.connected == {0, 1, 2, 3}
 
 
-def test_who_never_said_hello_is_not_told_the_end(tmp_path: Path) -> None:
+def test_nodes_without_a_hello_are_not_told_the_end(tmp_path: Path) -> None:
     with federation(tmp_path, "fedrep", 2, **QUICK) as f:
         told: list[str] = []
 
@@ -286,12 +290,12 @@ def test_who_never_said_hello_is_not_told_the_end(tmp_path: Path) -> None:
         for link in (f.link, *f.links.values()):
             link.handlers["mute"], link.mute = f.link.handlers["edge-0"], {"mute"}
             link.send = listening(link.send)  # type: ignore[method-assign]
-        f.runtime.membership.begun = True  # not the moment before the first round, in which new nodes are expected
+        f.runtime.membership.begun = True  # before the first round, the cloud would wait for new nodes
         assert f.loop.run()
         assert sorted(told) == ["device-0", "device-1", "device-2", "device-3", "edge-0", "edge-1"]
 
 
-def test_a_node_that_lets_deadlines_pass_is_not_waited_for_until_it_says_hello_again(tmp_path: Path) -> None:
+def test_a_node_that_misses_deadlines_is_not_asked_until_it_answers_a_hello(tmp_path: Path) -> None:
     with federation(tmp_path, "fedrep", **{**QUICK, "rounds": 6}) as f:
         asked = []
         send = f.link.send
@@ -304,12 +308,12 @@ def test_a_node_that_lets_deadlines_pass_is_not_waited_for_until_it_says_hello_a
         def roles() -> Mapping[str, NodeRole]:
             f.link.mute = {"device-1"} if 1 <= f.runtime.versions.closed <= 3 else set()
             if not f.link.mute:
-                f.runtime.membership.greeting._open.clear()  # as if the answer to the hello had come
+                f.runtime.membership.greeting._open.clear()  # the open hello is forgotten
             return {}
 
-        f.link.send, f.runtime.membership.roles = count, roles  # type: ignore[method-assign]  # the fake is ours
+        f.link.send, f.runtime.membership.roles = count, roles  # type: ignore[method-assign]  # a test double
         assert f.loop.run()
-        assert asked == [1, 2, 5, 6]  # after two deadlines, of training and of scoring, no more
+        assert asked == [1, 2, 5, 6]  # not after two missed deadlines
         assert [e["failed"] for e in events(tmp_path / "run")] == [[], [1], [1], [1], [], []]
 
 
@@ -322,8 +326,8 @@ def until(true: Callable[[], bool], what: str, seconds: float = PATIENCE) -> Non
 
 
 @pytest.mark.long
-def test_nodes_live_while_the_run_goes_on(tmp_path: Path) -> None:
-    """Suspended, released, removed, added again with its key, then with another: one cloud, and the replay agrees."""
+def test_nodes_can_be_managed_during_a_run(tmp_path: Path) -> None:
+    """A device is suspended, released, removed, and added again with its old key and then with a new one."""
     given = {
         "data": "digits",
         "rounds": 1200,
@@ -340,7 +344,7 @@ def test_nodes_live_while_the_run_goes_on(tmp_path: Path) -> None:
             return list(f.events()[-1]["failed"]) if f.events() else [-1]
 
         f.wait(PATIENCE, round=2)
-        until(lambda: failed() == [], "not everybody is here")
+        until(lambda: failed() == [], "not all devices take part")
         first = f.events()[-1]["round"]
         nodes.suspend(root, "device-1")
         until(lambda: failed() == [1], "device-1 is still asked")
@@ -348,17 +352,17 @@ def test_nodes_live_while_the_run_goes_on(tmp_path: Path) -> None:
         nodes.end_suspension(root, "device-1")
         until(lambda: failed() == [], "device-1 is not asked again")
 
-        kept = tmp_path / "device-1.pub"
-        kept.write_bytes(f.certs("cloud").public("device-1").read_bytes())
+        public = tmp_path / "device-1.pub"
+        public.write_bytes(f.certs("cloud").public("device-1").read_bytes())
         certs.remove_node(root, "device-1")
         until(lambda: failed() == [1], "device-1 is still asked")
-        certs.add_node(root, "device-1", kept)
+        certs.add_node(root, "device-1", public)
         until(lambda: failed() == [], "device-1 does not come back with its key")
 
         new = certs.new_key(tmp_path / "new.key")
         nodes.rotate_key(root, "device-1", new.with_suffix(".pub"))
         f.wait(PATIENCE, round=f.events()[-1]["round"] + 2)
-        assert failed() == []  # the old key still holds
+        assert failed() == []  # the old key is still accepted
         f.children["device-1"].stop()
         f.keys["device-1"] = new
         f.launch("device-1")
@@ -373,30 +377,30 @@ def test_nodes_live_while_the_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_cloud_is_restored_from_a_back_up_that_is_older_than_its_devices(tmp_path: Path) -> None:
-    """As docs/operations.md has it: run folder and certificates are copied during the run, then both are lost."""
+def test_a_cloud_can_be_restored_from_a_backup_older_than_its_devices(tmp_path: Path) -> None:
+    """Follow docs/operations.md: run folder and certificates are copied during the run, and both are lost later."""
     given = {"data": "digits", "rounds": 40, "model": "mlp", "join": 1.0, "epochs": 1, "eval_every": 40, "watch": False}
     with LocalFederation(tmp_path / "f", "fedrep", 3, given=given, min_clients=3, deadline=60) as f:
         f.wait(PATIENCE, round=5)
-        kept = {path: tmp_path / f"kept-{path.name}" for path in (f.out, f.certs("cloud").root)}
-        for path, copy in kept.items():
+        copies = {path: tmp_path / f"copy-{path.name}" for path in (f.out, f.certs("cloud").root)}
+        for path, copy in copies.items():
             shutil.copytree(path, copy)
         f.wait(PATIENCE, round=f.events()[-1]["round"] + 3)
         f.children["cloud"].kill()
         lost = f.events()[-1]["round"]
-        for path, copy in kept.items():
+        for path, copy in copies.items():
             shutil.rmtree(path)
             copy.rename(path)
         assert f.events()[-1]["round"] < lost < 40
-        f.launch("cloud")  # the same command continues
+        f.launch("cloud")  # its usual command resumes the run
         f.wait(PATIENCE)
         assert not [e for e in f.events() if e["failed"]]
         same_as_replay(f, tmp_path / "replay")
 
 
 @pytest.mark.long
-def test_cd2_pfed_federates_in_real_processes_beside_a_mute_node(tmp_path: Path) -> None:
-    """A registered node connects, takes its hello and never answers: rounds go on, and nobody is refused."""
+def test_cd2_pfed_runs_in_real_processes_next_to_a_mute_node(tmp_path: Path) -> None:
+    """A registered node connects, gets its hello and never answers. Rounds continue, and all devices take part."""
     given = {"data": "digits", "rounds": 8, "model": "mlp", "join": 1.0, "epochs": 1, "eval_every": 8, "watch": False}
     with LocalFederation(tmp_path / "f", "cd2-pfed", 3, given=given, min_clients=3, deadline=60, late=(2,)) as f:
         certs.add_node(f.certs("cloud").root, "mute")
@@ -411,7 +415,7 @@ def test_cd2_pfed_federates_in_real_processes_beside_a_mute_node(tmp_path: Path)
         node = Node(address, files.ca, files.key("mute"), never)
         threading.Thread(target=node.run, daemon=True).start()
         assert asked.wait(PATIENCE)
-        f.launch("device-2")  # only now, so that the run is not over before
+        f.launch("device-2")  # not earlier, so that the run does not end too soon
         f.wait(PATIENCE)
         over.set()
         node.stopping.set()

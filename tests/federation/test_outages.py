@@ -1,4 +1,4 @@
-"""Failure is failure, with real processes: quorum, liars, errors in hooks, going back, and the end of a run."""
+"""Pauses, hostile devices, errors in hooks, and runs that go back to an earlier round, in real processes."""
 
 import subprocess
 import sys
@@ -28,11 +28,11 @@ PATIENCE = 600.0  # seconds for a whole run on a busy machine
 
 
 class Faulty(LocalFederation):
-    """`lies`: what a device sends instead, by number (hostile_device.py); `broken`: the cloud's method has an error."""
+    """A federation with hostile devices, or with an error in the cloud's method."""
 
-    lies: dict[int, str] = {}  # noqa: RUF012
-    broken = ""
-    again: tuple[str, ...] = ()
+    lies: dict[int, str] = {}  # modes of hostile_device.py by number of the device  # noqa: RUF012
+    broken = ""  # mode of broken_cloud.py
+    again: tuple[str, ...] = ()  # options for a cloud that is started again
 
     def command(self, name: str) -> list[str]:
         kind, _, number = name.partition("-")
@@ -60,7 +60,7 @@ def until(test: Any, what: str, seconds: float = 120.0) -> None:
         time.sleep(0.2)
 
 
-def test_a_run_whose_devices_are_gone_pauses_and_ends_with_code_3(tmp_path: Path) -> None:
+def test_a_run_without_devices_pauses_and_ends_with_code_3(tmp_path: Path) -> None:
     with federation(tmp_path, more=("--patience", "5")) as f:
         f.wait(PATIENCE, round=2)
         for i in range(4):
@@ -69,12 +69,14 @@ def test_a_run_whose_devices_are_gone_pauses_and_ends_with_code_3(tmp_path: Path
         assert "of at least 3 clients" in f.status()["reason"]
         assert f.children["cloud"].wait(120) == 3
         done = f.events()[-1]["round"]
-        assert done < ROUNDS and not [e for e in f.events() if len(e["failed"]) > 1], "rounds were used up"
+        assert done < ROUNDS and not [e for e in f.events() if len(e["failed"]) > 1], (
+            "a round passed without its quorum"
+        )
         assert f.status()["state"] == "failed" and f.status()["reason"].startswith("too few clients for 5 s")
         assert f.children["cloud"].log.read_text().count("paused, waiting for at most 5 s") == 1
 
 
-def test_a_paused_run_goes_on_when_devices_are_back_and_they_are_told_the_end(tmp_path: Path) -> None:
+def test_a_paused_run_resumes_when_devices_return_and_tells_them_its_end(tmp_path: Path) -> None:
     with federation(tmp_path, min_clients=4) as f:
         f.wait(PATIENCE, round=2)
         for i in (1, 2):
@@ -92,21 +94,21 @@ def test_a_paused_run_goes_on_when_devices_are_back_and_they_are_told_the_end(tm
     same_as_replay(f, tmp_path / "replay")
 
 
-def test_a_liar_is_refused_named_and_quarantined(tmp_path: Path) -> None:
+def test_a_hostile_device_is_refused_and_quarantined(tmp_path: Path) -> None:
     f = federation(tmp_path, kind=Faulty)
     f.lies = {1: "huge"}
     with f:
         f.wait(PATIENCE)
-        found = st.read_status(f.out)
+        status = st.read_status(f.out)
     reasons = [e["reasons"]["1"] for e in f.events()]
     refused = [r for r in reasons if "device-1: the upload is" in r and "times as large as usual" in r]
     assert 1 <= len(refused) <= 3 and reasons[-1] == "device-1: it is in quarantine", reasons
-    assert not any(e["nonfinite"] for e in f.events()), "honest clients were spoiled"
-    assert found["quarantine"].keys() == {"device-1"} and found["nodes"]["device-0"]["refusals"] == 0
+    assert not any(e["nonfinite"] for e in f.events()), "the training of honest clients diverged"
+    assert status["quarantine"].keys() == {"device-1"} and status["nodes"]["device-0"]["refusals"] == 0
     same_as_replay(f, tmp_path / "replay")
 
 
-def test_an_upload_that_breaks_a_hook_costs_its_sender_the_round(tmp_path: Path) -> None:
+def test_a_sender_whose_upload_breaks_a_hook_is_refused(tmp_path: Path) -> None:
     f = federation(tmp_path, kind=Faulty)
     f.lies, f.broken = {1: "marked"}, "marked"
     with f:
@@ -118,7 +120,7 @@ def test_an_upload_that_breaks_a_hook_costs_its_sender_the_round(tmp_path: Path)
     same_as_replay(f, tmp_path / "replay")
 
 
-def test_a_hook_that_is_broken_fails_the_run_in_one_sentence(tmp_path: Path) -> None:
+def test_a_broken_hook_ends_the_run_with_one_sentence(tmp_path: Path) -> None:
     f = federation(tmp_path, kind=Faulty)
     f.broken = "always"
     with f:
@@ -128,7 +130,7 @@ def test_a_hook_that_is_broken_fails_the_run_in_one_sentence(tmp_path: Path) -> 
         assert f.children["cloud"].tail(1).startswith("coterie: FedRep failed in round 1, whoever is left out")
 
 
-def test_going_back_gives_the_run_that_never_went_past(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_gives_the_same_results_again(tmp_path: Path) -> None:
     f = federation(tmp_path, kind=Faulty)
     f.stay = True
     with f:

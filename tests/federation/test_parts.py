@@ -1,6 +1,7 @@
-"""The pieces of a federation, in one process: what a device answers, what is refused, who is which client."""
+"""Parts of a federation in one process: answers of a device, refused messages, jobs and bytes."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,23 +33,24 @@ RUN = "0123456789abcdef" * 2
 
 @pytest.fixture(scope="module")
 def cloud() -> Any:
-    """A cloud without data: two places, pictures of 1 x 4 x 4, three labels."""
+    """Return the session of a cloud without data: two seats, images of 1 x 4 x 4, three classes."""
     chosen = settings(method="fedrep", clients=2, rounds=4, epochs=1, batch=8, model="mlp")
     return open_session(chosen, CloudSettings("certs", shape=(1, 4, 4), classes=3))
 
 
-def test_the_settings_of_a_federation_with_data_of_its_devices_can_be_written(cloud: Any) -> None:
+def test_a_session_on_the_devices_own_data_can_be_described(cloud: Any) -> None:
     assert cloud.described()["client_names"] is None
 
 
 @pytest.fixture
-def member(tmp_path: Path, cloud: Any) -> DeviceHandler:
+def device(tmp_path: Path, cloud: Any) -> Iterator[DeviceHandler]:
     rng = np.random.default_rng(0)
     x = rng.integers(0, 255, (40, 4, 4), dtype=np.uint8)
     np.savez(tmp_path / "mine.npz", x_train=x, y_train=rng.integers(0, 3, 40))
-    made = DeviceHandler(str(tmp_path / "mine.npz"), tmp_path / "state")
-    made.hello(FederationPlan.of(cloud, RUN).model_dump_json())
-    return made
+    handler = DeviceHandler(str(tmp_path / "mine.npz"), tmp_path / "state")
+    handler.hello(FederationPlan.of(cloud, RUN).model_dump_json())
+    yield handler
+    handler.close()
 
 
 def training(cloud: Any, round: int = 1, base: int = -1, client: int = 1, **more: Any) -> DeviceJob:
@@ -56,82 +58,83 @@ def training(cloud: Any, round: int = 1, base: int = -1, client: int = 1, **more
     return DeviceJob(RUN, base, TrainRequest(client, round, **{"shared": shared, "watch": True, **more}))
 
 
-def trained(member: DeviceHandler, cloud: Any, round: int = 1, base: int = -1, **more: Any) -> TrainAnswer:
-    answer = member.answer("train", round, training(cloud, round, base, **more))
+def trained(device: DeviceHandler, cloud: Any, round: int = 1, base: int = -1, **more: Any) -> TrainAnswer:
+    answer = device.answer("train", round, training(cloud, round, base, **more))
     assert isinstance(answer, TrainAnswer)
     return answer
 
 
 # ---- a device ----------------------------------------------------------------------------------------------------
-def test_an_answer_holds_the_upload_and_no_state(member: DeviceHandler, cloud: Any) -> None:
-    answer = trained(member, cloud)
+def test_an_answer_holds_the_upload_and_no_state(device: DeviceHandler, cloud: Any) -> None:
+    answer = trained(device, cloud)
     assert set(answer.upload) == {k for k in cloud.method.ctx.w0 if not cloud.method.private(k)}
     check_answer(answer, training(cloud).request, answer.samples, cloud.method.ctx.task)
-    kept = DeviceStates(member.state / RUN / "1")
-    assert kept.rounds() == [1] and "own" in codec.load(kept.path(1))
+    states = DeviceStates(device.state / RUN / "1")
+    assert states.rounds() == [1] and "own" in codec.load(states.path(1))
 
 
-def test_a_round_asked_again_gives_the_same_answer_and_the_next_starts_where_the_cloud_says(
-    member: DeviceHandler, cloud: Any
+def test_a_repeated_round_gives_the_same_answer_and_starts_from_the_named_state(
+    device: DeviceHandler, cloud: Any
 ) -> None:
-    first = trained(member, cloud)
-    assert codec.equal(trained(member, cloud), first)
-    second = trained(member, cloud, 2, base=1)
-    assert codec.equal(trained(member, cloud, 2, base=1), second)
-    late = trained(member, cloud, 3, base=1)  # the cloud did not take round 2
-    assert DeviceStates(member.state / RUN / "1").rounds() == [1, 3]
-    assert codec.equal(trained(member, cloud, 3, base=1), late)
+    first = trained(device, cloud)
+    assert codec.equal(trained(device, cloud), first)
+    second = trained(device, cloud, 2, base=1)
+    assert codec.equal(trained(device, cloud, 2, base=1), second)
+    late = trained(device, cloud, 3, base=1)  # the cloud did not accept the upload of round 2
+    assert DeviceStates(device.state / RUN / "1").rounds() == [1, 3]
+    assert codec.equal(trained(device, cloud, 3, base=1), late)
 
 
-def test_a_restarted_device_goes_on_with_its_state_and_place(member: DeviceHandler, cloud: Any) -> None:
-    trained(member, cloud)
-    expected = trained(member, cloud, 2, base=1)
-    member.close()
-    again = DeviceHandler(member.data, member.state)
+def test_a_restarted_device_continues_with_its_state_and_seat(device: DeviceHandler, cloud: Any) -> None:
+    trained(device, cloud)
+    expected = trained(device, cloud, 2, base=1)
+    device.close()
+    again = DeviceHandler(device.data, device.state)
     assert codec.equal(trained(again, cloud, 2, base=1), expected)
     with pytest.raises(CoterieError, match="is client 1 of the run, not 0"):
         trained(again, cloud, 3, base=2, client=0)
     assert again.hello(FederationPlan.of(cloud, RUN).model_dump_json()).client == 1
+    again.close()
 
 
-def test_a_device_goes_back_as_far_as_it_keeps_its_states(member: DeviceHandler, cloud: Any) -> None:
-    member.keep = 3
-    answers = [trained(member, cloud, t, base=t - 1 or -1) for t in (1, 2, 3, 4)]
-    states = DeviceStates(member.state / RUN / "1")
+def test_a_device_can_go_back_to_every_stored_state(device: DeviceHandler, cloud: Any) -> None:
+    device.keep = 3
+    answers = [trained(device, cloud, t, base=t - 1 or -1) for t in (1, 2, 3, 4)]
+    states = DeviceStates(device.state / RUN / "1")
     assert states.rounds() == [1, 2, 3, 4]
-    again = trained(member, cloud, 3, base=2)  # the cloud has gone back to round 2
+    again = trained(device, cloud, 3, base=2)  # the cloud went back to round 2
     assert codec.equal(again, answers[2]) and states.rounds() == [1, 2, 3]
-    assert codec.equal(trained(member, cloud, 4, base=3), answers[3])
+    assert codec.equal(trained(device, cloud, 4, base=3), answers[3])
     assert states.rounds() == [1, 2, 3, 4]
-    trained(member, cloud, 2, base=1)
+    trained(device, cloud, 2, base=1)
     with pytest.raises(
         CoterieError, match=r"state of round 3 is not here; there are those of rounds 1, 2 \(--keep 3\)"
     ):
-        trained(member, cloud, 4, base=3)
+        trained(device, cloud, 4, base=3)
 
 
-def test_a_score_leaves_the_personal_model_on_the_device(member: DeviceHandler, cloud: Any) -> None:
+def test_scoring_writes_the_personal_model_on_the_device(device: DeviceHandler, cloud: Any) -> None:
     from safetensors.torch import load_file
 
-    samples = trained(member, cloud).samples
+    samples = trained(device, cloud).samples
     request = ScoreRequest(1, 2, T.clone(cloud.method.setup()["w"]))
     answer = check_answer(
-        member.answer("score", 2, DeviceJob(RUN, 1, request)), request, samples, cloud.method.ctx.task
+        device.answer("score", 2, DeviceJob(RUN, 1, request)), request, samples, cloud.method.ctx.task
     )
     assert isinstance(answer, ScoreAnswer) and set(answer.scores) == {"personal/test", "personal/val"}
-    model = load_file(member.state / RUN / "model.safetensors")
-    state = DeviceStates(member.state / RUN / "1").read(1)
+    model = load_file(device.state / RUN / "model.safetensors")
+    state = DeviceStates(device.state / RUN / "1").read(1)
     assert state is not None
     own = state["own"]
     assert model.keys() == cloud.method.ctx.w0.keys() and all(torch.equal(model[k], own[k]) for k in own)
     # the file alone is enough to repeat the score on raw bytes
-    again, federation = load_model(member.state / RUN / "model.safetensors"), member.session(RUN).federation.own
+    again, federation = load_model(device.state / RUN / "model.safetensors"), device.session(RUN).federation.own
     assert federation is not None and again.about.items.type == "uint8" and again.about.round == 1
     rows = federation.indices(0, "test")
     raw = federation.dataset
     score = answer.scores["personal/test"].counts
-    got = again.predict(raw.x[rows].squeeze(1).numpy(), raw.y[rows].numpy()).scores["accuracy"]
-    assert got == pytest.approx(float(score["hits"].sum() / score["total"].sum()))
+    accuracy = again.predict(raw.x[rows].squeeze(1).numpy(), raw.y[rows].numpy()).scores["accuracy"]
+    assert accuracy == pytest.approx(float(score["hits"].sum() / score["total"].sum()))
 
 
 def spoiled(job: DeviceJob, change: str) -> DeviceJob:
@@ -170,35 +173,35 @@ def spoiled(job: DeviceJob, change: str) -> DeviceJob:
         ("shape", "of shape"), ("nan", "NaN or infinity"), ("type", "of type float64"), ("huge", "larger than"),
         ("more", "not declared"), ("less", "lacks"), ("run", "no plan of this run"), ("path", "names no run"),
         ("base", "round 1 is over"), ("round", "holds a request of round 2"), ("share", "share must"),
-        ("update", "stay here"),
+        ("update", "does not send them"),
     ],
 )  # fmt: skip
-def test_a_device_refuses_what_it_cannot_trust(member: DeviceHandler, cloud: Any, change: str, reason: str) -> None:
+def test_a_device_refuses_invalid_jobs(device: DeviceHandler, cloud: Any, change: str, reason: str) -> None:
     with pytest.raises(CoterieError, match=reason):
-        member.answer("train", 1, spoiled(training(cloud), change))
-    assert DeviceStates(member.state / RUN / "1").rounds() == []
+        device.answer("train", 1, spoiled(training(cloud), change))
+    assert DeviceStates(device.state / RUN / "1").rounds() == []
 
 
 @pytest.mark.parametrize("message", [None, {}, Common(), training])
-def test_a_device_answers_jobs_and_nothing_else(member: DeviceHandler, cloud: Any, message: Any) -> None:
+def test_a_device_answers_only_jobs(device: DeviceHandler, cloud: Any, message: Any) -> None:
     job = training(cloud) if callable(message) else message
     kind = "explode" if callable(message) else "train"
     with pytest.raises(CoterieError, match=r"expected a|cannot answer"):
-        member.handle(kind, 1, None, memoryview(bytearray(codec.pack(job))))
+        device.handle(kind, 1, None, memoryview(bytearray(codec.pack(job))))
 
 
-def test_a_device_sends_nothing_that_its_method_does_not_declare(
-    member: DeviceHandler, cloud: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_device_does_not_send_entries_that_its_method_does_not_declare(
+    device: DeviceHandler, cloud: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = type(cloud.method).end
 
     def leaky(self: Any, state: Any, trained: Any, *more: Any) -> Any:
         state, upload = end(self, state, trained, *more)
-        return state, replace(upload, tree=trained.params)  # with the head
+        return state, replace(upload, tree=trained.params)  # the private head included
 
     monkeypatch.setattr(type(cloud.method), "end", leaky)
     with pytest.raises(CoterieError, match=r"the upload made here has an entry .* that is not declared"):
-        trained(member, cloud)
+        trained(device, cloud)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +213,10 @@ def test_a_device_sends_nothing_that_its_method_does_not_declare(
         ({"shape": [1, 8, 8]}, r"federation's are torch.float32 \(1, 8, 8\)"), ({"classes": ["0"]}, "has 1 classes"),
     ],
 )  # fmt: skip
-def test_a_plan_that_does_not_fit_is_refused(member: DeviceHandler, cloud: Any, change: Any, reason: str) -> None:
+def test_an_incompatible_plan_is_refused(device: DeviceHandler, cloud: Any, change: Any, reason: str) -> None:
     plan = FederationPlan.of(cloud, RUN).model_dump(mode="json") | change
     with pytest.raises(CoterieError, match=reason):
-        member.hello(json.dumps(plan))
+        device.hello(json.dumps(plan))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,7 @@ def test_a_plan_that_does_not_fit_is_refused(member: DeviceHandler, cloud: Any, 
         {"mean": [0.0] * 100_000},
     ],
 )  # fmt: skip
-def test_a_plan_without_measure_is_refused_before_it_is_used(cloud: Any, change: Any) -> None:
+def test_a_plan_with_absurd_numbers_is_refused_before_it_is_used(cloud: Any, change: Any) -> None:
     plan = FederationPlan.of(cloud, RUN).model_dump(mode="json") | change
     with pytest.raises(CoterieError, match="the cloud's plan cannot be read") as e:
         FederationPlan.read(json.dumps(plan))
@@ -233,23 +236,23 @@ def test_a_plan_without_measure_is_refused_before_it_is_used(cloud: Any, change:
         FederationPlan.read(json.dumps(plan) + " " * 2**24)
 
 
-def test_another_package_with_the_same_protocol_takes_part(member: DeviceHandler, cloud: Any) -> None:
+def test_a_different_package_version_with_the_same_protocol_is_accepted(device: DeviceHandler, cloud: Any) -> None:
     plan = FederationPlan.of(cloud, RUN).model_dump(mode="json") | {"coterie": "9.9"}
-    assert member.hello(json.dumps(plan)).samples == 27
+    assert device.hello(json.dumps(plan)).samples == 27
 
 
-def test_an_unknown_method_is_refused(member: DeviceHandler, cloud: Any) -> None:
+def test_an_unknown_method_is_refused(device: DeviceHandler, cloud: Any) -> None:
     plan = FederationPlan.of(cloud, RUN).model_dump(mode="json")
     plan["settings"]["method"] = "fedrp"
     with pytest.raises(CoterieError, match='unknown method "fedrp"'):
-        member.hello(json.dumps(plan))
+        device.hello(json.dumps(plan))
 
 
-def test_a_full_disk_leaves_the_old_state_whole(
-    member: DeviceHandler, cloud: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_leaves_the_old_state_intact(
+    device: DeviceHandler, cloud: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained(member, cloud)
-    before = DeviceStates(member.state / RUN / "1").read(1)
+    trained(device, cloud)
+    before = DeviceStates(device.state / RUN / "1").read(1)
 
     def full(*args: Any, **more: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -257,24 +260,24 @@ def test_a_full_disk_leaves_the_old_state_whole(
     with monkeypatch.context() as m:
         m.setattr(codec, "save", full)
         with pytest.raises(CoterieError, match="could not be written: No space left"):
-            trained(member, cloud, 2, base=1)
-    assert codec.equal(DeviceStates(member.state / RUN / "1").read(1), before)
+            trained(device, cloud, 2, base=1)
+    assert codec.equal(DeviceStates(device.state / RUN / "1").read(1), before)
 
 
-def test_two_processes_cannot_share_a_state(member: DeviceHandler) -> None:
+def test_two_processes_cannot_share_a_state(device: DeviceHandler) -> None:
     import subprocess
     import sys
 
     code = "from coterie.federation.device_states import lock_folder; from pathlib import Path; "
-    code += f"lock_folder(Path({str(member.state)!r}))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "is in use by another process" in found.stderr
+    code += f"lock_folder(Path({str(device.state)!r}))"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "is in use by another process" in process.stderr
 
 
-# ---- what the cloud refuses --------------------------------------------------------------------------------------
+# ---- answers that are refused -----------------------------------------------------------------------------------
 @pytest.fixture
-def answer(member: DeviceHandler, cloud: Any) -> TrainAnswer:
-    return trained(member, cloud)
+def answer(device: DeviceHandler, cloud: Any) -> TrainAnswer:
+    return trained(device, cloud)
 
 
 @pytest.mark.parametrize(
@@ -290,15 +293,13 @@ def answer(member: DeviceHandler, cloud: Any) -> TrainAnswer:
         ("upload", [], "impossible value"), ("upload", {"a": 1}, "impossible value"), ("update", torch.ones(1), "more"),
     ],
 )  # fmt: skip
-def test_an_answer_that_is_not_one_is_refused(
-    answer: TrainAnswer, cloud: Any, field: str, value: Any, reason: str
-) -> None:
+def test_an_invalid_answer_is_refused(answer: TrainAnswer, cloud: Any, field: str, value: Any, reason: str) -> None:
     with pytest.raises(CoterieError, match=reason):
         check_answer(replace(answer, **{field: value}), training(cloud).request, answer.samples, cloud.method.ctx.task)
 
 
 @pytest.mark.parametrize("change", ["hits", "negative", "length", "many", "loss"])
-def test_a_score_that_cannot_be_is_refused(answer: TrainAnswer, cloud: Any, change: str) -> None:
+def test_an_impossible_score_is_refused(answer: TrainAnswer, cloud: Any, change: str) -> None:
     score = answer.before
     assert score is not None
     hits, total = score.counts["hits"], score.counts["total"]
@@ -316,8 +317,8 @@ def test_a_score_that_cannot_be_is_refused(answer: TrainAnswer, cloud: Any, chan
         )
 
 
-# ---- what crosses once -------------------------------------------------------------------------------------------
-def test_what_all_jobs_have_in_common_is_taken_out_and_put_back() -> None:
+# ---- jobs and bytes ----------------------------------------------------------------------------------------------
+def test_the_common_part_of_jobs_is_taken_out_and_put_back() -> None:
     w, mine = {"w": torch.ones(3)}, {"w": torch.zeros(3)}
     jobs = {
         "a": DeviceJob(RUN, 1, ScoreRequest(0, 2, {**w, "x": torch.ones(1)}, {"y": torch.ones(2)}, w)),
@@ -328,7 +329,7 @@ def test_what_all_jobs_have_in_common_is_taken_out_and_put_back() -> None:
     assert len(codec.tensors_of(common)) == 1 and len(codec.tensors_of(rest)) == 3
     assert codec.equal({name: with_common(common, job) for name, job in rest.items()}, jobs)
     alone, _ = split_common({**jobs, "c": DeviceJob(RUN, 1, ScoreRequest(2, 2, mine, {}, w))})
-    assert alone.shared == {}  # another tensor of the same name is not in common
+    assert alone.shared == {}  # a different tensor of the same name is not common
 
 
 def test_bytes_of_repeated_rounds_are_counted_once(tmp_path: Path) -> None:
@@ -349,7 +350,7 @@ def test_bytes_of_repeated_rounds_are_counted_once(tmp_path: Path) -> None:
     }}  # fmt: skip
 
 
-# ---- what a federation can be --------------------------------------------------------------------------------------
+# ---- sessions ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["official", "log_updates"])
 def test_settings_that_would_send_models_are_refused(name: str) -> None:
     with pytest.raises(CoterieError, match=f"{name} = true sends"):
@@ -357,7 +358,7 @@ def test_settings_that_would_send_models_are_refused(name: str) -> None:
 
 
 def test_an_edge_needs_no_data(tmp_path: Path) -> None:
-    """A method with a public set and a validation part can be built where there are neither."""
+    """An edge can build a method with public items and validation data without having either."""
     chosen = settings(method="sc-fpfl", data="digits", subset=200, clients=3, public=20, rounds=2, model="mlp")
     session = open_session(chosen, CloudSettings("certs"))
     edge = FederationPlan.of(session, RUN).session(None, None, None, Allow())

@@ -1,4 +1,4 @@
-"""A federation in real processes: the events of the simulation, and state that stays on the devices."""
+"""Federations in real processes have the events of the simulation, and their states stay on the devices."""
 
 import os
 import re
@@ -26,6 +26,7 @@ from coterie.federation.protocol.version import PROTOCOL
 from coterie.methods import find
 from coterie.results.run import Run
 from coterie.storage import checkpoint
+from coterie.storage.atomic import read_json, write_json
 from support import TESTS
 from support.federations import SMALL, simulated
 from support.hostile_device import HONEST, WRONGS
@@ -33,18 +34,20 @@ from support.replayed import same_as_replay
 
 
 def same_bits(local: LocalFederation, run: Run) -> None:
-    """Events, server and edges, and every personal model."""
+    """Assert that events, states of server and edges, and personal models are those of a simulation."""
     name = find(local.method).__name__
     assert (local.out / "events.jsonl").read_text() == (run.path / "events.jsonl").read_text()
-    ours, theirs = checkpoint.newest(local.out, name), checkpoint.newest(run.path, name)
-    assert codec.equal([ours.server, ours.edges, ours.bytes], [theirs.server, theirs.edges, theirs.bytes])
+    federation, simulation = checkpoint.newest(local.out, name), checkpoint.newest(run.path, name)
+    assert codec.equal(
+        [federation.server, federation.edges, federation.bytes], [simulation.server, simulation.edges, simulation.bytes]
+    )
     for i, params in run.saved().personal_trees().items():
         model = load_file(local.model(i))
         assert model.keys() == params.keys()
         assert all(torch.equal(model[k], v) for k, v in params.items()), f"client {i}"
 
 
-def played(
+def run_federation(
     tmp_path: Path, method: str, devices: int, edges: int, rounds: int, seconds: float, **more: Any
 ) -> LocalFederation:
     given = {**SMALL, "rounds": rounds, "eval_every": rounds, **more}
@@ -57,9 +60,9 @@ def played(
 
 
 def test_fedrep_on_two_devices_has_the_events_of_the_simulation(tmp_path: Path) -> None:
-    local = played(tmp_path, "fedrep", 2, 0, 2, 120)
+    local = run_federation(tmp_path, "fedrep", 2, 0, 2, 120)
     assert local.status()["state"] == "ended" and local.status()["round"] == 2
-    for i in range(2):  # each device has its own state, the cloud has none
+    for i in range(2):  # the states are on the devices, and not in the cloud
         assert len(list(local.state(i).rglob("*.state"))) == 2
     assert not (local.out / "clients").exists()
     wire, ledger = local.status()["wire"]["device-cloud"], local.status()["ledger"]["device-cloud"]
@@ -69,27 +72,35 @@ def test_fedrep_on_two_devices_has_the_events_of_the_simulation(tmp_path: Path) 
 
 # ---- coterie run --runtime federation --------------------------------------------------------------------------------
 @pytest.mark.long
-def test_a_run_with_runtime_federation_goes_on_after_a_kill_to_the_events_of_a_local_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["0.1", "0.2"])
+def test_a_killed_run_with_runtime_federation_resumes_to_the_events_of_a_local_run(
+    tmp_path: Path, version: str
+) -> None:
+    """Version 0.1 called the runtime and its folder flower."""
     given = {**SMALL, "clients": 2, "rounds": 4, "eval_every": 2, "newcomers": 0}
     sets = [x for k, v in given.items() for x in ("--set", f"{k}={v}")]
-    out = tmp_path / "flower"
-    command = [sys.executable, "-m", "coterie", "run", "fedrep", "--runtime", "flower", "--out", str(out), *sets, "-q"]
+    out, home = tmp_path / "run", "flower" if version == "0.1" else "federation"
+    command = [sys.executable, "-m", "coterie", "run", "fedrep", "--runtime", home, "--out", str(out), *sets, "-q"]
     child = Child("run", command, tmp_path / "run.log", dict(os.environ)).start()
     until = time.monotonic() + 120
     while not list(out.glob("checkpoints/*.state")):
         assert child.alive and time.monotonic() < until, child.tail()
         time.sleep(0.05)
     child.kill()
+    if version == "0.1":
+        (out / "federation").rename(out / "flower")
+        settings = read_json(out / "settings.json")
+        write_json(out / "settings.json", {**settings, "engine": {**settings["engine"], "runtime": "flower"}})
     with pytest.raises(CoterieError, match="its client states are on its devices"):
         coterie.resume(out, runtime="local")
     resumed = [sys.executable, "-m", "coterie", "run", "--resume", str(out), "-q"]
     assert subprocess.run(resumed, timeout=180).returncode == 0
     simulated(tmp_path / "local", "fedrep", 2, {k: v for k, v in given.items() if k != "clients"})
     assert (out / "events.jsonl").read_text() == (tmp_path / "local/events.jsonl").read_text()
-    assert not (out / "clients").exists() and (out / "federation/wire.jsonl").read_text().count("\n") == 4
+    assert not (out / "clients").exists() and (out / home / "wire.jsonl").read_text().count("\n") == 4
 
 
-def test_what_devices_cannot_name_is_refused(tmp_path: Path) -> None:
+def test_objects_that_devices_cannot_import_are_refused(tmp_path: Path) -> None:
     from coterie.testing import SmallNet, small_data
 
     for what, data, model in (("data", small_data(), "mlp"), ("model", "digits", SmallNet)):
@@ -108,21 +119,26 @@ def test_what_devices_cannot_name_is_refused(tmp_path: Path) -> None:
         ("cd2-pfed", 0, False, {}),
         ("fedpc", 2, True, {"partition": "rotate(2)"}),
         ("sc-fpfl", 2, True, {"partition": "rotate(2)", "public": 40, "k0": 2, "isodata": "off", "seed": 1}),
-        ("ecs-fl", 2, False, {"n_edges": 2}),  # its edges 0, 2 and 1, 3 are not where 0, 1 and 2, 3 are attached
+        (
+            "ecs-fl",
+            2,
+            False,
+            {"n_edges": 2},
+        ),  # the method's edges have clients 0, 2 and 1, 3; the processes have 0, 1 and 2, 3
     ],
 )
 def test_a_federation_has_the_events_of_the_simulation(
     tmp_path: Path, method: str, edges: int, merged: bool, more: dict[str, Any]
 ) -> None:
-    local = played(tmp_path, method, 4, edges, 3, 300, **more)
-    if edges:  # clusters that sit behind one edge are merged there, others pass through to the cloud
+    local = run_federation(tmp_path, method, 4, edges, 3, 300, **more)
+    if edges:  # a cluster behind one edge is merged there, others are merged in the cloud
         wire = {link: ways["up"]["payload"] for link, ways in local.status()["wire"].items()}
         assert set(wire) == {"device-edge", "edge-cloud"}
         assert (wire["edge-cloud"] < 0.9 * wire["device-edge"]) is merged
 
 
 @pytest.mark.long
-def test_a_killed_cloud_goes_on_where_it_was_to_the_same_events(tmp_path: Path) -> None:
+def test_a_killed_cloud_resumes_to_the_same_events(tmp_path: Path) -> None:
     given = {**SMALL, "rounds": 5, "eval_every": 5}
     with LocalFederation(tmp_path / "federation", "fedrep", 2, 0, given, deadline=120) as local:
         local.wait(120, round=2)
@@ -134,17 +150,18 @@ def test_a_killed_cloud_goes_on_where_it_was_to_the_same_events(tmp_path: Path) 
     same_bits(local, simulated(tmp_path / "simulation", "fedrep", 2, given))
 
 
-# ---- nodes and clouds that are not to be trusted -------------------------------------------------------------------
+# ---- hostile nodes and clouds --------------------------------------------------------------------------------------
 @pytest.mark.long
-def test_wrong_answers_other_versions_and_claimed_roles_are_refused_and_the_others_go_on(tmp_path: Path) -> None:
+def test_wrong_answers_protocols_and_roles_are_refused_while_other_devices_continue(tmp_path: Path) -> None:
     given = {**SMALL, "rounds": max(HONEST), "eval_every": max(HONEST), "final_trained": False}
 
-    class Patient(LocalFederation):
+    class WithoutQuarantine(LocalFederation):
         def arguments(self, name: str) -> list[str]:
             return [*super().arguments(name), *(["--quarantine-after", "0"] if name == "cloud" else [])]
 
-    everybody = (0, 1, 2, 3, 4)
-    f = Patient(tmp_path / "federation", "fedrep", 5, 0, given, deadline=60, min_clients=2, late=everybody)
+    f = WithoutQuarantine(
+        tmp_path / "federation", "fedrep", 5, 0, given, deadline=60, min_clients=2, late=tuple(range(5))
+    )
     with f:
         for i, mode in ((1, "wrong"), (2, "package"), (3, "protocol"), (4, "hijack")):
             argv = [
@@ -164,10 +181,10 @@ def test_wrong_answers_other_versions_and_claimed_roles_are_refused_and_the_othe
         log = f.children["cloud"].log.read_text()
     events = {e["round"]: e for e in f.events()}
     assert sorted(events) == list(range(1, max(HONEST) + 1))
-    assert {3, 4} <= set(events[1]["failed"]) <= {0, 2, 3, 4}  # the last honest device may come after it;
-    for t in WRONGS:  # from then on the quorum needs both
+    assert {3, 4} <= set(events[1]["failed"]) <= {0, 2, 3, 4}  # the last honest device may come later
+    for t in WRONGS:  # the quorum needs both honest devices
         assert set(events[t]["failed"]) == {1, 3, 4}, (t, events[t].get("reasons"))
-    last = events[max(HONEST)]  # other samples than in its hello: it is greeted anew, and until then absent
+    last = events[max(HONEST)]  # device-1 gets another hello after its wrong number of samples, and is absent before
     assert last["reasons"].pop("1", "device-1 is not connected") == "device-1 is not connected"
     assert set(last["failed"]) - {1} == {3, 4}, last["reasons"]
     for t, (what, words) in WRONGS.items():
@@ -179,7 +196,7 @@ def test_wrong_answers_other_versions_and_claimed_roles_are_refused_and_the_othe
         f"the cloud speaks protocol {PROTOCOL} (Coterie {version('coterie')}), this host protocol 99 (Coterie 9.9.9)"
     )
     assert f"device-3 is not in the run: {versions}; both must have the same protocol" in log
-    assert versions in f.children["device-3"].log.read_text()  # both sides say it; another package alone is no reason
+    assert versions in f.children["device-3"].log.read_text()  # a different package version alone is accepted
     assert f.model(2).exists() and not f.model(3).exists()
     assert "device-4 is not in the run: it is registered as a device and answers like an edge" in log
     assert "device-2 is not in the run" not in log
@@ -187,8 +204,10 @@ def test_wrong_answers_other_versions_and_claimed_roles_are_refused_and_the_othe
 
 
 @pytest.mark.long
-def test_a_device_runs_no_code_that_its_operator_did_not_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cloud names a module as model that writes down who imports it."""
+def test_a_device_does_not_run_code_that_its_operator_did_not_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cloud names a model in a module that records the processes which import it."""
     note = f"open({str(tmp_path / 'who')!r}, 'a').write(str(os.getpid()) + ' ')"
     (tmp_path / "strange_models.py").write_text(f"import os\nfrom coterie.testing import SmallNet\n{note}\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
@@ -196,8 +215,8 @@ def test_a_device_runs_no_code_that_its_operator_did_not_allow(tmp_path: Path, m
 
     class Mixed(LocalFederation):
         def arguments(self, name: str) -> list[str]:
-            made = super().arguments(name)
-            return made[: made.index("--allow")] if name == "device-1" else made
+            arguments = super().arguments(name)
+            return arguments[: arguments.index("--allow")] if name == "device-1" else arguments
 
     refusal = 'the code "strange_models:SmallNet" as its model, which this host does not allow'
     with Mixed(tmp_path / "federation", "fedavg", 2, 0, given, deadline=60, min_clients=1, late=(0,)) as f:
@@ -214,18 +233,30 @@ def test_a_device_runs_no_code_that_its_operator_did_not_allow(tmp_path: Path, m
 
 
 @pytest.mark.long
-def test_what_cloud_edge_and_devices_write_is_for_their_owner_alone(tmp_path: Path) -> None:
+def test_files_of_cloud_edges_and_devices_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     old = os.umask(0o022)
     try:
         folder = tmp_path / "federation"
-        made = [sys.executable, "-m", "coterie", "up", "fedrep", "--devices", "2", "--edges", "1", "--out", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "coterie",
+            "up",
+            "fedrep",
+            "--devices",
+            "2",
+            "--edges",
+            "1",
+            "--out",
+            str(folder),
+        ]
         sets = [x for k, v in {**SMALL, "rounds": 1}.items() for x in ("--set", f"{k}={v}")]
-        subprocess.run([*made, *sets, "--quiet"], check=True, timeout=120)
+        subprocess.run([*command, *sets, "--quiet"], check=True, timeout=120)
     finally:
         os.umask(old)
-    found = {p.relative_to(folder).as_posix(): p.stat().st_mode & 0o077 for p in folder.rglob("*")}
+    permissions = {p.relative_to(folder).as_posix(): p.stat().st_mode & 0o077 for p in folder.rglob("*")}
     assert {"run/events.jsonl", "run/timing.jsonl", "run/status.json", "run/wire.jsonl", "logs/device-0.log"} <= set(
-        found
+        permissions
     )
-    certificates = {name for name in found if name.endswith((".crt", ".pub"))}
-    assert {name for name, others in found.items() if others} <= certificates
+    certificates = {name for name in permissions if name.endswith((".crt", ".pub"))}
+    assert {name for name, others in permissions.items() if others} <= certificates

@@ -1,4 +1,4 @@
-"""Too few clients, errors in hooks and implausible uploads, in one process: what the cloud does about them."""
+"""The cloud's reaction to too few clients, errors in hooks and implausible uploads, in one process."""
 
 import json
 import logging
@@ -56,7 +56,7 @@ def paused(f: Federation) -> list[str]:
 
 
 # ---- a quorum ------------------------------------------------------------------------------------------------------
-def test_below_the_quorum_no_round_is_used_up_and_the_run_ends_when_patience_does(tmp_path: Path) -> None:
+def test_below_the_quorum_the_run_pauses_and_ends_after_the_longest_pause(tmp_path: Path) -> None:
     with federation(tmp_path, "fedavg", **QUIET) as f:
         rules(f, min_clients=3, seconds=0.7)
         f.loop.start()
@@ -69,7 +69,7 @@ def test_below_the_quorum_no_round_is_used_up_and_the_run_ends_when_patience_doe
         assert len(paused(f)) == 1 and f.runtime.waiting.paused
 
 
-def test_a_paused_run_goes_on_when_devices_are_back_and_can_be_stopped(tmp_path: Path) -> None:
+def test_a_paused_run_resumes_when_devices_return_and_can_be_stopped(tmp_path: Path) -> None:
     with federation(tmp_path, "fedrep", **QUIET) as f:
         rules(f, min_clients=4)
         f.loop.start()
@@ -86,8 +86,8 @@ def test_a_paused_run_goes_on_when_devices_are_back_and_can_be_stopped(tmp_path:
         f.link.nodes = back  # type: ignore[method-assign]
         assert f.loop.run()
         assert any(looks) and not f.runtime.waiting.paused and len(paused(f)) == 1
-        ours = simulated(tmp_path / "simulation", f.session)
-        assert codec.equal(f.loop.server, ours.server)
+        simulation = simulated(tmp_path / "simulation", f.session)
+        assert codec.equal(f.loop.server, simulation.server)
         assert (tmp_path / "run/events.jsonl").read_bytes() == (tmp_path / "simulation/events.jsonl").read_bytes()
         f.link.handlers.clear()
         rules(f, stopped=lambda: True)
@@ -95,7 +95,7 @@ def test_a_paused_run_goes_on_when_devices_are_back_and_can_be_stopped(tmp_path:
             f.runtime.waiting.for_quorum()
 
 
-def test_a_round_in_which_too_few_answer_is_repeated_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_round_with_too_few_answers_is_repeated_with_identical_results(tmp_path: Path) -> None:
     with federation(tmp_path, "fedrep", **QUIET) as f:
         rules(f, min_clients=4)
         handler, refusals = f.link.handlers["device-2"], []
@@ -114,8 +114,8 @@ def test_a_round_in_which_too_few_answer_is_repeated_with_the_same_bits(tmp_path
     assert (tmp_path / "run/events.jsonl").read_bytes() == (tmp_path / "simulation/events.jsonl").read_bytes()
 
 
-def test_sampled_clients_that_are_away_do_not_stop_a_run_with_a_quorum(tmp_path: Path) -> None:
-    """Half of the clients are sampled; a round of absent ones passes, because enough others are there."""
+def test_absent_sampled_clients_do_not_stop_a_run_with_a_quorum(tmp_path: Path) -> None:
+    """Half of the clients are sampled. A round of absent clients passes, because enough others are connected."""
     with federation(tmp_path, "fedavg", **{**QUIET, "join": 0.5, "rounds": 6}) as f:
         rules(f, min_clients=2)
         for i in (0, 1):
@@ -146,27 +146,27 @@ def failing(test: Callable[[set[int]], bool]) -> Callable[[frozenset[int]], set[
     return compute
 
 
-def test_the_sender_that_causes_an_error_is_found() -> None:
-    everybody = ones(0, 1, 2, 3)
-    fine = contain(everybody, failing(lambda there: False))
+def test_the_sender_that_causes_an_error_is_identified() -> None:
+    groups = ones(0, 1, 2, 3)
+    fine = contain(groups, failing(lambda there: False))
     assert fine.result == {0, 1, 2, 3} and not fine.left_out
-    one = contain(everybody, failing(lambda there: 2 in there))
+    one = contain(groups, failing(lambda there: 2 in there))
     assert (one.left_out, one.certain, one.result) == ((frozenset({2}),), True, {0, 1, 3})
-    mixed = contain(everybody, failing(lambda there: 0 in there and len(there) > 1))
+    mixed = contain(groups, failing(lambda there: 0 in there and len(there) > 1))
     assert mixed.left_out == (frozenset({0}),) and mixed.certain, "it fails only together with others"
-    two = contain(everybody, failing(lambda there: bool(there & {1, 3})))
+    two = contain(groups, failing(lambda there: bool(there & {1, 3})))
     assert two.left_out == (frozenset({1}), frozenset({3})) and two.result == {0, 2}
-    pair = contain(everybody, failing(lambda there: {1, 2} <= there))
+    pair = contain(groups, failing(lambda there: {1, 2} <= there))
     assert pair.left_out == (frozenset({1}),) and not pair.certain, "either could be the cause"
     with pytest.raises(IndexError):
-        contain(everybody, failing(lambda there: True))
+        contain(groups, failing(lambda there: True))
 
 
 @pytest.mark.parametrize("hook", ["aggregate", "facts", "down"])
-def test_an_error_in_a_hook_costs_its_sender_the_round_and_later_its_place(
+def test_a_sender_that_causes_errors_in_a_hook_is_refused_and_later_quarantined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
-    """The error comes with the upload, or only when the new server's state is used."""
+    """The error is raised when the upload is aggregated, or when the new server state is used."""
     aggregate = FedAvg.aggregate
 
     def marked(self: Any, server: Any, uploads: Any, round: int) -> Any:
@@ -200,10 +200,12 @@ def test_an_error_in_a_hook_costs_its_sender_the_round_and_later_its_place(
         f.loop.start()
         for _ in range(4):
             f.loop.step()
-        found = events(tmp_path / "run")
-        assert [e["failed"] for e in found] == [[BAD]] * 4
-        assert found[0]["reasons"]["1"] == "device-1: FedAvg failed on the upload: IndexError: index 99 is out of range"
-        assert found[2]["reasons"]["1"] == "device-1: it is in quarantine"
+        rounds = events(tmp_path / "run")
+        assert [e["failed"] for e in rounds] == [[BAD]] * 4
+        assert (
+            rounds[0]["reasons"]["1"] == "device-1: FedAvg failed on the upload: IndexError: index 99 is out of range"
+        )
+        assert rounds[2]["reasons"]["1"] == "device-1: it is in quarantine"
         asked = {t for kind, name, t, _ in f.link.sizes if kind == "train" and name == "device-1"}
         assert asked == {1, 2} and "device-1" in f.runtime.membership.excluded
         del f.link.spoil["device-1"]
@@ -217,7 +219,7 @@ def test_an_error_in_a_hook_costs_its_sender_the_round_and_later_its_place(
             quarantine.release_sender(tmp_path / "run", "device-1")
 
 
-def test_an_error_that_no_sender_causes_ends_the_run_in_one_sentence(
+def test_an_error_that_no_sender_causes_ends_the_run_with_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Any, server: Any, uploads: Any, round: int) -> Any:
@@ -227,7 +229,7 @@ def test_an_error_that_no_sender_causes_ends_the_run_in_one_sentence(
     reason = "FedAvg failed in round 1, whoever is left out: ZeroDivisionError: division by zero"
     with federation(tmp_path, "fedavg", **QUIET) as f, pytest.raises(MethodFailedError, match=reason):
         f.loop.run()
-    assert not f.runtime.quarantine.offenders, "nobody is blamed"
+    assert not f.runtime.quarantine.offenders, "no sender is counted"
 
 
 # ---- bounds --------------------------------------------------------------------------------------------------------
@@ -241,18 +243,18 @@ def round_of(changes: dict[int, float], samples: dict[int, int] | None = None) -
     return requests, answers
 
 
-def test_an_upload_far_larger_than_the_others_is_refused_and_no_other() -> None:
+def test_only_an_upload_far_larger_than_the_others_is_refused() -> None:
     for size in (10.0, 1e8, 3e38):
-        found = judge_answers(*round_of({0: 0.1, 1: size, 2: 0.02, 3: 0.5}), factor=50.0, usual=UsualSizes())
-        assert found.refused.keys() == {1} and "times as large as usual" in found.refused[1]
-    honest = {0: 0.1, 1: 0.0, 2: 0.0, 3: 1.5, 4: 0.0}  # stragglers send what they got
+        judged = judge_answers(*round_of({0: 0.1, 1: size, 2: 0.02, 3: 0.5}), factor=50.0, usual=UsualSizes())
+        assert judged.refused.keys() == {1} and "times as large as usual" in judged.refused[1]
+    honest = {0: 0.1, 1: 0.0, 2: 0.0, 3: 1.5, 4: 0.0}  # stragglers send their download back
     assert not judge_answers(*round_of(honest), factor=50.0, usual=UsualSizes()).refused
     assert not judge_answers(*round_of({0: 0.1, 1: 1e8, 2: 0.02}), factor=0.0, usual=UsualSizes()).refused
     tiny = {0: 1e-9, 1: 1e-9, 2: 1e-9, 3: 0.01}  # a change by a hundredth of the model is never too large
     assert not judge_answers(*round_of(tiny), factor=50.0, usual=UsualSizes()).refused
 
 
-def test_with_two_clients_only_earlier_rounds_tell_what_is_usual() -> None:
+def test_with_two_clients_the_usual_size_comes_from_earlier_rounds() -> None:
     memory = UsualSizes()
     assert not judge_answers(*round_of({0: 0.1, 1: 10.0}), factor=50.0, usual=memory).refused
     first = judge_answers(*round_of({0: 0.1, 1: 1e8}), factor=50.0, usual=memory)
@@ -264,12 +266,12 @@ def test_with_two_clients_only_earlier_rounds_tell_what_is_usual() -> None:
     assert sorted(memory.rounds) == [1, 2], "a run that went back forgets later rounds"
 
 
-def test_a_claim_of_far_more_samples_than_others_have_is_refused() -> None:
-    found = judge_answers(*round_of({0: 0.1, 1: 0.1, 2: 0.1}, {1: 10**9}), factor=50.0, usual=UsualSizes())
-    assert found.refused == {1: "it claims 1000000000 samples, more than 1000 times the median of this round"}
+def test_a_claim_of_implausibly_many_samples_is_refused() -> None:
+    judged = judge_answers(*round_of({0: 0.1, 1: 0.1, 2: 0.1}, {1: 10**9}), factor=50.0, usual=UsualSizes())
+    assert judged.refused == {1: "it claims 1000000000 samples, more than 1000 times the median of this round"}
 
 
-def test_a_liar_is_named_and_quarantined_and_honest_clients_are_not(tmp_path: Path) -> None:
+def test_a_hostile_client_is_quarantined_and_honest_clients_are_not(tmp_path: Path) -> None:
     def huge(answer: Any) -> Any:
         if not isinstance(answer, TrainAnswer):
             return answer
@@ -278,28 +280,28 @@ def test_a_liar_is_named_and_quarantined_and_honest_clients_are_not(tmp_path: Pa
     with federation(tmp_path, "fedavg", **{**QUIET, "rounds": 4}) as f:
         f.link.spoil["device-1"] = huge
         assert f.loop.run()
-        found = events(tmp_path / "run")
-        assert [e["failed"] for e in found] == [[BAD]] * 4 and not any(e["nonfinite"] for e in found)
-        assert "device-1: the upload is" in found[0]["reasons"]["1"]
+        rounds = events(tmp_path / "run")
+        assert [e["failed"] for e in rounds] == [[BAD]] * 4 and not any(e["nonfinite"] for e in rounds)
+        assert "device-1: the upload is" in rounds[0]["reasons"]["1"]
         assert f.runtime.quarantine.out.keys() == {"device-1"}
         again = Quarantine(tmp_path / "run")
         assert again.out == f.runtime.quarantine.out and again.memory.rounds.keys() == {1, 2, 3, 4}
         assert all(float(v.abs().max()) < 1e3 for v in codec.tensors_of(f.loop.server) if v.is_floating_point())
 
 
-def test_a_device_with_other_data_says_hello_again(tmp_path: Path) -> None:
-    """A number of samples that was not announced costs the round, and counts once it is announced."""
+def test_a_device_with_changed_data_is_greeted_again(tmp_path: Path) -> None:
+    """An answer with a number of samples that was not announced is refused; after a new hello it is accepted."""
     with federation(tmp_path, "fedavg", **QUIET) as f:
         f.loop.start()
         f.runtime.membership.update()
         entry = f.runtime.membership.roster.entries[BAD]
-        f.runtime.membership.roster.entries[BAD] = replace(entry, samples=entry.samples + 7)  # what it said before
+        f.runtime.membership.roster.entries[BAD] = replace(entry, samples=entry.samples + 7)
         assert f.loop.run()
         assert [e["failed"] for e in events(tmp_path / "run")] == [[BAD], [], []]
 
 
 # ---- the status ----------------------------------------------------------------------------------------------------
-def test_the_status_says_what_the_cloud_does_and_why_it_failed(tmp_path: Path) -> None:
+def test_the_status_shows_the_state_and_the_reason_of_a_failure(tmp_path: Path) -> None:
     with federation(tmp_path, "fedavg", **QUIET) as f:
         status = StatusFile(tmp_path / "status.json", f.session)
         status.watch(f.runtime)
@@ -310,20 +312,22 @@ def test_the_status_says_what_the_cloud_does_and_why_it_failed(tmp_path: Path) -
         f.runtime.membership.begun = True
         with pytest.raises(QuorumError) as e:
             f.runtime.waiting.for_quorum()
-        found = st.read_status(tmp_path)
-        assert (found["state"], found["reason"]) == ("paused", "4 of at least 5 clients are connected")
+        status_now = st.read_status(tmp_path)
+        assert (status_now["state"], status_now["reason"]) == ("paused", "4 of at least 5 clients are connected")
         f.runtime.waiting.paused = ""
         f.runtime.membership.update()
         assert st.read_status(tmp_path)["state"] == "running"
         status.end("failed", str(e.value))
-    found = st.read_status(tmp_path)
+    status_now = st.read_status(tmp_path)
     assert (
-        found["state"] == "failed" and found["reason"].startswith("too few clients") and st.state_of(found) == "failed"
+        status_now["state"] == "failed"
+        and status_now["reason"].startswith("too few clients")
+        and st.state_of(status_now) == "failed"
     )
-    assert "too few clients" in "\n".join(st.status_lines(found))
+    assert "too few clients" in "\n".join(st.status_lines(status_now))
 
 
-def test_a_cloud_that_died_is_not_running(tmp_path: Path) -> None:
+def test_a_dead_cloud_is_not_shown_as_running(tmp_path: Path) -> None:
     about = {"state": "running", "round": 3, "rounds": 9, "time": time.time(), "pid": os.getpid(), "clients": {}}
 
     def shown(**changes: Any) -> str:
@@ -342,7 +346,7 @@ def test_a_cloud_that_died_is_not_running(tmp_path: Path) -> None:
 
 # ---- the end -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("edges", [0, 2])
-def test_devices_and_edges_are_told_that_the_run_has_ended(
+def test_devices_and_edges_learn_that_the_run_has_ended(
     tmp_path: Path, edges: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO), federation(tmp_path, "fedrep", edges, **{**QUIET, "watch": True}) as f:
@@ -361,7 +365,7 @@ def test_devices_and_edges_are_told_that_the_run_has_ended(
 # ---- edges that are slow to answer -----------------------------------------------------------------------------------
 @dataclass
 class SlowLink(HandLink):
-    """Nodes in `mute` let `send` pass and answer an open question as soon as they are not mute any more."""
+    """Nodes in `mute` do not answer `send`, and answer an open exchange when they are removed from `mute`."""
 
     sent: list[list[str]] = field(default_factory=list)
 
@@ -384,15 +388,15 @@ class SlowLink(HandLink):
         return Open()
 
 
-def test_an_edge_that_was_silent_is_heard_as_soon_as_it_answers() -> None:
-    """Also if it was never seen to be gone, as one that was killed and came back at once."""
-    said = codec.pack(Attached({"alice": Hello(0, 5)}, {}))
-    link = SlowLink({"north": lambda *_: said, "south": lambda *_: said}, mute={"north"})
+def test_a_late_edge_is_included_as_soon_as_it_answers() -> None:
+    """This also holds for an edge that was killed and reconnected before the cloud noticed."""
+    hello = codec.pack(Attached({"alice": Hello(0, 5)}, {}))
+    link = SlowLink({"north": lambda *_: hello, "south": lambda *_: hello}, mute={"north"})
     dispatcher = Dispatcher(link, "", "", None)  # type: ignore[arg-type]
-    found, errors = dispatcher.greet_edges({"north", "south"})
-    assert list(found) == ["south"] and errors["north"].cause is Cause.LATE
+    hellos, errors = dispatcher.greet_edges({"north", "south"})
+    assert list(hellos) == ["south"] and errors["north"].cause is Cause.LATE
     assert list(dispatcher.greet_edges({"north", "south"})[0]) == ["south"]
-    assert link.sent == [["north", "south"], ["south"]]  # nobody waits for it a second time
+    assert link.sent == [["north", "south"], ["south"]]  # the second call does not wait for north
     link.mute.clear()
     assert list(dispatcher.greet_edges({"north", "south"})[0]) == ["north", "south"]
     assert list(dispatcher.greet_edges({"north", "south"})[0]) == ["north", "south"] and link.sent[-1] == [

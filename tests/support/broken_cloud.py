@@ -1,4 +1,4 @@
-"""A cloud whose method has an error; run as a process by test_outages.py."""
+"""A cloud whose method has an error; test_outages.py runs this file as a process."""
 
 import sys
 from typing import Any
@@ -9,7 +9,7 @@ from support.hostile_device import MARK
 
 
 def break_method(how: str) -> None:
-    """Raise always, or where an upload is marked."""
+    """Let the method raise an error always, or only for marked uploads."""
     real = FedRep.aggregate
 
     def aggregate(self: Any, server: Any, uploads: Any, round: int) -> Any:

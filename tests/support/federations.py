@@ -1,4 +1,4 @@
-"""A small federation of digits, and its simulation."""
+"""Settings of a small federation, and its simulation."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Devices that answer wrongly, or are of other versions; run as processes by test_processes.py and others."""
+"""Devices that send invalid answers or have other versions; tests run this file as a process."""
 
 import argparse
 import logging
@@ -19,9 +19,9 @@ from coterie.federation.protocol.messages import Attached, DeviceJob, Hello
 from coterie.federation.transport.frames import frame_fields, make_frame
 from coterie.federation.transport.node import OutgoingAnswer
 
-MARK = 0.015625  # what a marked upload begins with
+MARK = 0.015625  # first value of a marked upload
 HONEST = (1, 5)
-WRONGS = {  # round -> what is wrong, and what the cloud must say
+WRONGS = {  # round -> kind of error, and words of the cloud's reason
     2: ("shape", "of shape"),
     3: ("replay", "it is a reply of round 1, asked was round 3"),
     4: ("samples", "the hello reported"),
@@ -41,7 +41,7 @@ class Hostile(DeviceHandler):
 
 
 class Huge(DeviceHandler):
-    """Sends finite numbers that end all training."""
+    """Sends finite numbers that would spoil all training."""
 
     def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
         answer = super().answer(kind, round, job)
@@ -51,7 +51,7 @@ class Huge(DeviceHandler):
 
 
 class Labels(DeviceHandler):
-    """Claims, in FedPC, more samples of a label than there are, then more labels, then more than a message can hold."""
+    """Claims in FedPC too many samples of a class, then too many classes, then more than a message can hold."""
 
     lies = 0
 
@@ -69,7 +69,7 @@ class Labels(DeviceHandler):
 
 
 class Slow(DeviceHandler):
-    """Honest; takes four seconds for a round while there is a file `hold` beside the folder of all states."""
+    """Takes four seconds for a round while there is a file `hold` next to the folder of all states."""
 
     def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
         until = time.monotonic() + 4.0
@@ -79,7 +79,7 @@ class Slow(DeviceHandler):
 
 
 class Marked(DeviceHandler):
-    """Its uploads begin with the number on which broken_cloud.py fails."""
+    """Sends uploads with the first value that makes broken_cloud.py fail."""
 
     def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
         answer = super().answer(kind, round, job)
@@ -92,7 +92,7 @@ class Marked(DeviceHandler):
 
 
 class Hijacker(DeviceHandler):
-    """Says that it is an edge, that device-0 is behind it and that device-2 is refused."""
+    """Claims to be an edge with device-0 behind it, and that device-2 is refused."""
 
     def handle(self, kind: str, round: int, shared: memoryview | None, own: memoryview) -> memoryview:
         return codec.pack(Attached({"device-0": Hello(0, 10**9)}, {"device-2": "no"}))

@@ -1,4 +1,4 @@
-"""A federation in one process: the real handlers of devices and edges behind a link that passes bytes by hand."""
+"""A federation in one process: the real handlers of devices and edges, behind a link that calls them directly."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,14 +33,14 @@ SMALL: dict[str, Any] = {
     "eval_every": 2, "clients": 4, "partition": "dirichlet(0.5)", "val_share": 0.2, "public": 30, "seed": 3,
 }  # fmt: skip
 
-ALLOW = Allow(methods=tuple(known()), models=(NET, *ZOO))  # also methods of other packages
+ALLOW = Allow(methods=tuple(known()), models=(NET, *ZOO))  # includes methods of other packages
 
 Handle = Callable[[str, int, memoryview | None, memoryview], memoryview]
-Spoil = Callable[[Any], Any]  # an answer, to another one
+Spoil = Callable[[Any], Any]  # replaces an answer
 
 
 def reasons(replies: NodeReplies) -> dict[str, str]:
-    """Why nodes gave no answer, in words."""
+    """Return the reasons why nodes gave no answer."""
     return {name: failed.why for name, failed in replies.errors.items()}
 
 
@@ -56,10 +56,10 @@ class HandExchange:
 
 @dataclass
 class HandLink:
-    """A link to nodes of this process; what they raise is an error of theirs, as the transport has it."""
+    """A link to nodes of this process. An error that a node raises becomes its failure, as in the transport."""
 
     handlers: dict[str, Handle] = field(default_factory=dict)
-    spoil: dict[str, Spoil] = field(default_factory=dict)  # what a hostile node makes of its answers to jobs
+    spoil: dict[str, Spoil] = field(default_factory=dict)  # changes the answers of a hostile node to jobs
     sizes: list[tuple[str, str, int, LinkBytes]] = field(default_factory=list)  # kind, node, round, bytes
 
     mute: set[str] = field(default_factory=set)  # nodes that take messages and never answer
@@ -111,11 +111,11 @@ class HandLink:
 
 @dataclass
 class Federation:
-    """Cloud, devices and edges; blocks of neighbours share an edge."""
+    """A cloud with its devices and edges; neighbouring devices share an edge."""
 
     session: Session
     link: HandLink
-    links: dict[str, HandLink]  # of the edges
+    links: dict[str, HandLink]  # links of the edges by name
     loop: Loop
 
     @property
@@ -124,7 +124,7 @@ class Federation:
         return self.loop.runtime
 
     def device_link(self, i: int) -> HandLink:
-        """The link that ends at this device."""
+        """Return the link of the server that a device is attached to."""
         name = f"device-{i}"
         return next(x for x in (self.link, *self.links.values()) if name in x.handlers)
 
@@ -167,7 +167,7 @@ def federation(
 
 
 def simulated(folder: Path, session: Session) -> Loop:
-    """The same run by the inline runtime."""
+    """Run a session with the inline runtime."""
     folder.mkdir(exist_ok=True)
     loop = make_loop(session, Folder(folder), Inline(session.clients(), session.states(folder)))
     try:

@@ -1,4 +1,4 @@
-"""After failures a federation must be what the same rounds in one process are, without those who failed."""
+"""Comparison of a federation with its replay in one process."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ from coterie.federation.replay import replay_differences
 
 
 def same_as_replay(local: LocalFederation, folder: Path) -> None:
-    """Every round once; server, edges, scores, private states and personal models to the bit."""
+    """Assert that rounds, scores, states and personal models of a federation are those of its replay."""
     assert replay_differences(local.out, folder, {i: local.state(i) for i in range(local.devices)}) == []

@@ -16,8 +16,8 @@ from coterie.errors import CoterieError
 class DeviceFederation(Federation):
     """A federation of `places` clients of which this host has the data of at most one.
 
-    `own` holds these data as a federation with one client. With `edge` there are no public items either: an edge
-    computes nothing that needs them.
+    `own` holds these data as a federation with one client. An `edge` has no public items
+    either, because it computes nothing that needs them.
     """
 
     def __init__(
@@ -106,5 +106,7 @@ def only_client(data: Dataset, like: Dataset, settings: PartitionSettings, seed:
     has_test = bool(data.is_test.any())
     pieces: dict[str, Any] = {"partition": "iid", "clients": 1, "public": 0, "min_size": 1, "cap": False}
     pieces |= {"pool": "train", "test_from": "official"} if has_test else {"pool": "merged", "test_from": "own"}
-    aligned = replace(data, classes=like.classes, mean=like.mean, std=like.std, owner=None)  # as on all devices
+    aligned = replace(
+        data, classes=like.classes, mean=like.mean, std=like.std, owner=None
+    )  # every device normalises alike
     return federate(aligned, settings.model_copy(update=pieces | {"short": "redraw"}), seed)

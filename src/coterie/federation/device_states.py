@@ -14,7 +14,7 @@ from coterie.core.method import State
 from coterie.engine import codec
 from coterie.errors import CoterieError
 
-KEEP_STATES = 10  # number of versions; as many as the cloud keeps checkpoints
+KEEP_STATES = 10  # number of versions, equal to the cloud's number of checkpoints
 log = logging.getLogger("coterie.device")
 
 
@@ -52,7 +52,7 @@ class DeviceStates:
         )
 
     def write(self, round: int, state: State, base: int) -> None:
-        """Store the state after `round`, which began at `base`; versions that are no longer needed are deleted."""
+        """Store the state after `round`, which began at `base`; delete versions that are not needed any more."""
         older = [r for r in self.rounds() if r < base]
         for r in set(self.rounds()) - {base, *older[1 - self.keep :]}:
             self.path(r).unlink(missing_ok=True)

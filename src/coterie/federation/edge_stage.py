@@ -21,7 +21,7 @@ class EdgeStage:
     method: Method
     requests: list[TrainRequest] = field(default_factory=list)  # relayed requests of the edges' clients
     missing: dict[ClientId, str] = field(default_factory=dict)  # clients that an error excludes, with the reason
-    _tasks: list[tuple[MergeRequest, Bytes]] = field(default_factory=list)  # with the bytes that were relayed
+    _tasks: list[tuple[MergeRequest, Bytes]] = field(default_factory=list)  # tasks and relayed bytes
 
     def relay(self, task: MergeRequest) -> None:
         """Turn the download of an edge into requests of its clients."""
@@ -59,7 +59,7 @@ class EdgeStage:
         reason = f"edge {task.edge.id} could not be merged with the upload: {type(error).__name__}: {error}"
         senders = sorted(frozenset[ClientId]().union(*contained.left_out))
         reasons = dict.fromkeys(senders, " ".join(reason[:400].split()))
-        if len(answers) == len(senders):  # without other answers, the error may be the method's own
+        if len(answers) == len(senders):  # no other answer shows that the method itself works
             raise error or RuntimeError(reason)
         if not contained.certain:  # the senders lose the round, and the error is not counted against them
             self.missing |= reasons

@@ -87,7 +87,7 @@ def replay(run: Path, folder: Path) -> Replay:
 
 
 def replay_differences(run: Path, folder: Path, devices: Mapping[ClientId, Path]) -> list[str]:
-    """Return a sentence for every difference between a federation and its replay, which is made in `folder`.
+    """Replay a federation in `folder` and describe every difference to the original.
 
     `devices` holds the folders of private states (`coterie join --state`) of the clients that are compared.
     """

@@ -136,10 +136,10 @@ def check_request(method: Method, request: Request, round: int) -> None:
         if not 0 <= request.share <= 1:
             raise CoterieError("share must lie between 0 and 1")
         if request.log_update:
-            raise CoterieError("log_updates = true sends updates to the cloud; in a federation they stay here")
+            raise CoterieError("log_updates = true sends updates to the cloud; this device does not send them")
         return
     if request.official:
-        raise CoterieError("official = true sends personal models to the cloud; in a federation they stay here")
+        raise CoterieError("official = true sends personal models to the cloud; this device does not send them")
     if request.global_model is not None:
         Schema(like(method.ctx.w0)).check(request.global_model, "the global model")
 

@@ -1,4 +1,4 @@
-"""What the operator sees of a running cloud: connected nodes, their history, and the latest problems."""
+"""The operator's view of a running cloud: connected nodes, their history, and the latest problems."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ log = logging.getLogger("coterie.cloud")
 
 @dataclass
 class NodeHistory:
-    """What the cloud has seen of one node since it started."""
+    """The history of one node since the cloud's program started."""
 
     last: float = 0.0  # time at which the node was last connected, in seconds since 1970; 0: never
     round: int | None = None  # round of its last accepted upload

@@ -17,7 +17,7 @@ from coterie.federation.protocol.messages import Hello
 from coterie.federation.transport import Failure
 
 _RETRY = 60.0  # seconds after which a refused node gets the plan again
-_LATE_ROUNDS = 2  # deadlines in a row that a node may miss before it is no longer asked
+_LATE_ROUNDS = 2  # deadlines missed in a row after which a node is not asked until it has answered a hello
 _RETURN = 20.0  # seconds for which a node that was connected is expected back before a round starts
 log = logging.getLogger("coterie.cloud")
 
@@ -43,7 +43,7 @@ class Membership:
         self.known_roles: Mapping[str, NodeRole] = {}
         self.refused: dict[str, tuple[str, float]] = {}  # reason and time of the latest refusal, by name of the node
         self._logged: dict[str, str] = {}  # refusals that were logged
-        self._deadlines_missed: dict[str, int] = {}  # in a row, by name of the node
+        self._deadlines_missed: dict[str, int] = {}  # number in a row, by name of the node
         self._greet_again: set[str] = set()  # devices whose data are not those of their hello
         self._edges_asked = 0.0  # time at which edges were last asked for their devices
         # a run that was resumed expects the devices that it had before

@@ -84,7 +84,7 @@ def check_possible(settings: RunSettings) -> None:
         ("official", "sends personal models to the cloud"), ("log_updates", "sends updates to the cloud"),
     ):  # fmt: skip
         if getattr(settings, name):
-            raise CoterieError(f"{name} = true {why}; in a federation they stay on the devices")
+            raise CoterieError(f"{name} = true {why}; the devices of a federation do not send them")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ class Jobs:
 
     @property
     def round(self) -> int:
-        """The round of the requests; 0 if there are none."""
+        """The round of the requests; 0 without requests."""
         return next((r.round for requests in self.requests.values() for r in requests), 0)
 
     def largest_reply(self, method: Method) -> int:
@@ -46,7 +46,7 @@ def make_jobs(
     deadline: float,
     norm_bound: float,
     requests: Sequence[Request],
-    merges: Iterable[tuple[str, MergeRequest]],  # with the name of the edge that merges
+    merges: Iterable[tuple[str, MergeRequest]],  # tasks for edges, each with the edge's name
 ) -> Jobs:
     """Assign every request to the node that leads to its client: the device itself, or the edge it is behind."""
     jobs, roster, versions = Jobs(), membership.roster, membership.versions
@@ -86,9 +86,11 @@ class Collected:
     answers: dict[ClientId, Answer] = field(default_factory=dict)
     merged: dict[EdgeId, MergeAnswer] = field(default_factory=dict)  # clusters that nodes have merged
     missing: dict[ClientId, str] = field(default_factory=dict)  # reason why no answer came
-    absent: set[ClientId] = field(default_factory=set)  # of the missing: not connected, not in time, or not asked
+    absent: set[ClientId] = field(
+        default_factory=set
+    )  # missing clients that were not connected, not in time, or not asked
     refused: dict[ClientId, str] = field(default_factory=dict)  # reason why the answer was refused
-    refused_node: set[ClientId] = field(default_factory=set)  # of the refused: the reply of their node was refused
+    refused_node: set[ClientId] = field(default_factory=set)  # refused clients whose node's whole reply was refused
 
     def fail(self, clients: Iterable[ClientId], failure: Failure) -> None:
         """Record that the node of these clients gave no reply, or a damaged one."""
@@ -114,11 +116,11 @@ class Collected:
 
 @dataclass(frozen=True)
 class RoundTrip(RoundAnswers):
-    """The answers of a round, with what the cloud needs to conclude it."""
+    """The answers of a round, with details that the cloud needs to conclude the round."""
 
     asked: frozenset[ClientId] = frozenset()  # connected clients that the round asked
-    absent: frozenset[ClientId] = frozenset()  # of the missing: not connected, not in time, or not asked
-    refused_node: frozenset[ClientId] = frozenset()  # of the refused: the reply of their node was refused
+    absent: frozenset[ClientId] = frozenset()  # missing clients that were not connected, not in time, or not asked
+    refused_node: frozenset[ClientId] = frozenset()  # refused clients whose node's whole reply was refused
     merged_remotely: frozenset[ClientId] = frozenset()  # clients whose uploads were merged on a node
     sizes: Judgement = field(default_factory=Judgement)  # sizes of the clients' uploads
     merged_sizes: Judgement = field(default_factory=Judgement)  # sizes of the edges' merged uploads

@@ -1,4 +1,4 @@
-"""Which version of each client's private state counts; the states themselves stay on the devices."""
+"""The version of each client's private state that counts; the states themselves stay on the devices."""
 
 from collections.abc import Sequence
 

@@ -32,7 +32,7 @@ def silence(status: dict[str, Any]) -> float:
 
 
 def is_dead(status: dict[str, Any]) -> bool:
-    """Return True if the cloud's process has ended without writing so; on a different host, silence counts as death."""
+    """Return True if the cloud's process has died. A silent cloud on a different host counts as dead."""
     if not silence(status):
         return False
     if status.get("host", platform.node()) != platform.node():

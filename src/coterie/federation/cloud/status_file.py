@@ -33,7 +33,7 @@ class StatusFile:
         threading.Thread(target=self._beat, name="status", daemon=True).start()
 
     def watch(self, runtime: FederationRuntime) -> None:
-        """Show the state of this runtime from now on."""
+        """Show the state of this runtime."""
         self._runtime = runtime
 
     def publish(self) -> None:

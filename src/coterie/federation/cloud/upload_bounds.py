@@ -114,7 +114,7 @@ def _medians(sizes: Sequence[EntrySizes], enough: int) -> EntrySizes:
 
 
 def _median(values: Sequence[float]) -> float:
-    """Return the median; of an even number of values the lower middle one."""
+    """Return the median, which for an even number of values is the lower of the two in the middle."""
     return sorted(values)[(len(values) - 1) // 2]
 
 

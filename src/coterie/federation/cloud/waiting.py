@@ -93,7 +93,7 @@ class Waiting:
             time.sleep(min(0.3, left))
 
     def _pause(self, why: str, since: float) -> None:
-        """Show that the run is paused; the log says so once per pause."""
+        """Show the reason of a pause; the log gets one line per pause."""
         self._paused_since = self._paused_since or since
         if not self.paused:
             limit = "" if math.isinf(self.rules.seconds) else f" for at most {self.rules.seconds:g} s"
@@ -114,7 +114,7 @@ class Waiting:
 
     def _doing(self) -> str:
         connected, needed = self.membership.participants, self.rules.min_clients
-        return f"{connected} of {needed} clients are here" if connected < needed else "before the next round"
+        return f"{connected} of {needed} clients are connected" if connected < needed else "before the next round"
 
 
 __all__ = ["QuorumError", "Waiting", "WaitingRules"]

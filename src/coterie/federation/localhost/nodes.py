@@ -67,7 +67,7 @@ class LocalNodes:
             self._register(self.above(i), f"device-{i}")
 
     def _register(self, server: str, name: str, devices: Sequence[str] = ()) -> None:
-        """Register a node; as an edge, if it has devices."""
+        """Register a node. A node with devices is an edge."""
         if name not in self.certs(server).nodes():
             authority.add_node(self.certs(server).root, name, role="edge" if devices else "device", devices=devices)
 

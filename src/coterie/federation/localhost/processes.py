@@ -31,7 +31,7 @@ class Child:
         """Start the process."""
         self.log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with os.fdopen(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
-            # in a process group of its own, so that its own children can be stopped with it
+            # the process group lets its own children be stopped with it
             self.process = subprocess.Popen(
                 self.argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(self.env), start_new_session=True
             )
@@ -108,7 +108,7 @@ def bound(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def die_with_parent(every: float = 0.5) -> None:
-    """End this process (and its group) once the process named in COTERIE_PARENT is no longer its parent."""
+    """End this process and its group when its parent, the process in COTERIE_PARENT, has ended."""
     parent = os.environ.pop(_PARENT, "")
     if not parent.isdigit():
         return
