@@ -14,7 +14,7 @@ from coterie.core import tree as T
 from coterie.core.edges import Edge
 from coterie.core.method import Batch, Download, Moment, Trained, Upload
 from coterie.errors import CoterieError
-from coterie.methods.fedpc import FedPC, FedPCJ1, FedPCMean, FedPCNoMixing, FedPCNoProto, FedPCRandom
+from coterie.methods.fedpc import FedPC, FedPCJ1, FedPCMean, FedPCMended, FedPCNoMixing, FedPCNoProto, FedPCRandom
 from coterie.methods.fedpc import prototypes as M
 from coterie.methods.fedpc.contrast import contrast_loss, rehearsal, rehearsal_loss
 from coterie.methods.fedper import FedPer
@@ -102,7 +102,7 @@ def test_2_one_group_averages_plainly(tmp_path: Path) -> None:
 
 
 def test_2_one_group_without_pull_is_fedper_with_uniform_weights(tmp_path: Path) -> None:
-    ours = play(FedPCJ1, tmp_path, {"alpha": 1.0, "gamma": 0.0, "rehearsal": 0.0}, rounds=3, join=0.6)
+    ours = play(FedPCJ1, tmp_path, {"alpha": 1.0, "gamma": 0.0}, rounds=3, join=0.6)
     other = play(FedPer, tmp_path, rounds=3, join=0.6, weighting="uniform")
     assert same(T.row(ours.server["body"], 0), other.server["w"])
     for i in range(5):
@@ -230,7 +230,7 @@ def test_who_missed_round_0_and_newcomers_follow_the_largest_group() -> None:
 
 # ---- the client ------------------------------------------------------------------------------------------------------
 def pull(protos: Prototypes, batch: Batch, **own):
-    method = bind(FedPC, {"reading": "paper", "alpha": 0.0, "gamma": 1.0, **own})
+    method = bind(FedPC, {"alpha": 0.0, "gamma": 1.0, **own})
     params = {k: v.clone().requires_grad_() for k, v in method.ctx.w0.items()}
     loss = method.loss(params, batch, {"received": protos})
     slope = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
@@ -311,12 +311,11 @@ def test_rehearsal_is_the_cross_entropy_of_the_classifier_on_the_prototypes_that
 def test_mended_a_classifier_keeps_a_class_that_its_client_lacks() -> None:
     """One step on samples of class 0 lowers the logit of class 1 at its prototype; rehearsal raises it."""
     protos = Prototypes(torch.eye(K, D), torch.ones(K) > 0)
-    for reading, rises in (("mended", True), ("code", False)):
-        hp = FedPC.Settings(reading=reading)
+    for share, rises in ((FedPCMended.Settings().rehearsal, True), (0.0, False)):
         w = torch.zeros(K, D, requires_grad=True)
         z = torch.eye(K, D)[:1] + 0.3
-        loss = hp.alpha * F.cross_entropy(z @ w.T, torch.zeros(1, dtype=torch.int64))
-        loss = loss + (20 * hp.rehearsal) * rehearsal_loss(w, None, rehearsal(protos))
+        loss = F.cross_entropy(z @ w.T, torch.zeros(1, dtype=torch.int64))
+        loss = loss + (20 * share) * rehearsal_loss(w, None, rehearsal(protos))
         (grad,) = torch.autograd.grad(loss, w)
         assert bool(-(grad @ protos.value[1])[1] > 0) == rises
 
@@ -337,17 +336,17 @@ def test_contrast_leaves_out_absent_classes_and_padding_with_finite_gradients() 
 
 
 def test_the_contrast_learns_where_the_printed_pull_collapses(tmp_path: Path) -> None:
-    def accuracy(reading: str) -> float:
+    def accuracy(cls: type[FedPC]) -> float:
         quiet = {"watch": False, "final_trained": False, "eval_every": 6, "checkpoint_every": 6}
-        bench = testing.Bench(FedPC, {"reading": reading})
-        bench.play(tmp_path / reading, rounds=6, join=1.0, epochs=2, partition="dirichlet(0.3)", **quiet)
-        return float(testing.events(tmp_path / reading)[-1]["eval"]["personal/test"]["mean"])
+        bench = testing.Bench(cls, {})
+        bench.play(tmp_path / cls.__name__, rounds=6, join=1.0, epochs=2, partition="dirichlet(0.3)", **quiet)
+        return float(testing.events(tmp_path / cls.__name__)[-1]["eval"]["personal/test"]["mean"])
 
-    assert accuracy("paper") < 0.5 < 0.6 < accuracy("mended")
+    assert accuracy(FedPC) < 0.5 < 0.6 < accuracy(FedPCMended)
 
 
 def test_11_classifiers_travel_in_the_set_up_only_and_no_download_changes_them(tmp_path: Path) -> None:
-    loop = play(FedPC, tmp_path, {"J": 2, "use": "received"}, rounds=3)
+    loop = play(FedPC, tmp_path, {"J": 2}, rounds=3)
     for e in events(loop)[1:]:
         for directions in e["bytes"].values():
             assert all(set(parts) == {"body", "prototypes"} for parts in directions.values())
@@ -423,7 +422,7 @@ def test_warm_up_changes_the_clustering_prototypes_only(tmp_path: Path) -> None:
 
 
 def test_without_first_prototypes_the_first_round_has_no_pull(tmp_path: Path) -> None:
-    plain = {"reading": "paper", "alpha": 1.0, "J": 1}
+    plain = {"alpha": 1.0, "J": 1}
     none = play(FedPC, tmp_path, {**plain, "init_protos": "none"}, rounds=1)
     free = play(FedPCNoProto, tmp_path, plain, rounds=1)
     assert near(T.row(none.server["body"], 0), T.row(free.server["body"], 0))

@@ -128,7 +128,7 @@ def test_the_rows_of_a_papers_tables_name_their_reading(paper: str) -> None:
 
 def test_a_run_keeps_the_values_of_its_reading_and_one_without_any_is_of_the_text() -> None:
     run = settings("fedpc", gamma=0.25).model_dump(mode="json")
-    stored = build("fedpc", {"gamma": 0.25}).hp.model_dump(mode="json")
+    stored = written_out("fedpc", build("fedpc", {"gamma": 0.25}))
     new = recorded({"settings": run, "method": {"settings": {**stored, "tau": 0.7}}})
     assert new.settings["reading"] == "mended" and new.settings["tau"] == 0.7 and new.settings["gamma"] == 0.25
     text = {

@@ -75,12 +75,14 @@ BUILT_IN = {
     "fedgmh-o": "fedgmh:FedGMHo",
     "fedgmh-a": "fedgmh:FedGMHa",
     "fedgmh-oa": "fedgmh:FedGMHoa",
-    "fedpc": "fedpc:FedPC",
-    "fedpc-j1": "fedpc:FedPCJ1",
-    "fedpc-no-proto": "fedpc:FedPCNoProto",
-    "fedpc-no-mixing": "fedpc:FedPCNoMixing",
-    "fedpc-mean": "fedpc:FedPCMean",
-    "fedpc-random": "fedpc:FedPCRandom",
+    "fedpc": "fedpc:FedPCMended",
+    "fedpc-paper": "fedpc:FedPC",
+    "fedpc-code": "fedpc:FedPCCode",
+    "fedpc-j1": "fedpc:FedPCMendedJ1",
+    "fedpc-no-proto": "fedpc:FedPCMendedNoProto",
+    "fedpc-no-mixing": "fedpc:FedPCMendedNoMixing",
+    "fedpc-mean": "fedpc:FedPCMendedMean",
+    "fedpc-random": "fedpc:FedPCMendedRandom",
     "sc-fpfl": "scfpfl:SCFPFL",
     "sc-fpfl-cluster-only": "scfpfl:SCFPFLClusterOnly",
     "sc-fpfl-fourier-only": "scfpfl:SCFPFLFourierOnly",
@@ -105,17 +107,27 @@ BUILT_IN = {
 }
 
 
+def _classes(module: str, *presets: str, **classes: str) -> dict[str, str]:
+    """Name the class of each reading; `presets` are further readings that the class `paper` has as settings."""
+    return {r: f"{module}:{name}" for r, name in {**classes, **dict.fromkeys(presets, classes["paper"])}.items()}
+
+
 # Name of a method: reading of its paper: module and class. BUILT_IN says which one runs without the setting `reading`.
-# A class that has a preset of that name (parts/readings.py) gets the reading as a setting.
 READINGS: dict[str, dict[str, str]] = {
-    "ecs-fl": {"mended": "ecsfl:ECSFLMended", "paper": "ecsfl:ECSFLWeighted"},
-    "ecs-fl-nearest": {"paper": "ecsfl:ECSFLNearest"},
-    "ecs-fl-invdist": {"paper": "ecsfl:ECSFLInvDist"},
-    "ecs-fl-invdist-all": {"paper": "ecsfl:ECSFLInvDistAll"},
-    "ecs-fl-random": {"mended": "ecsfl:ECSFLMendedRandom", "paper": "ecsfl:ECSFLRandom"},
-    "ecs-fl-farthest": {"mended": "ecsfl:ECSFLMendedFarthest", "paper": "ecsfl:ECSFLFarthest"},
-    "ecs-fl-mean-all": {"mended": "ecsfl:ECSFLMendedMeanAll", "paper": "ecsfl:ECSFLMeanAll"},
-    "fedgmh": {"mended": "fedgmh:FedGMHMended", "paper": "fedgmh:FedGMH", "code": "fedgmh:FedGMH"},
+    "fedgmh": _classes("fedgmh", "code", mended="FedGMHMended", paper="FedGMH"),
+    "fedpc": _classes("fedpc", "text", "code", mended="FedPCMended", paper="FedPC"),
+    "fedpc-j1": _classes("fedpc", "text", "code", mended="FedPCMendedJ1", paper="FedPCJ1"),
+    "fedpc-no-proto": _classes("fedpc", "text", "code", mended="FedPCMendedNoProto", paper="FedPCNoProto"),
+    "fedpc-no-mixing": _classes("fedpc", "text", "code", mended="FedPCMendedNoMixing", paper="FedPCNoMixing"),
+    "fedpc-mean": _classes("fedpc", "text", "code", mended="FedPCMendedMean", paper="FedPCMean"),
+    "fedpc-random": _classes("fedpc", "text", "code", mended="FedPCMendedRandom", paper="FedPCRandom"),
+    "ecs-fl": _classes("ecsfl", mended="ECSFLMended", paper="ECSFLWeighted"),
+    "ecs-fl-nearest": _classes("ecsfl", paper="ECSFLNearest"),
+    "ecs-fl-invdist": _classes("ecsfl", paper="ECSFLInvDist"),
+    "ecs-fl-invdist-all": _classes("ecsfl", paper="ECSFLInvDistAll"),
+    "ecs-fl-random": _classes("ecsfl", mended="ECSFLMendedRandom", paper="ECSFLRandom"),
+    "ecs-fl-farthest": _classes("ecsfl", mended="ECSFLMendedFarthest", paper="ECSFLFarthest"),
+    "ecs-fl-mean-all": _classes("ecsfl", mended="ECSFLMendedMeanAll", paper="ECSFLMeanAll"),
 }
 
 

@@ -13,6 +13,8 @@ ALWAYS: dict[str, dict[str, Any]] = {
     "ECSFLMended": {"aggregation": "mean", "select": "herding", "distance_norm": "none", "two_stage": True},
     "ECSFLMendedRandom": {"select": "random"},
     "ECSFLMendedFarthest": {"select": "farthest"},
+    "FedPC": {"rehearsal": 0.0, "use": "received"},
+    "FedPCMended": {"proto_loss": "contrast"},
     "FedGMHMended": {"heads": "common", "write": "average", "decay_on": "round"},
 }
 # Class: the name that checkpoints of version 0.1 have for it.
@@ -23,4 +25,10 @@ FORMER = {
     "ECSFLMendedRandom": "ECSFLRandom",
     "ECSFLWeighted": "ECSFL",
     "FedGMHMended": "FedGMH",
+    "FedPCMended": "FedPC",
+    "FedPCMendedJ1": "FedPCJ1",
+    "FedPCMendedNoProto": "FedPCNoProto",
+    "FedPCMendedNoMixing": "FedPCNoMixing",
+    "FedPCMendedMean": "FedPCMean",
+    "FedPCMendedRandom": "FedPCRandom",
 }

@@ -1,9 +1,17 @@
-"""Ablations and controls of FedPC: the method with other defaults."""
+"""Ablations and controls of FedPC and of its mended version: the methods with other defaults."""
 
 from coterie.core.method import replace
-from coterie.methods.fedpc.method import FedPC
-from coterie.methods.fedpc.settings import FedPCSettings
+from coterie.methods.fedpc.mended import FedPCMended
+from coterie.methods.fedpc.settings import FedPCMendedSettings, FedPCSettings
+from coterie.methods.fedpc.text import FedPC
 from coterie.parts.variants import with_defaults
+
+
+class FedPCCode(FedPC):
+    """The loss of the framework that the paper was evaluated in."""
+
+    Settings = with_defaults(FedPCSettings, reading="code")
+    card = replace(FedPC.card, title="FedPC (code)")
 
 
 class FedPCJ1(FedPC):
@@ -14,9 +22,9 @@ class FedPCJ1(FedPC):
 
 
 class FedPCNoProto(FedPC):
-    """Prototypes teach nothing: neither a pull towards them nor a rehearsal."""
+    """Prototypes teach nothing."""
 
-    Settings = with_defaults(FedPCSettings, gamma=0.0, rehearsal=0.0)
+    Settings = with_defaults(FedPCSettings, gamma=0.0)
     card = replace(FedPC.card, title="FedPC no prototype loss")
 
 
@@ -35,7 +43,42 @@ class FedPCMean(FedPC):
 
 
 class FedPCRandom(FedPC):
-    """Random groups of the same sizes: what the clustering itself is worth."""
+    """Random groups of the same sizes, which show what the clustering itself is worth."""
 
     Settings = with_defaults(FedPCSettings, grouping="random")
+    card = replace(FedPC.card, title="FedPC random groups")
+
+
+class FedPCMendedJ1(FedPCMended):
+    """One group: no clustering."""
+
+    Settings = with_defaults(FedPCMendedSettings, J=1)
+    card = replace(FedPC.card, title="FedPC J=1")
+
+
+class FedPCMendedNoProto(FedPCMended):
+    """Prototypes teach nothing."""
+
+    Settings = with_defaults(FedPCMendedSettings, gamma=0.0, rehearsal=0.0)
+    card = replace(FedPC.card, title="FedPC no prototype loss")
+
+
+class FedPCMendedNoMixing(FedPCMended):
+    """Groups learn separately."""
+
+    Settings = with_defaults(FedPCMendedSettings, inter="none")
+    card = replace(FedPC.card, title="FedPC no mixing")
+
+
+class FedPCMendedMean(FedPCMended):
+    """Groups are averaged with equal weights: one global extractor."""
+
+    Settings = with_defaults(FedPCMendedSettings, inter="mean")
+    card = replace(FedPC.card, title="FedPC mean")
+
+
+class FedPCMendedRandom(FedPCMended):
+    """Random groups of the same sizes, which show what the clustering itself is worth."""
+
+    Settings = with_defaults(FedPCMendedSettings, grouping="random")
     card = replace(FedPC.card, title="FedPC random groups")

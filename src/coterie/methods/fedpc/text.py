@@ -1,14 +1,18 @@
 """FedPC. Liu, Wang, Liu, Ma, Journal on Communications 2025 (DOI 10.11959/j.issn.1000-436x.2025235).
 
 Clients are grouped once, before training, by the class prototypes of the initial model on their data. They train a
-shared extractor and a private classifier, with a pull of class means towards received prototypes; extractors and
-prototypes are averaged inside a group (an edge), then mixed across groups by similarity of prototypes.
-A group without participants keeps what it has; who missed round 0 and newcomers follow the largest group. If nobody
-answers round 0, all clients are one group, and the cloud does what its edge would do.
+shared extractor and a private classifier, with a pull of class means towards received prototypes. Extractors and
+prototypes are averaged inside a group (an edge), then mixed across groups by the similarity of prototypes.
+
+- The printed distance (3) is summed over the classes of a batch; `reading = code` has the mean squared error of the
+  framework that the paper was evaluated in, and no prototypes in the first round.
+- Equations (5) to (8) are taken over the classes that groups have in common, and negative cosines count as 0.
+- A group without participants keeps what it has. Clients that missed round 0 and newcomers follow the largest group.
+- If no client answers round 0, all clients are one group, and the cloud does what its edge would do.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +30,7 @@ from coterie.core.method import (
     Model,
     Moment,
     Phase,
+    Settings,
     Start,
     State,
     Trained,
@@ -38,20 +43,21 @@ from coterie.core.schema import Entry, Link, Schema, like
 from coterie.errors import CoterieError
 from coterie.methods.fedpc import prototypes as P
 from coterie.methods.fedpc.clustering import prototype_groups, random_groups
-from coterie.methods.fedpc.contrast import directions, rehearsal, rehearsal_loss, towards
 from coterie.methods.fedpc.mixing import group_means, group_weights, masked_mix
 from coterie.methods.fedpc.settings import FedPCSettings
-from coterie.parts.keep_best import best, kept
 from coterie.parts.prototypes import Prototypes, prototype_loss
 from coterie.parts.similarity import mix
 
 
 class FedPC(EdgeMethod):
-    """Server state: groups, client to group, empty until round 0 is answered; largest, the largest group; of each
-    group body [j, ...], value [j, classes, d] and mask [j, classes]; rho [j, j], by which they were mixed last.
+    """Algorithm 1: groups by prototypes, aggregated inside and across groups.
+
+    The server's state holds `groups`, client to group, empty until round 0 is answered; `largest`, the largest group;
+    for each group j its `body` [j, ...] and its prototypes, `value` [j, classes, d] and `mask` [j, classes]; `rho`
+    [j, j], the weights by which they were mixed last.
     """
 
-    Settings = FedPCSettings
+    Settings: ClassVar[type[Settings]] = FedPCSettings
     hp: FedPCSettings
     weighting = "uniform"
     needs = ("head", "classes")
@@ -132,20 +138,11 @@ class FedPC(EdgeMethod):
 
     # ---- client ------------------------------------------------------------------------------------------------------
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
-        params = {**_model(download), **state["own"]}
-        return Model(best(self.ctx, state, params, data) if self.hp.use == "best" else params)
+        return Model({**T.untagged(download), **state["own"]})
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
-        params = {**_model(download), **state["own"]}
-        received = P.unpack(download, data.classes, self.ctx.net.width)
-        return Start(
-            params,
-            {
-                "received": received,
-                "directions": directions(received, self.hp.tau),
-                "rehearsal": rehearsal(received),
-            },
-        )
+        params = {**T.untagged(download), **state["own"]}
+        return Start(params, {"received": P.unpack(download, data.classes, self.ctx.net.width)})
 
     def phases(self, round: int) -> list[Phase]:
         if round > 0:
@@ -153,32 +150,20 @@ class FedPC(EdgeMethod):
         return [Phase(super().loss, epochs=self.hp.warmup_epochs)] if self.hp.warmup_epochs else []
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        """Alpha * cross-entropy + gamma * pull towards the prototypes: equation (3)."""
+        """Return alpha * L_cc + gamma * L_p, equations (4) and (3)."""
         hp = self.hp
         logits, z = P.logits_and_features(self.ctx, params, batch.x, hp.feature)
-        ce = cross_entropy(logits, batch)
-        loss = hp.alpha * ce
-        if hp.gamma:
-            loss = loss + hp.gamma * self._pull(z, batch, extras)
-        if hp.rehearsal:
-            weight, bias = self.ctx.net.head_names
-            b = None if bias is None else params[bias]
-            loss = loss + hp.rehearsal * rehearsal_loss(params[weight], b, extras["rehearsal"])
-        return loss
-
-    def _pull(self, z: Tensor, batch: Batch, extras: Extras) -> Tensor:
-        hp, received = self.hp, extras["received"]
-        if hp.proto_loss == "contrast":
-            return towards(z, batch.y, extras["directions"], batch.weight)
-        return prototype_loss(z, batch.y, received, hp.proto_loss, hp.proto_reduce, hp.proto_repulsion, batch.weight)
+        loss = hp.alpha * cross_entropy(logits, batch)
+        if not hp.gamma:
+            return loss
+        kind, reduce, repulsion = hp.proto_loss, hp.proto_reduce, hp.proto_repulsion
+        return loss + hp.gamma * prototype_loss(z, batch.y, extras["received"], kind, reduce, repulsion, batch.weight)
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         own, counts = P.own_prototypes(self.ctx, trained.params, data, self.hp.feature)
         if round == 0:
             return state, Upload(P.pack(own))  # a warm-up serves the clustering alone
         state, upload = super().end(state, trained, data, round)
-        if self.hp.use == "best":
-            state = {**state, **kept(self.ctx, state, trained.params, data)}
         return state, Upload({**upload.tree, **P.pack(own, counts)})
 
     # ---- edge: inside a group ----------------------------------------------------------------------------------------
@@ -186,10 +171,10 @@ class FedPC(EdgeMethod):
         return edge.state, Upload(self._mean(uploads))
 
     def _mean(self, uploads: Sequence[Upload]) -> Tree:
-        """Equations (4) and (5)."""
+        """Return the mean body and the mean prototypes of a group: IntraAgg of Algorithm 1."""
         trees, weights = [u.tree for u in uploads], self.weights(uploads)
         prototypes = P.group_mean(trees, self.ctx.classes, self.ctx.net.width, by_counts=weights is not None)
-        return {**T.mean([_model(t) for t in trees], weights), **prototypes}
+        return {**T.mean([T.untagged(t) for t in trees], weights), **prototypes}
 
     # ---- cloud, up: across groups ------------------------------------------------------------------------------------
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
@@ -199,14 +184,14 @@ class FedPC(EdgeMethod):
             uploads = [Upload(self._mean(uploads), sender=0)]
 
         at = torch.tensor([u.sender for u in uploads])  # the others keep what they have
-        sent = T.stack([_model(u.tree) for u in uploads])
+        sent = T.stack([T.untagged(u.tree) for u in uploads])
         sets = P.unpack_all([u.tree for u in uploads], self.ctx.classes, self.ctx.net.width)
         body = {k: v.index_copy(0, at, sent[k]) for k, v in server["body"].items()}
         value, mask = (server[k].index_copy(0, at, new) for k, new in sets._asdict().items())
         return self.mixed(server, body, Prototypes(value, mask))
 
     def grouped(self, server: State, uploads: Sequence[Upload]) -> State:
-        """The groups of round 0, all with the initial body; who did not answer is in the largest."""
+        """Return the groups of round 0, all with the initial body; clients that did not answer are in the largest."""
         hp, seed = self.hp, self.ctx.seed
         sets = P.unpack_all([u.tree for u in uploads], self.ctx.classes, self.ctx.net.width)
         J = hp.J and min(hp.J, len(uploads))
@@ -223,13 +208,13 @@ class FedPC(EdgeMethod):
         return new if hp.init_protos == "clustering" else {**new, "mask": torch.zeros_like(new["mask"])}
 
     def mixed(self, server: State, body: Tree, sets: Prototypes) -> State:
-        """Bodies [j, ...] and prototypes [j, classes, d] mixed by rho, all from the same snapshot: (7) and (8)."""
+        """Mix bodies [j, ...] and prototypes [j, classes, d] by rho, all at once: equations (7) and (8)."""
         rho = self.group_weights(sets)
         new = masked_mix(rho, sets)
         return {**server, "rho": rho, "body": mix(rho, body), "value": new.value, "mask": new.mask}
 
     def group_weights(self, sets: Prototypes) -> Tensor:
-        """Rho [j, j]: by similarity, 1/J everywhere, or the identity."""
+        """Return rho [j, j]: by similarity, equations (5) and (6), or 1/J everywhere, or the identity."""
         J = len(sets.mask)
         if self.hp.inter == "adaptive":
             return group_weights(sets, self.hp.sim_map)
@@ -240,8 +225,3 @@ class FedPC(EdgeMethod):
     def facts(self, server: State) -> dict[str, Any]:
         sizes = [len(members) for members in (self.edges(server) or {}).values()]
         return {"J": len(server["rho"]), "sizes": sizes, "rho": server["rho"]}
-
-
-def _model(tree: Tree) -> Tree:
-    """The entries of the model in a payload."""
-    return T.drop(tree, lambda name: name.startswith("x:"))
