@@ -16,7 +16,7 @@ from support.toy import handed
 
 
 @pytest.mark.parametrize("own", [{"alpha": 0.3, "adaptive": False}, {}], ids=["fixed", "adaptive"])
-def test_apfl_global_model_is_fedavg_whatever_alpha(tmp_path: Path, own: dict[str, float]) -> None:
+def test_apfl_global_model_is_that_of_fedavg_for_any_alpha(tmp_path: Path, own: dict[str, float]) -> None:
     ours, fedavg = play(APFL, tmp_path, **own), play(FedAvg, tmp_path)
     assert same(ours.server["w"], fedavg.server["w"])
 

@@ -47,7 +47,7 @@ def test_cd2_splits_outputs_of_layers_with_their_norm_and_inputs_of_the_head() -
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
-def test_cd2_what_travels_is_the_complement_of_what_stays(share: float) -> None:
+def test_cd2_sent_entries_and_private_entries_make_up_the_model(share: float) -> None:
     method, _ = bound(CD2pFed)
     net, one, two = method.ctx.net, method.ctx.w0, noisy(method.ctx.w0, lambda k: True)
     private = channels.masks(net, one, share)

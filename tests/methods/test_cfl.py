@@ -20,7 +20,7 @@ def test_cfl_that_never_splits_is_uniform_fedavg(own, norm, tmp_path):  # fmt: s
     a = play(CFL, tmp_path, own, model=mlp(norm), join=0.6)
     b = play(FedAvg, tmp_path, model=mlp(norm), join=0.6, weighting="uniform")
     assert len(a.server["models"]) == 1
-    assert near(a.server["models"][0], b.server["w"])  # w + mean of updates rounds otherwise than the mean of models
+    assert near(a.server["models"][0], b.server["w"])  # w + mean of updates and the mean of models differ by rounding
 
 
 def test_cfl_separates_two_planted_groups_in_one_split(tmp_path):
@@ -36,7 +36,7 @@ def direction(k: int, length: float = 1.0) -> torch.Tensor:
 
 
 def test_cfl_nested_split_keeps_ids():
-    """Three planted groups: first one against two, then the two; ids are neither sorted nor adjacent."""
+    """The first split separates one of three groups, the second the other two; ids are neither sorted nor adjacent."""
     ids = [50, 4, 33, 8, 21, 17, 9, 60, 2]
     group = dict(zip(ids, [0, 1, 2, 0, 1, 2, 0, 1, 2], strict=True))
     base = torch.stack([direction(0), -direction(0) + direction(1), -direction(0) - direction(1)])
@@ -50,7 +50,7 @@ def test_cfl_nested_split_keeps_ids():
     assert set(of) == set(ids)
     found = {c: {i for i in ids if of[i] == c} for c in set(of.values())}
     planted_ = [{i for i in ids if group[i] == g} for g in range(3)]
-    # the group that was alone after the first split (all of one mind) may be cut further; nobody crosses a border
+    # the group that was separated first may be split further, but no cluster mixes two groups
     assert all(any(members <= p for p in planted_) for members in found.values())
     assert {frozenset(m) for m in found.values()} >= {frozenset(planted_[1]), frozenset(planted_[2])}
 
@@ -77,10 +77,18 @@ def test_cfl_absent_members_follow_their_last_update_and_others_stay():
     server = calm.aggregate(calm.setup(), up({5: a + 0.3 * direction(2), 6: b + 0.3 * direction(2)}), 1)
     assert set(server["cluster"].values()) == {0}
     server = method.aggregate(server, up({1: a, 2: b, 3: a, 4: b}), 2)
-    assert server["cluster"] == {1: 0, 2: 1, 3: 0, 4: 1, 5: 0, 6: 1, 7: 0}  # 7 was never heard: it waits in the first
+    assert server["cluster"] == {
+        1: 0,
+        2: 1,
+        3: 0,
+        4: 1,
+        5: 0,
+        6: 1,
+        7: 0,
+    }  # 7 never answered: it stays in the first cluster
 
 
-def test_cfl_a_cluster_nobody_answered_for_stands_still_and_small_ones_are_not_split():
+def test_cfl_keeps_a_cluster_without_answers_and_does_not_split_small_ones():
     method = with_clients(bind(CFL, {**SPLIT, "min_cluster": 2}), [0, 1, 2])
     two = {k: v + 1 for k, v in method.ctx.w0.items()}
     server = {"models": [T.clone(method.ctx.w0), two], "cluster": {0: 0, 1: 0, 2: 1}, "last": {}}

@@ -22,8 +22,8 @@ EIGHT = [Local, FedAvg, FedProx, FedPer, FedRep, Ditto, FedAMP, CFL]
 
 
 @pytest.mark.parametrize("cls", [Local, FedPer, FedRep, Ditto])
-def test_a_personal_model_does_not_depend_on_what_is_done_by_other_clients_on_the_same_worker(cls, tmp_path):
-    """States do not leak: with one round, a client's own part is a function of its own data."""
+def test_a_personal_model_does_not_depend_on_other_clients_of_the_same_worker(cls, tmp_path):
+    """After one round, a client's state depends on its own data only."""
     data = clients()
     other = Toy([p if i == 2 else (p[0] * -3, p[1].flip(0)) for i, p in enumerate(data.parts)], 3)
     a, b = (play(cls, tmp_path, data=d, rounds=1, model=mlp(True)) for d in (data, other))
@@ -44,7 +44,7 @@ def test_split_methods_share_the_body_and_keep_the_head(cls, tmp_path):
 
 @pytest.mark.parametrize("cls", EIGHT)
 def test_nothing_handed_over_is_shared(cls, tmp_path):
-    """Server, clients and the context hold tensors of their own: a later write cannot reach back."""
+    """No tensor of the server, a client or the context shares memory with one of another owner."""
     loop = play(cls, tmp_path, model=mlp(True))
     owners = {"server": loop.server, "context": {"w0": loop.method.ctx.w0}}
     owners |= {f"client {i}": loop.runtime.states.get(i) or {} for i in range(5)}
@@ -75,5 +75,5 @@ def test_one_group_is_uniform_fedavg_to_the_bit(cls, own, get, join, norm, tmp_p
 def test_without_a_pull_the_shared_model_never_moves(cls, get, norm, tmp_path):
     loop = play(cls, tmp_path, {"lam": 0.0, "steps": 3}, model=mlp(norm))
     ctx = loop.method.ctx
-    assert near(trainable(ctx, get(loop.server)), trainable(ctx, ctx.w0))  # the mean of equal models rounds
+    assert near(trainable(ctx, get(loop.server)), trainable(ctx, ctx.w0))  # near: the mean of equal models is rounded
     assert not near(loop.runtime.states.get(0)["theta"], ctx.w0)

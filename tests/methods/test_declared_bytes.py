@@ -78,7 +78,7 @@ def test_declared_bytes_of_prototype_methods_by_hand() -> None:
     ],
 )
 def test_bytes_of_methods_with_clusters_by_hand(cls, own, up, down, tmp_path):
-    """Scalars times four, for every participant."""
+    """Each participant sends and receives four bytes for each scalar."""
     for e in events(play(cls, tmp_path, own, join=0.6))[1:]:
         m = len(e["participants"])
         assert sum(e["bytes"]["device-cloud"]["up"].values()) == 4 * up * m

@@ -1,4 +1,4 @@
-"""What every method declares is what it sends; an upload that is anything else is refused before it is aggregated."""
+"""Every method sends what it declares; an upload that is anything else is refused before it is aggregated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from coterie.errors import CoterieError
 from coterie.methods import find, known
 from coterie.testing import Bench, open_loop
 
-FIVE = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")  # have edges; their own tests hold them to their schemas
-VARIANTS: dict[str, dict[str, Any]] = {  # settings under which other entries travel
+FIVE = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")  # methods with edges; their own tests check their schemas
+VARIANTS: dict[str, dict[str, Any]] = {  # settings that change the entries
     "feddyn scaled": {"scale_alpha": True},
     "fednh with scale": {"learn_scale": True},
     "fedrod with hyper-network": {"hyper": True},
@@ -38,7 +38,7 @@ CASES = [*BASELINES, *VARIANTS, *RUNS]
 
 @dataclass(frozen=True)
 class Sent:
-    """One upload with the moment it belongs to, and the other uploads of its round."""
+    """An upload, its moment, and the other uploads of its round."""
 
     now: Moment
     upload: Upload
@@ -47,7 +47,7 @@ class Sent:
 
 @cache
 def played(case: str) -> tuple[Method, list[Sent]]:
-    """A short run that checks every download, and all its uploads."""
+    """Check every download of a short run; return the method and all uploads."""
     name = case.split()[0]
     session = Bench(find(name), VARIANTS.get(case, {})).session(newcomers=1, **RUNS.get(case, {}))
     method, sent = session.method, []
@@ -84,7 +84,7 @@ def played(case: str) -> tuple[Method, list[Sent]]:
 
 
 def one_of_each(sent: list[Sent]) -> list[Sent]:
-    """The first upload of every set of entries and shapes."""
+    """Return the first upload with each set of entries and shapes."""
     found: dict[Any, Sent] = {}
     for s in sent:
         found.setdefault(tuple((k, tuple(v.shape)) for k, v in s.upload.tree.items()), s)
@@ -92,7 +92,7 @@ def one_of_each(sent: list[Sent]) -> list[Sent]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_payload_is_exactly_what_is_declared(case: str) -> None:
+def test_every_payload_has_exactly_the_declared_entries(case: str) -> None:
     method, sent = played(case)
     for s in sent:
         tree, exact = s.upload.tree, method.schema("up", s.now)
@@ -115,7 +115,7 @@ def lengths(schema: Schema, tree: Tree) -> dict[str, int]:
 
 
 def spoiled(schema: Schema, name: str, v: Tensor) -> Iterator[tuple[str, Tensor | None]]:
-    """Every way to send this entry wrongly; None: not at all."""
+    """Yield every malformed version of this entry; None: the entry is missing."""
     entry = schema.entries[name]
     yield "dropped", None
     yield "one axis more", v[None]
@@ -145,7 +145,7 @@ def changed(v: Tensor, first: float) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_spoiled_upload_is_refused_with_a_sentence(case: str) -> None:
+def test_a_malformed_upload_is_refused(case: str) -> None:
     method, sent = played(case)
     for s in one_of_each(sent):
         schema, tree = method.schema("up", s.now), s.upload.tree
@@ -162,7 +162,7 @@ def test_a_spoiled_upload_is_refused_with_a_sentence(case: str) -> None:
 
 
 def extreme(schema: Schema, tree: Tree, high: bool) -> Tree:
-    """The largest or smallest values that pass the check, everywhere."""
+    """Return the tree with the largest or smallest values that pass the check."""
     out: Tree = {}
     for k, v in tree.items():
         entry = schema.entries[k]
@@ -173,7 +173,7 @@ def extreme(schema: Schema, tree: Tree, high: bool) -> Tree:
             out[k] = (ids[len(ids) - len(v) :] if high else ids[: len(v)]).clone()
         else:
             out[k] = torch.full_like(v, entry.high if high else entry.low)
-            if v.is_floating_point():  # the nearest float32 may lie outside
+            if v.is_floating_point():  # the nearest float32 may be outside the bounds
                 out[k] = out[k] * (1 - 1e-6)
     return out
 
@@ -181,7 +181,7 @@ def extreme(schema: Schema, tree: Tree, high: bool) -> Tree:
 @pytest.mark.parametrize("high", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_no_upload_that_passes_the_check_breaks_the_server(case: str, high: bool) -> None:
-    """One client sends the most extreme values that are allowed: everything the server keeps is still a number."""
+    """If one client sends the most extreme values allowed, the server's state is still finite."""
     method, sent = played(case)
     for s in one_of_each(sent):
         schema = method.schema("up", s.now)
@@ -201,6 +201,6 @@ def test_no_upload_that_passes_the_check_breaks_the_server(case: str, high: bool
 
 
 def numbers(value: Any, absent: bool) -> bool:
-    """Is everything finite? NaN may mark what is absent."""
+    """True if all numbers are finite; with `absent`, NaN may mark absent values."""
     floats = [t for t in codec.tensors_of(value) if t.is_floating_point()]
     return all(bool((torch.isfinite(t) | (t.isnan() & absent)).all()) for t in floats)

@@ -11,8 +11,8 @@ from support.toy import NORMS, OPTIMISERS, begin, clients, gradient, mlp, models
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("run", OPTIMISERS)
-def test_ditto_without_a_pull_is_local_beside_fedavg(run, norm, tmp_path):
-    """One optimiser per model: momentum does not cross, and the upload has nothing of v."""
+def test_ditto_without_a_pull_is_local_training_and_fedavg(run, norm, tmp_path):
+    """Each model has its own optimiser state, and the upload does not depend on v."""
     a = play(Ditto, tmp_path, {"lam": 0.0}, model=mlp(norm), join=0.6, **run)
     b = play(Local, tmp_path, model=mlp(norm), join=0.6, **run)
     c = play(FedAvg, tmp_path, model=mlp(norm), join=0.6, weighting="uniform", **run)
@@ -29,7 +29,7 @@ def test_ditto_global_model_does_not_depend_on_lambda(lam, tmp_path):
 
 
 def test_ditto_by_hand_is_anchored_at_the_received_model(tmp_path):
-    """Two steps on v with lam 2: the anchor is w_t, not the trained copy and not v's own start."""
+    """Two steps on v with lam = 2; the anchor is w_t, not the trained copy and not the initial v."""
     data = clients(1)
     loop = begin(open_toy(Ditto, tmp_path, {"lam": 2.0}, data=data, epochs=2, batch=100))
     ctx, (x, y) = loop.method.ctx, data.parts[0]

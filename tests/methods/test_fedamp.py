@@ -58,7 +58,7 @@ def test_fedamp_rows_are_convex_and_identical_clients_mix_to_themselves(variant)
     assert torch.allclose(method.mixing(same_, torch.arange(6)) @ same_, same_, atol=1e-6)
 
 
-def test_fedamp_far_apart_clients_keep_their_own_and_too_close_ones_get_a_sentence():
+def test_fedamp_keeps_the_models_of_distant_clients_and_refuses_a_too_large_alpha():
     method = bind(FedAMP, {"variant": "attention", "sigma": 0.5})
     V = 100 * torch.eye(4)
     assert torch.equal(method.mixing(V, torch.arange(4)), torch.eye(4))

@@ -26,7 +26,7 @@ from support.short_runs import (
 
 
 def fedap(**own: Any) -> tuple[FedAP, dict[str, Any]]:
-    """A server after the exchange; everybody has sent a model of its own since."""
+    """Return a method and its server after the exchange, when every client has sent a model."""
     method = bound("fedap", own=own)
     assert isinstance(method, FedAP)
     stats = {i: jittered({"s": torch.zeros(2, 24)}, i, 1.0)["s"] for i in CLIENTS}
@@ -52,11 +52,11 @@ def test_fedap_identical_statistics_give_equal_weights_to_the_others() -> None:
     method, server = fedap(mu=0.5)
     X = method.mixing({**server, "stats": dict.fromkeys(CLIENTS, server["stats"][0])})
     assert torch.allclose(X[0, 1:], torch.full((4,), 0.125).double())
-    rows = {i: server["stats"][min(i, 1)] * 1000 for i in CLIENTS}  # four alike, far from the first
+    rows = {i: server["stats"][min(i, 1)] * 1000 for i in CLIENTS}  # four equal clients, far from the first
     assert torch.allclose(method.mixing({**server, "stats": rows})[1, 2:], torch.full((3,), 0.5 / 3).double())
 
 
-def test_fedap_who_sent_no_statistics_mixes_with_nobody() -> None:
+def test_fedap_does_not_mix_a_client_that_sent_no_statistics() -> None:
     method, server = fedap()
     X = method.mixing({**server, "stats": {i: s for i, s in server["stats"].items() if i != 2}})
     assert torch.equal(X[2], torch.eye(5).double()[2]) and float(X[:, 2].sum()) == 1
@@ -90,7 +90,7 @@ def test_fedap_is_fedbn_before_the_exchange_and_never_sends_batch_norm() -> None
     assert traffic(loop, "up") == [w, w, 2 * 24 * 4, w, w]
 
 
-def test_fedap_statistics_are_means_and_deviations_of_what_enters_batch_norm() -> None:
+def test_fedap_statistics_are_means_and_deviations_of_the_inputs_of_batch_norm() -> None:
     s = session("fedap", own={"warm": 0.0})
     data = s.federation.data(1)
     params, extras = s.method.begin(s.method.init_client(data), T.drop(s.method.ctx.w0, BN.__contains__), data, 0).model

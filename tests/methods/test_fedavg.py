@@ -11,7 +11,7 @@ from support.toy import NORMS, OPTIMISERS, Toy, begin, bind, clients, events, gr
 
 
 def line() -> nn.Module:
-    """Two inputs, two classes, all weights zero: every probability is 1/2."""
+    """Return a model of two inputs and two classes with zero weights: every probability is 1/2."""
     module = nn.Linear(2, 2)
     nn.init.zeros_(module.weight)
     nn.init.zeros_(module.bias)
@@ -19,7 +19,7 @@ def line() -> nn.Module:
 
 
 def pair() -> Toy:
-    """One sample (1, 0) of class 0; three samples (0, 2) of class 1."""
+    """Return two clients: one sample (1, 0) of class 0, and three samples (0, 2) of class 1."""
     one, three = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]]).repeat(3, 1)
     return Toy([(one, torch.tensor([0])), (three, torch.tensor([1, 1, 1]))], 2)
 
@@ -40,7 +40,7 @@ def test_one_client_fedavg_is_local(run, norm, tmp_path):
 
 
 def test_fedavg_by_hand(tmp_path):
-    """The mean weighs clients by samples, 1 to 3; or equally if the run says so."""
+    """The mean weighs the clients by samples, 1 to 3, or equally with weighting = uniform."""
     for weighting, share in ((None, (0.25, 0.75)), ("uniform", (0.5, 0.5))):
         loop = play(FedAvg, tmp_path, model=line(), data=pair(), rounds=1, lr=1.0, weighting=weighting)
         expected = {k: share[0] * STEP[0][k] + share[1] * STEP[1][k] for k in ("weight", "bias")}
@@ -55,7 +55,7 @@ def test_fedavg_with_one_full_batch_step_is_gradient_descent_on_the_mean_loss(tm
     assert near(loop.server["w"], T.add(ctx.w0, gradient(ctx, ctx.w0, x, y), -0.1))
 
 
-def test_fedavg_of_identical_clients_is_what_each_of_them_sends(tmp_path):
+def test_fedavg_of_identical_clients_is_the_upload_of_each(tmp_path):
     data = Toy([clients().parts[0]] * 4, 3)
     loop = play(FedAvg, tmp_path, data=data, rounds=1, batch=100, model=mlp(True))
     alone = play(FedAvg, tmp_path, data=Toy(data.parts[:1], 3), rounds=1, batch=100, model=mlp(True))
@@ -79,7 +79,7 @@ def test_the_counter_of_batch_norm_neither_travels_nor_is_averaged():
     assert "1.num_batches_tracked" not in method.ctx.w0 and "1.running_mean" in method.setup()["w"]
 
 
-def test_batch_norm_is_found_by_type_whatever_its_name(tmp_path):
+def test_batch_norm_is_found_by_type_not_by_name(tmp_path):
     module = nn.Sequential()
     module.add_module("bn_is_a_linear_layer", nn.Linear(4, 6))
     module.add_module("downsample", nn.Sequential(nn.Identity(), nn.BatchNorm1d(6)))

@@ -18,7 +18,7 @@ def test_fedbn_without_batch_norm_is_fedavg() -> None:
     assert same(bn.server["w"], avg.server["w"])
 
 
-def test_fedbn_asks_for_batch_norm_in_a_sentence() -> None:
+def test_fedbn_refuses_a_model_without_batch_norm() -> None:
     with pytest.raises(CoterieError, match="FedBN needs a model with batch norm"):
         session("fedbn", plain())
 

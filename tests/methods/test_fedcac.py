@@ -39,10 +39,10 @@ def test_fedcac_masks_the_entries_that_training_moved_to_most_effect() -> None:
     start["classifier.bias"] = torch.tensor([0.0, 0.9, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 5.0])
     kept, _ = method.end({}, Trained(params, {"start": start}), data, 1)
     assert kept["mask"]["classifier.bias"].nonzero().flatten().tolist() == [0, 8]
-    assert int(kept["mask"]["fc1.bias"].sum()) == 6  # nothing moved there; the mask is not full for that
+    assert int(kept["mask"]["fc1.bias"].sum()) == 6  # no entry moved, and the mask still has its density
 
 
-def test_fedcac_beyond_beta_nobody_shares_critical_entries() -> None:
+def test_fedcac_shares_no_critical_entries_after_beta_rounds() -> None:
     s = session("fedcac", own={"beta": 1.5}, join=1.0)
     loop, seen = watch(s)
     assert torch.equal(loop.server["together"], torch.eye(5, dtype=torch.bool))
@@ -81,12 +81,12 @@ def test_fedcac_overlap_is_one_with_itself_and_counts_common_entries() -> None:
     assert torch.equal(overlap(torch.zeros(2, 3).bool()), torch.ones(2, 2, dtype=torch.float64))
 
 
-def test_fedcac_collaborators_thin_out_and_nobody_is_left_after_beta_rounds() -> None:
+def test_fedcac_has_fewer_collaborators_in_later_rounds_and_none_after_beta_rounds() -> None:
     o = torch.tensor([[1.0, 0.9, 0.1], [0.9, 1.0, 0.5], [0.1, 0.5, 1.0]], dtype=torch.float64)
     assert collaborators(o, 0, 100).tolist() == [[True, True, False], [True, True, True], [False, True, True]]
     assert torch.equal(collaborators(o, 90, 100), torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 1]]).bool())
     assert torch.equal(collaborators(o, 101, 100), torch.eye(3).bool())
-    for n in range(2, 30):  # some of these means round above the value
+    for n in range(2, 30):  # some of these means are rounded up
         assert collaborators(torch.full((n, n), 0.7, dtype=torch.float64), 500, 100).all()
     assert collaborators(torch.ones(1, 1), 1, 100).tolist() == [[True]]
 

@@ -39,7 +39,7 @@ def test_fedcmd_is_fedavg_while_it_votes_and_the_layer_stays_afterwards() -> Non
 
 
 def test_fedcmd_with_the_head_elected_goes_on_as_fedper(tmp_path: Path) -> None:
-    """Both from the model of round 1; the private head in both is the head of that model."""
+    """Both methods start from the model of round 1 and its head."""
     s = session(OnlyHead, own={"rho": 0.2}, rounds=4)
     cmd, _ = watch(s)
     start = play("fedavg", rounds=1).server["w"]

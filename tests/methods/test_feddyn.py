@@ -38,7 +38,7 @@ def test_feddyn_sends_average_plus_dual_and_scores_the_average() -> None:
     assert method.global_model(server) is server["avg"]
 
 
-def test_feddyn_does_not_move_when_nobody_moved() -> None:
+def test_feddyn_does_not_move_when_no_client_moved() -> None:
     method = bound("feddyn")
     server = method.setup()
     after = method.aggregate(server, [upload(method, i, server["w"]) for i in range(3)], 1)

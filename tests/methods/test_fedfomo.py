@@ -31,7 +31,7 @@ def test_fedfomo_without_models_of_others_is_local() -> None:
 
 
 def fomo_client() -> tuple[FedFomo, Any, T.Tree, T.Tree]:
-    """A method, a client's data, a start and a model that is better on its validation part."""
+    """Return a method, a client's data, an initial model and one with a lower validation loss."""
     s = session("fedfomo", join=1.0, rounds=2)
     loop, _ = watch(s)
     assert isinstance(s.method, FedFomo)
@@ -62,9 +62,9 @@ def test_fedfomo_baseline_is_the_model_before_the_last_training_so_own_training_
     assert near(mixed, T.mean([half, better], raw)) and bool((raw > 0).all())
 
 
-def test_fedfomo_harmful_candidate_weighs_nothing_beside_a_helpful_one() -> None:
+def test_fedfomo_gives_a_harmful_candidate_no_weight_next_to_a_helpful_one() -> None:
     method, data, start, better = fomo_client()
-    worse = {k: 2 * start[k] - v for k, v in better.items()}  # as far to the other side
+    worse = {k: 2 * start[k] - v for k, v in better.items()}  # the same distance in the opposite direction
     begun, extras = method.begin({"w": better, "old": start}, {"models": T.flatten(worse)[None]}, data, 3).model
     assert float(extras["affinity"][0]) < 0 and same(begun, better)
 
@@ -97,7 +97,7 @@ def test_fedfomo_server_adds_affinities_and_sends_the_most_helpful() -> None:
     assert torch.equal(after["bank"]["flat"][1], T.flatten(upload_tree(method, 7)))
 
 
-def test_fedfomo_explores_at_first_and_asks_for_no_more_models_than_there_are() -> None:
+def test_fedfomo_explores_at_first_and_sends_at_most_all_models() -> None:
     method = bound("fedfomo", own={"models": 1, "explore": 1.0, "explore_decay": 0.5})
     many = bound("fedfomo", own={"models": 50})
     assert isinstance(method, FedFomo) and isinstance(many, FedFomo)

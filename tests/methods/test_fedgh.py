@@ -15,7 +15,7 @@ def test_fedgh_with_server_rate_0_keeps_the_first_head(tmp_path: Path) -> None:
     assert not same(play(FedGH, tmp_path).server["w"], loop.server["w"])
 
 
-def test_fedgh_one_small_step_lowers_the_loss_of_the_pairs_whatever_the_order_of_clients() -> None:
+def test_fedgh_one_small_step_lowers_the_loss_of_the_pairs_in_any_order_of_clients() -> None:
     method, clients = bound(FedGH, server_batch=0, server_lr=1e-2)
     uploads = [round_of(method, data)[2] for data in clients]
     z = torch.cat([u.tree["x:means"] for u in uploads])
@@ -40,7 +40,7 @@ def test_fedgh_sends_class_means_over_samples_and_no_body() -> None:
         assert torch.allclose(row, means[k], atol=1e-5)
 
 
-def test_fedgh_server_head_is_nobody_elses_tensor(tmp_path: Path) -> None:
+def test_fedgh_server_head_shares_no_memory_with_a_client(tmp_path: Path) -> None:
     loop = play(FedGH, tmp_path, {"join": 1.0})
     held = {v.data_ptr() for i in loop.method.ctx.clients for v in loop.runtime.states.get(i)["own"].values()}
     held |= {v.data_ptr() for v in loop.method.ctx.w0.values()}

@@ -26,7 +26,7 @@ def test_fedgroup_with_one_group_is_fedavg_from_the_cold_start_mean(norm, tmp_pa
     assert events(a)[0]["participants"] == [0, 1, 2, 3, 4]
 
 
-def test_fedgroup_cold_start_is_the_uniform_mean_after_so_many_steps(tmp_path):
+def test_fedgroup_cold_start_is_the_uniform_mean_after_the_given_steps(tmp_path):
     loop = begin(open_toy(FedGroup, tmp_path, {"groups": 1, "pretrain_steps": 1}, batch=100))
     loop.step()
     w0, ctx = loop.method.ctx.w0, loop.method.ctx
@@ -57,7 +57,7 @@ def test_fedgroup_recovers_planted_orthogonal_directions_and_newcomers_follow_th
         assert torch.allclose(T.flatten(server["models"][g]), T.flatten(method.ctx.w0) + D[rows].mean(0), atol=1e-5)
         newcomer = uploads(moved(method, 0.5 * server["directions"][g][None]), [99])
         after = method.aggregate(server, newcomer, 1)
-        assert after["cluster"][99] == g  # by direction, whatever its length
+        assert after["cluster"][99] == g  # by direction, not by length
         assert same(after["models"][g], server["models"][g])  # it trained from w_0 and does not vote
         assert {i: c for i, c in after["cluster"].items() if i != 99} == server["cluster"]
 

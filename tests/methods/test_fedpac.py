@@ -7,7 +7,7 @@ from coterie.methods.fedpac import combination
 from support.short_runs import HEAD, play, same, session
 
 
-def test_fedpac_weighs_equal_clients_by_one_over_variance_and_leaves_strangers_out() -> None:
+def test_fedpac_weighs_equal_clients_by_one_over_variance_and_ignores_distant_ones() -> None:
     same_, variances = torch.ones(3, 2, 4).double(), torch.tensor([1.0, 2.0, 4.0]).double()
     assert combination(0, same_, variances) == pytest.approx([4 / 7, 2 / 7, 1 / 7], abs=1e-6)
     apart = 100 * torch.eye(3).double()[:, None]

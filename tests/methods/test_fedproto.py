@@ -37,7 +37,7 @@ def test_fedproto_of_one_client_are_its_class_means() -> None:
             assert C[k].isnan().all()
 
 
-def test_fedproto_does_not_depend_on_the_order_of_clients_and_weighs_as_told() -> None:
+def test_fedproto_does_not_depend_on_the_order_of_clients_and_follows_the_weighting() -> None:
     for weighting in ("uniform", "samples"):
         method, clients = bound(FedProto, {"weighting": weighting})
         uploads = [round_of(method, data)[2] for data in clients]

@@ -19,7 +19,7 @@ def test_fedprox_with_zero_mu_is_fedavg(run, norm, tmp_path):
 
 
 def test_fedprox_by_hand(tmp_path):
-    """Two full-batch steps on one client; the anchor is the received model throughout, at every batch."""
+    """Two full-batch steps on one client; the anchor is the received model in both."""
     data = clients(1)
     loop = play(FedProx, tmp_path, {"mu": 2.0}, data=data, rounds=1, epochs=2, batch=100)
     ctx, (x, y) = loop.method.ctx, data.parts[0]

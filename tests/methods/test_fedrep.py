@@ -15,7 +15,7 @@ RULES = [Optimiser(), Optimiser("sgd", 0.9, 0.1), Optimiser("adam", 0.0, 0.1), O
 
 @pytest.mark.parametrize("rule", RULES)
 def test_fedrep_freezes_hold_under_every_optimiser(rule):
-    """Bit for bit, statistics of batch norm included."""
+    """Frozen entries keep their bits, including the statistics of batch norm."""
     data = clients()
     method = bind(FedRep, {"head_epochs": 2, "body_epochs": 2}, model=mlp(True), data=data)
     ctx, head = method.ctx, method.ctx.group("head")
@@ -42,5 +42,5 @@ def test_fedrep_by_hand_head_first_then_body(tmp_path):
 def test_fedrep_without_body_epochs_never_moves_the_body(tmp_path):
     loop = play(FedRep, tmp_path, {"body_epochs": 0}, model=mlp(True), data=clients(4, sizes=(8,)), optimizer="adam")
     w0 = loop.method.ctx.w0
-    assert same(loop.server["w"], T.keep(w0, loop.server["w"].__contains__))  # four equal shares are exact
+    assert same(loop.server["w"], T.keep(w0, loop.server["w"].__contains__))  # the mean of four equal models is exact
     assert not torch.equal(loop.runtime.states.get(0)["own"]["3.weight"], w0["3.weight"])

@@ -59,6 +59,6 @@ def test_fedrod_hyper_network_makes_heads_from_label_shares_and_is_averaged(tmp_
     x = clients[0].train.x[:5]
     other = {"counts": clients[1].label_counts.float()}
     assert not torch.allclose(method.predict(params, x, extras), method.predict(params, x, other))
-    # the global model is untouched by it
+    # the global model does not depend on it
     plain = gradients(bound(FedRoD)[0], opened(bound(FedRoD)[0], clients[0])[0], batch_of(clients[0]), extras)
     assert torch.equal(plain["fc1.weight"], g["fc1.weight"])

@@ -11,7 +11,7 @@ from support.toy import NORMS, W, begin, bind, events, mlp, models, moved, open_
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_fesem_with_a_centre_for_everybody_is_local(norm, tmp_path):
+def test_fesem_with_a_centre_for_each_client_is_local(norm, tmp_path):
     a = play(FeSEM, tmp_path, {"groups": 5}, model=mlp(norm))
     b = play(Local, tmp_path, model=mlp(norm))
     assert sorted(a.server["cluster"].values()) == list(range(5))

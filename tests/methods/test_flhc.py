@@ -61,7 +61,8 @@ def test_flhc_separates_planted_groups_by_updates(tmp_path):
 
 def test_flhc_clusters_updates_not_weights():
     method = bind(FLHC, {"warmup": 0, "groups": 2, "metric": "cosine", "linkage": "complete"})
-    big = {k: v + 50 for k, v in method.ctx.w0.items()}  # beside these weights, long steps differ most from short ones
+    # by weights instead of updates, long steps would differ most from short ones
+    big = {k: v + 50 for k, v in method.ctx.w0.items()}
     u, v = torch.linalg.qr(torch.randn(W, 2, generator=torch.Generator().manual_seed(0))).Q.T
     steps = torch.stack([u, v, 10 * u, 10 * v])
     trees = [T.add(big, T.unflatten(s, big)) for s in steps]
@@ -78,7 +79,7 @@ def test_flhc_samples_at_least_one_client_of_each_cluster():
         assert [of[i] for i in picked].count(0) == 2 and {8, 9} <= set(picked) and len(picked) == 4
 
 
-def test_flhc_who_missed_the_clustering_round_joins_the_nearest_cluster_later():
+def test_flhc_a_client_that_missed_the_clustering_round_joins_the_nearest_cluster_later():
     method = bind(FLHC, {"warmup": 0, "groups": 2})
     a, b = torch.ones(W), -torch.ones(W)
     first = uploads(moved(method, torch.stack([a, b, a])), [0, 1, 2])
@@ -99,7 +100,7 @@ def test_flhc_who_missed_the_clustering_round_joins_the_nearest_cluster_later():
         ({"threshold": 1.0, "groups": 2}, "not both"),
     ],
 )
-def test_flhc_impossible_settings_get_a_sentence(own, words):
+def test_flhc_refuses_impossible_settings(own, words):
     with pytest.raises(CoterieError, match=words):
         bind(FLHC, own)
 

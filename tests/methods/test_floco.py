@@ -27,7 +27,7 @@ def test_floco_places_clients_in_the_simplex_as_evenly_as_it_can() -> None:
     assert np.allclose(placed(updates[:1], 4), 0.25)
 
 
-def test_floco_calls_everybody_in_the_round_that_places_them_and_trains_around_the_place_after_it() -> None:
+def test_floco_asks_all_clients_in_the_round_of_placement_and_trains_around_the_places_later() -> None:
     s = session("floco", own={"tau": 2, "endpoints": 3, "rho": 0.0}, rounds=3, join=0.4)
     loop, seen = watch(s)
     assert [len(u) for u in seen] == [2, 5, 2] and sorted(loop.server["places"]) == list(range(5))
@@ -38,7 +38,7 @@ def test_floco_calls_everybody_in_the_round_that_places_them_and_trains_around_t
     assert float(place.sum()) == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.long  # points are drawn by client number, and places magnify that, so numbers do matter
+@pytest.mark.long  # without the check of permuted ids: points are drawn by client id
 @pytest.mark.parametrize("name", [n for n in CHECKS if n != "permuting_ids_permutes_results"])
 def test_floco_passes_the_battery_after_its_placement(name: str) -> None:
     check("floco", name, tau=1, endpoints=3)

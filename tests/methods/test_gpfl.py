@@ -18,7 +18,7 @@ def test_gpfl_lambda_weighs_the_unsquared_norm_of_the_whole_batch() -> None:
     gap = value(method, params, batch, extras) - value(plain, params, batch, extras)
     assert torch.allclose(gap, 0.3 * norm, atol=1e-4)
     with_, without = (gradients(m, params, batch, extras) for m in (method, plain))
-    assert torch.equal(with_[CLASSES], without[CLASSES])  # the received embeddings are constants in that term
+    assert torch.equal(with_[CLASSES], without[CLASSES])  # the term treats the received embeddings as constants
     assert not torch.equal(with_["x:gamma.weight"], without["x:gamma.weight"])
     assert torch.equal(with_["classifier.weight"], without["classifier.weight"])
 

@@ -20,7 +20,7 @@ def test_ifca_starts_differ_and_the_first_is_the_runs_own():
     weights = [m["0.weight"] for m in (one, two, three)]
     assert not any(torch.equal(weights[i], weights[j]) for i, j in [(0, 1), (0, 2), (1, 2)])
     assert same(method.setup()["models"][1], two)
-    bound = 1 / 4**0.5  # of nn.Linear's own draw from 4 inputs
+    bound = 1 / 4**0.5  # bound of nn.Linear's initial weights for 4 inputs
     assert two["0.weight"].abs().max() <= bound and torch.equal(two["1.running_var"], torch.ones(6))
     assert all(v.dtype == torch.float32 and not v.requires_grad for v in two.values())
 
@@ -52,7 +52,7 @@ def test_ifca_picks_the_lowest_loss_on_all_training_data():
         assert same(method.personal({}, sent, data.data(i))[0], server["models"][best])
 
 
-def test_ifca_leaves_a_model_that_nobody_picked():
+def test_ifca_keeps_a_model_that_no_client_picked():
     method = bind(IFCA, {"groups": 3})
     server = method.setup()
     ones = {k: torch.ones_like(v) for k, v in method.ctx.w0.items()}

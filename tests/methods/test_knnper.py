@@ -14,7 +14,7 @@ def test_knn_per_trains_as_fedavg_and_without_neighbours_predicts_as_it() -> Non
     assert torch.allclose(s.method.predict(params, x, store), s.method.ctx.forward(params, x).log_softmax(1), atol=1e-5)
 
 
-def test_knn_per_with_one_neighbour_knows_its_training_samples_by_heart() -> None:
+def test_knn_per_with_one_neighbour_predicts_its_training_labels() -> None:
     s = session("knn-per", own={"share": 1.0, "k": 1})
     data = s.federation.data(1)
     params, store = s.method.personal({}, s.method.ctx.w0, data)

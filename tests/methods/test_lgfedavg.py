@@ -21,7 +21,7 @@ def test_lgfedavg_shares_the_head_not_the_first_layer() -> None:
     assert traffic(loop, "up") == traffic(loop, "down") == [head] * 3
 
 
-def test_lgfedavg_after_warm_rounds_starts_everybody_from_the_warm_model_once() -> None:
+def test_lgfedavg_after_warm_rounds_starts_each_client_once_from_the_warm_model() -> None:
     s = session("lg-fedavg", own={"warm_rounds": 2}, rounds=4, join=1.0)
     method, data = s.method, s.federation.data(0)
     warm, _ = watch(session("fedavg", rounds=2, join=1.0, weighting="uniform"))

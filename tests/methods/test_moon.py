@@ -13,7 +13,7 @@ def test_moon_without_its_term_is_fedavg() -> None:
 
 
 def test_moon_has_nothing_to_contrast_in_the_first_round() -> None:
-    """Its last model is the one it received, so the term is log 2 for every sample, whatever the features."""
+    """The last model is the received one, so the term is log 2 for every sample and any features."""
     moon, avg = play("moon", plain(), rounds=1), play("fedavg", plain(), rounds=1)
     assert near(moon.server["w"], avg.server["w"], 1e-5)
     moon, avg = play("moon", plain(), rounds=3, join=1.0), play("fedavg", plain(), rounds=3, join=1.0)

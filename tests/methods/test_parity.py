@@ -1,4 +1,4 @@
-"""Every method against a reference of its own (tests/reference/): the same weights to 1e-5, and a changed one not."""
+"""Every method has the weights of its reference (tests/reference/) to 1e-5, and a changed method has not."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ def worlds(case: Case, model: str) -> World:
 
 
 def engine(case: Case, world: World, tmp: Path, cls: type[Method] | None = None) -> Loop:
-    """The method on the real loop, run to its end; nothing is scored."""
+    """Run the method on the real loop to its end, without evaluation."""
     other = {k: v for k, v in case.run.items() if k not in WORLD}
     shared = {k: getattr(world, k) for k in WORLD if k not in OPTIMISER}
     method = toy.bind(
@@ -58,12 +58,12 @@ def engine(case: Case, world: World, tmp: Path, cls: type[Method] | None = None)
 
 
 def reference(case: Case, world: World) -> Result:
-    """The other side; settings of the run that the world does not hold are handed to it as settings."""
+    """Run the reference; settings of the run that `World` lacks are passed as the reference's settings."""
     return case.reference(world, **case.settings, **{k: v for k, v in case.run.items() if k not in WORLD})
 
 
 def compare(loop: Loop, world: World, expected: Result) -> float:
-    """The largest difference; more than the tolerance raises and says where."""
+    """Return the largest difference; fail with its place if it exceeds the tolerance."""
     gaps = []
     method = loop.method
     if expected.whole is not None:
@@ -88,7 +88,7 @@ def compare(loop: Loop, world: World, expected: Result) -> float:
         doing = loop.runtime.clients  # type: ignore[attr-defined]
         tuned = train(method.ctx, doing.rule, method.adapt(), Start(*own), world.data(i), loop.done + 1)[0].params
         gaps.append(gap(f"client {i}'s adapted model", tuned, wanted))
-    assert gaps, "nothing was compared"
+    assert gaps, "the reference returned nothing to compare"
     return max(gaps)
 
 
@@ -98,7 +98,7 @@ def _kept(loop: Loop, world: World, client: int) -> Any:
 
 
 def gap(where: str, found: Any, wanted: Any) -> float:
-    """The largest difference between two values of the same form: tensors, numbers, trees, lists, modules."""
+    """Return the largest difference between two values of the same form: tensors, numbers, trees, lists, modules."""
     wanted = tensors(wanted) if isinstance(wanted, nn.Module) else wanted
     if isinstance(wanted, Mapping):
         assert set(found) == set(wanted), f"{where} has entries {sorted(found)}, not {sorted(wanted)}"
@@ -113,7 +113,7 @@ def gap(where: str, found: Any, wanted: Any) -> float:
     assert a.shape == b.shape, f"{where} has shape {tuple(a.shape)}, not {tuple(b.shape)}"
     far = float((a - b).abs().max()) if a.numel() else 0.0
     size = max(1.0, float(b.abs().max()) if b.numel() else 0.0)
-    most = TOLERANCE * size * (5 if "logits" in where else 1)  # logits add up what the weights differ by
+    most = TOLERANCE * size * (5 if "logits" in where else 1)  # differences of weights add up in logits
     assert far <= most, f"{where} differs by {far:.1e}"  # NaN fails too
     return far
 
@@ -134,7 +134,7 @@ def test_a_method_has_the_weights_of_its_reference(case: Case, model: str, tmp_p
     compare(loop, world, expected)
     models = [expected.whole, *expected.clients.values()]
     moved = [gap_of(start, tensors(m) if isinstance(m, nn.Module) else m) for m in models if m is not None]
-    assert not moved or max(moved) > 0.01, "nobody has learnt anything, so there is nothing to compare"
+    assert not moved or max(moved) > 0.01, "no model has changed, so there is nothing to compare"
 
 
 def gap_of(start: Mapping[str, Tensor], tree: Mapping[str, Tensor]) -> float:
@@ -287,5 +287,5 @@ def test_settings_of_every_case_are_settings_of_its_method() -> None:
         build(case.method, dict(case.settings))
 
 
-def test_the_page_is_what_the_references_say() -> None:
+def test_the_page_of_parity_is_up_to_date() -> None:
     assert table.PAGE.read_text() == table.page(), "run: python tests/reference/table.py"

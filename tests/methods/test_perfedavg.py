@@ -104,5 +104,5 @@ def test_per_fedavg_inner_step_and_hessian_leave_batch_norm_statistics_alone():
         there = {**T.clone(params), **T.add(trainable(ctx, params), inner, -0.5)}
         grad(lambda p: method.loss(p, D2, {}), there, sorted(ctx.net.trainable))
         out = method.outer(T.clone(ctx.w0), (D, D2, D3), {"b": 0.1}, torch.Generator())
-    assert torch.equal(out["1.running_mean"], there["1.running_mean"])  # of the outer pass on D', once
+    assert torch.equal(out["1.running_mean"], there["1.running_mean"])  # updated once, by the outer pass on D'
     assert not torch.equal(out["1.running_mean"], ctx.w0["1.running_mean"])

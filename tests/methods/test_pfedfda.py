@@ -37,7 +37,7 @@ def test_pfedfda_losses_of_a_fold_are_those_of_its_mixtures() -> None:
     assert Fold(own, shared, prior, z, y).losses(pairs).tolist() == pytest.approx(expected)
 
 
-def test_pfedfda_mends_a_covariance_that_uploads_have_spoiled() -> None:
+def test_pfedfda_repairs_a_covariance_that_is_not_positive_definite() -> None:
     good = torch.eye(4) + 0.1
     assert definite(good) is good
     bad = torch.diag(torch.tensor([1.0, -2.0, 0.0, 3.0]))

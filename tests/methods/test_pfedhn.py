@@ -17,7 +17,7 @@ def test_pfedhn_makes_one_model_at_first_and_different_ones_later() -> None:
     assert torch.allclose(method.generated(after, 99), method.generated(newcomer, 0), atol=1e-6)
 
 
-def test_pfedhn_does_not_move_when_nobody_moved() -> None:
+def test_pfedhn_does_not_move_when_no_client_moved() -> None:
     method = bound("pfedhn")
     server = method.setup()
     sent = method.down(server, [0, 3], 1)

@@ -11,7 +11,7 @@ from support.toy import NORMS, begin, bind, clients, events, gradient, mlp, mode
 
 
 def test_pfedme_update_by_hand():
-    """Two inner steps on theta from w, then w moves eta * lam of the way."""
+    """Theta takes two inner steps from w, then w moves by eta * lam of the distance to theta."""
     method = bind(PFedMe, {"lam": 2.0, "inner_steps": 2, "personal_lr": 0.1, "eta": 0.25})
     w, ctx = method.ctx.w0, method.ctx
     batch = Batch(*clients().parts[0])
@@ -34,7 +34,7 @@ def test_pfedme_inner_steps_converge_to_the_prox_of_a_quadratic():
     out = method.update(params, Batch(*clients().parts[0]), extras, torch.Generator())
     closed = {k: (1.5 * 3.0 + 4.0 * v) / (1.5 + 4.0) for k, v in method.ctx.w0.items()}
     assert near(T.tagged("t", out), closed, atol=1e-5)
-    # and so w takes a step of eta along the gradient of the Moreau envelope
+    # w takes a step of size eta along the gradient of the Moreau envelope
     assert near(T.tagged("w", out), {k: v - 0.1 * 4.0 * (v - closed[k]) for k, v in method.ctx.w0.items()}, atol=1e-5)
 
 
@@ -52,7 +52,7 @@ def test_pfedme_server_moves_beta_of_the_way_to_the_mean_by_samples():
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_pfedme_stored_theta_is_not_the_uploaded_model_and_is_what_is_scored(norm, tmp_path):
+def test_pfedme_scores_the_stored_theta_not_the_uploaded_model(norm, tmp_path):
     loop = begin(open_toy(PFedMe, tmp_path, {"steps": 3}, model=mlp(norm)))
     sent = []
     inner = loop.method.aggregate
@@ -76,7 +76,7 @@ def test_pfedme_with_eta_lambda_one_sends_theta(tmp_path):
     assert all(same(tree, loop.runtime.states.get(i)["theta"]) for i, tree in sent.items())
 
 
-def test_pfedme_does_so_many_batches_whatever_the_epochs(tmp_path):
+def test_pfedme_takes_the_given_number_of_steps_for_any_number_of_epochs(tmp_path):
     for epochs in (1, 7):
         loop = play(PFedMe, tmp_path, {"steps": 6}, epochs=epochs, rounds=1)
         assert events(loop)[0]["steps"] == 5 * 6
@@ -91,6 +91,6 @@ def test_pfedme_starts_theta_at_the_received_model_each_round():
 
 
 @pytest.mark.parametrize("own", [{"personal_lr": 0.2}, {"eta": 0.15}])
-def test_pfedme_steps_that_diverge_get_a_sentence(own):
+def test_pfedme_refuses_step_sizes_that_diverge(own):
     with pytest.raises(CoterieError, match=f"{next(iter(own))} \\* lam"):
         bind(PFedMe, own)

@@ -36,7 +36,7 @@ def test_pfedsim_with_rho_zero_and_orthogonal_heads_is_local(monkeypatch: pytest
 
 
 def second_phase(*heads: torch.Tensor) -> tuple[PFedSim, dict[str, Any]]:
-    """A server whose first clients have just sent these classifiers."""
+    """Return a method and its server after the first clients have sent these classifiers."""
     method = bound("pfedsim", own={"rho": 0.0})
     assert isinstance(method, PFedSim)
     trees = [{**jittered(method.ctx.w0, i), "classifier.weight": h} for i, h in enumerate(heads)]

@@ -16,7 +16,7 @@ from support.head_methods import batch_of, bound, gradients, noisy, opened, roun
 
 
 def deputies(method, count, seed=0):
-    """Uploads with different numbers in them."""
+    """Return uploads with different values."""
     base = T.drop(method.ctx.w0, method.stays)
     return [Upload(noisy(base, lambda k: True, seed + i), {}, i, 10 * (i + 1)) for i in range(count)]
 
@@ -25,7 +25,7 @@ def sent(method, server, client):
     return method.down(server, [client], 2).to(client)
 
 
-def test_prrfl_of_one_client_aggregates_to_what_it_sent() -> None:
+def test_prrfl_of_one_client_aggregates_to_its_upload() -> None:
     method, _ = bound(PRRFL)
     upload = deputies(method, 1)[0]
     assert same(sent(method, method.aggregate(method.setup(), [upload], 1), 0), upload.tree)
@@ -49,7 +49,7 @@ def test_prrfl_without_a_window_leaves_weights_alone() -> None:
     assert not same(sent(method, server, 0), uploads[0].tree)
 
 
-def test_prrfl_averages_amplitudes_over_whoever_answered_and_biases_plainly() -> None:
+def test_prrfl_averages_amplitudes_over_the_answers_and_biases_plainly() -> None:
     method, _ = bound(PRRFL, r_first=1.0, r_last=1.0)  # the half-open window of full size holds every frequency
     a = {k: torch.randn(v.shape) for k, v in deputies(method, 1)[0].tree.items()}
     uploads = [Upload(a, {}, 0, 1), Upload({k: 3 * v for k, v in a.items()}, {}, 4, 99)]
@@ -60,7 +60,7 @@ def test_prrfl_averages_amplitudes_over_whoever_answered_and_biases_plainly() ->
         got = sent(method, server, i)
         assert all(torch.allclose(got[k], 2 * a[k], atol=1e-4) for k in [*even, "fc1.bias"])
     start = T.drop(method.ctx.w0, method.stays)
-    assert same(sent(method, server, 2), start)  # did not answer
+    assert same(sent(method, server, 2), start)  # client 2 did not answer
 
 
 def test_prrfl_each_client_gets_its_own_deputy_without_batch_norm() -> None:
@@ -99,7 +99,7 @@ def test_prrfl_stage_is_recover_only_below_alpha1(deputy: float, personal: float
 @pytest.mark.parametrize(
     ("now", "listens"), [("recover", (False, True)), ("exchange", (True, True)), ("sublimate", (True, False))]
 )
-def test_prrfl_only_who_listens_learns_from_the_other(now: str, listens: tuple[bool, bool]) -> None:
+def test_prrfl_only_the_listening_model_learns_from_the_other(now: str, listens: tuple[bool, bool]) -> None:
     w, v = torch.randn(5, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     got = torch.autograd.grad(lessons(w, v, now), [w, v], allow_unused=True)  # type: ignore[arg-type]
     assert tuple(g is not None and bool(g.any()) for g in got) == listens

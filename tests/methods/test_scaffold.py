@@ -20,7 +20,7 @@ def test_scaffold_server_control_is_the_mean_of_all_clients_under_partial_partic
 
 
 def test_scaffold_control_is_the_mean_gradient_of_the_last_local_training() -> None:
-    """One step on the whole data: c_i is then the gradient at the model received."""
+    """After one step on all data, c_i is the gradient at the received model."""
     s = session("scaffold", plain(), rounds=1, batch=1000)
     loop, seen = watch(s)
     w0 = s.method.ctx.w0

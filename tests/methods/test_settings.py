@@ -9,8 +9,8 @@ from coterie.methods import build, find, known
 
 
 @pytest.mark.parametrize("name", known())
-def test_no_setting_of_a_method_has_the_name_of_another_setting(name: str) -> None:
-    """Names are sorted out between run, federation and method, so each may belong to one of them only."""
+def test_no_setting_of_a_method_has_the_name_of_a_setting_of_run_or_federation(name: str) -> None:
+    """Settings are assigned to run, federation or method by name, so a name may belong to one of them only."""
     taken = {*RunSettings.model_fields, *PartitionSettings.model_fields, *Engine.model_fields}
     assert not taken & find(name).Settings.model_fields.keys()
 
@@ -19,6 +19,6 @@ BAD: list[tuple[str, dict[str, float]]] = [("q-ffl", {"q": -1}), ("moon", {"tau"
 
 
 @pytest.mark.parametrize(("method", "bad"), BAD)
-def test_impossible_settings_get_a_sentence(method: str, bad: dict[str, float]) -> None:
+def test_impossible_settings_are_refused(method: str, bad: dict[str, float]) -> None:
     with pytest.raises(CoterieError, match=next(iter(bad))):
         build(method, bad)
