@@ -1,4 +1,4 @@
-"""What the hooks of a method are given: the run's context, a client's data and batches of it."""
+"""Arguments of a method's hooks: the run's context, a client's data and batches of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class ClientData:
 
 @dataclass(frozen=True)
 class Context:
-    """What the server and all clients of a run know. Created by the runtime, read-only."""
+    """The settings and the initial model that the server and all clients of a run know; read-only."""
 
     net: Net
     w0: Tree
@@ -72,7 +72,7 @@ class Context:
     lr_decay: float = 1.0
     public: int = 0  # number of unlabelled items that all clients share
     headline: str = "personal"  # the view that tables lead with
-    momentum: float = 0.0  # of the run's optimiser, if it is SGD
+    momentum: float = 0.0  # momentum of the run's optimiser, if it is SGD
 
     @property
     def classes(self) -> int:

@@ -7,7 +7,7 @@ from coterie.core import tree as T
 from coterie.core.method import ClientId, Download, EdgeId, Method, State, Upload
 from coterie.core.tree import Tree
 
-ANNOUNCE = "announce:"  # marks the entries a device sends ahead of the rest of its upload (see EdgeMethod.calls)
+ANNOUNCE = "announce:"  # prefix of the entries that a device sends before the rest of its upload (see EdgeMethod.calls)
 
 
 @dataclass(frozen=True)
@@ -15,25 +15,25 @@ class Edge:
     """An edge server as its hooks see it."""
 
     id: EdgeId
-    clients: tuple[ClientId, ...]  # attached, whether sampled or not
-    state: State  # what it kept from earlier rounds; empty at first
-    download: Download  # what it received this round
+    clients: tuple[ClientId, ...]  # attached clients, sampled or not
+    state: State  # the edge's state from earlier rounds; empty at first
+    download: Download  # the download of this round
 
     @property
     def received(self) -> list[Tree]:
-        """The trees it received: one for all its clients, and those for single ones."""
+        """The received trees: one for all its clients, and one for each client with a tree of its own."""
         sent = self.download
         return [{**sent.shared, **sent.edge.get(self.id, {})}, *sent.each.values()]
 
 
 class EdgeMethod(Method):
-    """A method whose clients talk to an edge server, which hands on what the cloud sends and merges what they send.
+    """A method whose clients talk to an edge server, which relays downloads and merges uploads.
 
-    A client that no edge serves (a newcomer, or one not assigned yet) talks to the cloud itself.
+    A client without an edge (a newcomer, or a client that is not assigned yet) talks to the cloud.
     """
 
     def edges(self, server: State) -> dict[EdgeId, list[ClientId]] | None:
-        """The clients of each edge; None while everybody talks to the cloud."""
+        """Return the clients of each edge; None while all clients talk to the cloud."""
         return None
 
     def cluster_of(self, server: State) -> Mapping[ClientId, int] | None:
@@ -41,16 +41,16 @@ class EdgeMethod(Method):
         return None if layout is None else {i: e for e, members in layout.items() for i in members}
 
     def relay(self, edge: Edge, ids: Sequence[ClientId], round: int) -> Download:
-        """What an edge hands on to its sampled clients; default: as received."""
+        """Return the download for an edge's sampled clients; by default as the edge received it."""
         got = edge.download
         return Download({**got.shared, **got.edge.get(edge.id, {})}, {i: got.each[i] for i in ids if i in got.each})
 
     def calls(self, edge: Edge, announced: Sequence[Upload], round: int) -> Collection[ClientId] | None:
-        """Who is to send the rest, judged by the entries marked ANNOUNCE alone; None: everybody sends all at once."""
+        """Choose the clients that send the rest, by the entries marked ANNOUNCE alone; None: all send all at once."""
         return None
 
     def merge(self, edge: Edge, uploads: Sequence[Upload], round: int) -> tuple[State, Upload]:
-        """What an edge makes of its clients' uploads; default: their mean, weighted as the run says."""
+        """Return the edge's new state and its upload; by default the mean of its clients' uploads."""
         return edge.state, Upload(T.mean([u.tree for u in uploads], self.weights(uploads)))
 
 

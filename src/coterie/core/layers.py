@@ -1,4 +1,4 @@
-"""Names the layers and groups of any nn.Module by type, never by substring."""
+"""Layers and groups of any nn.Module, found by type, never by substring."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -16,7 +16,7 @@ from coterie.errors import CoterieError, unknown
 
 
 class Names(frozenset[str]):
-    """A set of names that is always walked in the same order: sums over it must not depend on Python's hash seed."""
+    """A set of names with a fixed order of iteration, so that sums over it do not depend on Python's hash seed."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(super().__iter__()))
@@ -32,7 +32,7 @@ class Names(frozenset[str]):
 
 
 def _named(found: Any) -> Any:
-    return found if found is NotImplemented else Names(found)  # then Python asks the other side (a view of keys)
+    return found if found is NotImplemented else Names(found)  # Python then asks the other operand (a view of keys)
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class Layout:
     constants of the model and in no group; a tensor that several layers share belongs to the first of them.
     """
 
-    layers: tuple[str, ...]  # those that take part in a prediction
+    layers: tuple[str, ...]  # layers that take part in a prediction
     kinds: Mapping[str, str]  # layer -> conv | fc | bn | other
     head: str | None  # the last linear layer, if its output is the model's and no other layer shares its weights
     groups: Mapping[str, Names] = field(repr=False)
-    called: Names  # layers that are called as modules: what enters them can be seen
-    weighted: tuple[str, ...]  # what a reader counts as a layer: not norms, free parameters or parts of attention
+    called: Names  # layers that are called as modules, whose inputs can be observed
+    weighted: tuple[str, ...]  # layers with weights, without norms, free parameters and parts of attention
     frozen: Names
 
     def of_kind(self, kind: str) -> tuple[str, ...]:
-        """Layers of this kind whose input can be seen; the projection inside attention is none."""
+        """Return the layers of this kind whose inputs can be observed, without projections inside attention."""
         return tuple(name for name in self.layers if self.kinds[name] == kind and name in self.called)
 
     def group(self, name: str) -> Names:
@@ -66,13 +66,13 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 def tensor_names(module: nn.Module) -> list[str]:
-    """Parameters and floating buffers; the counters of batch norm are neither sent nor averaged."""
+    """Return the names of parameters and floating buffers; batch-norm counters are neither sent nor averaged."""
     names = [k for k, _ in module.named_parameters()]
     return names + [k for k, v in module.named_buffers() if v.is_floating_point()]
 
 
 def layout(module: nn.Module, example: Tensor) -> Layout:
-    """Runs the module once on `example` [2, ...] to learn which layers take part, and in which order."""
+    """Run the module once on `example` [2, ...] to learn which layers take part, and in which order."""
     names = set(tensor_names(module))
     own = {
         path: [n for k in [*sub._parameters, *sub._buffers] if (n := f"{path}.{k}" if path else k) in names]
@@ -106,7 +106,7 @@ def layout(module: nn.Module, example: Tensor) -> Layout:
 
 
 def _kind(module: nn.Module, weight: str, own: Sequence[str]) -> str:
-    """By type. A layer whose weight is tied, computed or frozen has none of its own to compare or keep."""
+    """Return the kind of a layer by its type; a tied, computed or frozen weight makes it `other`."""
     if isinstance(module, _ConvNd | nn.Linear):
         return "other" if weight not in own else "conv" if isinstance(module, _ConvNd) else "fc"
     return "bn" if is_batch_norm(module) else "other"
@@ -118,13 +118,14 @@ def _counts(module: nn.Module, kind: str) -> bool:
 
 
 def _inside(path: str, module: nn.Module) -> bool:
-    """Is the layer a part of attention?"""
+    """True if the layer is a part of attention."""
     return bool(path) and isinstance(module.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention)
 
 
 def _frozen(leaves: Mapping[str, nn.Module], own: Mapping[str, list[str]], order: Sequence[str]) -> Names:
-    """Parameters with requires_grad=False, and the statistics of the norms among them. A norm without weights goes with
-    the layer before it (or, as the first layer, the one after it).
+    """Return the parameters with requires_grad=False, and the statistics of the norms among them.
+
+    A norm without weights belongs to the previous layer, or to the next one if it is the first layer.
     """
     fixed = {
         f"{path}.{k}" if path else k
@@ -144,14 +145,14 @@ def _frozen(leaves: Mapping[str, nn.Module], own: Mapping[str, list[str]], order
 
 
 def _alone(module: nn.Module, layer: nn.Module, own: AbstractSet[str], dot: str) -> bool:
-    """Does the layer have weights of its own? Tied, computed or frozen ones cannot be kept apart from the body."""
+    """True if the layer has weights of its own; tied, computed or frozen ones cannot be separated from the body."""
     mine = {id(p) for p in layer._parameters.values() if p is not None}
     others = {id(p) for sub in module.modules() if sub is not layer for p in sub._parameters.values()}
     return all(dot + k in own for k, p in layer._parameters.items() if p is not None) and not mine & others
 
 
 class _Uses(TorchFunctionMode):
-    """Tells of every tensor that is put into an operation. Asking for a shape or a device is no use."""
+    """Reports every tensor that is an operand of an operation; reading a shape or a device does not count."""
 
     def __init__(self, tell: Callable[[int], None]):
         super().__init__()
@@ -168,16 +169,16 @@ class _Uses(TorchFunctionMode):
 
 
 class _Probe:
-    """One pass of the model, watched: the order in which layers are first used, and what they gave."""
+    """An observed pass of the model: the order in which layers are first used, and their outputs."""
 
     def __init__(self, module: nn.Module, leaves: Mapping[str, nn.Module], example: Tensor):
         self.module, self.leaves, self.example = module, leaves, example
         self.order: list[str] = []
-        self.outputs: dict[str, object] = {}  # of layers that were called as modules
+        self.outputs: dict[str, object] = {}  # outputs of layers that were called as modules
         owner: dict[int, str] = {}
         for path, sub in leaves.items():
             for tensor in _tensors(sub):
-                owner.setdefault(id(tensor), path)  # the first of those that share it
+                owner.setdefault(id(tensor), path)  # the first of the layers that share it
 
         def use(path: str | None) -> None:
             if path is not None and path not in self.order:
@@ -214,7 +215,7 @@ class _Probe:
             self.module.train(was)
 
     def _reach(self, result: Tensor) -> set[int]:
-        """Ids of the tensors that a gradient of the result reaches."""
+        """Return the ids of the tensors that a gradient of the result reaches."""
         tensors = [t for sub in self.leaves.values() for t in _tensors(sub) if t.requires_grad]
         if not tensors or not result.requires_grad:
             return set()
@@ -223,8 +224,10 @@ class _Probe:
         return {id(t) for t, g in zip(tensors, found, strict=True) if g is not None}
 
     def is_idle(self, path: str) -> bool:
-        """Did the layer run for nothing, such as an auxiliary output that is thrown away? No gradient reaches it, and
-        the result is the same without it (gradients alone do not tell: a part may run in torch.no_grad).
+        """True if the layer's output is not used, as that of an auxiliary output which is discarded.
+
+        No gradient reaches such a layer, and the result is the same without it. Gradients alone are not enough, because
+        a part of the model may run in torch.no_grad.
         """
         tensors = _tensors(self.leaves[path])
         if not self._reached or any(id(t) in self._reached for t in tensors):
@@ -241,6 +244,6 @@ class _Probe:
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    """A module's own parameters and floating buffers."""
+    """Return a module's own parameters and floating buffers."""
     own = [*module._parameters.values(), *module._buffers.values()]
     return [t for t in own if t is not None and t.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Calls a module with the tensors of a tree; the module itself holds no state."""
+"""A module that is called with the tensors of a tree and holds no state itself."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +13,11 @@ from coterie.errors import CoterieError
 
 
 class Net:
-    """Calls `module` with the tensors of a tree. In training mode a batch-norm layer uses batch statistics, and moves
-    its running ones in the tree itself, exactly when its own weight is being trained: frozen parts do not move.
-    Parameters that came with requires_grad=False are constants of the module: no tree has them.
+    """A callable for `module` with the tensors of a tree.
+
+    A batch-norm layer in training mode uses batch statistics, and updates the running ones in the tree, if and only if
+    its own weight is being trained, so that frozen parts do not change. Parameters with requires_grad=False are
+    constants of the module: no tree has them.
     """
 
     def __init__(self, module: nn.Module, example: Tensor):
@@ -26,8 +28,8 @@ class Net:
         canonical: dict[int, str] = {}  # a tied tensor has one entry in the tree, under its first name
         fixed: set[str] = set()
         self._slots: list[tuple[dict[str, Tensor | None], str, str]] = []
-        self._norms: list[tuple[nn.Module, str | None]] = []  # and the entry that says whether it is being trained
-        self._still: list[nn.Module] = []  # norms that are frozen for good
+        self._norms: list[tuple[nn.Module, str | None]] = []  # norms, each with the entry that it is trained with
+        self._still: list[nn.Module] = []  # norms that are always frozen
         frozen = self.layout.frozen
         self._recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
         for path, sub in module.named_modules():
@@ -44,7 +46,7 @@ class Net:
                         self._slots.append((sub._buffers, local, name))
                         fixed.add(name)
                 elif b is not None and isinstance(sub, _NormBase):
-                    sub._buffers[local] = None  # the counter: not needed with a fixed momentum
+                    sub._buffers[local] = None  # the batch counter, which a fixed momentum does not need
             if isinstance(sub, _NormBase):
                 if sub.momentum is None and sub.track_running_stats:
                     raise CoterieError(f'the norm layer "{path}" has momentum=None; give it a number, such as 0.1')
@@ -64,18 +66,18 @@ class Net:
         self._head = None if self.layout.head is None else module.get_submodule(self.layout.head)
 
     def _neighbour(self, path: str) -> str | None:
-        """A norm without weights goes with the layer before it (or, as the first layer, the one after it)."""
+        """Return the layer that a norm without weights belongs to: the previous one, or the next if it is the first."""
         weights = [f"{layer}.weight" if layer else "weight" for layer in self.layout.layers]
         at = self.layout.layers.index(path) if path in self.layout.layers else 0
         near = [*reversed(weights[:at]), *weights[at:]]
         return next((w for w in near if w in self.layout.groups["all"]), None)
 
     def state(self) -> Tree:
-        """The tensors the module holds now, cloned."""
+        """Return clones of the tensors that the module holds now."""
         return {full: slot[local].detach().clone() for slot, local, full in self._slots if slot[local] is not None}  # type: ignore[union-attr]
 
     def constants(self) -> Tree:
-        """What is frozen for good, by name: in no tree, and in the module itself."""
+        """Return the frozen tensors by name; they are in the module and in no tree."""
         named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return {k: v.detach() for k, v in named.items() if k in self.layout.frozen}
 
@@ -105,14 +107,14 @@ class Net:
                 norm.training = False
 
     def forward(self, params: Tree, x: Tensor) -> Tensor:
-        """Logits [batch, classes]."""
+        """Return the logits [batch, classes]."""
         self.load(params)
         return self.module(x)  # type: ignore[no-any-return]
 
     __call__ = forward
 
     def both(self, params: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and features (what enters the head) [batch, d] of one pass."""
+        """Return the logits and the features (inputs of the head) [batch, d] of one pass."""
         logits, seen = self._capture(params, x, [self._need_head()])
         return logits, seen[0]
 
@@ -120,7 +122,7 @@ class Net:
         return self.both(params, x)[1]
 
     def logits(self, params: Tree, z: Tensor) -> Tensor:
-        """The head on features z [batch, d]."""
+        """Return the head's outputs for features z [batch, d]."""
         weight, bias = self.head_names
         return nn.functional.linear(z, params[weight], params[bias] if bias else None)
 
@@ -134,11 +136,11 @@ class Net:
 
     @property
     def width(self) -> int:
-        """d: how many features enter the head."""
+        """The number d of features that enter the head."""
         return int(self._need_head().in_features)  # type: ignore[arg-type]
 
     def inputs(self, params: Tree, x: Tensor, layers: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
-        """Logits and what enters each named layer (for a hidden layer that is the output of the one before it)."""
+        """Return the logits and the input of each named layer (for a hidden layer, the previous layer's output)."""
         modules = dict(self.module.named_modules())
         return self._capture(params, x, [modules[name] for name in layers])
 
@@ -178,7 +180,7 @@ def initial(module: nn.Module, seed: int) -> None:
 def _reset(module: nn.Module) -> None:
     if getattr(module, "keep_initial", False):
         return
-    # attention and transformers spell it with an underscore and reach into their children
+    # attention and transformers name it with an underscore and reset their children too
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
         reset()

@@ -1,4 +1,4 @@
-"""Keyed randomness: every draw is a function of (seed, purpose, keys), never of what was drawn before it."""
+"""Keyed randomness: every draw is a function of (seed, purpose, keys), independent of earlier draws."""
 
 import hashlib
 
@@ -7,7 +7,7 @@ import torch
 
 
 def key(seed: int, purpose: str, *keys: int | str) -> int:
-    """A 63-bit key; equal arguments give equal keys on every machine."""
+    """Return a 63-bit key; equal arguments give equal keys on every machine."""
     text = "\x1f".join([str(seed), purpose, *map(str, keys)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 

@@ -1,7 +1,7 @@
-"""What may cross a link: the entries of a payload with shape, type, range and meaning.
+"""Schemas of payloads: the entries that may cross a link, with shape, type, range and meaning.
 
-A method has one schema for each link. From it come the declared bytes, the ledger's headings, the checks on arrival at
-cloud, edge and device, and the table of what leaves a device. What a schema does not name cannot cross.
+A method has one schema for each link. Declared bytes, the ledger's headings, the checks on arrival at cloud, edge and
+device, and the table of payload entries are derived from it. An entry that the schema does not name cannot cross.
 """
 
 import math
@@ -16,12 +16,12 @@ from coterie.core.tree import value_bytes
 from coterie.errors import CoterieError
 
 Link = Literal["up", "down", "edge_up", "edge_down"]
-LINKS: tuple[Link, ...] = get_args(Link)  # device to edge or cloud, the way back, edge to cloud, the way back
+LINKS: tuple[Link, ...] = get_args(Link)  # up: device to edge or cloud; edge_up: edge to cloud; the way back
 Kind = Literal["model", "update", "prototype", "statistic", "label information", "prediction", "control"]
 
-LARGEST = 1e9  # bound of a floating-point entry that has no narrower range; nothing that still learns comes near it
+LARGEST = 1e9  # bound of a float entry without a range of its own; a model that still learns is far below
 
-ROUNDING = 1e-6  # by which a mean of entries at their bound may pass it
+ROUNDING = 1e-6  # tolerance for a mean of entries at their bound
 
 
 class NonFiniteError(CoterieError):
@@ -32,8 +32,8 @@ class NonFiniteError(CoterieError):
 class Entry:
     """One tensor of a payload.
 
-    A length given as a word ("labels") is decided by the sender, is the same wherever the word stands in the payload,
-    and lies within the schema's `lengths`.
+    A length given as a word ("labels") is chosen by the sender, is the same for all entries of the payload that use the
+    word, and lies within the schema's `lengths`.
     """
 
     shape: tuple[int | str, ...]
@@ -42,14 +42,14 @@ class Entry:
     part: str = "model"  # heading in the ledger
     low: float = -LARGEST
     high: float = LARGEST
-    distinct: bool = False  # no value twice
-    nan: bool = False  # NaN marks what is absent
+    distinct: bool = False  # True if no value occurs twice
+    nan: bool = False  # True if NaN may mark absent values
     optional: bool = False
-    summable: bool = False  # a weighted sum over clients means something
+    summable: bool = False  # True if a weighted sum over clients is meaningful
     counted: bool = False  # numbers of samples, together at most as many as the sender has
 
     def size(self, lengths: Mapping[str, int]) -> int:
-        """Bytes on the wire, with these values for its words; booleans are one bit each."""
+        """Return the bytes on the wire, with these lengths for its words; booleans are one bit each."""
         count = math.prod(lengths[n] if isinstance(n, str) else n for n in self.shape)
         return value_bytes(count, self.dtype)
 
@@ -57,11 +57,11 @@ class Entry:
 @dataclass(frozen=True)
 class Schema:
     entries: Mapping[str, Entry]
-    lengths: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of the words in shapes: least and most
-    may_be_empty: bool = False  # a sender may also send nothing at all
+    lengths: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # smallest and largest length by word
+    may_be_empty: bool = False  # True if an empty payload is allowed
 
     def __or__(self, other: "Schema") -> "Schema":
-        """The entries of both."""
+        """Return a schema with the entries of both."""
         return Schema(
             {**self.entries, **other.entries},
             {**self.lengths, **other.lengths},
@@ -69,16 +69,16 @@ class Schema:
         )
 
     def optional(self) -> "Schema":
-        """The same entries, none of them required."""
+        """Return a schema with these entries, none of them required."""
         return replace(self, entries={k: replace(e, optional=True) for k, e in self.entries.items()}, may_be_empty=True)
 
     def nbytes(self, **lengths: int) -> int:
-        """Declared bytes of a payload with all entries; a word without a value has its largest."""
+        """Return the declared bytes of a payload with all entries; a word without a length has its largest."""
         most = {word: high for word, (_, high) in self.lengths.items()} | lengths
         return sum(e.size(most) for e in self.entries.values())
 
     def parts(self, tree: Mapping[str, Tensor]) -> dict[str, int]:
-        """Bytes of a payload under the headings of the ledger."""
+        """Return the bytes of a payload by heading of the ledger."""
         total: dict[str, int] = {}
         for name, v in tree.items():
             if name not in self.entries:
@@ -88,9 +88,9 @@ class Schema:
         return total
 
     def check(self, tree: Mapping[str, Tensor], what: str, samples: int | None = None) -> None:
-        """Raises CoterieError with one sentence unless the payload is exactly what is declared.
+        """Raise CoterieError unless the payload is exactly as declared.
 
-        `samples`: how many its sender has, where that is known.
+        `samples` is the sender's number of samples, if it is known.
         """
         if not tree and self.may_be_empty:
             return
@@ -107,7 +107,7 @@ class Schema:
             if v.dtype != entry.dtype:
                 raise CoterieError(f"{what} has {name} of type {_word(v.dtype)}, not {_word(entry.dtype)}")
             self._check_shape(name, entry, v, found, what)
-        for name, v in tree.items():  # last, so that a payload with NaN or infinity is otherwise what is declared
+        for name, v in tree.items():  # checked last, so that NonFiniteError means that all other checks passed
             _check_values(name, self.entries[name], v, what)
             if samples is not None and self.entries[name].counted and (n := int(v.sum(dtype=torch.int64))) > samples:
                 raise CoterieError(f"{what} counts {n} samples in {name}, its sender has {samples}")
@@ -148,7 +148,7 @@ def _check_values(name: str, entry: Entry, v: Tensor, what: str) -> None:
 
 
 def like(tree: Mapping[str, Tensor], kind: Kind = "model", part: str = "model", **more: bool) -> dict[str, Entry]:
-    """Entries of the names, shapes and types of a tree; numbers of a model may be summed over clients."""
+    """Return entries with the names, shapes and types of a tree; a model's values may be summed over clients."""
     summable = kind in ("model", "update")
     return {
         k: Entry(
@@ -165,12 +165,12 @@ def like(tree: Mapping[str, Tensor], kind: Kind = "model", part: str = "model", 
 
 
 def class_ids(length: int | str, classes: int, part: str = "model", distinct: bool = True) -> Entry:
-    """Ids of classes, 0 to classes - 1, as 32-bit integers."""
+    """Return the entry for ids of classes, 0 to classes - 1, as 32-bit integers."""
     return Entry((length,), torch.int32, "label information", part, 0, classes - 1, distinct)
 
 
 def counts(length: int | str, part: str = "model") -> Entry:
-    """Numbers of samples, as 32-bit integers."""
+    """Return the entry for numbers of samples, as 32-bit integers."""
     return Entry((length,), torch.int32, "label information", part, 0, 2**31 - 1, counted=True)
 
 

@@ -1,4 +1,4 @@
-"""Tasks: what a target is, its loss, what a score counts, and the metrics that are made of these counts.
+"""Tasks: the form of targets, the loss, the counts of a score, and the metrics computed from these counts.
 
 A task is chosen by the data or by the setting `task`. Counts are sums over samples (or over pairs of samples of one
 client), so that those of several clients may be added; targets and predictions themselves are never part of a score.
@@ -17,16 +17,16 @@ from torch import Tensor
 
 from coterie.errors import CoterieError, unknown
 
-Counts = dict[str, Tensor]  # of one client; all are summed over samples
+Counts = dict[str, Tensor]  # counts of one client, summed over samples
 Shape = tuple[tuple[int, ...], torch.dtype]
-PAIRS = 1024  # rows of a table of pairs that are compared at a time
-MOST = 10**9  # samples that a client may have
-LARGEST = 1e18  # of sums per sample; squares of anything that still learns are below
+PAIRS = 1024  # rows of a table of pairs that are compared in one step
+MOST = 10**9  # largest number of samples of a client
+LARGEST = 1e18  # largest sum per sample; squares of any model that still learns are below
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How a number is called and shown, and which of two is better."""
+    """The name of a number, its format, and the direction in which it improves."""
 
     name: str
     lower: bool = False  # lower is better
@@ -34,7 +34,7 @@ class Metric:
 
     @property
     def label(self) -> str:
-        """For an axis or a heading."""
+        """Name of the metric on an axis or in a heading."""
         return f"{self.name} (%)" if self.percent else self.name
 
     @property
@@ -46,29 +46,29 @@ class Metric:
         return 100.0 if self.percent else 1.0
 
     def text(self, value: float) -> str:
-        """A value as tables show it."""
+        """Return a value as tables show it."""
         return f"{100 * value:.1f}" if self.percent else f"{value:.4g}"
 
     def spread(self, value: float) -> str:
-        """A standard deviation of values."""
+        """Return a standard deviation of values as tables show it."""
         return f"{100 * value:.1f}" if self.percent else f"{value:.2g}"
 
     def better(self, a: float, b: float) -> bool:
         return a < b if self.lower else a > b
 
     def worst(self, values: np.ndarray, share: float = 0.1) -> np.ndarray:
-        """The worst share of the values, at least one."""
+        """Return the worst share of the values, at least one value."""
         n = max(1, round(share * len(values)))
         return np.sort(values)[-n:] if self.lower else np.sort(values)[:n]
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    outputs: int  # numbers that a model gives for an item
+    outputs: int  # outputs of a model per item
 
     name: ClassVar[str]
-    metrics: ClassVar[tuple[Metric, ...]]  # the first is the one that decides and is shown first
-    whole: ClassVar[bool] = False  # the loss of a client's samples is not a sum over them
+    metrics: ClassVar[tuple[Metric, ...]]  # the first metric decides and is shown first
+    whole: ClassVar[bool] = False  # True if the loss of a client's samples is not a sum over samples
 
     @property
     def metric(self) -> Metric:
@@ -76,50 +76,50 @@ class Task(ABC):
 
     @property
     def classes(self) -> int:
-        """Number of classes; 0 where a target is no class."""
+        """Number of classes; 0 if targets are not classes."""
         return 0
 
     # ---- loss --------------------------------------------------------------------------------------------------------
     @abstractmethod
     def each(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Losses of the samples [batch]."""
+        """Return the losses of the samples [batch]."""
 
     def loss(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Mean over the batch; weight [batch] is 0 for padding."""
+        """Return the mean loss of the batch; weight [batch] is 0 for padding."""
         each = self.each(outputs, y)
         return each.mean() if weight is None else (each * weight).sum() / weight.sum().clamp(min=1)
 
     def total(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Sum over the samples."""
+        """Return the sum of the losses over the samples."""
         return self.each(outputs, y).sum()
 
     # ---- scores ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def shapes(self) -> dict[str, Shape]:
-        """Names, shapes and types of the counts of a score."""
+        """Return names, shapes and types of the counts of a score."""
 
     @abstractmethod
     def count(self, outputs: Tensor, y: Tensor) -> Counts:
-        """Of all samples of a client."""
+        """Return the counts of all samples of a client."""
 
     def count_all(self, parts: Sequence[tuple[Tensor, Tensor]]) -> list[Counts]:
-        """Of several clients, each with its outputs and targets."""
+        """Return the counts of several clients, each with its outputs and targets."""
         return [self.count(outputs, y) for outputs, y in parts]
 
     @abstractmethod
     def samples(self, counts: Mapping[str, np.ndarray]) -> np.ndarray:
-        """How many samples are behind counts [clients, ...]."""
+        """Return the numbers of samples in counts [clients, ...]."""
 
     @abstractmethod
     def measured(self, counts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """All metrics [clients] by name, from counts [clients, ...]; NaN where one is not defined."""
+        """Return all metrics [clients] by name, from counts [clients, ...]; NaN where a metric is undefined."""
 
     def wrong(self, counts: Counts) -> str:
-        """Why these counts cannot be true, though each of them alone could be."""
+        """Return why these counts contradict each other, or an empty string."""
         return ""
 
     def check(self, counts: Counts) -> None:
-        """Raises CoterieError with one sentence unless counts from another host can be true."""
+        """Raise CoterieError if counts from another host are impossible."""
         shapes = self.shapes()
         if counts.keys() != shapes.keys():
             raise CoterieError(f"a score of {self.name} must hold {', '.join(shapes)}")
@@ -139,13 +139,11 @@ class Task(ABC):
     # ---- partitions --------------------------------------------------------------------------------------------------
     @abstractmethod
     def strata(self, y: Tensor) -> tuple[np.ndarray, tuple[str, ...]]:
-        """A class or a range of targets for each sample [n], by which samples are dealt out and split evenly; and what
-        these are called.
-        """
+        """Return a class or a range of targets for each sample [n], used for partitions and splits, and their names."""
 
     @property
     def can_deal(self) -> bool:
-        """May samples be dealt to clients by strata (dirichlet, shards, ...)?"""
+        """True if samples can be partitioned by strata (dirichlet, shards, ...)."""
         return True
 
 
@@ -177,7 +175,7 @@ class Classification(Task):
         return {"hits": hits, "total": torch.bincount(y, minlength=self.classes)}
 
     def count_all(self, parts: Sequence[tuple[Tensor, Tensor]]) -> list[Counts]:
-        """In few operations for many clients with few samples each."""
+        """Return the counts of several clients, in few operations for many clients with few samples each."""
         y = torch.cat([y for _, y in parts])
         right = torch.cat([outputs for outputs, _ in parts]).argmax(1) == y if len(y) else y > 0
         who = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(y) for _, y in parts]))
@@ -275,7 +273,7 @@ class Count(Regression):
     name = "count"
 
     def each(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Half the Poisson deviance, which is never negative."""
+        """Return half the Poisson deviance of each sample, which is never negative."""
         return (outputs.exp() - y * outputs + torch.xlogy(y, y) - y).mean(-1)
 
     def predicted(self, outputs: Tensor) -> Tensor:
@@ -310,7 +308,7 @@ class MultiLabel(Task):
         return counts["samples"]
 
     def measured(self, counts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Means over the labels that occur (F1: or are guessed)."""
+        """Return means over the labels that occur (F1: or are predicted)."""
         f1 = share(2 * counts["hits"], counts["guessed"] + counts["positives"])
         return {"macro F1": _known_mean(f1), "mAP": _known_mean(share(counts["precision"], counts["positives"]))}
 
@@ -321,7 +319,7 @@ class MultiLabel(Task):
         return _more(counts, "precision", "positives")
 
     def strata(self, y: Tensor) -> tuple[np.ndarray, tuple[str, ...]]:
-        """By whether a sample has any label: it only evens out splits."""
+        """Return whether a sample has any label, which only balances splits."""
         return (y.sum(1) > 0).long().numpy(), ("none", "some")
 
     @property
@@ -330,8 +328,10 @@ class MultiLabel(Task):
 
 
 class Survival(Task):
-    """Time and event (1: it happened then, 0: not seen until then). The output is a log risk: Cox's partial likelihood
-    among the samples of a batch, or of a client when it is scored; C-index over the client's pairs (Harrell's).
+    """Time and event: 1 if the event happened at that time, 0 if it had not been observed until then.
+
+    The output is a log risk. The loss is Cox's partial likelihood among the samples of a batch, or of a client when it
+    is scored; the metric is Harrell's C-index over the client's pairs.
     """
 
     name = "survival"
@@ -339,7 +339,7 @@ class Survival(Task):
     whole = True
 
     def each(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Of the events; others have none. A risk set is everybody of the batch whose time is not earlier."""
+        """Return the losses of the events, 0 for others; a risk set holds the samples of the batch not earlier."""
         return self._each(outputs[:, 0], y, y.new_ones(len(y)))
 
     def _each(self, risk: Tensor, y: Tensor, weight: Tensor) -> Tensor:
@@ -355,11 +355,11 @@ class Survival(Task):
         return each.sum() / (weight * y[:, 1]).sum().clamp(min=1)
 
     def total(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """As the sum of `each`, without a table of pairs."""
+        """Return the sum of `each`, computed without a table of pairs."""
         risk, time = outputs[:, 0].double(), y[:, 0]
         order = time.argsort(descending=True)
         sums = risk[order].logcumsumexp(0)
-        later = len(y) - torch.searchsorted(time.sort().values, time.contiguous())  # how many are not earlier
+        later = len(y) - torch.searchsorted(time.sort().values, time.contiguous())  # number of samples not earlier
         return (y[:, 1] * (sums[later - 1] - risk)).sum() if len(y) else risk.sum()
 
     def shapes(self) -> dict[str, Shape]:
@@ -403,7 +403,7 @@ def make(name: str, outputs: int) -> Task:
 
 
 def known(name: str) -> str:
-    """The name, if there is such a task."""
+    """Return the name if there is such a task; raise CoterieError otherwise."""
     if name not in TASKS:
         raise unknown("task", name, TASKS)
     return name
@@ -411,33 +411,33 @@ def known(name: str) -> str:
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 def share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Part / whole; NaN where there is nothing to divide by."""
+    """Return part / whole; NaN where the whole is 0."""
     there = whole > 0
     return np.where(there, part / np.where(there, whole, 1), np.nan)
 
 
 def ordered(high: Tensor, low: Tensor) -> Tensor:
-    """Pairs whose first value is above the second, equal ones counted half."""
+    """Return the number of pairs whose first value is above the second; equal values count half."""
     parts = [_above(part[:, None], low[None, :]).sum() for part in torch.split(high, PAIRS)]
     return torch.stack(parts).sum() if len(high) else torch.zeros((), dtype=torch.float64)
 
 
 def _above(a: Tensor, b: Tensor) -> Tensor:
-    """1 where a > b, 1/2 where both are equal; NaN wherever one is NaN."""
+    """Return 1 where a > b, 1/2 where both are equal, and NaN where one of them is NaN."""
     return ((a - b).sign() + 1) / 2 if bool(a.isfinite().all() and b.isfinite().all()) else (a - b) * torch.nan
 
 
 def average_precision(score: Tensor, true: Tensor) -> Tensor:
-    """The sum over the positives of the precision at each one's score, in float64."""
+    """Return the sum over positives of the precision at their scores, in float64."""
     order = score.argsort(descending=True)
     s, t = score[order], true[order].double()
-    last = len(s) - 1 - torch.searchsorted(s.flip(0), s.contiguous())  # of those with the same score
+    last = len(s) - 1 - torch.searchsorted(s.flip(0), s.contiguous())  # last position with the same score
     precision = t.cumsum(0) / torch.arange(1, len(s) + 1)
     return (precision[last.clamp(0)] * t).sum()
 
 
 def ranges(values: np.ndarray, most: int = 10) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Values by quantiles: which range each is in, and the ranges' names; equal values share one."""
+    """Return the quantile range of each value, and the ranges' names; equal values are in the same range."""
     edges = np.unique(np.quantile(values, np.arange(1, most) / most, method="inverted_cdf"))
     edges = edges[edges < values.max()] if len(values) else edges
     names = [f"up to {e:.4g}" for e in edges] + [f"above {edges[-1]:.4g}" if len(edges) else "all"]
@@ -445,13 +445,13 @@ def ranges(values: np.ndarray, most: int = 10) -> tuple[np.ndarray, tuple[str, .
 
 
 def _known_mean(values: np.ndarray) -> np.ndarray:
-    """Mean over the last axis of what is not NaN; NaN where nothing is left."""
+    """Return the mean over the last axis of all values but NaN; NaN if there are no other values."""
     there = ~np.isnan(values)
     return share(np.where(there, values, 0).sum(-1), there.sum(-1))
 
 
 def _more(counts: Counts, part: str, whole: str) -> str:
-    """A sum of halves and wholes may not exceed the number it is a part of."""
+    """True if a sum of halves and wholes exceeds the number that it is a part of."""
     over = counts[part] > counts[whole] * (1 + 1e-9)
     return f"a score cannot have more {part} than {whole}" if bool(over.any()) else ""
 

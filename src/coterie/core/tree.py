@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Tree = dict[str, Tensor]
-Predicate = Callable[[str], bool]  # on names
+Predicate = Callable[[str], bool]  # predicate on names
 MARK = ":"  # ends a tag
 
 

@@ -1,4 +1,4 @@
-"""Which engine a run uses: client by client or stacked. `auto` tries both in the first round that trains."""
+"""The choice of the training engine: client by client or stacked. `auto` tries both in the first round that trains."""
 
 import time
 from dataclasses import dataclass, replace
@@ -17,17 +17,17 @@ from coterie.train.vmap.phase import LARGEST, Member
 from coterie.train.vmap.trainer import Stacker
 
 Asked = Literal["loop", "stack", "auto"]
-TRIED = 8  # participants that are trained
-EXCHANGED = 64  # participants of a round before that trains nothing
-WORTH = 0.9  # of the loop's time: below, stacking is taken
-SPLIT = 0.65  # two processes do not pay if half of the clients take more than this share of the time of all
+TRIED = 8  # number of participants in the trial
+EXCHANGED = 64  # number of participants in earlier rounds without training
+WORTH = 0.9  # stacking is chosen if it takes less than this share of the loop's time
+SPLIT = 0.65  # two processes are not worth it if half of the clients take more than this share of the total time
 
 
 @dataclass(frozen=True)
 class Choice:
     engine: Literal["loop", "stack"]
     why: str
-    workers: int | None = None  # processes, where the user leaves it open; they decide who shares a stack
+    workers: int | None = None  # number of processes, if the user left it open; it decides on the stacks
 
     @property
     def sentence(self) -> str:
@@ -35,7 +35,7 @@ class Choice:
 
 
 def choose(clients: Clients, asked: Asked) -> Choice:
-    """The engine of a new run. Engines agree to rounding only, so a run that is resumed keeps its own."""
+    """Return the engine of a new run; engines agree only up to rounding, so a resumed run keeps its own."""
     if asked == "loop":
         return Choice("loop", "as asked")
     if clients.others:
@@ -50,7 +50,7 @@ def choose(clients: Clients, asked: Asked) -> Choice:
         return Choice("loop", "convolutions of many clients at once are slower than one after the other")
     try:
         at, loop, stack, half, alone = _timed(clients)
-    except Exception as e:  # a trial must never stop a run: the loop always works
+    except Exception as e:  # a failed trial must not stop a run, because the loop always works
         if asked == "stack":
             return Choice("stack", "as asked")
         return Choice("loop", f"stacking could not be tried ({(str(e).splitlines() or [type(e).__name__])[0][:80]})")
@@ -67,8 +67,9 @@ def choose(clients: Clients, asked: Asked) -> Choice:
 
 
 def _timed(clients: Clients) -> tuple[int, float, float, float, dict[int, str]]:
-    """The round that was tried, seconds for one epoch of a few clients (one by one, stacked, half of them stacked), and
-    why phases cannot be stacked.
+    """Return the tried round, three durations of one epoch of a few clients, and why phases cannot be stacked.
+
+    The durations in seconds are for training one by one, stacked, and with half of the clients stacked.
     """
     ctx = clients.method.ctx
     t, starts = _first_training(clients)
@@ -84,7 +85,7 @@ def _timed(clients: Clients) -> tuple[int, float, float, float, dict[int, str]]:
 
     took = []
     for way, members in ((one_by_one, starts), (stacked, starts), (stacked, starts[: max(1, len(starts) // 2)])):
-        for _ in range(3):  # the first warms up and traces
+        for _ in range(3):  # the first pass warms up and traces
             begin = time.perf_counter()
             way(members)
             last = time.perf_counter() - begin
@@ -93,7 +94,7 @@ def _timed(clients: Clients) -> tuple[int, float, float, float, dict[int, str]]:
 
 
 def _first_training(clients: Clients) -> tuple[int, list[tuple[Start, ClientData]]]:
-    """The first round with phases, and where a few of its participants start; rounds before it are exchanges."""
+    """Return the first round with phases and the starts of a few participants; earlier rounds do not train."""
     method, ctx = clients.method, clients.method.ctx
     server = method.setup()
     states: dict[ClientId, State] = {}
@@ -132,5 +133,5 @@ def _downloads(method: Method, server: State, ids: list[ClientId], t: int) -> di
 
 
 def _short(phase: Phase) -> Phase:
-    """At most one epoch or ten steps of it."""
+    """Return the phase limited to one epoch or ten steps."""
     return replace(phase, steps=min(10, phase.steps)) if phase.steps is not None else replace(phase, epochs=1.0)

@@ -1,4 +1,4 @@
-"""Scores models on splits: the counts of the task and the summed loss; one by one, or many clients at once."""
+"""Scores of models on splits: the counts of the task and the summed loss; one by one, or many clients at once."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ TOGETHER = 32  # models in one stacked pass
 
 
 class Case(NamedTuple):
-    """What is to be scored."""
+    """A model and the split that it is scored on."""
 
     params: Tree
     extras: Extras
@@ -25,7 +25,7 @@ class Case(NamedTuple):
 
 @torch.no_grad()
 def score(method: Method, params: Tree, extras: Extras, split: Split, shared: bool = False) -> Score:
-    """`shared`: the tree is the global model and is asked through predict_global."""
+    """Score one model on one split; `shared`: the tree is the global model and predict_global is used."""
     task, loss = method.ctx.task, torch.zeros((), dtype=torch.float64)
     found = [torch.zeros(0, task.outputs)]
     for a in range(0, len(split), CHUNK):
@@ -40,17 +40,17 @@ def score(method: Method, params: Tree, extras: Extras, split: Split, shared: bo
 
 
 class Scorer:
-    """Scores of many cases: those with the very same model in one pass over all their samples, others stacked by vmap.
+    """Scores many cases: cases with the identical model in one pass over all their samples, others stacked by vmap.
 
-    Logits agree with those of `score` to rounding, as stacked training does. What vmap cannot follow, and models with
-    convolutions (which stacked would miss their native code), are scored one by one.
+    Logits agree with those of `score` up to rounding, as in stacked training. Models that vmap does not support, and
+    models with convolutions (which would lose their native code), are scored one by one.
     """
 
     def __init__(self, method: Method):
         self.method = method
         self.convolves = bool(method.ctx.net.layout.of_kind("conv"))
         self._none = torch.zeros(0, method.ctx.task.outputs)
-        self._failed = False  # vmap failed before and would fail again
+        self._failed = False  # True if vmap failed before, because it would fail again
 
     def __call__(self, cases: Sequence[Case], shared: bool = False) -> list[Score]:
         if len(cases) > 1 and (shared or _one_model(cases)):
@@ -75,7 +75,7 @@ class Scorer:
         return self._counted(torch.cat([*logits, self._none]), y, who, len(cases))
 
     def _groups(self, cases: Sequence[Case]) -> list[list[int]]:
-        """Cases whose trees and extras have the same shapes, longest splits first so that little is padded."""
+        """Group cases whose trees and extras have the same shapes, longest splits first to limit padding."""
         found: dict[object, list[int]] = {}
         for i, (params, extras, split) in enumerate(cases):
             try:
@@ -89,7 +89,7 @@ class Scorer:
 
     @torch.no_grad()
     def _stacked(self, cases: list[Case]) -> list[Score]:
-        """Scores of these cases, or none if vmap cannot follow the method."""
+        """Return the scores of these cases, or None if vmap does not support the method."""
         like = Extra.of(cases[0].extras)
         params = {k: torch.stack([c.params[k] for c in cases]) for k in cases[0].params}
         each = [Extra.of(c.extras).stacked() for c in cases]
@@ -108,7 +108,7 @@ class Scorer:
             try:
                 with truly_batched():
                     out = torch.vmap(predict)(here, [e[:active] for e in extras], x)
-            except Exception:  # random numbers, a branch on a value: one by one, then
+            except Exception:  # random numbers or a branch on a value: score one by one instead
                 self._failed = True
                 return []
             logits.append([row[:n] for row, n in zip(out, real, strict=False)])
@@ -117,7 +117,7 @@ class Scorer:
         return self._counted(torch.cat(flat), y, who, len(cases)) if flat else []
 
     def _counted(self, outputs: Tensor, y: Tensor, who: Tensor, cases: int) -> list[Score]:
-        """Per case, from the outputs [samples, outputs] of all; who [samples] says whose a sample is."""
+        """Return the scores by case from all outputs [samples, outputs]; `who` [samples] is the case of each sample."""
         task = self.method.ctx.task
         sizes = torch.bincount(who, minlength=cases).tolist()
         parts = list(zip(torch.split(outputs, sizes), torch.split(y, sizes), strict=True))
@@ -130,7 +130,7 @@ class Scorer:
 
 
 def _one_model(cases: Sequence[Case]) -> bool:
-    """Is it the very same model for all, the same tensors, not just equal ones?"""
+    """True if all cases have the identical model: the same tensor objects, not only equal values."""
     first = cases[0].params
     return all(
         not c.extras and c.params.keys() == first.keys() and all(v is first[k] for k, v in c.params.items())
@@ -139,6 +139,6 @@ def _one_model(cases: Sequence[Case]) -> bool:
 
 
 def _joined(splits: Sequence[Split]) -> tuple[Tensor, Tensor, Tensor]:
-    """All samples in a row, and whose each is."""
+    """Return all samples concatenated, and the case of each sample."""
     who = torch.repeat_interleave(torch.arange(len(splits)), torch.tensor([len(s) for s in splits]))
     return torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]), who

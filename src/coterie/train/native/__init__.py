@@ -30,7 +30,7 @@ def enable(on: bool | None = True) -> None:
 
 @contextmanager
 def switched_off() -> Iterator[None]:
-    """Only PyTorch's own operations inside, as a file for other programs needs."""
+    """Use only PyTorch's own operations inside the block, as exported files for other programs need."""
     global _wanted
     before, _wanted = _wanted, False
     try:
@@ -40,17 +40,17 @@ def switched_off() -> Iterator[None]:
 
 
 def enabled() -> bool:
-    """Whether native code is wanted (it may still not be available)."""
+    """True if native code is switched on (it may still be unavailable)."""
     return _wanted if _wanted is not None else os.environ.get("COTERIE_NATIVE", "1").lower() not in ("0", "off", "no")
 
 
 def available() -> bool:
-    """Whether native code works here; the first call compiles or loads it and checks it against PyTorch."""
+    """True if native code works on this machine; the first call compiles or loads it and checks it against PyTorch."""
     return _load() is not None
 
 
 def status() -> str:
-    """One line on what does the convolutions."""
+    """Return one line that says which code computes the convolutions."""
     if not enabled():
         return "native convolutions: switched off"
     _load()
@@ -70,9 +70,10 @@ def conv_block(
     eps: float = 1e-5,
     padding: int = 0,
 ) -> Tensor:
-    """relu(max_pool2d(batch_norm(conv2d(x, weight, bias)), 2)); no batch norm if neither gamma nor statistics come.
+    """Return relu(max_pool2d(batch_norm(conv2d(x, weight, bias)), 2)).
 
-    Running statistics move in place when training, as in F.batch_norm.
+    Batch norm is omitted if neither gamma nor statistics are given. Running statistics are updated in place in training
+    mode, as in F.batch_norm.
     """
     args = (x, weight, bias, gamma, beta, running_mean, running_var, training, momentum, eps, padding)
     if enabled() and eligible(*args) and (kernel := _kernel or _load()) is not None:
@@ -81,7 +82,7 @@ def conv_block(
 
 
 def block(conv: nn.Conv2d, bn: nn.BatchNorm2d | None, x: Tensor) -> Tensor:
-    """The same for modules. Modules that are watched by hooks, or do more than the operation knows, are called."""
+    """Apply conv_block to modules; modules with hooks, or with features that the operation lacks, are called."""
     if not _simple(conv, bn):
         x = conv(x)
         return op.pool(x if bn is None else bn(x))

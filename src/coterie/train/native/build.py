@@ -1,4 +1,4 @@
-"""Compiles the C sources once per machine and loads them: cached by source, compiler and processor."""
+"""Compilation of the C sources, once per machine; the library is cached by source, compiler and processor."""
 
 import ctypes
 import hashlib
@@ -14,13 +14,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 MAIN = HERE / "block.c"
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
-TUNING = ("-fno-tree-loop-distribute-patterns", "-fno-predictive-commoning")  # both move sums out of registers
-NATIVE = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+TUNING = ("-fno-tree-loop-distribute-patterns", "-fno-predictive-commoning")  # they would move sums out of registers
+NATIVE = (("-march=native",), ("-mcpu=native",), ())  # the first option that the compiler accepts is used
 TIMEOUT = 300
 
 
 class Call(ctypes.Structure):
-    """The arguments of one forward or backward; the same fields as `call` in block.c."""
+    """Arguments of one forward or backward call, with the fields of `call` in block.c."""
 
     _fields_ = (
         *((name, c_int64) for name in ("n", "ic", "h", "w", "oc", "k", "pad", "mode", "keep")),
@@ -33,28 +33,28 @@ class Call(ctypes.Structure):
 
 
 class BuildError(Exception):
-    """Why there is no native code here, in a few words."""
+    """The native code cannot be built; the message says why in a few words."""
 
 
 def library() -> ctypes.CDLL:
-    """The compiled code, from the cache if it is there."""
+    """Return the compiled code, from the cache if possible."""
     compiler = find_compiler()
     cache = cache_dir()
     try:
         _own(cache)
         path = cache / f"block-{fingerprint(compiler)}.so"
         if path.exists():
-            with suppress(OSError, AttributeError):  # a damaged file is built anew
+            with suppress(OSError, AttributeError):  # a damaged file is built again
                 return _open(path)
         handle, name = tempfile.mkstemp(suffix=".so", dir=cache)
-    except OSError:  # no home to write to: build for this process only
+    except OSError:  # no writable home: build for this process only
         handle, name = tempfile.mkstemp(suffix=".so")
         path = Path(name)
     os.close(handle)
     made = Path(name)
     try:
         _compile(compiler, made)
-        made.replace(path)  # atomic: another process sees all of it or nothing
+        made.replace(path)  # atomic: other processes see the complete file or none
         try:
             return _open(path)
         except (OSError, AttributeError) as e:
@@ -82,7 +82,7 @@ def cache_dir() -> Path:
 
 
 def _own(folder: Path) -> None:
-    """Makes the folder; code from a folder that another user owns or may write to is never loaded."""
+    """Create the folder; refuse one that a different user owns or may write to, because code is loaded from it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     ours = all(part.lstat().st_uid in (os.getuid(), 0) for part in (folder, folder.parent, folder.parent.parent))
     if not ours or folder.lstat().st_mode & 0o022:
@@ -90,7 +90,7 @@ def _own(folder: Path) -> None:
 
 
 def fingerprint(compiler: str) -> str:
-    """Changes with the sources, the flags, the compiler and what the processor can do."""
+    """Return a digest of the sources, the flags, the compiler and the processor's features."""
     digest = hashlib.sha256(repr((FLAGS, TUNING, NATIVE, platform.machine(), platform.system())).encode())
     for source in sorted(HERE.glob("*.c")):
         digest.update(source.read_bytes())

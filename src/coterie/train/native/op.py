@@ -1,4 +1,4 @@
-"""The native block as a differentiable operation, and when it may be used."""
+"""The native block as a differentiable operation, and the conditions of its use."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from torch._C._functorch import peek_interpreter_stack
 
 from coterie.train.native.build import BuildError, Call, library
 
-PLAIN, EVAL, TRAIN = 0, 1, 2  # as in block.c
+PLAIN, EVAL, TRAIN = 0, 1, 2  # modes of block.c
 KERNELS = (3, 5)
 MOST_PADDING = 2
-MOST_WEIGHTS = 2**18  # beyond, PyTorch's blocking for large weights wins (512 x 512 channels: nearly twice as fast)
+MOST_WEIGHTS = 2**18  # for more weights PyTorch is faster (512 x 512 channels: nearly twice)
 MOST_FLOATS = 2**28  # offsets inside one image are 32-bit
-TOLERANCE = 1e-4  # of the self-test: float32 sums in another order
+TOLERANCE = 1e-4  # tolerance of the self-test, for float32 sums in a different order
 
 Kernel = Callable[..., Tensor]
 
@@ -39,7 +39,7 @@ def plain(
     eps: float,
     padding: int,
 ) -> Tensor:
-    """The block in PyTorch's own operations."""
+    """Return the block computed with PyTorch's own operations."""
     x = F.conv2d(x, weight, bias, padding=padding)
     if gamma is not None or beta is not None or running_mean is not None:
         x = F.batch_norm(x, running_mean, running_var, gamma, beta, training, momentum, eps)
@@ -59,7 +59,7 @@ def eligible(
     eps: float,
     padding: int,
 ) -> bool:
-    """Plain float32 tensors in main memory of a shape the kernels know, outside vmap, grad transforms and compilers."""
+    """True for plain float32 CPU tensors of a supported shape, outside vmap, grad transforms and compilers."""
     if peek_interpreter_stack() is not None or torch.compiler.is_compiling():
         return False
     if not (_plain_tensor(x) and _plain_tensor(weight) and _known_shape(x.shape, weight.shape, padding)):
@@ -96,7 +96,7 @@ def _known_shape(x: torch.Size, weight: torch.Size, padding: int) -> bool:
 
 
 def load() -> tuple[Kernel | None, str]:
-    """The operation, or None, and one line that says which and why."""
+    """Return the operation or None, and one line that explains the choice."""
     try:
         kernel = _kernel(library())
         if (error := self_test(kernel)) > TOLERANCE:
@@ -107,7 +107,7 @@ def load() -> tuple[Kernel | None, str]:
 
 
 def self_test(kernel: Kernel) -> float:
-    """The largest relative difference to PyTorch over values and gradients of a few small cases."""
+    """Return the largest relative difference to PyTorch over values and gradients of a few small cases."""
     worst = 0.0
     draw = torch.Generator().manual_seed(7)
     with torch.inference_mode(False), torch.enable_grad():
@@ -148,7 +148,7 @@ def _kernel(lib: ctypes.CDLL) -> Kernel:
         return out[0], out[1], out[2]
 
     def forward(keep: bool, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Any]:
-        """The result, and what backward needs."""
+        """Return the result and the tensors that backward needs."""
         bias, gamma, beta, mean, var, training, momentum, eps, padding = rest
         n, ic, h, w = x.shape
         oc, k = weight.shape[0], weight.shape[2]
@@ -198,7 +198,7 @@ def _kernel(lib: ctypes.CDLL) -> Kernel:
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
             inputs = ctx.saved_tensors
-            if torch.is_grad_enabled():  # a gradient of the gradient will be asked for
+            if torch.is_grad_enabled():  # second derivatives may be needed
                 return (*_differentiable(inputs, ctx.rest, ctx.needs_input_grad, dy), *[None] * 6)
             dims, eps, momentum, save = ctx.made
             dy = dy.contiguous()
@@ -231,8 +231,8 @@ def _kernel(lib: ctypes.CDLL) -> Kernel:
 
 
 def _differentiable(inputs: Any, rest: Any, needed: Any, dy: Tensor) -> list[Tensor | None]:
-    """Gradients by PyTorch's own operations, so that they have gradients themselves."""
-    stats = [None if t is None else t.detach().clone() for t in rest[:2]]  # moved once already, in forward
+    """Return gradients computed with PyTorch's own operations, so that they are differentiable themselves."""
+    stats = [None if t is None else t.detach().clone() for t in rest[:2]]  # forward has already updated the originals
     out = plain(*inputs, *stats, *rest[2:])
     wanted = [i for i, t in enumerate(inputs) if t is not None and needed[i]]
     found = torch.autograd.grad(out, [inputs[i] for i in wanted], dy, create_graph=True)
