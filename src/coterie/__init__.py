@@ -2,7 +2,7 @@
 
 import coterie
 result = coterie.run("fedrep", "digits", clients=20, partition="dirichlet(0.1)", rounds=30)
-result.summary()["export.personal_model"]["last"]; result.personal(7)
+result.summary()["personal"]["last"]; result.personal(7)
 """
 
 from importlib import import_module
