@@ -80,7 +80,7 @@ def test_a_command_of_the_docs_parses(line) -> None:
     if command.name == "paper":  # the item knows its rows and columns
         item = presets.item(parsed.params["name"], parsed.params["item"])
         rows = parsed.params["methods"]
-        presets.choose(item, commas(parsed.params["data"]), [] if rows == "all" else commas(rows))
+        presets.narrow(item, commas(parsed.params["data"]), [] if rows == "all" else commas(rows))
         return
     given = parsed.params.get("methods") or [parsed.params.get("method")]
     given = commas(given) if isinstance(given, str) else given
