@@ -66,7 +66,7 @@ class RoundResult:
 
     @property
     def left_out(self) -> dict[ClientId, str]:
-        """Who was asked and does not count, and why."""
+        """The excluded clients, with reasons: they were asked, and their answers do not count."""
         return {**self.reasons, **dict.fromkeys(self.nonfinite, "the upload has NaN or infinity")}
 
 

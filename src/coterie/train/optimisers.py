@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 Step = Callable[[Sequence[Tensor | None]], None]
-Memory = dict[str, list[Tensor | None]]  # what an optimiser remembers, by kind: one entry per leaf
+Memory = dict[str, list[Tensor | None]]  # an optimiser's state by kind, one entry per leaf
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Optimiser:
     kind: Literal["sgd", "adam", "adamw"] = "sgd"
     momentum: float = 0.0
     weight_decay: float = 0.0
-    keep: bool = False  # from one local training of a client to its next
+    keep: bool = False  # True: the state lasts from one local training of a client to its next
 
 
 def blank(rule: Optimiser, leaves: Sequence[Tensor]) -> Memory:
-    """The memory before the first step."""
+    """Return the memory before the first step."""
     if rule.kind != "sgd":
         return {
             "first": [torch.zeros_like(p) for p in leaves],
@@ -36,7 +36,7 @@ def blank(rule: Optimiser, leaves: Sequence[Tensor]) -> Memory:
 def stepper(
     rule: Optimiser, leaves: list[Tensor], decays: Sequence[float], lr: float, memory: Memory | None = None
 ) -> Step:
-    """A function of gradients that updates `leaves` and `memory` in place; None leaves an entry of both alone."""
+    """Return a function of gradients that updates `leaves` and `memory` in place; None keeps an entry of both."""
     memory = blank(rule, leaves) if memory is None else memory
     groups = [
         _group(rule, [i for i, d in enumerate(decays) if d == decay], leaves, lr, decay, memory)

@@ -1,4 +1,4 @@
-"""Runs the phases of one client from tensors in memory."""
+"""Local training of one client: its phases, one after the other, from tensors in memory."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from coterie.train.optimisers import Memory, Optimiser, blank, stepper
 
 @dataclass(frozen=True)
 class Effort:
-    """What a client did in a local training: gradient steps, samples seen, and its mean loss."""
+    """The work of one local training: gradient steps, samples seen, and the mean loss."""
 
     steps: int
     samples: int
@@ -26,7 +26,7 @@ class Effort:
 
 
 class PhaseResult(NamedTuple):
-    """What one phase of one client leaves behind."""
+    """The result of one phase of one client."""
 
     params: Tree
     extras: Extras
@@ -79,7 +79,7 @@ def run_phase(
 ) -> PhaseResult:
     """Run one phase of one client, in training mode; parameters move in place.
 
-    Only what is trained requires a gradient, so nothing else can move.
+    Only trained entries require a gradient, so no other entry can change.
     """
     if phase.update is not None:
         params, steps, seen = _updates(ctx, phase, params, extras, data, round, share)
@@ -121,7 +121,7 @@ def run_phase(
 
 
 def recall(memory: Memory, names: Sequence[str], tree: Tree, mark: str) -> None:
-    """Write into an optimiser's blank memory what `tree` holds of it; entries it does not know stay blank."""
+    """Fill an optimiser's blank memory from `tree`; entries that the tree lacks stay blank."""
     for kind, entries in memory.items():
         for i, name in enumerate(names):
             if (found := tree.get(f"{mark}{kind}/{name}")) is not None:
@@ -138,7 +138,7 @@ def trained_names(ctx: Context, phase: Phase, params: Tree) -> list[str]:
 
 
 def weight_decays(rule: Optimiser, phase: Phase, names: Iterable[str]) -> list[float]:
-    """Weight decay of each entry."""
+    """Return the weight decay of each entry."""
     return [rule.weight_decay if phase.weight_decay is None else phase.weight_decay(k) for k in names]
 
 
@@ -149,7 +149,7 @@ def phase_lr(ctx: Context, phase: Phase, round: int) -> float:
 def _updates(
     ctx: Context, phase: Phase, params: Tree, extras: Extras, data: ClientData, round: int, share: float
 ) -> tuple[Tree, int, int]:
-    """A phase with its own update rule."""
+    """Run a phase with its own update rule."""
     assert phase.update is not None
     rng = torch_rng(ctx.seed, "update", round, data.client, phase.stream)
     steps = seen = 0
@@ -162,14 +162,14 @@ def _updates(
 
 
 def _trainable(ctx: Context, name: str) -> bool:
-    """Not batch-norm statistics, other buffers or frozen parameters; `mark:name` is `name` of a second model."""
+    """False for batch-norm statistics, other buffers and frozen parameters; tags of further models are ignored."""
     return name.rsplit(":", 1)[-1] not in ctx.net.fixed
 
 
 def _epochs(
     ctx: Context, phase: Phase, data: ClientData, round: int, share: float, per_sample: Tensor | None = None
 ) -> Iterator[Iterator[Any]]:
-    """For each epoch its batches."""
+    """Yield the batches of each epoch."""
     starts = starts_of(ctx, len(data.train))
     for order, limit in orders(ctx, phase, data, round, share):
         columns = [*data.train, *(() if per_sample is None else (per_sample,))]
@@ -177,13 +177,13 @@ def _epochs(
 
 
 def starts_of(ctx: Context, n: int) -> list[int]:
-    """Where the batches of an epoch over n samples begin."""
+    """Return the first positions of the batches of an epoch over n samples."""
     lone = ctx.net.has_batch_norm  # batch norm cannot learn from one sample
     return [a for a in range(0, n, ctx.batch) if not (lone and min(ctx.batch, n - a) == 1)]
 
 
 def orders(ctx: Context, phase: Phase, data: ClientData, round: int, share: float) -> Iterator[tuple[Tensor, int]]:
-    """For each epoch the order of the samples and the number of steps: functions of (seed, round, client, stream)."""
+    """Yield the order of the samples and the number of steps of each epoch, keyed by (seed, round, client, stream)."""
     n = len(data.train)
     starts = starts_of(ctx, n)
     if not starts:
@@ -208,6 +208,6 @@ def _batches(columns: Sequence[Tensor], starts: list[int], size: int, group: int
             yield batch(a)
         return
     for i in range(limit):
-        # a step that wants more batches than are left takes the rest from the start of the same order
+        # a step that needs more batches than are left takes the rest from the beginning of the same order
         picked = [starts[(i * group + j) % len(starts)] for j in range(group)]
         yield tuple(batch(a) for a in picked)

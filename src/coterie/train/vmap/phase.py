@@ -1,4 +1,4 @@
-"""One phase of a stack of clients: gathers batches, takes steps, lets clients leave when they have finished."""
+"""One phase of a stack of clients: gather batches, take steps, and remove clients that have finished."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -12,9 +12,9 @@ from coterie.core.tree import Tree
 from coterie.train.trainer import Effort
 from coterie.train.vmap.step import Extra, Recipe, Steps
 
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32)  # of stacks: few shapes, so few traces
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32)  # sizes of stacks: few shapes need few traces
 LARGEST = SIZES[-1]  # clients in one stack
-Draws = tuple[Tensor, list[int]]  # which samples each step takes [steps, width], and how many of them are real
+Draws = tuple[Tensor, list[int]]  # samples of each step [steps, width], and the number of real ones per step
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Member:
     extras: Extras
     data: ClientData
     share: float = 1.0
-    memory: Tree | None = None  # of its optimisers, if it outlives this training
+    memory: Tree | None = None  # state of its optimisers, if it outlives this training
     train: bool = True
     per_sample: Tensor | None = None
     noise: Tensor = field(default_factory=lambda: torch.zeros(0))  # state of the generator that the model's noise uses
@@ -41,7 +41,7 @@ class Member:
 
     @property
     def start(self) -> Start:
-        """Where its training starts, before it has trained."""
+        """The start of its training."""
         return Start(self.params, self.extras, self.train, self.per_sample)
 
     @property
@@ -51,17 +51,17 @@ class Member:
 
     @property
     def columns(self) -> list[Tensor]:
-        """What batches are drawn from [samples, ...]: x, y, and a value per sample if the method has one."""
+        """The tensors that batches are taken from [samples, ...]: x, y, and a value per sample if there is one."""
         return [*self.data.train, *(() if self.per_sample is None else (self.per_sample,))]
 
     @property
     def effort(self) -> Effort:
-        """What it did."""
+        """The work of its training."""
         return Effort(self.steps, self.samples, float(self.loss / max(self.steps, 1)))
 
 
 class Stack:
-    """Members are sorted by their number of steps, longest first; rows beyond them repeat the last and are ignored."""
+    """A stack of members, sorted by their number of steps, longest first; further rows repeat the last one."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Stack:
             self._leave(i)
 
     def _leave(self, i: int) -> None:
-        """Hand the member its row. Steps make new tensors, so the row stays as it is."""
+        """Give the member its row; steps make new tensors, so the row does not change afterwards."""
         m, n, recipe = self.members[i], self.lengths[i], self.recipe
         found = dict(zip([*recipe.trains, *recipe.moves, *recipe.rest], self.state, strict=True))
         m.params = {k: found[k][i].clone() for k in m.params}
@@ -134,7 +134,7 @@ class Stack:
                 self._advance(s, where, len(where), size)
 
     def _advance(self, s: int, where: slice | Tensor, rows: int, size: int) -> None:
-        """Step s of the rows `where`, whose batches have this size."""
+        """Take step s of the rows `where`, whose batches have this size."""
         drawn = self.drawn[s, where, :size].reshape(-1)
         batch = [c.index_select(0, drawn).view(rows, size, *c.shape[1:]) for c in self.columns]
         columns = [*self.state, *self.memory, *self.extras]

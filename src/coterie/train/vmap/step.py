@@ -22,13 +22,14 @@ MOST_TRACES = 96
 
 
 class UnstackableError(Exception):
-    """Says why a phase has to be trained client by client."""
+    """A phase must be trained client by client; the message says why."""
 
 
 @contextmanager
 def truly_batched() -> Iterator[None]:
-    """Refuses operations that vmap knows only one by one (recurrent layers, fused attention), at thirty times the time
-    of a loop and with a warning for each call.
+    """Raise UnstackableError for operations that vmap runs one by one (recurrent layers, fused attention).
+
+    They would take thirty times as long as a loop, with a warning for each call.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*batching rule")
@@ -36,7 +37,7 @@ def truly_batched() -> Iterator[None]:
 
 
 def identity(f: Any) -> Any:
-    """A key that is equal for functions that do the same; refuses those that may hold values we cannot compare."""
+    """Return a key that is equal for equal functions; raise UnstackableError if they hold values without equality."""
     if f is None or isinstance(f, bool | int | float | str):
         return type(f).__name__, f
     if isinstance(f, Method):
@@ -53,7 +54,7 @@ def identity(f: Any) -> Any:
 
 @dataclass(frozen=True)
 class Extra:
-    """The extras of one client taken apart: tensors and numbers to stack, everything else equal for the whole stack."""
+    """The extras of one client in two parts: tensors and numbers to stack, and values equal for the whole stack."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
@@ -75,7 +76,7 @@ class Extra:
         return cls(spec, tuple(leaves), (repr(spec), *key))
 
     def stacked(self) -> list[Tensor]:
-        """What varies from client to client."""
+        """The values that differ between clients."""
         return [torch.as_tensor(v, dtype=None if isinstance(v, Tensor) else torch.float32) for v in self._varying()]
 
     @property
@@ -93,12 +94,12 @@ class Extra:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one step of a phase does, the same for every client of a stack."""
+    """The definition of one step of a phase, equal for all clients of a stack."""
 
     loss: Loss
-    names: tuple[str, ...]  # of the whole tree, in its order
+    names: tuple[str, ...]  # names of the whole tree, in its order
     trains: tuple[str, ...]
-    moves: tuple[str, ...]  # buffers, which a forward pass may move
+    moves: tuple[str, ...]  # buffers that a forward pass may change
     decays: tuple[float, ...]  # weight decay of each trained entry
     rule: Optimiser
     clip: float | None
@@ -124,8 +125,10 @@ class Recipe:
         return 2 if self.rule.kind != "sgd" else int(self.rule.momentum > 0)
 
     def stacked(self, *flat: Tensor) -> tuple[Tensor, ...]:
-        """All clients: entries [clients, ...] as `_one` reads them, then weight, x, y, perhaps what is beside
-        them, lr and the step's number.
+        """Take the step of all clients.
+
+        The arguments are entries [clients, ...] in the order of `_one`, then weight, x, y, the values per sample if
+        there are any, lr and the number of the step.
         """
         *columns, lr, count = flat
         one = functools.partial(self._one, lr, count)
@@ -133,7 +136,7 @@ class Recipe:
         return out
 
     def _one(self, lr: Tensor, count: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
-        """One client: what it has to what it has next, its loss, and what the loss gave beside it."""
+        """Take the step of one client; return its next entries, the loss, and the second result of the loss."""
         a, b, c = len(self.trains), len(self.moves), len(self.rest)
         slots = self._slots * a
         trained, moves, rest = flat[:a], flat[a : a + b], flat[a + b : a + b + c]
@@ -142,7 +145,7 @@ class Recipe:
         weight, x, y, *per_sample = flat[varying:]
 
         def objective(trained: tuple[Tensor, ...]) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
-            moved = [v.clone() for v in moves]  # batch norm moves its statistics in place
+            moved = [v.clone() for v in moves]  # batch norm updates its statistics in place
             values = dict(zip([*self.trains, *self.moves, *self.rest], [*trained, *moved, *rest], strict=True))
             tree = {k: values[k] for k in self.names}
             batch = Batch(x, y, weight if self.padded else None, *per_sample)
@@ -162,7 +165,7 @@ class Recipe:
     def _update(
         self, params: list[Tensor], gradients: list[Tensor], memory: list[Tensor], lr: Tensor, count: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The rules of optim.py, for one client; `count` is the number of this step, from 1."""
+        """Apply the rules of optimisers.py to one client; `count` is the number of this step, from 1."""
         rule, n = self.rule, len(params)
         if self.clip is not None:
             norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
@@ -185,17 +188,17 @@ class Recipe:
 
 
 def traced(step: Step, flat: Sequence[Tensor]) -> Step:
-    """The same step as straight-line calls for these shapes, run without Python in between."""
-    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, so only where it is used
+    """Return the step as straight-line calls for these shapes, without Python in between."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
     module = make_fx(step)(*flat)
     _simplify(module.graph)
     module.recompile()
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that scripts are deprecated, and that shapes are fixed: they are meant to be
+        warnings.simplefilter("ignore")  # scripts are deprecated, and shapes are fixed on purpose
         try:
             return torch.jit.trace(lambda *a: tuple(module(*a)), tuple(flat), check_trace=False)  # type: ignore[no-any-return,no-untyped-call]
-        except RuntimeError:  # a call that scripts do not know (batch norm's backward): the same calls from Python
+        except RuntimeError:  # a call that scripts do not support (batch norm's backward): call it from Python
             return module
 
 
@@ -203,7 +206,7 @@ _SAME = {torch.ops.aten.expand.default, torch.ops.aten.view.default, torch.ops.a
 
 
 def _simplify(graph: Graph) -> None:
-    """Drop calls that only hand on their input: detach, views to the same shape, factors of one."""
+    """Remove calls that return their input: detach, views of the same shape, factors of one."""
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
             continue

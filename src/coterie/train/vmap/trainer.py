@@ -1,9 +1,9 @@
-"""Trains many clients at once on a leading client axis; what cannot be stacked is trained client by client.
+"""Stacked training: many clients at once on a leading axis; phases that cannot be stacked run client by client.
 
 Clients of one stack have trees and extras of the same shapes. Short batches are padded with samples of weight 0 to a
 size that depends on the client alone, so that its result does not depend on its neighbours; batch norm would see the
-padding, so with it only batches of equal size share a step. Clients are sorted by their number of steps: those that
-have finished leave the stack at its end.
+padding, so in models with batch norm only batches of equal size share a step. Clients are sorted by their number of
+steps; clients that have finished leave the stack.
 """
 
 import re
@@ -25,7 +25,7 @@ from coterie.train.vmap.phase import LARGEST, Draws, Member, Stack
 from coterie.train.vmap.step import Extra, Recipe, Steps, UnstackableError, identity, truly_batched
 
 PADDING = 8  # short batches are filled up to a multiple of this
-AGREES = 1e-4  # how well the first step must agree with the same step of one client alone
+AGREES = 1e-4  # largest difference between the first step and the same step of one client alone
 
 
 class Stacker:
@@ -34,11 +34,11 @@ class Stacker:
     def __init__(self, ctx: Context, rule: Optimiser, patient: bool = True):
         self.ctx, self.rule = ctx, rule
         self.steps = Steps(patient)
-        self.reasons: dict[Any, str] = {}  # by phase: why it is trained client by client
+        self.reasons: dict[Any, str] = {}  # reason why a phase is trained client by client, by phase
         self._checked: dict[Any, tuple[bool, tuple[str, ...]]] = {}  # may be padded; names without a gradient
 
     def train(self, phases: Sequence[Phase], members: Sequence[Member], round: int) -> None:
-        """Every member's local training, as trainer.train does it for one."""
+        """Train all members locally, with the results of trainer.train up to rounding."""
         for m in members:
             m.params = T.clone(m.params)
             m.noise = torch.Generator().manual_seed(key(self.ctx.seed, "noise", round, m.data.client)).get_state()
@@ -79,14 +79,14 @@ class Stacker:
             m.steps, m.samples, m.loss = m.steps + done.steps, m.samples + done.samples, m.loss + done.loss
 
     def _signature(self, m: Member) -> Any:
-        """What clients of one stack have in common."""
+        """Return the properties that all clients of one stack share."""
         tree = tuple((k, tuple(v.shape), v.dtype) for k, v in m.params.items())
         x = m.data.train.x
         per_sample = [tuple(c.shape[1:]) for c in m.columns[2:]]
         return tree, Extra.of(m.extras).key, tuple(x.shape[1:]), self._width(len(x)), tuple(per_sample)
 
     def _width(self, n: int) -> int:
-        """Batches of a client with n samples are filled up to this; with batch norm they are not."""
+        """Return the size to which batches of a client with n samples are padded; batch norm allows no padding."""
         return self.ctx.batch if self.ctx.net.has_batch_norm else min(self.ctx.batch, -(-n // PADDING) * PADDING)
 
     def _together(self, name: Any, phase: Phase, members: list[Member], round: int) -> None:
@@ -102,7 +102,7 @@ class Stacker:
         Stack(self.steps, at, recipe, members, draws, torch.tensor(phase_lr(self.ctx, phase, round))).run()
 
     def _recipe(self, name: Any, phase: Phase, first: Member, draws: Draws) -> Recipe | None:
-        """What a step does; None if nothing is trained. Checked once against a step of one client alone."""
+        """Return the recipe of a step, checked once against a step of one client alone; None if nothing is trained."""
         trains = trained_names(self.ctx, phase, first.params)
         if not trains:
             return None
@@ -129,7 +129,7 @@ class Stacker:
 
 
 def _draws(ctx: Context, phase: Phase, m: Member, round: int, width: int) -> Draws:
-    """Which samples each step of a client takes [steps, width], filled up with its first, and how many are real."""
+    """Return the samples of each step of a client [steps, width], padded with its first, and counts of real ones."""
     n = len(m.data.train)
     starts = starts_of(ctx, n)
     found = list(orders(ctx, phase, m.data, round, m.share))
@@ -144,7 +144,7 @@ def _draws(ctx: Context, phase: Phase, m: Member, round: int, width: int) -> Dra
 
 
 def _check(recipe: Recipe, m: Member, drawn: Tensor, real: int) -> tuple[bool, tuple[str, ...]]:
-    """One step of one client, alone and in a stack of one: may it be padded, and which entries have no gradient?"""
+    """Compare a step of one client alone and in a stack of one; return padding and names without gradient."""
     columns = m.columns
     short = max(1, real - 1) if recipe.padded else real
     tree = T.clone(m.params)
@@ -158,7 +158,7 @@ def _check(recipe: Recipe, m: Member, drawn: Tensor, real: int) -> tuple[bool, t
     gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, leaves, allow_unused=True)
     unused = tuple(k for k, g in zip(recipe.trains, gradients, strict=True) if g is None)
     gradients = gradients if recipe.clip is None else clipped(gradients, recipe.clip)
-    rule = replace(recipe.rule, kind="sgd", momentum=0.0)  # the plain rule shows a wrong gradient best
+    rule = replace(recipe.rule, kind="sgd", momentum=0.0)  # plain SGD reveals a wrong gradient best
     stepper(rule, leaves, list(recipe.decays), 0.1)(gradients)
     recipe = replace(recipe.without(unused), rule=rule)
     for padded in (True, False) if recipe.padded else (False,):
@@ -179,7 +179,7 @@ def _try(recipe: Recipe, m: Member, *batch: Tensor) -> Tree:
             out = recipe.stacked(*flat, torch.tensor(0.1), torch.tensor(1.0))
     except UnstackableError:
         raise
-    except Exception as e:  # whatever vmap says against the loss: random numbers, a branch on a value
+    except Exception as e:  # any error of vmap: random numbers, a branch on a value
         raise UnstackableError(_said(e)) from None
     return {k: v[0] for k, v in zip([*recipe.trains, *recipe.moves], out, strict=False)}
 
