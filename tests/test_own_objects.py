@@ -19,7 +19,7 @@ FEW = {"clients": 4, "rounds": 2, "epochs": 1, "join": 1.0, "partition": "iid", 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A run with everything of one's own."""
+    """Return a run with an own method, own data and an own model."""
     out = tmp_path_factory.mktemp("own") / "run"
     return coterie.run(OwnMethod, own_data, OwnNet, out=out, **FEW)
 
@@ -35,13 +35,13 @@ def test_own_objects_are_found_by_their_names(made):
     assert all(k == j and torch.equal(a, b) for (k, a), (j, b) in same)
 
 
-def test_objects_that_are_given_are_taken(made):
+def test_objects_that_are_passed_are_used(made):
     found = coterie.open_run(made.path, method=OwnMethod, data=own_data(), model=OwnNet)
     assert isinstance(found.personal(0), OwnNet)
 
 
 def changed(cls):
-    """The same class with other code."""
+    """Return a class of the same name with different code."""
     exec_globals = {"nn": nn, "F": torch.nn.functional, "torch": torch, "Base": cls}
     exec("class Other(Base):\n def forward(self, x):\n  return super().forward(x) * 2\n", exec_globals)
     other = exec_globals["Other"]
@@ -54,18 +54,18 @@ def test_changed_code_is_refused(made):
         coterie.open_run(made.path, model=changed(OwnNet)).personal(0)
 
 
-def test_other_data_are_refused(made):
+def test_different_data_are_refused(made):
     data = own_data()
     with pytest.raises(CoterieError, match=r"the data of .* have changed"):
         coterie.open_run(made.path, data=replace(data, x=data.x + 1)).personal(0)
 
 
-def test_a_class_of_another_name_is_refused(made):
+def test_a_class_of_a_different_name_is_refused(made):
     with pytest.raises(CoterieError, match="made with a model of your own"):
         coterie.open_run(made.path, model=nn.Linear).personal(0)
 
 
-def test_what_nobody_can_import_must_be_given(tmp_path):
+def test_an_object_that_cannot_be_imported_must_be_passed(tmp_path):
     class Inside(OwnNet):
         pass
 
@@ -75,7 +75,7 @@ def test_what_nobody_can_import_must_be_given(tmp_path):
     assert isinstance(coterie.open_run(run.path, data=own_data(), model=Inside).personal(0), Inside)
 
 
-def test_a_built_model_with_other_first_values_is_refused(tmp_path):
+def test_a_model_with_different_initial_values_is_refused(tmp_path):
     torch.manual_seed(1)
     mine = OwnNet(3)
     run = coterie.run("fedavg", own_data, mine, out=tmp_path / "r", **FEW)
@@ -88,7 +88,7 @@ def test_a_built_model_with_other_first_values_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("data", "says"), [(no_data, "returned int; it must return a Dataset"), (lambda: 1 / 0, "ZeroDivision")]
 )
-def test_a_data_function_that_makes_no_data_gets_a_sentence(data, says):
+def test_a_data_function_that_returns_no_data_is_refused(data, says):
     with pytest.raises(CoterieError, match=says):
         coterie.run("fedavg", data, **FEW)
 
@@ -110,11 +110,11 @@ def test_a_run_whose_method_has_changed_is_refused(method, tmp_path, monkeypatch
             use()
     settings = run.path / "settings.json"
     content = disk.read_json(settings)
-    disk.write_json(settings, {**content, "digests": {}})  # as version 0.1 wrote for methods of its own
+    disk.write_json(settings, {**content, "digests": {}})  # version 0.1 wrote no digests of built-in methods
     assert coterie.open_run(run.path).session().method
 
 
-def test_digests_tell_code_apart_and_leave_pytorch_out():
+def test_digests_distinguish_code_and_ignore_pytorch():
     assert origins.code_digest(OwnNet) == origins.code_digest(OwnNet) != origins.code_digest(OwnMethod)
     assert origins.code_digest(nn.Linear(2, 3)) == origins.code_digest(nn.ReLU())
     assert origins.recalled("support.own_objects:OwnNet") is OwnNet
@@ -152,19 +152,19 @@ def test_a_run_starts_from_another_runs_global_model(made, tmp_path):
     want = first.saved().checkpoint.server["w"]
     w0 = warm.session().method.ctx.w0
     assert all(torch.equal(w0[k], want[k]) for k in w0)
-    shutil.rmtree(first.path)  # its models are kept with the run
+    shutil.rmtree(first.path)  # the new run has a copy of the models
     again = coterie.open_run(warm.path)
     assert all(torch.equal(again.session().method.ctx.w0[k], want[k]) for k in w0)
     assert coterie.resume(warm.path, rounds=3).last_round == 3
 
 
-def test_without_a_global_model_it_is_the_mean_of_the_personal_ones(made, tmp_path):
+def test_without_a_global_model_a_warm_start_takes_the_mean_of_the_personal_models(made, tmp_path):
     trees = list(made.saved().personal_trees().values())
     mean = made.saved().mean_model()
     assert all(torch.allclose(mean[k], torch.stack([t[k] for t in trees]).mean(0), atol=1e-6) for k in mean)
 
 
-def test_models_that_do_not_fit_get_a_sentence(made, tmp_path):
+def test_a_warm_start_refuses_models_that_do_not_fit(made, tmp_path):
     with pytest.raises(CoterieError, match=r"do not fit this run: .* there and .* here"):
         coterie.run("fedavg", own_data, "mlp", out=tmp_path / "r", warm_start=str(made.path), **FEW)
     with pytest.raises(CoterieError, match="holds no run"):

@@ -1,4 +1,4 @@
-"""Damaged files, absurd settings, foreign data, wrong calls: a sentence or the same bits, never a traceback.
+"""Damaged files, absurd settings, foreign data and wrong calls lead to a CoterieError or to the same bits.
 
 The short versions draw a few cases of each kind; those marked `long` draw hundreds.
 """
@@ -36,7 +36,7 @@ TINY = {"subset": 240, "clients": 4, "epochs": 1, "rounds": 6, "eval_every": 2, 
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """`whole` came to its end; `half` was killed in round 6, with a checkpoint of round 4."""
+    """Return two runs: `whole` is finished; `half` was killed in round 6, with a checkpoint of round 4."""
     at = tmp_path_factory.mktemp("runs")
     session = prepare(settings("fedrep", **TINY), Engine(workers=1))
     execute(session, at / "whole")
@@ -47,7 +47,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def bits(path: Path) -> dict[str, bytes]:
-    """What a finished run must come to: everything but wall-clock times, in bytes."""
+    """Return the bytes of all results of a run except wall-clock times."""
     found = {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
     kept = {k: v for k, v in found.items() if k.startswith("eval") or k in (EVENTS, "settings.json")}
     newest = replace(codec.unpack(read_checkpoint(checkpoints(path)[-1])), timing=0)
@@ -57,7 +57,7 @@ def bits(path: Path) -> dict[str, bytes]:
 
 
 def commands(path: Path) -> dict[str, Callable[[], Any]]:
-    """What people do with a run's folder."""
+    """Return the commands that read the folder of a run."""
 
     def exported() -> bytes:
         Run(path).export(1, path.parent / "client")
@@ -92,12 +92,12 @@ def without_times(value: Any) -> Any:
 
 
 def names(sentence: str, file: Path) -> bool:
-    """Does the sentence say which file it is about?"""
+    """True if the message names the file."""
     return file.name in sentence or (not file.exists() and f"{file.parent} holds no" in sentence)
 
 
 def check(original: Path, damage: Callable[[Path], bytes | None], which: list[Path], at: Path) -> None:
-    """Damage one file after the other: every command gives what it gave before, or names the file."""
+    """Damage each file in turn: every command has the same output as before, or names the file."""
     run = at / "here" / "run"
     shutil.copytree(original, run)
     before = {name: without_times(command()) for name, command in commands(run).items()}
@@ -108,7 +108,7 @@ def check(original: Path, damage: Callable[[Path], bytes | None], which: list[Pa
         spoiled = damage(target)
         cut = spoiled is not None and target.read_bytes().startswith(spoiled)
         if cut and target.name == EVENTS and original.name == "half":
-            continue  # the same run, killed earlier
+            continue  # equals a run that was killed earlier
         if spoiled is None:
             target.unlink()
         else:
@@ -116,7 +116,7 @@ def check(original: Path, damage: Callable[[Path], bytes | None], which: list[Pa
         for name, command in commands(run).items():
             try:
                 after = without_times(command())
-                named = target.name in str(after)  # in a report: among the warnings
+                named = target.name in str(after)  # a report has it among its warnings
                 assert named or after == before[name], f"{name} changed silently after damage to {file}"
             except CoterieError as e:
                 assert names(str(e), target), f"{name}, {file}: {e}"
@@ -124,7 +124,7 @@ def check(original: Path, damage: Callable[[Path], bytes | None], which: list[Pa
 
 
 def resumed(run: Path, damaged: Path) -> None:
-    """Going on ends in the bits of the run that nothing happened to, or in a sentence about the file."""
+    """Resume a damaged run: it has the bits of the undamaged run in the end, or an error names the file."""
     said: list[str] = []
     try:
         execute(rebuild(run, Engine(workers=1)), run, resume=True, say=said.append)
@@ -163,7 +163,7 @@ def flipped(rng: random.Random) -> Callable[[Path], bytes]:
 
 
 def mutated(rng: random.Random) -> Callable[[Path], bytes | None]:
-    """Cut short, emptied, lost, overwritten, lengthened, with a piece missing, or another file in its place."""
+    """Truncate, empty, delete, overwrite or lengthen a file, cut a piece out, or replace it by a different file."""
 
     def damage(file: Path) -> bytes | None:
         blob, at = file.read_bytes(), rng.randrange(len(file.read_bytes()))
@@ -179,7 +179,9 @@ def mutated(rng: random.Random) -> Callable[[Path], bytes | None]:
 
 
 @pytest.mark.parametrize("state", ["whole", "half"])
-def test_a_flipped_bit_in_any_file_is_named_or_mended(state: str, originals: dict[str, Path], tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_file_is_reported_or_repaired(
+    state: str, originals: dict[str, Path], tmp_path: Path
+) -> None:
     rng = random.Random(state)
     kinds: dict[str, list[Path]] = {}
     for f in files(originals[state]):
@@ -188,7 +190,7 @@ def test_a_flipped_bit_in_any_file_is_named_or_mended(state: str, originals: dic
     check(originals[state], flipped(rng), which, tmp_path)
 
 
-def test_lost_cut_or_exchanged_files_are_named_or_mended(originals: dict[str, Path], tmp_path: Path) -> None:
+def test_lost_cut_or_exchanged_files_are_reported_or_repaired(originals: dict[str, Path], tmp_path: Path) -> None:
     rng = random.Random(7)
     check(originals["whole"], mutated(rng), rng.sample(files(originals["whole"]), 6), tmp_path)
 
@@ -241,7 +243,7 @@ def test_a_finished_run_without_times_is_finished(originals: dict[str, Path], tm
     assert code == 0 and "nan" not in out
 
 
-def test_damaged_times_are_named(originals: dict[str, Path], tmp_path: Path) -> None:
+def test_damaged_times_are_reported(originals: dict[str, Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(originals["whole"], run)
     times = run / TIMING
@@ -249,7 +251,7 @@ def test_damaged_times_are_named(originals: dict[str, Path], tmp_path: Path) -> 
     assert Run(run).warnings() == [f"{times} is damaged in line 2; seconds are incomplete"]
 
 
-def test_changed_inputs_are_other_data(tmp_path: Path) -> None:
+def test_changed_inputs_change_the_identity_of_data(tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).normal(size=(120, 6)).astype(np.float32), np.arange(120) % 3
     np.savez(tmp_path / "mine.npz", x=x, y=y)
     run = coterie.run("fedavg", tmp_path / "mine.npz", out=tmp_path / "run", clients=3, rounds=1, epochs=1, workers=1)
@@ -259,7 +261,7 @@ def test_changed_inputs_are_other_data(tmp_path: Path) -> None:
         coterie.resume(run.path)
 
 
-def test_diverged_models_are_counted_and_told(tmp_path: Path) -> None:
+def test_diverged_models_are_counted_and_reported(tmp_path: Path) -> None:
     more = ["--clients", "4", "--set", "eval_every=1", "--set", "subset=240", "--set", "min_size=5", "--workers", "1"]
     code, out, err = coterie_command(
         "run", "ditto", "--lr", "1000", "--rounds", "6", *more, "--out", str(tmp_path / "a")
@@ -284,7 +286,7 @@ def test_two_exports_are_equal_in_bytes_and_name_their_round(originals: dict[str
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/run", "x" * 300])
-def test_a_place_that_cannot_be_written_gets_a_sentence(place: str, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     out = str(tmp_path / place)
     code, _, err = coterie_command("run", "fedavg", "--rounds", "1", "--clients", "3", "--workers", "1", "--out", out)
@@ -303,14 +305,14 @@ NASTY: list[Any] = [
 
 
 def setting_names() -> list[tuple[str, str]]:
-    """(method, setting) for every setting of runs, of federations and of all methods."""
+    """Return (method, setting) for every setting of runs, of federations and of all methods."""
     shared = [n for c in (RunSettings, PartitionSettings) for n in c.model_fields if n != "method"]
     own = [(m, n) for m in known() for n in find(m).Settings.model_fields]
     return [("fedavg", n) for n in shared] + own
 
 
 def try_setting(method: str, name: str, value: Any, out: Path) -> None:
-    """Accepted and run, or refused with a sentence that is not too long to read."""
+    """Run with a setting, or assert that it is refused with a message of readable length."""
     needs = find(method).needs
     model = "mlp-bn" if "bn" in needs else "mlp"
     given = {"subset": 120, "clients": 3, "min_size": 5, "rounds": 2, "epochs": 1, "model": model, "public": 10}
@@ -323,7 +325,7 @@ def try_setting(method: str, name: str, value: Any, out: Path) -> None:
         assert "\n" not in str(e)
 
 
-def test_absurd_settings_get_a_sentence(tmp_path: Path) -> None:
+def test_absurd_settings_are_refused_or_run(tmp_path: Path) -> None:
     rng = random.Random(0)
     for method, name in rng.sample(setting_names(), 40):
         try_setting(method, name, rng.choice(NASTY), tmp_path / f"{method}-{name}")
@@ -348,7 +350,7 @@ def test_no_setting_takes_infinity(value: float) -> None:
 
 
 @pytest.mark.parametrize("value", ["1e308", "inf", "nan", "-inf"])
-def test_rates_and_epochs_without_measure_are_refused(value: str, tmp_path: Path) -> None:
+def test_excessive_rates_and_epochs_are_refused(value: str, tmp_path: Path) -> None:
     for name in ("lr", "epochs", "weight_decay"):
         code, _, err = coterie_command("run", "fedavg", "--set", f"{name}={value}", "--out", str(tmp_path / "run"))
         assert code == 2 and name in err and not (tmp_path / "run").exists()
@@ -363,7 +365,7 @@ TOMLS = [
 
 
 @pytest.mark.parametrize("text", TOMLS, ids=range(len(TOMLS)))
-def test_a_wrong_file_of_settings_gets_a_sentence(text: str, tmp_path: Path) -> None:
+def test_a_wrong_file_of_settings_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(text)
     for command in (["run", "fedavg"], ["compare", "fedavg"]):
         code, _, err = coterie_command(
@@ -376,14 +378,14 @@ def test_a_wrong_file_of_settings_gets_a_sentence(text: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "text", ["federation=3", "settings=3", "settings={a=1}", "lr=", "=", "model_options={dtype=1}"]
 )
-def test_a_wrong_assignment_gets_a_sentence(text: str, tmp_path: Path) -> None:
+def test_a_wrong_assignment_is_refused(text: str, tmp_path: Path) -> None:
     code, _, err = coterie_command("run", "fedavg", "--set", text, "--out", str(tmp_path / "o"))
     assert code == 2 and err.startswith("coterie: ") and len(err.strip().splitlines()) == 1, err
 
 
 # ---- foreign data ----------------------------------------------------------------------------------------------------
 def arrays(rng: random.Random) -> dict[str, Any]:
-    """Arrays that may or may not be a data set."""
+    """Return arrays that may or may not be a data set."""
     draw = np.random.default_rng(rng.randrange(2**32))
     n = rng.choice([0, 1, 2, 30, 60])
     shapes = [(n,), (n, 4), (n, 0), (n, 8, 8), (n, 8, 0), (n, 3, 8, 8), (n, 8, 8, 3), (n, 2, 2, 2, 2), (), (n, 12, 3)]
@@ -410,7 +412,7 @@ def arrays(rng: random.Random) -> dict[str, Any]:
 
 
 def try_data(rng: random.Random, at: Path) -> None:
-    """Through a file, damaged or not, to a prepared run."""
+    """Write random arrays to a file, damage it or not, and prepare a run with it."""
     file = at / "data.npz"
     np.savez(file, **arrays(rng))
     blob = file.read_bytes()
@@ -424,7 +426,7 @@ def try_data(rng: random.Random, at: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*(overflow|invalid value|Discarding|imaginary).*")
-def test_foreign_data_get_a_sentence(tmp_path: Path) -> None:
+def test_foreign_data_are_refused_or_read(tmp_path: Path) -> None:
     rng = random.Random(0)
     for _ in range(60):
         try_data(rng, tmp_path)
@@ -439,7 +441,7 @@ def test_630_foreign_data(part: int, tmp_path: Path) -> None:
         try_data(rng, tmp_path)
 
 
-def test_odd_sources_get_a_sentence(tmp_path: Path) -> None:
+def test_odd_sources_are_refused(tmp_path: Path) -> None:
     import zipfile
 
     np.savez(tmp_path / "texts.npz", x=np.array([["a", "b"], ["c", "d"]]), y=[0, 1])
@@ -513,7 +515,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_a_wrong_call_gets_a_sentence_and_writes_nothing(case: str, tmp_path: Path) -> None:
+def test_a_wrong_call_is_refused_and_writes_nothing(case: str, tmp_path: Path) -> None:
     with pytest.raises(CoterieError) as e:
         CALLS[case](tmp_path / "out")
     assert "\n" not in str(e.value) and not list(tmp_path.iterdir())
@@ -558,15 +560,15 @@ def test_two_meanings_of_one_name_are_refused() -> None:
 
 
 class FedRep(coterie.Method):
-    """Not the registered one: plain averaging under its name."""
+    """Plain averaging under the name of a registered method."""
 
 
 def mlp(classes: int) -> torch.nn.Module:
-    """Not the built-in one either."""
+    """A model under the name of a built-in one."""
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.Tanh(), torch.nn.Linear(8, classes))
 
 
-def test_objects_of_ones_own_are_not_taken_for_built_in_ones(tmp_path: Path) -> None:
+def test_own_objects_are_not_mistaken_for_built_in_ones(tmp_path: Path) -> None:
     small: dict[str, Any] = {"clients": 3, "rounds": 1, "epochs": 1, "workers": 1}
     x = np.random.default_rng(0).normal(size=(120, 1, 8, 8)).astype(np.float32)
     data = coterie.from_arrays(x, np.arange(120) % 10, name="digits")
@@ -575,7 +577,7 @@ def test_objects_of_ones_own_are_not_taken_for_built_in_ones(tmp_path: Path) -> 
         out = tmp_path / name
         given: dict[str, Any] = {"method": "fedavg", "data": "digits", "model": "mlp", name: thing}
         made = coterie.run(**given, out=out, **small)
-        if name == "data":  # made here, and found nowhere; the others are imported again by their names
+        if name == "data":  # made in this test, so it cannot be imported; the others are imported by name
             for reopen in (coterie.resume, lambda path: coterie.open_run(path).personal(0)):
                 with pytest.raises(CoterieError, match="data of your own"):
                     reopen(out)
@@ -611,11 +613,11 @@ def test_a_damaged_run_of_a_comparison_is_computed_again(tmp_path: Path, caplog:
     assert "000002.npz is damaged" in caplog.text and f"{events} is " in caplog.text
 
 
-def test_resume_with_another_kernel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_with_a_different_kernel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.random.default_rng(0).integers(0, 255, (60, 16, 16), dtype=np.uint8)
     np.savez(tmp_path / "mine.npz", x=x, y=np.arange(60) % 3)
     chosen = settings("fedavg", data=str(tmp_path / "mine.npz"), clients=2, rounds=2, epochs=1, model="lenet5")
-    monkeypatch.setattr(native, "_wanted", None)  # as it is in a fresh process
+    monkeypatch.setattr(native, "_wanted", None)  # its value in a fresh process
     session = prepare(chosen, Engine(workers=1))
     execute(session, tmp_path / "run", stopped=lambda: True)
     monkeypatch.setenv("COTERIE_NATIVE", "0")

@@ -3,4 +3,4 @@
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-ROOT = TESTS.parent  # of the repository
+ROOT = TESTS.parent

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of the pages; tests that ask for one are skipped where it is not installed."""
+"""A headless Chromium for tests of report and board."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ FLAGS = (
 
 @contextmanager
 def browser(profile: Path, width: int = 1400, height: int = 1000) -> Iterator[Any]:
-    """Start Chromium; without it, skip the test, or fail it if COTERIE_REQUIRE_BROWSER is 1."""
+    """Start Chromium. If it is not installed, skip the test, or fail it if COTERIE_REQUIRE_BROWSER is 1."""
     webdriver = pytest.importorskip("selenium.webdriver")
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
@@ -40,7 +40,7 @@ def browser(profile: Path, width: int = 1400, height: int = 1000) -> Iterator[An
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 20) -> Any:
-    """The first true value of the condition; fails with `what` if there is none in time."""
+    """Wait for a true value of the condition and return it; fail with the words `what` after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if value := condition():
@@ -50,7 +50,7 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 20) -> Any:
 
 
 def errors(driver: Any) -> list[str]:
-    """What the page's scripts complained about since the last call."""
+    """Return the errors that scripts of the page have logged since the last call."""
     return [e["message"] for e in driver.get_log("browser") if e["level"] == "SEVERE" and "favicon" not in e["message"]]
 
 

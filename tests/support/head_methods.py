@@ -1,4 +1,4 @@
-"""What the tests of methods with heads, prototypes and second models share."""
+"""Helpers for tests of methods with heads, prototypes or second models."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ D, K = 16, 10  # width of the features and number of classes of the model of tes
 
 
 def bound(cls: type[Method], run: dict[str, Any] | None = None, **own: Any) -> tuple[Method, list[ClientData]]:
-    """A method in its context, and the clients' data."""
+    """Return a method with its context, and the data of the clients."""
     session = Bench(cls, own).session(**(run or {}))
     return session.method, [session.federation.data(i) for i in session.federation.clients]
 
@@ -30,13 +30,13 @@ def play(cls: type[Method], folder: Path, run: dict[str, Any] | None = None, **o
 
 
 def opened(method: Method, data: ClientData) -> tuple[Tree, Extras]:
-    """Where this client starts in round 1."""
+    """Return the parameters and extras with which a client starts round 1."""
     down = method.down(method.setup(), [data.client], 1).to(data.client)
     return method.begin(method.init_client(data), down, data, 1).model
 
 
 def round_of(method: Method, data: ClientData, rule: Optimiser | None = None) -> tuple[Tree, Extras, Upload]:
-    """One client's first round: parameters and extras after training, and the upload."""
+    """Run the first round of a client; return parameters and extras after training, and the upload."""
     params, extras = opened(method, data)
     trained, _ = train(method.ctx, rule or Optimiser(), method.phases(1), Start(params, extras), data, 1)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def class_means(method: Method, params: Tree, data: ClientData) -> dict[int, Ten
 
 
 def gradients(method: Method, params: Tree, batch: Batch, extras: Extras) -> dict[str, Tensor | None]:
-    """Of the method's loss by every entry; in training mode, on clones."""
+    """Return the gradient of the method's loss in training mode by every entry."""
     stats = method.ctx.group("bn_stats")
     leaves = {
         k: v.detach().clone().requires_grad_(k.rsplit(":", 1)[-1] not in stats and v.is_floating_point())
@@ -70,7 +70,7 @@ def gradients(method: Method, params: Tree, batch: Batch, extras: Extras) -> dic
 
 
 def value(method: Method, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-    """The method's loss with everything at rest."""
+    """Return the method's loss in evaluation mode."""
     torch.manual_seed(0)
     loss = method.loss(params, batch, extras)
     assert isinstance(loss, Tensor)
@@ -78,7 +78,7 @@ def value(method: Method, params: Tree, batch: Batch, extras: Extras) -> Tensor:
 
 
 def declared(method: Method, labels: int, round: int = 1) -> tuple[int, int]:
-    """Bytes up and down that the method declares for its first client with so many classes."""
+    """Return the declared bytes up and down of the first client if it has `labels` classes."""
     now = Moment(method.setup(), method.ctx.clients[0], round)
     return method.schema("up", now).nbytes(labels=labels), method.schema("down", now).nbytes(labels=labels)
 
@@ -88,6 +88,6 @@ def scalars(method: Method, group: str) -> int:
 
 
 def noisy(tree: Tree, names: Any, seed: int = 1) -> Tree:
-    """The tree with other numbers under these names."""
+    """Return the tree with noise in the entries for which `names` is true."""
     rng = torch.Generator().manual_seed(seed)
     return {k: v + torch.randn(v.shape, generator=rng) if names(k) else v for k, v in T.clone(tree).items()}

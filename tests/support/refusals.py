@@ -1,4 +1,4 @@
-"""Payloads that a schema must refuse with one sentence; used by the tests of the methods."""
+"""Malformed payloads that a schema must refuse."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from coterie.errors import CoterieError
 
 
 def refuses(schema: Schema, good: Tree, *wrong: tuple[dict[str, Tensor], str]) -> None:
-    """The good payload passes; spoiled in any common way, or with these entries instead of its own, it does not."""
+    """Assert that the schema accepts `good`, and refuses malformed versions of it and the versions `wrong`."""
     schema.check(good, "the upload")
     for tree, words in [*_spoiled(good), *(({**good, **entries}, words) for entries, words in wrong)]:
         with pytest.raises(CoterieError, match=words) as e:

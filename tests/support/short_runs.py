@@ -1,4 +1,4 @@
-"""Short runs of registered methods for the tests of split and mixing methods."""
+"""Short runs of registered methods on the small data of `coterie.testing`."""
 
 import tempfile
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ FAST: dict[str, Any] = {"watch": False, "final_trained": False, "eval_every": 10
 
 
 def session(method: str | type[Method], model: nn.Module | None = None, **changes: Any) -> Session:
-    """`own` holds the method's settings; `model` stands in for the small net."""
+    """Return a session of the method; `own` holds the method's settings, `model` replaces the small net."""
     own = changes.pop("own", {})
     cls = find(method) if isinstance(method, str) else method
     net = partial(testing.SmallNet) if model is None else lambda: model
@@ -38,7 +38,7 @@ def session(method: str | type[Method], model: nn.Module | None = None, **change
 
 
 def plain() -> nn.Module:
-    """The small net without batch norm."""
+    """Return the small net without batch norm."""
     torch.manual_seed(0)
     return testing.SmallNet(norm=False)
 
@@ -49,7 +49,7 @@ def play(method: str | type[Method], model: nn.Module | None = None, **changes: 
 
 
 def watch(s: Session) -> tuple[Loop, list[list[Upload]]]:
-    """Run to the end; also the uploads of each aggregation."""
+    """Run a session to its end; return the loop and the uploads of each aggregation."""
     seen: list[list[Upload]] = []
     aggregate = s.method.aggregate
 
@@ -67,7 +67,7 @@ def watch(s: Session) -> tuple[Loop, list[list[Upload]]]:
 
 
 def traffic(loop: Loop, direction: str) -> list[float]:
-    """Mean bytes per participant, by round."""
+    """Return the mean bytes of a participant in each round."""
     return [
         sum(e["bytes"].get("device-cloud", {}).get(direction, {}).values()) / len(e["participants"])
         for e in loop.events  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def near(a: Tree, b: Tree, atol: float = 1e-6) -> bool:
 
 
 def jittered(tree: Tree, seed: int, scale: float = 0.1) -> Tree:
-    """A different model of the same shape."""
+    """Return the tree with random noise added."""
     rng = torch.Generator().manual_seed(seed)
     return {k: v + scale * torch.rand(v.shape, generator=rng) for k, v in tree.items()}
 

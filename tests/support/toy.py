@@ -1,4 +1,4 @@
-"""A federation made of tensors, on the real loop: for tests with numbers worked out by hand."""
+"""A small federation of tensors on the real loop, for tests whose expected numbers are worked out by hand."""
 
 import copy
 import itertools
@@ -33,7 +33,7 @@ OPTIMISERS = [{}, {"momentum": 0.9, "weight_decay": 0.01}, {"optimizer": "adam",
 
 @dataclass(frozen=True)
 class Toy:
-    """What clients ask of a federation; everybody is tested on the training data."""
+    """The data of a federation; clients are tested on their training data."""
 
     parts: list[tuple[torch.Tensor, torch.Tensor]]
     classes: int
@@ -53,7 +53,7 @@ def mlp(norm: bool = False) -> nn.Module:
 
 
 def clients(n: int = 5, sizes=(7, 9, 6, 12, 8), seed: int = 0) -> Toy:
-    """Unequal clients with tastes of their own."""
+    """Return clients that differ in size, inputs and labelling."""
     rng = torch.Generator().manual_seed(seed)
     parts = []
     for i in range(n):
@@ -63,7 +63,7 @@ def clients(n: int = 5, sizes=(7, 9, 6, 12, 8), seed: int = 0) -> Toy:
 
 
 def bind(cls, own=None, *, model=None, data=None, **ctx):
-    """A method with its context, ready for single hooks."""
+    """Return a method with its context, so that a test can call single hooks."""
     data = data or clients()
     method = cls(**(own or {}))
     net = Net(copy.deepcopy(model or mlp()), data.parts[0][0][:2])
@@ -110,7 +110,7 @@ def open_toy(
     watch=True,
     **ctx,
 ) -> Loop:
-    """A loop that has not run."""
+    """Return a loop that has not run."""
     data = data or clients()
     method = bind(cls, own, model=model, data=data, **ctx)
     folder = Folder(tmp / f"toy{next(_count)}")
@@ -134,7 +134,7 @@ def close_folders() -> None:
 
 
 def play(cls, tmp: Path, own=None, **settings) -> Loop:
-    """The same, run to its end."""
+    """Open a loop and run it to its end."""
     loop = open_toy(cls, tmp, own, **settings)
     try:
         loop.run()
@@ -144,25 +144,25 @@ def play(cls, tmp: Path, own=None, **settings) -> Loop:
 
 
 def begin(loop: Loop) -> Loop:
-    """Set up without running, for tests that go round by round with `loop.step()`."""
+    """Start a loop without running it, for tests that call `loop.step()`."""
     loop.start()
     return loop
 
 
 def rounds(loop: Loop, n: int = 1) -> Loop:
-    """So many further rounds."""
+    """Run `n` more rounds."""
     for _ in range(n):
         loop.step()
     return loop
 
 
 def state(loop: Loop, client: int):
-    """What a client keeps; None if it has nothing yet."""
+    """Return the stored state of a client; None if it has none."""
     return loop.runtime.states.get(client)
 
 
 def handed(loop: Loop, client: int) -> T.Tree:
-    """What a client would be handed in the next round, as one tree."""
+    """Return the download of a client in the next round as one tree."""
     shared, own = preview(loop.method, loop.server, loop.edges, [client], loop.done + 1)[client]
     return {**shared, **own}
 
@@ -172,7 +172,7 @@ def events(loop: Loop) -> list[dict]:
 
 
 def models(loop: Loop) -> dict:
-    """What `personal` gives every client now."""
+    """Return the personal model of every client."""
     method, data, out = loop.method, loop.runtime.clients.federation, {}
     for i, (shared, own) in preview(method, loop.server, loop.edges, method.ctx.clients, loop.done + 1).items():
         kept = state(loop, i)
@@ -182,7 +182,7 @@ def models(loop: Loop) -> dict:
 
 
 def same(a, b) -> bool:
-    """Two trees (or dictionaries of trees) to the bit."""
+    """True if two trees, or dictionaries of trees, have the same names and bits."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
     return torch.equal(a, b)
@@ -193,7 +193,7 @@ def near(a, b, atol=1e-6) -> bool:
 
 
 def planted(groups: int = 2, each: int = 3) -> Toy:
-    """Groups that see the same inputs under labels turned by the group's number; ids of a group are not adjacent."""
+    """Return groups of clients whose labels are shifted by the number of the group; ids of a group are not adjacent."""
     rng = torch.Generator().manual_seed(5)
     parts = []
     for i in range(groups * each):
@@ -207,5 +207,5 @@ def uploads(trees, ids=None):
 
 
 def moved(method, vectors):
-    """w0 plus a step [P] over all entries, for each vector."""
+    """Return w0 + v for each vector v [P] over all entries."""
     return [T.add(method.ctx.w0, T.unflatten(v, method.ctx.w0)) for v in vectors]
