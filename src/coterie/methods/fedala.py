@@ -8,7 +8,7 @@ Two departures from the authors' code have settings that undo them. The part of 
 paper says, not a random window of the data in their order (`draw = window`). Only participants receive the model and
 merge it, so that traffic and work are those of FedAvg; the authors' server sends it to all clients in every round, and
 all merge it and are scored with the result (`merge = everybody`). Learning A stops after `max_epochs`; in the authors'
-code it may go on for ever.
+code it may never stop.
 """
 
 from collections.abc import Sequence

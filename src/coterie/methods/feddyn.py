@@ -1,9 +1,9 @@
 """FedDyn. Acar, Zhao, Matas, Mattina, Whatmough, Saligrama, ICLR 2021 (arXiv 2111.04263).
 
 Each client keeps a dual vector h_i and minimises its loss + alpha <h_i, w> + alpha/2 ||w - w_t||^2, so that local
-optima agree with the global one. The server sends the mean of the models plus the mean Hbar of all duals; what is
-scored is the mean of the models, as in the authors' code. The quadratic term is in the loss (the authors put it into
-the weight decay), so any optimiser sees the whole objective.
+optima agree with the global one. The server sends the mean of the models plus the mean Hbar of all duals; the mean of
+the models is scored, as in the authors' code. The quadratic term is in the loss (the authors put it into the weight
+decay), so any optimiser sees the whole objective.
 Two habits of the authors' code are settings, because the paper has neither: `scale_alpha` (they always divide alpha by
 a client's relative sample count) costs an opening round and 4 bytes down per round; `clip_first` clips the gradient
 before alpha w is added, as their weight decay makes it, and trains client by client.
@@ -55,7 +55,7 @@ class FedDyn(Method):
         return {k: torch.zeros_like(v) for k, v in self.ctx.w0.items() if k in self.ctx.net.trainable}
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The model both ways; to be scored, clients are handed the mean of the models as well (avg:)."""
+        """The model travels both ways; clients that are scored also receive the mean of the models (avg:)."""
         if now is not None and now.round == 0:
             return Schema({})
         model = self.model_schema

@@ -1,10 +1,10 @@
 """FedNova. Wang, Liu, Liang, Joshi, Poor, NeurIPS 2020 (arXiv 2007.07481).
 
-Clients take different numbers of local steps, so the mean of their models minimises another objective than the sum of
-their losses. FedNova divides each change by a_i, how often a gradient counts in it (the number of steps for plain SGD),
-averages, and multiplies by the mean of the a_i. With equal numbers of steps it is FedAvg.
-Momentum is in a_i as the paper has it: (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho). Adam counts steps.
-Batch-norm statistics are averaged. The authors' proximal term and server momentum are not here.
+Clients take different numbers of local steps, so the mean of their models minimises a different objective than the sum
+of their losses. FedNova divides each change by a_i, the total weight of the gradients in it (the number of steps for
+plain SGD), averages, and multiplies by the mean of the a_i. The method equals FedAvg if all clients take equally many
+steps. Momentum is part of a_i as in the paper: (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho). For Adam, a_i is the
+number of steps. Batch-norm statistics are averaged. The authors' proximal term and server momentum are not included.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from coterie.core.method import Card, ClientData, Method, Moment, State, Trained
 from coterie.core.schema import Entry, Link, Schema
 
 STEPS = "x:steps"
-MOST = 10**6  # steps of one round that a server believes
+MOST = 10**6  # largest number of steps of one round that the server accepts
 
 
 class FedNova(Method):
@@ -30,7 +30,7 @@ class FedNova(Method):
     )
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The model both ways; up also the number of local steps."""
+        """The model travels both ways; uploads add the number of local steps."""
         steps = Entry((1,), torch.int32, "statistic", "steps", 0, MOST)
         return self.model_schema | Schema({STEPS: steps} if link == "up" else {})
 

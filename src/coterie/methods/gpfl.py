@@ -49,7 +49,7 @@ class GPFL(Method):
         return name in self.ctx.group("head")
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The body with class embeddings and valve, both ways."""
+        """The body with class embeddings and valve travels both ways."""
         return self.model_schema | Schema(like(self._extras(), part="embeddings and valve"))
 
     def _extras(self) -> Tree:
@@ -88,7 +88,7 @@ class GPFL(Method):
             return total
         gap = common - extras["classes"][batch.y]
         gap = gap if batch.weight is None else gap * batch.weight[:, None]
-        norm: Tensor = torch.linalg.vector_norm(gap)  # of the whole batch, unsquared
+        norm: Tensor = torch.linalg.vector_norm(gap)  # norm of the whole batch, not squared
         return total + self.hp.lam * norm
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:

@@ -1,7 +1,7 @@
 """SCAFFOLD. Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, ICML 2020 (arXiv 1910.06378).
 
-Each client keeps a control variate c_i, an estimate of its gradient, the server one of everybody's, c. Local steps go
-along g - c_i + c, so that clients do not drift apart. Afterwards c_i becomes c_i - c + (x - y) / (K lr), where x is the
+Each client keeps a control variate c_i, an estimate of its gradient; the server keeps their mean c. Local steps follow
+g - c_i + c, so that clients do not drift apart. Afterwards c_i becomes c_i - c + (x - y) / (K lr), where x is the
 model received, y the one after K steps (the paper's option II), and c moves by the mean change over all clients.
 The correction is a linear term of the loss, so any optimiser sees it; option II is a mean gradient for plain SGD only.
 Batch-norm statistics have no control variate and are averaged.
