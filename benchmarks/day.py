@@ -38,14 +38,14 @@ from coterie.federation.localhost.trial import LocalFederation
 from coterie.federation.policy.allow import Allow
 from coterie.federation.protocol.messages import Answer, DeviceJob
 from coterie.federation.replay import replay_differences
-from coterie.federation.transport import Node
+from coterie.federation.transport.node import Node
 
-FIRST_LIE = 4  # round
-PATIENCE = 300.0  # seconds for any single thing to happen
-DEADLINE = 25.0  # seconds of a round
-HOLD = 18.0  # seconds that the slow device takes for a round while it is told to be slow
-CONNECTED = "connected to"  # what a node says,
-LOST = "starting from the initial state"  # and a device that has lost its state
+FIRST_LIE = 4  # first round with false uploads
+PATIENCE = 300.0  # seconds for any single event to happen
+DEADLINE = 25.0  # seconds for the answers of a round
+HOLD = 18.0  # seconds that the slow device takes for a round
+CONNECTED = "connected to"  # words in the log of a node that has connected
+LOST = "starting from the initial state"  # words in the log of a device that has lost its state
 SETTINGS: dict[str, dict[str, object]] = {
     "fedrep": {"partition": "dirichlet(0.5)"},
     "sc-fpfl": {"partition": "rotate(2)", "public": 50},
@@ -53,26 +53,28 @@ SETTINGS: dict[str, dict[str, object]] = {
 Say = Callable[[str], None]
 
 
-# ---- parties that are not `coterie join` -----------------------------------------------------------------------------
-class Liar(DeviceHandler):
-    """Trains honestly and sends something else, in turn: too large, with an entry too much, of too many samples."""
+# ---- nodes that are not `coterie join` -------------------------------------------------------------------------------
+class HostileDevice(DeviceHandler):
+    """Trains as asked and sends false uploads: too large, with an extra entry, or with too many samples, in turn."""
 
     lies = 0
 
     def answer(self, kind: str, round: int, job: DeviceJob) -> Answer:
-        made = super().answer(kind, round, job)
-        if not isinstance(made, TrainAnswer) or round < FIRST_LIE:
-            return made
+        answer = super().answer(kind, round, job)
+        if not isinstance(answer, TrainAnswer) or round < FIRST_LIE:
+            return answer
         self.lies += 1
         if self.lies % 3 == 1:
-            return replace(made, upload={k: v + 1e4 if v.is_floating_point() else v for k, v in made.upload.items()})
+            return replace(
+                answer, upload={k: v + 1e4 if v.is_floating_point() else v for k, v in answer.upload.items()}
+            )
         if self.lies % 3 == 2:
-            return replace(made, upload={**made.upload, "more": torch.zeros(3)})
-        return replace(made, samples=made.samples * 1000)
+            return replace(answer, upload={**answer.upload, "more": torch.zeros(3)})
+        return replace(answer, samples=answer.samples * 1000)
 
 
-class Slow(DeviceHandler):
-    """Honest, and slow as long as there is a file that says so."""
+class SlowDevice(DeviceHandler):
+    """Answers honestly, and slowly while the file `hold` exists."""
 
     hold = Path()
 
@@ -84,8 +86,8 @@ class Slow(DeviceHandler):
         return super().answer(kind, round, job)
 
 
-def party(kind: str, rest: Sequence[str]) -> None:
-    """Be a liar, a slow device, or a node that takes messages and never answers."""
+def run_node(kind: str, rest: Sequence[str]) -> None:
+    """Be a hostile device, a slow device, or a mute node, which receives messages and never answers."""
     parser = argparse.ArgumentParser()
     for name in ("--cloud", "--ca", "--key"):
         parser.add_argument(name, required=True)
@@ -97,30 +99,29 @@ def party(kind: str, rest: Sequence[str]) -> None:
     if kind == "mute":
 
         def never(kind: str, round: int, shared: memoryview | None, own: memoryview) -> bytes:
-            logging.info("asked for %s, and silent", kind)
+            logging.info("message of kind %s, not answered", kind)
             threading.Event().wait()
             return b""
 
         Node(a.cloud, Path(a.ca), Path(a.key), never).run()
         return
-    cls = {"liar": Liar, "slow": Slow}[kind]
+    cls = {"hostile": HostileDevice, "slow": SlowDevice}[kind]
     handler = cls(a.data, Path(a.state), int(a.client), None, Allow.read(Path(a.allow)))
-    if isinstance(handler, Slow):
+    if isinstance(handler, SlowDevice):
         handler.hold = Path(a.hold)
     join(a.cloud, Path(a.ca), Path(a.key), handler)
 
 
 # ---- the federation --------------------------------------------------------------------------------------------------
 class Day(LocalFederation):
-    """Devices 0, 1, ... are behind edge-0, then behind edge-1, the last ones at the cloud."""
+    """The first devices are attached to edge-0, the next ones to edge-1, and the last ones to the cloud."""
 
-    def __init__(self, folder: Path, method: str, behind: int, direct: int, rounds: int, seed: int,
-                 say: Say):  # fmt: skip
+    def __init__(self, folder: Path, method: str, behind: int, direct: int, rounds: int, seed: int, say: Say):
         if behind < 4 or behind % 2 or direct < 4:
-            raise CoterieError("--behind must be an even number from 4 on, and --direct at least 4")
+            raise CoterieError("--behind must be even and at least 4, and --direct at least 4")
         self.behind, self.say, self.hold = behind, say, folder / "hold"
-        self.moved: dict[str, Path] = {}  # edges that are elsewhere now
-        self.honest = set[int]()  # liars that have come to their senses
+        self.moved: dict[str, Path] = {}  # new folders of edges that have moved
+        self.honest = set[int]()  # hostile devices that were replaced by honest ones
         self.resumed = False
         devices, half = behind + direct, behind // 2
         given: dict[str, object] = {
@@ -134,13 +135,13 @@ class Day(LocalFederation):
         self.suspended = (south[1], self.own[1])
         self.rotated = self.own[0]
         self.slow = self.own[2]
-        self.liars = (north[-1], self.own[3])  # the first is one to the end
+        self.hostile = (north[-1], self.own[3])  # the second one becomes honest
 
     def above(self, device: int) -> str:
         return "cloud" if device >= self.behind else f"edge-{device // (self.behind // 2)}"
 
-    def full(self, device: int) -> str:
-        """A device's name at the cloud."""
+    def cloud_name(self, device: int) -> str:
+        """Return the cloud's name of a device."""
         above = self.above(device)
         return f"device-{device}" if above == "cloud" else f"{above}/device-{device}"
 
@@ -154,8 +155,8 @@ class Day(LocalFederation):
             server = "cloud" if not number else f"edge-{number}"
             files, where = self.certs(server), f"127.0.0.1:{self.ports[server]}"
             return [*self._self("mute"), "--cloud", where, "--ca", str(files.ca), "--key", str(files.key("mute"))]
-        if kind == "device" and int(number) in set(self.liars) - self.honest:
-            return [*self._self("liar"), *plain[4:]]
+        if kind == "device" and int(number) in set(self.hostile) - self.honest:
+            return [*self._self("hostile"), *plain[4:]]
         if kind == "device" and int(number) == self.slow:
             return [*self._self("slow"), *plain[4:], "--hold", str(self.hold)]
         if kind == "cloud" and self.resumed:
@@ -165,12 +166,11 @@ class Day(LocalFederation):
     def arguments(self, name: str) -> list[str]:
         if name.startswith("mute"):
             return []
-        made = super().arguments(name)
-        if name in self.moved:  # with files and a folder of its new host
-            there = self.moved[name]
+        arguments = super().arguments(name)
+        if name in self.moved:
             for option, path in (("--ca", "cloud-ca.crt"), ("--key", f"{name}.key"), ("--state", "state")):
-                made[made.index(option) + 1] = str(there / path)
-        return made
+                arguments[arguments.index(option) + 1] = str(self.moved[name] / path)
+        return arguments
 
     @staticmethod
     def _self(kind: str) -> list[str]:
@@ -184,31 +184,32 @@ class Day(LocalFederation):
         for name in ("mute", "mute-0"):
             self.launch(name)
 
-    # ---- what a script needs -----------------------------------------------------------------------------------------
+    # ---- steps of the script -----------------------------------------------------------------------------------------
     @property
     def round(self) -> int:
-        found = self.events()
-        return int(found[-1]["round"]) if found else -1
+        """The last finished round; -1 before the first."""
+        events = self.events()
+        return int(events[-1]["round"]) if events else -1
 
     def rounds_until(self, what: str, true: Callable[[], bool]) -> None:
-        """Let rounds pass quickly; otherwise, while something is being done, the slow device is slow."""
+        """Wait with quick rounds; at other times the slow device delays them, so that the run does not end."""
         self.hold.unlink(missing_ok=True)
         self.until(what, true)
         self.hold.touch()
 
     def until(self, what: str, true: Callable[[], bool]) -> None:
-        """Wait while the run goes on."""
+        """Wait; raise CoterieError if the run ends, or after PATIENCE seconds."""
         end = time.monotonic() + PATIENCE
         while not true():
             cloud = self.children["cloud"]
             if not cloud.alive:
                 raise CoterieError(f"the cloud ended before {what}:\n{cloud.tail()}")
             if time.monotonic() > end:
-                raise CoterieError(f"{what} did not come within {PATIENCE:g} s; see {self.folder / 'logs'}")
+                raise CoterieError(f"{what} did not happen within {PATIENCE:g} s; see {self.folder / 'logs'}")
             time.sleep(0.05)
 
-    def back(self, *clients: int) -> None:
-        """Until a round that began after now has them all."""
+    def until_back(self, *clients: int) -> None:
+        """Wait for a round that begins after this call and in which none of these clients fails."""
         since = self.round + 1
         self.rounds_until(
             f"the return of {self.names(clients)}",
@@ -216,16 +217,17 @@ class Day(LocalFederation):
         )
         self.say(f"{self.names(clients)}: back")
 
-    def missed(self, *clients: int) -> None:
+    def until_failed(self, *clients: int) -> None:
+        """Wait for a round in which all of these clients fail."""
         since = self.round
         self.rounds_until(
             f"a round without {self.names(clients)}",
             lambda: self.round > since and set(clients) <= set(self.events()[-1]["failed"]),
         )
-        self.say(f"{self.names(clients)}: missed")
+        self.say(f"{self.names(clients)}: failed")
 
     def names(self, clients: Sequence[int]) -> str:
-        return ", ".join(map(self.full, clients))
+        return ", ".join(map(self.cloud_name, clients))
 
     def run_command(self, *words: str) -> None:
         self.say("$ coterie " + " ".join(words).replace(f"{self.folder}/", ""))
@@ -247,28 +249,30 @@ class Day(LocalFederation):
         self.until("connections", lambda: all(log.read_text().count(CONNECTED) > n for log, n in logs.items()))
 
     # ---- the day -----------------------------------------------------------------------------------------------------
-    def live(self) -> None:
+    def run_script(self) -> None:
         certs, edge = str(self.certs("cloud").root), "edge-1"
         self.rounds_until("the first round", lambda: self.round >= 1)
-        self.say(f"{self.devices} devices, two liars and a slow one among them, and two mute nodes")
-        # killed and stopped
+        self.say(f"{self.devices} devices, of which two are hostile and one is slow, and two mute nodes")
+        # devices are killed and stopped
         self.signal_all(signal.SIGKILL, self.killed)
-        self.missed(*self.killed)
+        self.until_failed(*self.killed)
         self.start_all(*(f"device-{i}" for i in self.killed))
         self.signal_all(signal.SIGSTOP, self.stopped)
-        self.missed(*self.stopped)
+        self.until_failed(*self.stopped)
         self.signal_all(signal.SIGCONT, self.stopped)
-        self.back(*self.killed, *self.stopped)
-        # liars: three refusals each, then nobody asks them
-        self.rounds_until("quarantine of both liars", lambda: len(self.status().get("quarantine", {})) == 2)
+        self.until_back(*self.killed, *self.stopped)
+        # hostile devices are quarantined after three refusals each
+        self.rounds_until(
+            "the quarantine of both hostile devices", lambda: len(self.status().get("quarantine", {})) == 2
+        )
         self.say(f"in quarantine: {', '.join(self.status()['quarantine'])}")
-        # suspended and released, the second behind an edge
+        # devices are suspended and released, one of them behind an edge
         for i in self.suspended:
-            self.run_command("nodes", "suspend", certs, self.full(i))
-        self.missed(*self.suspended)
+            self.run_command("nodes", "suspend", certs, self.cloud_name(i))
+        self.until_failed(*self.suspended)
         for i in self.suspended:
-            self.run_command("nodes", "release", certs, self.full(i))
-        # a new key
+            self.run_command("nodes", "release", certs, self.cloud_name(i))
+        # a device gets a new key
         name = f"device-{self.rotated}"
         key = self.folder / "devices" / f"{name}.new.key"
         self.run_command("certs", "new-key", str(key))
@@ -277,10 +281,10 @@ class Day(LocalFederation):
         self.children[name].stop()
         self.keys[name] = key
         self.start_all(name)
-        self.back(self.rotated, *self.suspended)
+        self.until_back(self.rotated, *self.suspended)
         if self.certs("cloud").next_public(name).exists():
-            raise CoterieError(f"the old key of {name} was not given up")
-        # the cloud dies in a round
+            raise CoterieError(f"the old key of {name} is still accepted")
+        # the cloud is killed during a round
         time.sleep(0.2)
         self.say("SIGKILL to the cloud")
         self.children["cloud"].kill()
@@ -288,32 +292,32 @@ class Day(LocalFederation):
         self.say(f"$ coterie serve --resume {self.out.name}")
         self.launch("cloud")
         self.rounds_until("the next round", lambda: self.round > before)
-        # an edge moves to another host with its devices' address; the other one dies
-        theirs = [i for i in range(self.devices) if self.above(i) == edge]
+        # one edge moves to a different address, the other one is killed
+        south = [i for i in range(self.devices) if self.above(i) == edge]
         self.move(edge)
-        self.missed(*theirs)
-        self.start_all(edge, *(f"device-{i}" for i in theirs))
-        self.back(*theirs)
+        self.until_failed(*south)
+        self.start_all(edge, *(f"device-{i}" for i in south))
+        self.until_back(*south)
         north = [i for i in range(self.devices) if self.above(i) == "edge-0"]
         self.say("SIGKILL to edge-0")
         self.children["edge-0"].kill()
-        self.missed(*north)
+        self.until_failed(*north)
         self.start_all("edge-0")
-        # a liar comes to its senses
-        honest = self.liars[1]
+        # a hostile device is replaced by an honest one
+        honest = self.hostile[1]
         self.say(f"stop device-{honest}")
         self.children[f"device-{honest}"].stop()
         self.honest.add(honest)
         self.start_all(f"device-{honest}")
-        self.run_command("release", str(self.out), self.full(honest))
-        self.back(honest, *(i for i in north if i != self.liars[0]))
+        self.run_command("release", str(self.out), self.cloud_name(honest))
+        self.until_back(honest, *(i for i in north if i != self.hostile[0]))
         self.hold.unlink()
         self.wait(PATIENCE + 10 * self.settings.rounds)
         self.say("the run has ended")
 
     def move(self, edge: str) -> None:
-        """As docs/operations.md has it: certificates, key and ca.crt go to the new host, devices get its address."""
-        self.say(f"{edge} moves: stop it, copy certificates and key to another folder, take another port")
+        """Move an edge as docs/operations.md describes: its files go to the new host, its devices get the address."""
+        self.say(f"{edge} moves: stop it, copy certificates and key to a new folder, take a new port")
         self.children[edge].stop()
         there = self.folder / f"{edge}-moved"
         shutil.copytree(self.certs(edge).root, there / "certs")
@@ -323,46 +327,49 @@ class Day(LocalFederation):
         self.moved[edge], self.ports[edge] = there, processes.free_port()
 
     # ---- afterwards --------------------------------------------------------------------------------------------------
-    def ends(self) -> list[str]:
-        """What is not as it should be when all processes have had time to end."""
-        found = []
-        to_the_end = self.liars[0]
+    def errors(self) -> list[str]:
+        """Wait for the ends of all devices; describe everything that is not as expected."""
+        errors = []
+        hostile = self.hostile[0]
         for i in range(self.devices):
             child = self.children[f"device-{i}"]
             if (code := child.wait(60)) != 0:
-                found.append(f"device-{i} did not learn that the run has ended (exit code {code})")
+                errors.append(f"device-{i} did not learn that the run has ended (exit code {code})")
             if LOST in child.log.read_text():
-                found.append(f"device-{i} lost its state")
-            if i != to_the_end and not self.model(i).is_file():
-                found.append(f"device-{i} has no personal model")
-        if self.status()["quarantine"].keys() != {self.full(to_the_end)}:
-            found.append(f"in quarantine are {sorted(self.status()['quarantine'])}")
+                errors.append(f"device-{i} lost its state")
+            if i != hostile and not self.model(i).is_file():
+                errors.append(f"device-{i} has no personal model")
+        if self.status()["quarantine"].keys() != {self.cloud_name(hostile)}:
+            errors.append(f"in quarantine are {sorted(self.status()['quarantine'])}")
         last = set(self.events()[-1]["failed"])
-        if last != {to_the_end}:
-            found.append(f"clients {sorted(last)} were missing from the last round")
-        return found
+        if last != {hostile}:
+            errors.append(f"clients {sorted(last)} were missing from the last round")
+        return errors
 
-    def absences(self) -> list[str]:
-        """Who was missing from which rounds, and why."""
-        found = []
+    def failures(self) -> list[str]:
+        """Return the rounds in which each device failed, with the reasons."""
+        lines = []
         for i in range(self.devices):
             spans: list[tuple[str, list[int]]] = []
             for e in self.events():
                 if i in e["failed"]:
-                    why = e["reasons"][str(i)].removeprefix(f"{self.full(i)}: ").removeprefix(f"{self.full(i)} ")
+                    why = (
+                        e["reasons"][str(i)]
+                        .removeprefix(f"{self.cloud_name(i)}: ")
+                        .removeprefix(f"{self.cloud_name(i)} ")
+                    )
                     if spans and spans[-1][0] == why and spans[-1][1][-1] == e["round"] - 1:
                         spans[-1][1].append(e["round"])
                     else:
                         spans.append((why, [e["round"]]))
             for why, rounds in spans:
                 several = f"rounds {rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"round {rounds[0]}"
-                found.append(f"{self.full(i)}, {several}: {why[:160]}")
-        return found
+                lines.append(f"{self.cloud_name(i)}, {several}: {why[:160]}")
+        return lines
 
 
-def live(folder: Path, method: str, behind: int, direct: int, rounds: int, seed: int
-         ) -> list[str]:  # fmt: skip
-    """The whole day; what was not as it should be."""
+def run_day(folder: Path, method: str, behind: int, direct: int, rounds: int, seed: int) -> list[str]:
+    """Run the whole day and compare it with its replay; describe everything that is not as expected."""
     began = time.monotonic()
     folder.mkdir(parents=True)
     with (folder / "day.log").open("w") as log:
@@ -375,40 +382,40 @@ def live(folder: Path, method: str, behind: int, direct: int, rounds: int, seed:
         day = Day(folder, method, behind, direct, rounds, seed, say)
         try:
             with day:
-                day.live()
-                found = day.ends()
+                day.run_script()
+                errors = day.errors()
         except CoterieError as e:
             return [str(e)]
-        for text in day.absences():
+        for text in day.failures():
             say(text)
         states = {i: day.state(i) for i in range(day.devices)}
-        found += replay_differences(day.out, folder / "replay", states)
+        errors += replay_differences(day.out, folder / "replay", states)
         times = [json.loads(x)["seconds"] for x in (day.out / "timing.jsonl").read_text().splitlines()]
         say(f"{len(times)} rounds, of {statistics.median(times):.1f} s (median) to {max(times):.1f} s")
-        for text in found or ["equal to the replay, to the bit; no state was lost"]:
+        for text in errors or ["equal to the replay, to the bit; no state was lost"]:
             say(text)
-    return found
+    return errors
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--as"]:
-        party(sys.argv[2], sys.argv[3:])
+        run_node(sys.argv[2], sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=sorted(SETTINGS), default="fedrep")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--behind", type=int, default=12, help="devices behind the two edges")
-    parser.add_argument("--direct", type=int, default=4, help="devices at the cloud")
+    parser.add_argument("--direct", type=int, default=4, help="devices attached to the cloud")
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()
     if a.out.exists():
         sys.exit(f"{a.out} exists already")
     try:
-        found = live(a.out, a.method, a.behind, a.direct, a.rounds, a.seed)
+        errors = run_day(a.out, a.method, a.behind, a.direct, a.rounds, a.seed)
     except CoterieError as e:
-        found = [str(e)]
-    sys.exit("\n".join(found) or 0)
+        errors = [str(e)]
+    sys.exit("\n".join(errors) or 0)
 
 
 if __name__ == "__main__":

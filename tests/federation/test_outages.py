@@ -153,7 +153,7 @@ def test_a_killed_cloud_is_shown_as_dead(tmp_path: Path) -> None:
     with federation(tmp_path) as f:
         f.wait(PATIENCE, round=1)
         f.children["cloud"].kill()
-        time.sleep(st.SILENCE_SECONDS + 2)
+        time.sleep(st.HEARTBEAT_TIMEOUT + 2)
         shown = subprocess.run(
             [sys.executable, "-m", "coterie", "status", str(f.out)], capture_output=True, text=True, check=True
         ).stdout

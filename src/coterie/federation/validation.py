@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from coterie.core.method import ClientId, Method
 from coterie.core.schema import LARGEST, Link, Schema, like
 from coterie.core.tasks import Task
+from coterie.core.views import VIEWS
 from coterie.engine import codec
 from coterie.engine.codec import Value
 from coterie.engine.messages import (
@@ -26,8 +27,7 @@ from coterie.engine.messages import (
 from coterie.errors import CoterieError
 from coterie.federation.protocol.messages import Answer, Request, WireBytes
 
-_VIEWS = ("personal", "global", "adapted", "trained", "received", "edge")
-_SCORES = {f"{view}/{part}" for view in _VIEWS for part in ("test", "val")}
+_SCORES = {f"{view}/{part}" for view in VIEWS for part in ("test", "val")}
 _HEADER_BYTES = 2**16  # bytes of a message in addition to its tensors
 _ENTRY_BYTES = 512  # bytes in the header for each tensor
 

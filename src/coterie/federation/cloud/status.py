@@ -9,7 +9,7 @@ from typing import Any
 
 from coterie.errors import CoterieError, printable
 
-SILENCE_SECONDS = 15.0  # time without a heartbeat after which the cloud counts as silent
+HEARTBEAT_TIMEOUT = 15.0  # seconds without a heartbeat after which the cloud counts as silent
 LIVE_STATES = ("waiting", "running", "paused")  # states of a running cloud; the others are ended, stopped and failed
 
 
@@ -28,7 +28,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 def silence(status: dict[str, Any]) -> float:
     """Return the seconds since the last heartbeat of a cloud that should run; 0 if it is not silent, or has ended."""
     since = time.time() - float(status.get("heartbeat", status.get("time", 0)))
-    return since if str(status["state"]) in LIVE_STATES and since > SILENCE_SECONDS else 0.0
+    return since if str(status["state"]) in LIVE_STATES and since > HEARTBEAT_TIMEOUT else 0.0
 
 
 def is_dead(status: dict[str, Any]) -> bool:
@@ -87,4 +87,4 @@ def _span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-__all__ = ["LIVE_STATES", "SILENCE_SECONDS", "is_dead", "read_status", "silence", "state_of", "status_lines"]
+__all__ = ["HEARTBEAT_TIMEOUT", "LIVE_STATES", "is_dead", "read_status", "silence", "state_of", "status_lines"]
