@@ -28,7 +28,7 @@ import torch
 from coterie.config import Engine, settings
 from coterie.data.sources import load_dataset
 from coterie.engine.edge_steps import preview
-from coterie.engine.session import execute, prepare, rebuild
+from coterie.engine.session import Callbacks, execute, prepare, rebuild
 from coterie.errors import CoterieError
 from coterie.methods import find
 from coterie.methods.autopilot import Autopilot
@@ -103,7 +103,7 @@ def advance(federation: Federation, seed: int, method: str, out: Path, engine: E
     begun = time.process_time()
     chosen = settings(method=method, seed=seed, **{**COMMON, **federation.given})
     session = rebuild(folder, engine) if resume else prepare(chosen, engine, loaded=data)
-    execute(session, folder, resume=resume, say=print)
+    execute(session, folder, Callbacks(on_warning=print), resume=resume)
     spent = time.process_time() - begun
     (folder / CPU).write_text(json.dumps({"seconds": spent, "whole": not resume}))
     print(f"{federation.name}, seed {seed}, {method}: {spent:.1f} s", flush=True)

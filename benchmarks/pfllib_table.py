@@ -16,7 +16,7 @@ from typing import Any
 
 from coterie.config import Engine, settings
 from coterie.data.sources import load_dataset
-from coterie.engine.session import execute, prepare, rebuild
+from coterie.engine.session import Callbacks, execute, prepare, rebuild
 from coterie.errors import CoterieError
 from coterie.methods import find
 from coterie.results.run import Run
@@ -60,7 +60,7 @@ def advance(method: str, until: int, out: Path, engine: Engine, subset: int | No
         seen["round"] = progress.round
 
     stopped: Callable[[], bool] = lambda: seen["round"] >= until  # noqa: E731
-    execute(session, folder, resume=resume, tell=tell, say=print, stopped=stopped)
+    execute(session, folder, Callbacks(on_round=tell, on_warning=print, should_stop=stopped), resume=resume)
     print(f"{method}: round {Run(folder).last_round}", flush=True)
 
 

@@ -24,7 +24,7 @@ def measure(clients: int, samples: int, join: int, method: str, rounds: int) -> 
     from coterie.config import Engine, settings
     from coterie.data.dataset import Dataset
     from coterie.data.sources import load_dataset
-    from coterie.engine.session import Objects, execute, prepare
+    from coterie.engine.session import Callbacks, Objects, execute, prepare
 
     base = load_dataset("digits")
     pick = torch.randint(len(base), (clients * samples,), generator=torch.Generator().manual_seed(0))
@@ -54,7 +54,7 @@ def measure(clients: int, samples: int, join: int, method: str, rounds: int) -> 
     thread.start()
     with tempfile.TemporaryDirectory() as tmp:
         # without the last round, which scores all clients
-        execute(session, Path(tmp) / "run", tell=tell, stopped=lambda: len(times) >= rounds - 1)
+        execute(session, Path(tmp) / "run", Callbacks(on_round=tell, should_stop=lambda: len(times) >= rounds - 1))
     stop.set()
     return {"seconds": statistics.median(times[1:]), "mb": (peak[0] - before) / 2**20, "first_round": first[0]}
 

@@ -22,7 +22,7 @@ from coterie.config import Engine, RunSettings, settings
 from coterie.data.settings import PartitionSettings
 from coterie.data.sources import load_dataset
 from coterie.engine import codec
-from coterie.engine.session import execute, prepare, rebuild
+from coterie.engine.session import Callbacks, execute, prepare, rebuild
 from coterie.errors import CoterieError
 from coterie.methods import find, known
 from coterie.results.report import page
@@ -41,7 +41,9 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     session = prepare(settings("fedrep", **TINY), Engine(workers=1))
     execute(session, at / "whole")
     seen: list[int] = []
-    execute(session, at / "half", tell=lambda p: seen.append(p.round), stopped=lambda: len(seen) == 5)
+    execute(
+        session, at / "half", Callbacks(on_round=lambda p: seen.append(p.round), should_stop=lambda: len(seen) == 5)
+    )
     checkpoints(at / "half")[-1].unlink()
     return {"whole": at / "whole", "half": at / "half"}
 
@@ -127,7 +129,7 @@ def resumed(run: Path, damaged: Path) -> None:
     """Resume a damaged run: it has the bits of the undamaged run in the end, or an error names the file."""
     said: list[str] = []
     try:
-        execute(rebuild(run, Engine(workers=1)), run, resume=True, say=said.append)
+        execute(rebuild(run, Engine(workers=1)), run, Callbacks(on_warning=said.append), resume=True)
     except CoterieError as e:
         assert names(str(e), damaged), f"{damaged}: {e}"
         return
@@ -235,7 +237,7 @@ def test_a_finished_run_without_times_is_finished(originals: dict[str, Path], tm
     (run / TIMING).unlink()
     before = (run / EVENTS).stat().st_mtime_ns, checkpoints(run)[-1].stat().st_mtime_ns
     said: list[str] = []
-    execute(rebuild(run, Engine(workers=1)), run, resume=True, say=said.append)
+    execute(rebuild(run, Engine(workers=1)), run, Callbacks(on_warning=said.append), resume=True)
     assert not said and before[1] == checkpoints(run)[-1].stat().st_mtime_ns
     found = Run(run)
     assert found.finished and "seconds" not in found.summary()
@@ -619,7 +621,7 @@ def test_resume_with_a_different_kernel_is_refused(tmp_path: Path, monkeypatch: 
     chosen = settings("fedavg", data=str(tmp_path / "mine.npz"), clients=2, rounds=2, epochs=1, model="lenet5")
     monkeypatch.setattr(native, "_wanted", None)  # its value in a fresh process
     session = prepare(chosen, Engine(workers=1))
-    execute(session, tmp_path / "run", stopped=lambda: True)
+    execute(session, tmp_path / "run", Callbacks(should_stop=lambda: True))
     monkeypatch.setenv("COTERIE_NATIVE", "0")
     with pytest.raises(CoterieError, match="cannot be continued bit-identically"):
         coterie.resume(tmp_path / "run")

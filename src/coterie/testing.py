@@ -34,7 +34,7 @@ from coterie.engine.edge_steps import merge, preview, receive, relay
 from coterie.engine.loop import Loop
 from coterie.engine.messages import TrainAnswer, TrainRequest
 from coterie.engine.round import RoundAnswers, RoundPlan, close
-from coterie.engine.session import Objects, Session, make_loop, prepare
+from coterie.engine.session import Callbacks, Objects, Session, make_loop, prepare
 from coterie.errors import CoterieError
 from coterie.methods import build, find
 from coterie.runtimes.base import Replies
@@ -288,7 +288,7 @@ def same_bits_for_any_number_of_workers(bench: Bench, tmp: Path) -> None:
 def same_bits_after_a_resume(bench: Bench, tmp: Path) -> None:
     whole = standard(bench)
     loop = open_loop(bench.session(), tmp)
-    assert not loop.run(stopped=lambda: loop.done >= 1)
+    assert not loop.run(Callbacks(should_stop=lambda: loop.done >= 1))
     close_loop(loop)
     again = open_loop(bench.session(), tmp)
     assert again.resume() == []

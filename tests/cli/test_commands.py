@@ -106,7 +106,7 @@ def test_compare_always_has_local_only(cli) -> None:  # type: ignore[no-untyped-
 
 def test_compare_gives_all_methods_what_one_of_them_needs(cli) -> None:  # type: ignore[no-untyped-def]
     code, out, err = cli("compare", "fedbn", "sc-fpfl-no-agent", *SMALL, "--rounds", "1", "--out", "c")
-    assert code == 0 and "batch norm, for the sake of FedBN" in out and "public set" in out, err
+    assert code == 0 and "batch norm (needed by FedBN)" in out and "public set" in out, err
     assert "not comparable" not in err
     found = [json.loads(p.read_text()) for p in Path("c").glob("*/settings.json")]
     assert len(found) == 3 and len({f["partition"]["sha256"] for f in found}) == 1

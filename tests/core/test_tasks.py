@@ -37,7 +37,7 @@ from coterie.data import Dataset, PartitionSettings, federate, from_arrays, load
 from coterie.data.target_types import with_task
 from coterie.engine.evaluation import statistics
 from coterie.engine.messages import Score, check_score
-from coterie.engine.session import Objects, Session, execute, prepare
+from coterie.engine.session import Callbacks, Objects, Session, execute, prepare
 from coterie.errors import CoterieError
 from coterie.federation.device_data import example_dataset, only_client
 from coterie.results.comparison import Comparison
@@ -319,7 +319,7 @@ def session(method: str, data: Dataset, engine: str = "loop", **more: Any) -> Se
 def test_a_regression_run_is_the_same_with_workers_and_after_a_stop(tmp_path: Path) -> None:
     data = made("regression")
     whole = coterie.run("ditto", data, out=tmp_path / "a", workers=2, **RUN)
-    assert not execute(session("ditto", data), tmp_path / "b", stopped=lambda: True)
+    assert not execute(session("ditto", data), tmp_path / "b", Callbacks(should_stop=lambda: True))
     again = coterie.resume(tmp_path / "b", data=data, workers=1)
     assert (whole.path / "events.jsonl").read_bytes() == (again.path / "events.jsonl").read_bytes()
     summary = whole.summary()

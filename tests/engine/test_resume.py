@@ -16,7 +16,7 @@ import pytest
 
 from coterie.config import Engine, settings
 from coterie.engine import codec
-from coterie.engine.session import execute, prepare, rebuild
+from coterie.engine.session import Callbacks, execute, prepare, rebuild
 from coterie.errors import CoterieError
 from coterie.storage import atomic as disk
 from coterie.storage import checkpoint
@@ -122,14 +122,18 @@ def paused(tmp_path: Path) -> Path:
     chosen = settings(method="fedrep", rounds=6, clients=5, epochs=1, checkpoint_every=3, eval_every=2)
     seen: list[int] = []
     session = prepare(chosen, Engine(workers=1))
-    execute(session, tmp_path / "run", tell=lambda p: seen.append(p.round), stopped=lambda: len(seen) == 4)
+    execute(
+        session,
+        tmp_path / "run",
+        Callbacks(on_round=lambda p: seen.append(p.round), should_stop=lambda: len(seen) == 4),
+    )
     execute(session, tmp_path / "whole")
     return tmp_path / "run"
 
 
 def resumed(folder: Path) -> list[str]:
     said: list[str] = []
-    execute(rebuild(folder, Engine(workers=1)), folder, resume=True, say=said.append)
+    execute(rebuild(folder, Engine(workers=1)), folder, Callbacks(on_warning=said.append), resume=True)
     return said
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from coterie.config import Engine, settings
 from coterie.engine import codec
-from coterie.engine.session import execute, prepare, rebuild
+from coterie.engine.session import Callbacks, execute, prepare, rebuild
 from coterie.errors import CoterieError
 from coterie.storage import checkpoint
 from coterie.storage.run_folder import checkpoints, evaluations, round_of
@@ -23,10 +23,8 @@ def run(folder: Path, until: int, state: str = "memory", keep: int = 4) -> Path:
     """Six rounds are planned; stop after `until`."""
     engine = Engine(workers=1, state=state, keep=keep)  # type: ignore[arg-type]
     done: list[int] = []
-    execute(
-        prepare(settings("fedrep", **SMALL), engine), folder,
-        tell=lambda p: done.append(p.round), stopped=lambda: done[-1] >= until,
-    )  # fmt: skip
+    callbacks = Callbacks(on_round=lambda p: done.append(p.round), should_stop=lambda: done[-1] >= until)
+    execute(prepare(settings("fedrep", **SMALL), engine), folder, callbacks)
     return folder
 
 
@@ -44,7 +42,7 @@ def test_a_run_that_went_back_is_the_run_that_never_went_past(tmp_path: Path, st
     assert [round_of(p) for p in checkpoints(back)] == [3, 4, 5, 6]
     session = rebuild(back, Engine(workers=1))
     assert session.engine.keep == 4, "a run goes on with the history it was given"
-    assert not execute(session, back, resume=True, stopped=lambda: True, from_round=3)
+    assert not execute(session, back, Callbacks(should_stop=lambda: True), resume=True, from_round=3)
     same(back, run(tmp_path / "never", 4, state))
     assert [round_of(p) for p in checkpoints(back)] == [3, 4]
     assert execute(session, back, resume=True)

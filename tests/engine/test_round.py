@@ -20,7 +20,7 @@ from coterie.engine import codec, ledger
 from coterie.engine.edge_steps import merge, preview, relay
 from coterie.engine.messages import TrainAnswer
 from coterie.engine.round import RoundAnswers, Rules, close, plan
-from coterie.engine.session import execute, prepare
+from coterie.engine.session import Callbacks, execute, prepare
 from coterie.errors import CoterieError
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
@@ -427,7 +427,7 @@ def test_optimisers_remember_on_disk_through_workers_and_a_resumed_run(tmp_path)
     def ends(name, engine, stop=0, **more):
         s = chosen(method="fedper", clients=4, epochs=1, join=0.5, rounds=4, checkpoint_every=2, momentum=0.9, **more)
         looks = iter(range(100))
-        done = execute(prepare(s, engine), tmp_path / name, stopped=lambda: 0 < stop <= next(looks))
+        done = execute(prepare(s, engine), tmp_path / name, Callbacks(should_stop=lambda: 0 < stop <= next(looks)))
         assert done == (not stop)
         if stop:
             execute(prepare(s, engine), tmp_path / name, resume=True)

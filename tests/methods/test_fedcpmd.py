@@ -18,7 +18,7 @@ from coterie.core.tasks import Classification
 from coterie.core.tree import Tree
 from coterie.engine import codec
 from coterie.engine.loop import Loop
-from coterie.engine.session import Objects, prepare
+from coterie.engine.session import Callbacks, Objects, prepare
 from coterie.errors import CoterieError
 from coterie.methods import build, find
 from coterie.methods.fedcpmd import FedCPMDSettings, votes
@@ -344,7 +344,7 @@ def test_mended_the_model_right_after_the_switch_is_the_one_right_before(
     bench = Bench(find("fedcpmd"), {"reading": "mended", "preparation": 2, "phase1_personal": first})
     session = bench.session(rounds=3, join=0.6, bn_stats=bn_stats)
     loop = open_loop(session, tmp_path / "again")
-    loop.run(stopped=lambda: loop.done >= 2)
+    loop.run(Callbacks(should_stop=lambda: loop.done >= 2))
     m, after = loop.method, loop.server
     assert after["layer"] and not after["trained"]
     before = {**after, "layer": None}

@@ -13,7 +13,7 @@ import pytest
 from coterie.config import Engine, settings
 from coterie.engine import codec
 from coterie.engine.messages import Job, TrainRequest
-from coterie.engine.session import execute, prepare
+from coterie.engine.session import Callbacks, execute, prepare
 from coterie.errors import CoterieError
 from coterie.runtimes import ray as module
 from coterie.runtimes.inline import Inline
@@ -46,7 +46,7 @@ def test_lost_states_send_the_run_back_to_its_checkpoint_and_it_ends_the_same(tm
         return original(self, requests)
 
     monkeypatch.setattr(Inline, "train", failing)
-    assert execute(_session("local", workers=1), broken, say=said.append)
+    assert execute(_session("local", workers=1), broken, Callbacks(on_warning=said.append))
     assert failed == [2, 5] and sum("gone; continuing" in s for s in said) == 2
     _same_runs(whole, broken)
 
@@ -175,7 +175,9 @@ def test_a_node_that_dies_takes_states_with_it_and_the_run_is_the_same(tmp_path,
     big = {"method": "local", "model": "mlp", "model_options": {"hidden": [600, 600]}, "join": 1.0, "rounds": 7}
     try:
         execute(_session("local", **big), tmp_path / "local")
-        execute(_session("ray", made.address, **big), tmp_path / "ray", tell=tell, say=said.append)
+        execute(
+            _session("ray", made.address, **big), tmp_path / "ray", Callbacks(on_round=tell, on_warning=said.append)
+        )
     finally:
         made.shutdown()
     assert any("lost" in s for s in said) and done.count(4) == 2

@@ -9,7 +9,7 @@ import torch
 from coterie.config import Engine, settings
 from coterie.data.dataset import Dataset
 from coterie.data.federation import PartitionSettings, federate
-from coterie.engine.session import Objects, execute, prepare
+from coterie.engine.session import Callbacks, Objects, execute, prepare
 from coterie.errors import CoterieError
 
 
@@ -69,7 +69,7 @@ def test_a_round_writes_only_the_states_of_its_participants(tmp_path) -> None:
         grown.append(sum(written.get(k) != v for k, v in now.items()))
         written.update(now)
 
-    execute(_session(rounds=5, checkpoint_every=2), run, tell=tell)
+    execute(_session(rounds=5, checkpoint_every=2), run, Callbacks(on_round=tell))
     assert grown == [6] * 5
 
 

@@ -13,7 +13,7 @@ from coterie.config import Engine, settings
 from coterie.core.method import Batch, ClientData, Download, Extras, Method, Phase, Split, Start, State
 from coterie.core.tree import Tree
 from coterie.engine.loop import Loop
-from coterie.engine.session import Objects, Session, execute, prepare
+from coterie.engine.session import Callbacks, Objects, Session, execute, prepare
 from coterie.engine.session.resume import training_engine_at_start
 from coterie.methods import find, known
 from coterie.testing import CHECKS, Bench, SmallNet, close_loop, decided, events, open_loop, small_data
@@ -250,7 +250,9 @@ def test_auto_says_what_it_chose_and_a_resumed_run_keeps_it(tmp_path: Path, monk
     monkeypatch.setattr(choose, "_timed", lambda clients: (1, 0.2, 0.1, 0.05, {}))
     said: list[str] = []
     halt = iter([True, False, False])
-    assert not execute(session(FEDAVG, engine="auto"), tmp_path, say=said.append, stopped=lambda: next(halt))
+    assert not execute(
+        session(FEDAVG, engine="auto"), tmp_path, Callbacks(on_warning=said.append, should_stop=lambda: next(halt))
+    )
     assert said == ["engine stack: 100 ms stacked, 200 ms client by client for an epoch of 8 clients"]
     kept = json.loads((tmp_path / "settings.json").read_text())["engine"]
     assert kept == {
@@ -261,7 +263,7 @@ def test_auto_says_what_it_chose_and_a_resumed_run_keeps_it(tmp_path: Path, monk
         "state": "memory",
         "runtime": "local",
     }
-    assert execute(session(FEDAVG), tmp_path, resume=True, say=said.append)
+    assert execute(session(FEDAVG), tmp_path, Callbacks(on_warning=said.append), resume=True)
     assert said[1] == "engine stack: as the run began"
     whole = play(session(FEDAVG, engine="stack"), tmp_path / "whole")
     assert (tmp_path / "events.jsonl").read_bytes() == (tmp_path / "whole" / "events.jsonl").read_bytes()
@@ -276,7 +278,7 @@ def test_a_stack_stays_in_one_process_where_halving_it_saves_little(
     assert choice.workers == 1 and "one process" in choice.why
     many = session(FEDAVG, clients=40, partition="iid", min_size=1).clients()  # more participants than a stack holds
     assert choose.choose(many, "auto").workers is None
-    execute(session(FEDAVG, engine="auto"), tmp_path, stopped=lambda: True)
+    execute(session(FEDAVG, engine="auto"), tmp_path, Callbacks(should_stop=lambda: True))
     assert json.loads((tmp_path / "settings.json").read_text())["engine"]["workers"] == 1
     assert training_engine_at_start(session(FEDAVG), tmp_path).workers == 1  # a resumed run keeps that too
 

@@ -20,7 +20,7 @@ from coterie.cli.export import export_app
 from coterie.cli.federation import federation_app
 from coterie.cli.figure import figure_app
 from coterie.cli.paper import paper_app
-from coterie.cli.screen import Stop, bar, console, frame_table
+from coterie.cli.screen import Bar, Stop, console, frame_table
 from coterie.cli.tune import tune_app
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=(
@@ -92,60 +92,52 @@ def run(
     as_json: o.Json = False,
 ) -> None:
     """Run one method, or continue an interrupted run."""
-    from coterie.config import settings
-    from coterie.engine.personal_models import initial_values
-    from coterie.engine.session import execute, prepare, rebuild
+    from coterie import api
+    from coterie.engine.loop import Callbacks
     from coterie.errors import CoterieError
-    from coterie.results.callbacks import round_callbacks
     from coterie.storage.atomic import finite
-    from coterie.storage.new_folder import fresh_folder
 
     given = o.gather(config, set_, method=method, data=data, task=task, model=model, partition=partition,
                      clients=clients, join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr,
                      seed=seed, stop_after=stop_after,
                      warm_start=None if warm_start is None else str(warm_start))  # fmt: skip
     o.check_transport(transport)
-    how = engine_from(workers, state, data_dir, runtime=runtime, address=address, engine=engine, keep=keep)
     silent = quiet or as_json
-    if resume is not None:
-        if others := sorted(set(given) - {"rounds"}):
-            raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(others)}")
-        session, folder = rebuild(resume, how, rounds=given.get("rounds")), resume
-    else:
-        if "method" not in given:
-            raise CoterieError("name a method, for example `coterie run fedrep`; `coterie list methods` shows them all")
-        chosen = settings(**given)
-        session = prepare(chosen, how, start=initial_values(chosen))
-        folder = out or fresh_folder(f"{given['method']}-{session.settings.data}")
-        for sentence in session.automatic_choices():
-            if not silent:
-                console.print(sentence, soft_wrap=True, highlight=False)
     stop = Stop()
-    with (
-        stop.listening(),
-        bar(session.method.card.title, session.settings.rounds, silent) as update,
-        round_callbacks(lambda p: update(p.round, p.text), track, session, folder) as heard,
-    ):
-        ended = execute(
-            session,
-            folder,
-            resume=resume is not None,
-            tell=heard,
-            say=_complain,
-            stopped=stop,
-            from_round=from_round,
-        )
-    from coterie.results.run import Run  # brings pandas, which a run itself does not need
-
-    found = Run(folder, session)
+    with stop.listening(), Bar(silent) as progress:
+        how: dict[str, Any] = {
+            "workers": workers, "state": state, "runtime": runtime, "address": address, "engine": engine,
+            "keep": keep, "data_dir": data_dir, "track": track,
+            "callbacks": Callbacks(
+                on_start=progress.start,
+                on_round=lambda p: progress.update(p.round, p.text),
+                on_info=_ignore if silent else _print,
+                on_warning=_warn,
+                should_stop=stop,
+            ),
+        }  # fmt: skip
+        if resume is not None:
+            if others := sorted(set(given) - {"rounds"}):
+                raise CoterieError(f"--resume continues a run with its settings; leave out {', '.join(others)}")
+            result = api.resume(resume, rounds=given.get("rounds"), from_round=from_round, **how)
+        else:
+            if "method" not in given:
+                raise CoterieError(
+                    "name a method, for example `coterie run fedrep`; `coterie list methods` shows them all"
+                )
+            if from_round is not None:
+                raise CoterieError("--from-round rolls a run back; name the run with --resume")
+            result = api.run(given.pop("method"), given.pop("data", "digits"), given.pop("model", None),
+                             out=out, **how, **given)  # fmt: skip
     if as_json:
-        typer.echo(json.dumps(finite({"run": str(folder), "finished": ended, **found.summary()})))
+        typer.echo(json.dumps(finite({"run": str(result.path), "finished": result.finished, **result.summary()})))
     elif not quiet:
-        _show_run(found)
-    for sentence in found.warnings():
-        _complain(sentence)
-    if not ended:
-        typer.echo(f"stopped after round {found.last_round}; continue with: coterie run --resume {folder}", err=True)
+        _show_run(result)
+    for sentence in result.warnings():
+        _warn(sentence)
+    if not result.finished:
+        resumed = f"coterie run --resume {result.path}"
+        typer.echo(f"stopped after round {result.last_round}; continue with: {resumed}", err=True)
         raise typer.Exit(130)
 
 
@@ -177,60 +169,57 @@ def compare(
     as_json: o.Json = False,
 ) -> None:
     """Run several methods on the same clients and print one table. `all` stands for every method."""
-    from coterie.api import asked, comparison_cells, shared_choices
+    from coterie import api
     from coterie.cli.arena import show_control_tables
+    from coterie.engine.loop import Callbacks
     from coterie.methods import known
-    from coterie.results.comparison import Comparison
-    from coterie.results.grid import sweep
-    from coterie.results.run import Run
     from coterie.storage.new_folder import fresh_folder
 
     given = o.gather(config, set_, data=data, task=task, model=model, partition=partition, clients=clients, join=join,
                      rounds=rounds, epochs=epochs, batch=batch, lr=lr)  # fmt: skip
     names = list(dict.fromkeys(m for name in methods for m in (known() if name == "all" else [name])))
     folder = out or fresh_folder(f"compare-{given.get('data', 'digits')}")
-    rivals = o.commas(against)
-    cells = comparison_cells(
-        names, given.pop("data", "digits"), given.pop("model", None), seeds, folder, rivals, **given
-    )
-    if not (quiet or as_json):
-        for sentence in shared_choices(cells):
-            console.print(sentence, soft_wrap=True, highlight=False)
-    stop = Stop()
-    with stop.listening(), bar("compare", sum(c.settings.rounds for c in cells), quiet or as_json) as update:
-        how = engine_from(workers, None, data_dir, engine=engine)
-        status = sweep(cells, how, lambda s: update(s.done(), _now(s)), stop, check=True)
-    for sentence in status.said:
-        _complain(sentence)
-    done = [c for c in cells if c.out not in status.failed and c.finished()]
-    if done:
-        table = Comparison([Run(c.out) for c in done], asked(names, rivals), rivals, also=o.commas(also))
+    silent, rivals, stop = quiet or as_json, o.commas(against), Stop()
+    with stop.listening(), Bar(silent) as progress:
+        callbacks = Callbacks(
+            on_start=progress.start, on_info=_ignore if silent else _print, on_warning=_warn, should_stop=stop
+        )
+        outcome = api.run_comparison(
+            names, given.pop("data", "digits"), given.pop("model", None), against=rivals, seeds=seeds, out=folder,
+            also=o.commas(also), workers=workers, engine=engine, data_dir=data_dir,  # type: ignore[arg-type]
+            callbacks=callbacks, on_status=lambda s: progress.update(s.done(), _running(s)), **given,
+        )  # fmt: skip
+    failed = outcome.status.failed
+    for sentence in outcome.status.said:
+        _warn(sentence)
+    if outcome.comparison is not None:
+        table = outcome.comparison
         table.table().to_csv(folder / "table.csv")
         (folder / "table.md").write_text(table.markdown())
         arena = table.arena() if rivals else None
         if arena is not None:
             arena.frame().to_csv(folder / "arena.csv", index=False)
         if as_json:
-            found = {"folder": str(folder), "table": json.loads(table.table().to_json(orient="index"))}
+            content = {"folder": str(folder), "table": json.loads(table.table().to_json(orient="index"))}
             if arena is not None:
-                found["arena"] = json.loads(arena.frame().to_json(orient="records"))
-            typer.echo(json.dumps(found))
+                content["arena"] = json.loads(arena.frame().to_json(orient="records"))
+            typer.echo(json.dumps(content))
         elif not quiet:
             _show_table(table, f"{table.metric.heading}, mean over clients; bytes and time per round")
             if arena is not None:
                 show_control_tables([arena])
             files = "table.csv and table.md" if arena is None else "table.csv, table.md and arena.csv"
-            console.print(f"runs, {files} are in {folder}", soft_wrap=True, highlight=False)
+            _print(f"runs, {files} are in {folder}")
         for sentence in [*table.warnings(), *(arena.warnings() if arena is not None else [])]:
-            _complain(sentence)
-    for reason in dict.fromkeys(status.failed.values()):
-        names = [path.name for path, why in status.failed.items() if why == reason]
-        _complain(f"{', '.join(names)} failed: {reason}")
+            _warn(sentence)
+    for reason in dict.fromkeys(failed.values()):
+        paths = [path.name for path, why in failed.items() if why == reason]
+        _warn(f"{', '.join(paths)} failed: {reason}")
     if stop.asked:
         typer.echo(f"stopped; to resume, repeat the command with --out {folder}", err=True)
         raise typer.Exit(130)
-    if status.failed:
-        raise typer.Exit(2 if not done else 1)
+    if failed:
+        raise typer.Exit(2 if outcome.comparison is None else 1)
 
 
 class Order(StrEnum):
@@ -285,7 +274,7 @@ def runs(
         shown.index.name = "run"
         console.print(frame_table(shown, f"in {folder}"))
     for sentence in damaged:
-        _complain(sentence)
+        _warn(sentence)
     if damaged:
         raise typer.Exit(1)
 
@@ -324,14 +313,8 @@ def _run_row(r: dict[str, Any]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def engine_from(workers: int | None, state: str | None, data_dir: Path | None, **more: str | int | None) -> Any:
-    from coterie.config import engine
-
-    return engine(workers=workers, state=state, data_dir=data_dir, **more)
-
-
-def _now(status: Any) -> str:
-    """The runs that are being computed, with their scores."""
+def _running(status: Any) -> str:
+    """Return the names of the unfinished runs, with their scores."""
     words = []
     for path, done in status.rounds.items():
         if 0 < done < status.planned[path]:
@@ -339,8 +322,16 @@ def _now(status: Any) -> str:
     return ", ".join(words)
 
 
-def _complain(sentence: str) -> None:
+def _warn(sentence: str) -> None:
     typer.echo(f"coterie: {sentence}", err=True)
+
+
+def _print(sentence: str) -> None:
+    console.print(sentence, soft_wrap=True, highlight=False)
+
+
+def _ignore(sentence: str) -> None:
+    pass
 
 
 def _show_table(comparison: Any, title: str) -> None:
@@ -356,8 +347,8 @@ def _show_run(run: Any) -> None:
         _show_table(Comparison([run]), f"after round {run.last_round}; {run.metric.heading}, mean over clients")
     if run.ended:
         said = f"ended after round {run.last_round} of {run.settings['rounds']}: {run.ended}"
-        console.print(said, soft_wrap=True, highlight=False)
-    console.print(f"the run is in {run.path}", soft_wrap=True, highlight=False)
+        _print(said)
+    _print(f"the run is in {run.path}")
 
 
 @app.command()
@@ -379,8 +370,8 @@ def report(
     if as_json:
         typer.echo(json.dumps({"report": str(written), "damaged": damaged}))
     else:
-        console.print(f"report: {written}", soft_wrap=True, highlight=False)
+        _print(f"report: {written}")
     for sentence in damaged:
-        _complain(sentence)
+        _warn(sentence)
     if damaged:
         raise typer.Exit(1)

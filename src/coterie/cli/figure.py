@@ -31,7 +31,7 @@ def figure(
     as_json: o.Json = False,
 ) -> None:
     """Draw a figure of runs: accuracy, bytes, clusters, clients and more."""
-    from coterie.cli.app import engine_from
+    from coterie.config import engine
     from coterie.engine.session import rebuild
     from coterie.errors import unknown
     from coterie.results.discovery import find_runs
@@ -51,7 +51,7 @@ def figure(
     runs = [r for r in runs if not wanted or r.title in wanted or r.settings["method"] in wanted]
     if data_dir is not None and kind in ("labels", "similarity"):
         for r in runs:
-            r._session = rebuild(r.path, engine_from(1, None, data_dir))
+            r._session = rebuild(r.path, engine(workers=1, data_dir=data_dir))
     drawn = figures.draw(kind, runs, view=view, axis=axis, score=score, against=o.commas(against))
     files = figures.save_figure(drawn, out or Path(kind))
     if as_json:

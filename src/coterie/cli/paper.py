@@ -37,8 +37,7 @@ def paper(
     quiet: o.Quiet = False,
 ) -> None:
     """Rerun a paper's table or figure and compare printed and measured values."""
-    from coterie.cli.app import engine_from
-    from coterie.config import parse_assignment
+    from coterie.config import engine, parse_assignment
     from coterie.data.catalogue import dataset_size
     from coterie.errors import CoterieError
     from coterie.papers import output, presets
@@ -61,9 +60,8 @@ def paper(
     stop, status = Stop(), SweepStatus({}, {})
     if not chosen.reads_only:
         with stop.listening(), bar(f"{name} {item}", sum(c.settings.rounds for c in distinct), quiet) as update:
-            status = sweep(
-                distinct, engine_from(workers, None, data_dir), lambda s: update(s.done(), _time_left(s)), stop
-            )
+            how = engine(workers=workers, data_dir=data_dir)
+            status = sweep(distinct, how, lambda s: update(s.done(), _time_left(s)), stop)
     done = {k: Run(c.out) for k, c in cells.items() if c.out not in status.failed and c.finished()}
     if done:
         words = shrink.words(chosen)

@@ -3,8 +3,8 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,26 @@ def bar(what: str, total: int, quiet: bool) -> Iterator[Any]:
     with Progress(*columns, console=errors, transient=True) as progress:
         task = progress.add_task(what, total=total, text="")
         yield lambda done, text="": progress.update(task, completed=done, text=text)
+
+
+class Bar:
+    """A progress bar that appears when `start` gives its title and its total."""
+
+    def __init__(self, quiet: bool):
+        self.quiet, self._open = quiet, ExitStack()
+        self._update: Callable[..., None] = lambda done, text="": None
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self._open.close()
+
+    def start(self, title: str, total: int) -> None:
+        self._update = self._open.enter_context(bar(title, total, self.quiet))
+
+    def update(self, done: int, text: str = "") -> None:
+        self._update(done, text)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from coterie.cli import options as o
-from coterie.cli.screen import Stop, bar, console, frame_table, say
+from coterie.cli.screen import Bar, Stop, console, frame_table, say
 
 if TYPE_CHECKING:
     from coterie.results.search import Tuning
@@ -47,10 +47,10 @@ def tune(
     as_json: o.Json = False,
 ) -> None:
     """Search settings and methods by successive halving on validation data, and print the winning command."""
-    from coterie.config import engine
-    from coterie.engine.session import Objects
+    from coterie.api import tune as tune_settings
+    from coterie.engine.loop import Callbacks
     from coterie.errors import CoterieError, unknown
-    from coterie.results.search import SAMPLERS, Budget, make_trials, search
+    from coterie.results.search import SAMPLERS
     from coterie.storage.atomic import finite
     from coterie.storage.new_folder import fresh_folder
 
@@ -61,17 +61,19 @@ def tune(
         raise CoterieError("give values to choose from, such as --set lr=0.01,0.05, or more methods")
     if sampler not in SAMPLERS:
         raise unknown("sampler", sampler, SAMPLERS)
-    allowed = Budget(eta, budget, minutes, trials)
     folder = out or fresh_folder(f"tune-{fixed.get('data', 'digits')}")
     most = fixed.pop("rounds", 50)
     if not isinstance(most, int) or most < 1:
         raise CoterieError(f"rounds = {most!r} is invalid: it must be a number above 0")
-    made = make_trials(methods, space, folder, Objects(), most, allowed, **{"data": "digits", **fixed})
-    stop, kind = Stop(), next(s for s in SAMPLERS if s == sampler)
-    with stop.listening(), bar("tune", len(made) * most, quiet or as_json) as update:
-        how = engine(workers=workers, data_dir=data_dir)
-        tuning = search(made, folder, how, allowed, kind, int(fixed.get("seed", 0)),
-                       lambda s: update(s.done(), f"{len(s.rounds)} trials"), stop)  # fmt: skip
+    stop = Stop()
+    with stop.listening(), Bar(quiet or as_json) as progress:
+        tuning = tune_settings(
+            methods, fixed.pop("data", "digits"), fixed.pop("model", None), space=space, rounds=most, eta=eta,
+            budget=budget, minutes=minutes, trials=trials, sampler=next(s for s in SAMPLERS if s == sampler),
+            seed=int(fixed.pop("seed", 0)), out=folder, workers=workers, data_dir=data_dir,
+            callbacks=Callbacks(on_start=progress.start, should_stop=stop),
+            on_status=lambda s: progress.update(s.done(), f"{len(s.rounds)} trials"), **fixed,
+        )  # fmt: skip
     for number, reason in tuning.failed.items():
         typer.echo(f"coterie: {tuning.trials[number].name} failed: {reason}", err=True)
     frame = tuning.frame()

@@ -63,6 +63,17 @@ class Progress:
         return "" if self.value is None else f"{self.metric.name} {self.metric.text(self.value)}"
 
 
+@dataclass(frozen=True)
+class Callbacks:
+    """Functions that are called while a run is executed."""
+
+    on_start: Callable[[str, int], object] = lambda title, rounds: None  # before the first round
+    on_round: Callable[[Progress], object] = lambda progress: None  # after every round
+    on_info: Callable[[str], object] = lambda sentence: None  # choices that were made for the user
+    on_warning: Callable[[str], object] = lambda sentence: None
+    should_stop: Callable[[], bool] = lambda: False  # asked after every round; True pauses the run
+
+
 class Loop:
     def __init__(
         self, method: Method, runtime: Runtime, folder: Folder, schedule: Schedule, official: Official | None = None
@@ -99,10 +110,8 @@ class Loop:
                 self.ended = row.get("ended", "")
         return complaints
 
-    def run(
-        self, tell: Callable[[Progress], None] = lambda p: None, stopped: Callable[[], bool] = lambda: False
-    ) -> bool:
-        """Run to the end and return True; return False after a checkpoint if `stopped` asks for a pause."""
+    def run(self, callbacks: Callbacks = Callbacks()) -> bool:  # noqa: B008  # immutable
+        """Run to the last round; return False if the run was stopped before, after writing a checkpoint."""
         if self.done < 0:
             self.start()
         for t in range(self.done + 1, self.schedule.rounds + 1):
@@ -112,9 +121,9 @@ class Loop:
             value, nonfinite = self.step()
             seconds = time.perf_counter() - begun
             self.folder.timing(round=t, seconds=round(seconds, 6))
-            metric = self.method.ctx.task.metric
-            tell(Progress(t, self.schedule.rounds, value, seconds, nonfinite, self.bytes, metric, self.event))
-            halt = stopped()
+            metric, rounds = self.method.ctx.task.metric, self.schedule.rounds
+            callbacks.on_round(Progress(t, rounds, value, seconds, nonfinite, self.bytes, metric, self.event))
+            halt = callbacks.should_stop()
             if halt or self.ended or t == self.schedule.rounds or t % self.schedule.checkpoint_every == 0:
                 self.checkpoint()
             if halt and not self.ended and t < self.schedule.rounds:
@@ -297,4 +306,4 @@ class Loop:
         return [ids[int(i)] for i in order[:n]]
 
 
-__all__ = ["Loop", "Progress", "Schedule"]
+__all__ = ["Callbacks", "Loop", "Progress", "Schedule"]

@@ -19,7 +19,7 @@ from coterie.data.federation import Federation, federate
 from coterie.data.sources import load_dataset
 from coterie.engine.loop import Progress
 from coterie.engine.personal_models import initial_values
-from coterie.engine.session import Objects, bind, execute, prepare, recorded, resolved
+from coterie.engine.session import Callbacks, Objects, bind, execute, prepare, recorded, resolved
 from coterie.errors import CoterieError
 from coterie.methods import build
 from coterie.results.run import Run
@@ -85,7 +85,7 @@ class SweepStatus:
 def sweep(
     cells: Sequence[Cell],
     engine: Engine,
-    tell: Callable[[SweepStatus], None] = lambda s: None,
+    tell: Callable[[SweepStatus], object] = lambda s: None,
     stopped: Callable[[], bool] = lambda: False,
     check: bool = False,
 ) -> SweepStatus:
@@ -190,14 +190,8 @@ def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
         session = prepare(settings, engine, cell.objects, loaded=dataset, start=initial_values(settings))
         if resume and Run(cell.out).description["partition"] != session.federation.identity:
             raise CoterieError(f"the data of {cell.out} have changed since it ran; choose a new folder or remove it")
-        execute(
-            session,
-            cell.out,
-            resume=resume,
-            tell=tell,
-            say=lambda text: send("said", text),
-            stopped=lambda: bool(stop),
-        )
+        callbacks = Callbacks(on_round=tell, on_warning=lambda text: send("said", text), should_stop=lambda: bool(stop))
+        execute(session, cell.out, callbacks, resume=resume)
     except CoterieError as e:
         send("failed", str(e))
     except Exception:

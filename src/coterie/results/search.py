@@ -287,7 +287,7 @@ def search(
     budget: Budget,
     sampler: Sampler = "grid",
     seed: int = 0,
-    tell: Callable[[SweepStatus], None] = lambda s: None,
+    tell: Callable[[SweepStatus], object] = lambda s: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Tuning:
     """Run successive halving over the trials, or continue an unfinished search in the same folder."""

@@ -1,11 +1,12 @@
 """A run, from settings to its end: spec, build, resume, execute."""
 
+from coterie.engine.loop import Callbacks
 from coterie.engine.session.build import bind, prepare
 from coterie.engine.session.execute import execute, make_loop, open_runtime
 from coterie.engine.session.resume import rebuild, recorded, resolved
 from coterie.engine.session.spec import Factory, Objects, Session
 
 __all__ = [
-    "Factory", "Objects", "Session", "bind", "execute", "make_loop", "open_runtime", "prepare",
+    "Callbacks", "Factory", "Objects", "Session", "bind", "execute", "make_loop", "open_runtime", "prepare",
     "rebuild", "recorded", "resolved",
 ]  # fmt: skip

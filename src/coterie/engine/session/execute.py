@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import save
 
-from coterie.engine.loop import Loop, Progress, Schedule
+from coterie.engine.loop import Callbacks, Loop, Schedule
 from coterie.engine.official_test import Official
 from coterie.engine.round import Rules
 from coterie.engine.session.resume import training_engine_at_start
@@ -24,13 +24,13 @@ Opener = Callable[[Session, Path, Callable[[], bool]], AbstractContextManager[Ru
 
 
 def open_runtime(
-    session: Session, folder: Path, stopped: Callable[[], bool] = lambda: False
+    session: Session, folder: Path, should_stop: Callable[[], bool] = lambda: False
 ) -> AbstractContextManager[Runtime]:
     """Open the runtime that computes a run's clients; the choice does not affect results."""
     e = session.engine
     check_address(e.runtime, e.address)
     opener: Opener = runtime_kind(e.runtime).load()
-    return opener(session, folder, stopped)
+    return opener(session, folder, should_stop)
 
 
 def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
@@ -54,15 +54,13 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
 def execute(
     session: Session,
     out: Path,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008  # immutable
     *,
     resume: bool = False,
-    tell: Callable[[Progress], None] = lambda p: None,
-    say: Callable[[str], None] = lambda text: None,
-    stopped: Callable[[], bool] = lambda: False,
-    opened: Opener = open_runtime,
     from_round: int | None = None,
+    opener: Opener = open_runtime,
 ) -> bool:
-    """Run in the folder `out`; return True if the run finished, False if `stopped` asked for a pause.
+    """Run in the folder `out`; return True if the run finished, False if `callbacks.should_stop` paused it.
 
     With `from_round`, a resumed run goes back to its checkpoint of that round, and later rounds are deleted.
     """
@@ -76,20 +74,20 @@ def execute(
     if not resume and (out / "settings.json").exists():
         raise CoterieError(f"{out} already holds a run; continue it with --resume {out} or choose a different folder")
     if warning := session.extension_warning():
-        say(warning)
+        callbacks.on_warning(warning)
     choice = training_engine_at_start(session, out) if resume else choose(session.clients(), wanted)
     if wanted != "loop" or choice.engine != "loop":
-        say(choice.sentence)
+        callbacks.on_warning(choice.sentence)
     workers = session.engine.workers or (choice.workers if kind.worker_processes else None)
     session = replace(session, engine=session.engine.model_copy(update={"engine": choice.engine, "workers": workers}))
     with Folder(out, session.engine.keep) as folder:
         try:
-            with opened(session, out, stopped) as runtime:
+            with opener(session, out, callbacks.should_stop) as runtime:
                 if resume:
                     _extend(session, out)
                 else:
                     _write_start(session, folder, choice)
-                return _drive(session, folder, runtime, resume, tell, say, stopped, from_round)
+                return _drive(session, folder, runtime, callbacks, resume, from_round)
         except Interrupted:
             return False
         except OSError as e:
@@ -119,20 +117,18 @@ def _drive(
     session: Session,
     folder: Folder,
     runtime: Runtime,
+    callbacks: Callbacks,
     resume: bool,
-    tell: Callable[[Progress], None],
-    say: Callable[[str], None],
-    stopped: Callable[[], bool],
     from_round: int | None,
 ) -> bool:
     """Run the loop; start again from the newest checkpoint if a cluster loses client states."""
     while True:
         loop = make_loop(session, folder, runtime)
         for warning in loop.resume(from_round) if resume else []:
-            say(warning)
+            callbacks.on_warning(warning)
         from_round = None
         try:
-            return loop.run(tell, stopped)
+            return loop.run(callbacks)
         except StateLostError as e:  # on a cluster only; repeated rounds give the same result
-            say(f"{e}; continuing from the newest checkpoint")
+            callbacks.on_warning(f"{e}; continuing from the newest checkpoint")
             resume = True

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from coterie.config import Engine, RunSettings
 from coterie.engine.loop import Progress
-from coterie.engine.session import Session, bind, execute, prepare
+from coterie.engine.session import Callbacks, Session, bind, execute, prepare
 from coterie.errors import CoterieError
 from coterie.federation.cloud.admission import AdmissionRules
 from coterie.federation.cloud.liveness import Liveness
@@ -141,9 +141,13 @@ def run_cloud(
     state, reason = "failed", "the cloud's program was ended"
     try:
         ended = execute(
-            session, out, resume=resume, tell=show, say=log.warning, stopped=stopped, opened=opened,
+            session,
+            out,
+            Callbacks(on_round=show, on_warning=log.warning, should_stop=stopped),
+            resume=resume,
             from_round=from_round,
-        )  # fmt: skip
+            opener=opened,
+        )
         state, reason = "ended" if ended else "stopped", ""
     except CoterieError as e:
         reason = str(e)
