@@ -5,6 +5,7 @@ result = coterie.run("fedrep", "digits", clients=20, partition="dirichlet(0.1)",
 result.summary()["personal"]["last"]; result.personal(7)
 """
 
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,40 @@ _HOME = {
 }  # fmt: skip
 
 
+# modules of version 0.1 and their places now
+_MOVED = {
+    "checkpoint": "storage.checkpoint", "codec": "engine.codec", "containment": "engine.fault_isolation",
+    "disk": "storage.atomic", "edges": "core.edges", "evaluation": "engine.evaluation",
+    "exchange": "engine.edge_steps", "folder": "storage.run_folder", "folders": "storage.run_folder",
+    "ledger": "engine.ledger", "loop": "engine.loop", "messages": "engine.messages", "method": "core.method",
+    "official": "engine.official_test", "origins": "engine.provenance", "personal": "export.personal_model",
+    "native": "train.native", "report": "results.report", "rng": "core.rng", "round": "engine.round", "runs": "results",
+    "schema": "core.schema", "session": "engine.session", "tasks": "core.tasks",
+    "tree": "core.tree",
+}  # fmt: skip
+
+
+class _MovedModules:
+    """Import hook that says where a module of version 0.1 is now."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        package, _, rest = name.partition(".")
+        if package == "coterie" and rest in _MOVED:
+            raise ImportError(f"{name} of version 0.1 is coterie.{_MOVED[rest]} now", name=name)
+
+
+sys.meta_path.append(_MovedModules)  # last: it is asked only for modules that do not exist
+
+
 def __getattr__(name: str) -> Any:
     """Loaded when first used, so that the command line starts quickly."""
     if name == "__version__":
         return version("coterie")
     if name in _HOME:
         return getattr(import_module(f"coterie.{_HOME[name]}"), name)
+    if name in _MOVED:
+        raise ImportError(f"coterie.{name} of version 0.1 is coterie.{_MOVED[name]} now")
     raise AttributeError(f"module 'coterie' has no attribute {name!r}")
 
 

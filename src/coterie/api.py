@@ -28,7 +28,7 @@ from coterie.results.discovery import APART
 from coterie.results.grid import Cell, SweepStatus, sweep
 from coterie.results.run import Run
 from coterie.results.search import Budget, Sampler, Tuning, make_trials, search
-from coterie.storage.new_folder import fresh_folder
+from coterie.storage.run_folder import fresh_folder
 
 DataFunction = Callable[[], Dataset]
 State = Literal["memory", "disk"]

@@ -16,7 +16,7 @@ from coterie.config import RunSettings, settings
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError, unknown
 from coterie.storage import run_folder as folder
-from coterie.storage.new_folder import fresh_folder
+from coterie.storage.run_folder import fresh_folder
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 _OPTIONS = ("data", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "lr", "seed")

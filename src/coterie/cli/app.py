@@ -173,7 +173,7 @@ def compare(
     from coterie.cli.arena import show_control_tables
     from coterie.engine.loop import Callbacks
     from coterie.methods import known
-    from coterie.storage.new_folder import fresh_folder
+    from coterie.storage.run_folder import fresh_folder
 
     given = o.gather(config, set_, data=data, task=task, model=model, partition=partition, clients=clients, join=join,
                      rounds=rounds, epochs=epochs, batch=batch, lr=lr)  # fmt: skip

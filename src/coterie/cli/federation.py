@@ -174,7 +174,7 @@ def serve(
     from coterie.federation.cloud import program as s
     from coterie.federation.cloud.waiting import QuorumError
     from coterie.federation.localhost.processes import die_with_parent, owner_only
-    from coterie.storage.new_folder import fresh_folder
+    from coterie.storage.run_folder import fresh_folder
 
     o.check_transport(transport)
     die_with_parent()
@@ -376,7 +376,7 @@ def up(
     from coterie.federation.cloud.screen import watch_federation
     from coterie.federation.localhost.processes import owner_only
     from coterie.federation.localhost.trial import LocalFederation
-    from coterie.storage.new_folder import fresh_folder
+    from coterie.storage.run_folder import fresh_folder
 
     given = o.gather(config, set_, data=data, model=model, partition=partition, join=join, rounds=rounds,
                      epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip

@@ -52,7 +52,7 @@ def tune(
     from coterie.errors import CoterieError, unknown
     from coterie.results.search import SAMPLERS
     from coterie.storage.atomic import finite
-    from coterie.storage.new_folder import fresh_folder
+    from coterie.storage.run_folder import fresh_folder
 
     given = o.gather(config, set_, data=data, task=task, model=model, partition=partition, clients=clients, join=join,
                      epochs=epochs, batch=batch, seed=seed, rounds=rounds)  # fmt: skip

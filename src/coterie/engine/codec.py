@@ -41,7 +41,9 @@ _CLASSES: dict[str, type] = {}
 
 def register(cls: C) -> C:
     """Decorate a dataclass whose instances may be part of a value."""
-    _CLASSES[cls.__name__] = cls
+    known = _CLASSES.setdefault(cls.__name__, cls)
+    if known is not cls:
+        raise TypeError(f"{cls.__module__} and {known.__module__} register a class {cls.__name__}")
     return cls
 
 

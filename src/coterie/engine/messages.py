@@ -165,7 +165,9 @@ def check(message: Any, kind: type[M]) -> M:
     if type(message) is not kind:
         raise CoterieError(f"expected a {kind.__name__}, got a {type(message).__name__}")
     for name, hint in _hints(kind).items():  # type: ignore[arg-type]
-        if not _fits(getattr(message, name), hint):
+        value = getattr(message, name)
+        is_state = name != "state" or isinstance(value, dict) or is_dataclass(value)
+        if not (is_state and _fits(value, hint)):
             raise CoterieError(f"the field {name} of a {kind.__name__} has an impossible value")
     return message
 
@@ -182,8 +184,6 @@ def _fits(v: Any, hint: Any) -> bool:
         return True
     if origin in (Union, types.UnionType):
         return any(_fits(v, h) for h in inner)
-    if origin is Literal:
-        return v in inner
     if hint is float:
         return type(v) is float or (type(v) is int and abs(v) < 2**53)
     if hint is int:

@@ -14,6 +14,7 @@ import os
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -363,3 +364,14 @@ def _append(f: io.FileIO | None, line: bytes) -> None:
     assert f is not None, "open_logs comes first"
     while line:
         line = line[f.write(line) :]
+
+
+def fresh_folder(name: str, root: Path = Path("runs")) -> Path:
+    """Return runs/NAME-DATE-TIME, a folder that does not exist yet."""
+    plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in name.split("/")[-1])
+    base = root / f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, n = base, 1
+    while path.exists():
+        n += 1
+        path = base.with_name(f"{base.name}-{n}")
+    return path
