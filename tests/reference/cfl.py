@@ -11,7 +11,7 @@ ABOUT = About(
     CODE,
     (
         "only members that answered vote on a split; an absent one follows the half its last update is closer to",
-        "momentum starts anew in each round (`opt_state = keep`)",
+        "momentum starts at zero in each round (`opt_state = keep`)",
         "a second split names clients, not positions in a sub-matrix",
         "no gap criterion (paper)",
     ),
