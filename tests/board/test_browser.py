@@ -89,6 +89,7 @@ def serving(root: Path, federation: Path | None = None):
         thread = threading.Thread(target=running.run, args=([listening],))
         thread.start()
         try:
+            until(lambda: running.started, "the board accepts connections")
             yield f"http://127.0.0.1:{port}/"
         finally:
             running.should_exit = True
