@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from coterie.core.method import Method
 from coterie.core.tasks import known
+from coterie.core.views import View
 from coterie.data.natural import NATURAL
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError, unknown
@@ -73,7 +74,7 @@ class RunSettings(BaseModel):
     final_trained: bool = Field(
         True, description="after the last round, also evaluate all clients after local training"
     )
-    headline: Literal["personal", "global", "received", "trained", "edge", "adapted"] = Field(
+    headline: View = Field(
         "personal", description="the view that tables lead with; received, trained and edge are scored more often then"
     )
     official: bool = Field(False, description="also evaluate every personal model on the whole official test part")

@@ -8,7 +8,7 @@ Statistics over clients: mean, std, worst decile; pooled over samples; mean over
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +17,6 @@ from coterie.core.method import ClientId
 from coterie.core.tasks import Task
 from coterie.engine.messages import ScoreAnswer, TrainAnswer
 
-View = Literal["personal", "global", "received", "trained", "edge", "adapted"]
-ON_REQUEST: tuple[Literal["received", "trained", "edge"], ...] = ("received", "trained", "edge")
 ALONE = -1  # stands for the cluster of a client without a cluster
 
 

@@ -12,9 +12,10 @@ from coterie.core.edges import EdgeMethod
 from coterie.core.method import ClientId, EdgeId, Method, State
 from coterie.core.rng import torch_rng
 from coterie.core.tasks import Classification, Metric
+from coterie.core.views import ON_REQUEST, View
 from coterie.engine import ledger
 from coterie.engine.edge_steps import preview
-from coterie.engine.evaluation import ON_REQUEST, Evaluation, View, Watch, notes
+from coterie.engine.evaluation import Evaluation, Watch, notes
 from coterie.engine.fault_isolation import close_contained
 from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer
 from coterie.engine.official_test import Official

@@ -20,6 +20,7 @@ from coterie.core.method import ClientId, Download, EdgeId, State, Upload
 from coterie.core.schema import Entry, Schema
 from coterie.core.tasks import Task
 from coterie.core.tree import Tree
+from coterie.core.views import RequestedView
 from coterie.engine.codec import register
 from coterie.errors import CoterieError
 
@@ -113,7 +114,7 @@ class ScoreRequest:
     shared: Tree = field(default_factory=dict)
     own: Tree = field(default_factory=dict)
     global_model: Tree | None = None
-    more: tuple[Literal["received", "trained", "edge"], ...] = ()  # views in addition to personal, global and adapted
+    more: tuple[RequestedView, ...] = ()  # views in addition to personal, global and adapted
     official: bool = False  # also on the official test part; a simulation only
 
     @property
