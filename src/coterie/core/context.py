@@ -16,7 +16,8 @@ from coterie.errors import CoterieError
 
 ClientId = int
 EdgeId = int
-State = Any  # state of a server, a client or an edge: a dictionary, or a dataclass declared with @state
+State = Any  # state of a server or a client: a dictionary, or a dataclass declared with @state (states.py)
+EdgeState = dict[str, Any]
 Extras = dict[str, Any]  # values that a client's losses need in addition to parameters and batch
 
 
@@ -141,5 +142,5 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
 
 
 __all__ = [
-    "Batch", "ClientData", "ClientId", "Context", "EdgeId", "Extras", "Split", "State", "cross_entropy",
+    "Batch", "ClientData", "ClientId", "Context", "EdgeId", "EdgeState", "Extras", "Split", "State", "cross_entropy",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from coterie.core import tree as T
-from coterie.core.method import ClientId, Download, EdgeId, Method, State, Upload
+from coterie.core.method import ClientId, Download, EdgeId, EdgeState, Method, State, Upload
 from coterie.core.tree import Tree
 
 ANNOUNCE = "announce:"  # prefix of the entries that a device sends before the rest of its upload (see EdgeMethod.calls)
@@ -16,7 +16,7 @@ class Edge:
 
     id: EdgeId
     clients: tuple[ClientId, ...]  # attached clients, sampled or not
-    state: State  # the edge's state from earlier rounds; empty at first
+    state: EdgeState  # the edge's state from earlier rounds; empty at first
     download: Download  # the download of this round
 
     @property

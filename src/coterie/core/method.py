@@ -17,7 +17,18 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import Batch, ClientData, ClientId, Context, EdgeId, Extras, Split, State, cross_entropy
+from coterie.core.context import (
+    Batch,
+    ClientData,
+    ClientId,
+    Context,
+    EdgeId,
+    EdgeState,
+    Extras,
+    Split,
+    State,
+    cross_entropy,
+)
 from coterie.core.schema import Link, Schema, like
 from coterie.core.tree import Predicate, Tree, everything
 from coterie.core.views import ModelView
@@ -290,7 +301,8 @@ class Method:
 
     def global_model(self, server: State) -> Tree | None:
         """Return the complete model that is the same for all clients; None if there is none."""
-        return server["w"] if "w" in server and not (self.ctx.w0.keys() - server["w"].keys()) else None
+        w = server.get("w") if isinstance(server, dict) else getattr(server, "w", None)
+        return w if w is not None and not (self.ctx.w0.keys() - w.keys()) else None
 
     def predict_global(self, params: Tree, x: Tensor) -> Tensor:
         """Return the outputs of the global model."""
@@ -340,7 +352,7 @@ def started(method: Method, state: State, download: Tree, data: ClientData, roun
 
 
 __all__ = [
-    "Batch", "Card", "Client", "ClientData", "ClientId", "Context", "Download", "EdgeId", "Extras", "Loss", "Method",
-    "Model", "Moment", "Phase", "Schema", "Settings", "Split", "Start", "State", "Trained", "Tree", "Update",
-    "Upload", "cross_entropy", "replace", "started",
+    "Batch", "Card", "Client", "ClientData", "ClientId", "Context", "Download", "EdgeId", "EdgeState", "Extras",
+    "Loss", "Method", "Model", "Moment", "Phase", "Schema", "Settings", "Split", "Start", "State", "Trained", "Tree",
+    "Update", "Upload", "cross_entropy", "replace", "started",
 ]  # fmt: skip

@@ -10,18 +10,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.core.states import CLASSES
+from coterie.core.tree import value_bytes
 from coterie.errors import CoterieError
 from coterie.storage.atomic import read, write_atomic
 
 # None | bool | int | float | str | torch.dtype | Tensor | list | tuple | dict[str | int, Value] | registered dataclass
 Value = Any
-C = TypeVar("C", bound=type)
 
 MAGIC = b"COTERIE1"
 ALIGN = 64  # as PyTorch's own allocator, so that every runtime computes on equally aligned tensors
@@ -36,15 +37,6 @@ _DTYPES = {
     )
 }  # fmt: skip
 _NAMES = {d: name for name, d in _DTYPES.items()}
-_CLASSES: dict[str, type] = {}
-
-
-def register(cls: C) -> C:
-    """Decorate a dataclass whose instances may be part of a value."""
-    known = _CLASSES.setdefault(cls.__name__, cls)
-    if known is not cls:
-        raise TypeError(f"{cls.__module__} and {known.__module__} register a class {cls.__name__}")
-    return cls
 
 
 class Layout(NamedTuple):
@@ -68,7 +60,7 @@ def layout(value: Value) -> Layout:
             raise CoterieError(f"tensors of type {t.dtype} cannot be stored or sent")
         places.append([_NAMES[t.dtype], list(t.shape), at])
         offsets.append(at)
-        at += -(-_nbytes(t.dtype, t.numel()) // ALIGN) * ALIGN
+        at += -(-value_bytes(t.numel(), t.dtype) // ALIGN) * ALIGN
     header = json.dumps([skeleton, places], separators=(",", ":")).encode()
     start = -(-(16 + len(header)) // ALIGN) * ALIGN
     return Layout(header, tensors, [start + o for o in offsets], start + at)
@@ -89,7 +81,7 @@ def _split(v: Value, tensors: list[Tensor], index: dict[int, int] | None) -> Any
         if all(isinstance(k, str) for k in v):
             return {"d": {k: _split(x, tensors, index) for k, x in v.items()}}
         return {"p": [[k, _split(x, tensors, index)] for k, x in v.items()]}
-    if is_dataclass(v) and _CLASSES.get(type(v).__name__) is type(v):
+    if is_dataclass(v) and CLASSES.get(type(v).__name__) is type(v):
         return {"c": [type(v).__name__, *(_split(getattr(v, f.name), tensors, index) for f in fields(v))]}
     if isinstance(v, torch.dtype):
         return {"y": _NAMES[v]}
@@ -156,7 +148,7 @@ def _tensors(places: Any, buffer: Any, length: int, start: int, copy: bool) -> l
         count = math.prod(shape)
         if at < end or at % ALIGN:
             raise ValueError("a tensor lies where none can be")
-        end = at + _nbytes(dtype, count)
+        end = at + value_bytes(count, dtype)
         if first + end > length:
             raise ValueError("a tensor does not lie inside the data")
         if not count:
@@ -197,14 +189,10 @@ def _join(s: Any, tensors: list[Tensor]) -> Value:
     if mark == "p":
         return {k: _join(x, tensors) for k, x in held}
     if mark == "c":
-        return _CLASSES[held[0]](*(_join(x, tensors) for x in held[1:]))
+        return CLASSES[held[0]](*(_join(x, tensors) for x in held[1:]))
     if mark == "y":
         return _DTYPES[held]
     raise ValueError(f"unknown mark {mark!r}")
-
-
-def _nbytes(dtype: torch.dtype, count: int) -> int:
-    return (count + 7) // 8 if dtype == torch.bool else count * dtype.itemsize
 
 
 def unpack_foreign(buffer: Any) -> Value:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from coterie.core.edges import Edge
-from coterie.core.method import ClientId, Download, EdgeId, State, Upload
+from coterie.core.method import ClientId, Download, EdgeId, EdgeState, State, Upload
 from coterie.core.schema import Entry, Schema
+from coterie.core.states import register
 from coterie.core.tasks import Task
 from coterie.core.tree import Tree
 from coterie.core.views import RequestedView
-from coterie.engine.codec import register
 from coterie.errors import CoterieError
 
 Bytes = dict[str, int]  # bytes by heading of the ledger
@@ -88,7 +88,7 @@ class MergeRequest:
 @dataclass(frozen=True)
 class MergeAnswer:
     edge: EdgeId
-    state: State
+    state: EdgeState
     upload: Tree
     note: Mapping[str, float]
     senders: tuple[ClientId, ...]  # clients whose uploads were merged

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from coterie.core.method import Method
 from coterie.errors import CoterieError, unknown
-from coterie.methods.stored import ALWAYS, FORMER
+from coterie.methods.stored import ALWAYS, FORMER, SERVERS
 
 GROUP = "coterie.methods"  # entry points of other packages
 # name of a method: module below coterie.methods and class
@@ -285,6 +285,6 @@ def sentence(where: str, error: ValidationError) -> str:
 
 
 __all__ = [
-    "BUILT_IN", "FORMER", "GROUP", "READINGS", "build", "canonical", "controls", "fields", "find", "known", "resolve",
-    "restored", "sentence", "unusual_reading", "written_out",
+    "BUILT_IN", "FORMER", "GROUP", "READINGS", "SERVERS", "build", "canonical", "controls", "fields", "find", "known",
+    "resolve", "restored", "sentence", "unusual_reading", "written_out",
 ]  # fmt: skip

@@ -16,7 +16,8 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Card, Download, Method, Settings, State, Tree, Upload
+from coterie.core.method import Card, Download, Method, Settings, Tree, Upload
+from coterie.core.states import state
 from coterie.parts.small_layers import linear, run_linear
 
 
@@ -28,6 +29,13 @@ class PFedHNSettings(Settings):
     server_momentum: float = Field(0.0, ge=0, lt=1, description="momentum of the hyper-network")
     server_decay: float = Field(0.0, ge=0, description="weight decay of the hyper-network")
     server_clip: float | None = Field(50.0, gt=0, description="largest norm of its gradient; empty: none")
+
+
+@state
+class PFedHNServer:
+    net: Tree  # the hyper-network; `embedding` [clients, e] is one of its entries
+    momentum: Tree
+    stats: Tree  # batch-norm statistics, which the hyper-network does not generate
 
 
 class PFedHN(Method):
@@ -44,7 +52,7 @@ class PFedHN(Method):
     )
     weighting = "uniform"
 
-    def setup(self) -> State:
+    def setup(self) -> PFedHNServer:
         rng, n = self.ctx.rng("hyper-network"), len(self.ctx.clients)
         e = self.hp.embedding or 1 + n // 4
         net = {"embedding": torch.randn(e, generator=rng).repeat(n, 1), **linear("0", e, self.hp.width, rng)}
@@ -53,7 +61,7 @@ class PFedHN(Method):
         first = T.flatten(self._made())
         net |= {**linear("out", self.hp.width, len(first), rng), "out.bias": first}
         stats = {k: v.clone() for k, v in self.ctx.w0.items() if k not in self.ctx.net.trainable and not self.stays(k)}
-        return {"net": net, "momentum": {k: torch.zeros_like(v) for k, v in net.items()}, "stats": stats}
+        return PFedHNServer(net, {k: torch.zeros_like(v) for k, v in net.items()}, stats)
 
     def _made(self) -> Tree:
         """The initial values of the entries that the hyper-network generates."""
@@ -72,15 +80,15 @@ class PFedHN(Method):
             h = run_linear(net, str(layer), h.relu())
         return run_linear(net, "out", h)
 
-    def down(self, server: State, ids: Sequence[int], round: int) -> Download:
+    def down(self, server: PFedHNServer, ids: Sequence[int], round: int) -> Download:
         like = self._made()
-        return Download(server["stats"], {i: T.unflatten(self.generated(server["net"], i), like) for i in ids})
+        return Download(server.stats, {i: T.unflatten(self.generated(server.net, i), like) for i in ids})
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+    def aggregate(self, server: PFedHNServer, uploads: Sequence[Upload], round: int) -> PFedHNServer:
         like = self._made()
         with torch.no_grad():
-            sent = {u.sender: self.generated(server["net"], u.sender) for u in uploads}
-        leaves = {k: v.detach().requires_grad_() for k, v in server["net"].items()}
+            sent = {u.sender: self.generated(server.net, u.sender) for u in uploads}
+        leaves = {k: v.detach().requires_grad_() for k, v in server.net.items()}
         total = [torch.zeros_like(v) for v in leaves.values()]
         for u, share in zip(uploads, T.normalised(self.weights(uploads), len(uploads)), strict=True):
             change = sent[u.sender] - T.flatten({k: u.tree[k] for k in like})
@@ -90,8 +98,8 @@ class PFedHN(Method):
         if self.hp.server_clip is not None:
             norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(total))))
             torch._foreach_mul_(total, min(1.0, self.hp.server_clip / (norm + 1e-6)))
-        step = {k: g + self.hp.server_decay * server["net"][k] for k, g in zip(leaves, total, strict=True)}
-        momentum = T.add(step, server["momentum"], self.hp.server_momentum)
-        net = T.add(server["net"], momentum, -self.hp.server_lr)
-        stats = [{k: u.tree[k] for k in server["stats"]} for u in uploads]
-        return {"net": net, "momentum": momentum, "stats": T.mean(stats, self.weights(uploads))}
+        step = {k: g + self.hp.server_decay * server.net[k] for k, g in zip(leaves, total, strict=True)}
+        momentum = T.add(step, server.momentum, self.hp.server_momentum)
+        net = T.add(server.net, momentum, -self.hp.server_lr)
+        stats = [{k: u.tree[k] for k in server.stats} for u in uploads]
+        return PFedHNServer(net, momentum, T.mean(stats, self.weights(uploads)))

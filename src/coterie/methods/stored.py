@@ -17,6 +17,8 @@ ALWAYS: dict[str, dict[str, Any]] = {
     "FedPCMended": {"proto_loss": "contrast"},
     "FedGMHMended": {"heads": "common", "write": "average", "decay_on": "round"},
 }
+# Class: the dataclass of its server's state, which is a dictionary in checkpoints of version 0.1.
+SERVERS = {"PFedHN": "PFedHNServer"}
 # Class: the name that checkpoints of version 0.1 have for it.
 FORMER = {
     "ECSFLMended": "ECSFL",

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from coterie.core.method import State
-from coterie.engine.codec import Value, pack, register, unpack
+from coterie.core.states import register
+from coterie.engine.codec import Value, pack, unpack
 from coterie.engine.messages import Job, Remote, ScoreAnswer, TrainResult
 from coterie.errors import CoterieError
 from coterie.runtimes.base import Cost, Setup, Simulation

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coterie.core.method import EdgeId, State
+from coterie.core.states import CLASSES, register
 from coterie.engine import codec
 from coterie.engine.ledger import Page
 from coterie.errors import CoterieError
-from coterie.methods import FORMER
+from coterie.methods import FORMER, SERVERS
 from coterie.runtimes.base import Runtime
 from coterie.storage.client_states import Index
 from coterie.storage.run_folder import Folder, checkpoints, read_checkpoint, round_of
@@ -19,7 +20,7 @@ class WrongMethodError(CoterieError):
     """The checkpoint is sound but belongs to a different method."""
 
 
-@codec.register
+@register
 @dataclass(frozen=True)
 class Checkpoint:
     """Everything a run needs to continue after this round."""
@@ -108,6 +109,8 @@ def read(path: Path, method: str) -> Checkpoint:
         raise CoterieError(f"{path} is not a checkpoint")
     if saved.method not in (method, FORMER.get(method)):
         raise WrongMethodError(f"{path} is a checkpoint of {saved.method}, not of {method}")
+    if method in SERVERS and isinstance(saved.server, dict):
+        saved = replace(saved, server=CLASSES[SERVERS[method]](**saved.server))
     return saved
 
 

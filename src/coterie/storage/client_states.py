@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.method import ClientId, State
+from coterie.core.states import register
 from coterie.engine import codec
 from coterie.engine.messages import Remote
 from coterie.errors import CoterieError
@@ -22,7 +23,7 @@ class StateLostError(RuntimeError):
     """Client states were lost with a machine of the cluster; the newest checkpoint still has them."""
 
 
-@codec.register
+@register
 @dataclass(frozen=True)
 class Index:
     """The valid version of each client's state: the round it was made in (-1: none), and its checksum."""

@@ -42,7 +42,8 @@ from coterie.train.trainer import Effort, train
 from coterie.train.vmap.phase import Member
 from coterie.train.vmap.trainer import Stacker
 
-MEMORY = "engine:optimiser"  # beside the entries of a method's own in a client's state, with opt_state = keep
+MEMORY = "engine:optimiser"  # key of the optimisers' memory in a client's state, with opt_state = keep
+TYPED = "engine:state"  # key of the method's own state in such a state, if that is a dataclass
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,8 @@ class Clients:
         data = self.federation.data(client)
         assert not isinstance(job.state, Remote)
         state = job.state if job.state is not None else self.method.init_client(data)
-        memory = dict(state.get(MEMORY, {})) if self.rule.keep else None
-        if MEMORY in state:
-            state = {k: v for k, v in state.items() if k != MEMORY}
+        state, remembered = _without_memory(state)
+        memory = remembered if self.rule.keep else None
         return Opened(data, self.federation.test(client), state, job.request.download, memory, job.state is None)
 
     def _model(self, view: ModelView, o: Opened, round: int) -> Model:
@@ -177,7 +177,7 @@ class Clients:
             state, upload = self.method.end(o.state, m.trained, m.data, round)
         model = self.method.model("trained", Client(state, o.download, o.data, round, m.trained))
         assert model is not None
-        kept = state if m.memory is None else {**state, MEMORY: m.memory}
+        kept = state if m.memory is None else _with_memory(state, m.memory)
         return kept, upload.tree, dict(upload.note), Model(*model)
 
     def _update(self, before: Tree, after: Tree) -> torch.Tensor:
@@ -279,6 +279,19 @@ class Clients:
         return (
             {k: params[k] for k in names} if whole is None and not extras and not names.keys() - params.keys() else None
         )
+
+
+def _with_memory(state: State, memory: Tree) -> State:
+    """Return a client's state with the memory of its optimisers, as it is stored."""
+    return {**(state if isinstance(state, dict) else {TYPED: state}), MEMORY: memory}
+
+
+def _without_memory(stored: State) -> tuple[State, Tree]:
+    """Return the method's own state of a client, and a copy of its optimisers' memory."""
+    if not isinstance(stored, dict) or MEMORY not in stored:
+        return stored, {}
+    own = {k: v for k, v in stored.items() if k != MEMORY}
+    return own.get(TYPED, own), dict(stored[MEMORY])
 
 
 def _copy(model: Model, o: Opened) -> Member:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, cast
 
 from coterie.core.method import ClientId
+from coterie.core.states import register
 from coterie.core.tree import Tree
-from coterie.engine.codec import register
 from coterie.engine.messages import MergeAnswer, MergeRequest, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest
 
 JobKind = Literal["train", "score"]

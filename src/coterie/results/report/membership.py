@@ -1,5 +1,7 @@
 """The cluster, the edge or the choice of each client, read from a run's folder."""
 
+from collections.abc import Mapping
+
 from coterie.errors import CoterieError
 from coterie.results.run import Run, names_by_client
 from coterie.storage.checkpoint import newest
@@ -41,6 +43,8 @@ def _from_checkpoint(run: Run) -> dict[int, str]:
     try:
         server = newest(run.path, str(run.description["method"]["name"])).server
     except CoterieError:
+        return {}
+    if not isinstance(server, Mapping):
         return {}
     return names_by_client(server.get("cluster")) or names_by_client(server.get("groups"))
 

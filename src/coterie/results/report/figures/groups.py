@@ -176,7 +176,7 @@ def cluster_by_client(run: Run) -> dict[int, int]:
     edges = method.edges(server) if isinstance(method, EdgeMethod) else None
     if edges:
         return {int(i): k for k, (_, ids) in enumerate(sorted(edges.items())) for i in ids}
-    clusters = server.get("cluster")
+    clusters = server.get("cluster") if isinstance(server, Mapping) else None
     if isinstance(clusters, Mapping) and clusters:
         return {int(i): int(k) for i, k in clusters.items()}
     return dict.fromkeys(map(int, session.method.ctx.clients), 0)

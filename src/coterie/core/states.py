@@ -1,0 +1,28 @@
+"""Dataclasses that may be part of a state, a message or a file. They are stored and sent under their names."""
+
+from dataclasses import dataclass
+from typing import TypeVar, dataclass_transform
+
+from coterie.errors import CoterieError
+
+C = TypeVar("C", bound=type)
+CLASSES: dict[str, type] = {}
+
+
+def register(cls: C) -> C:
+    """Decorate a dataclass whose instances may be part of a value; raise CoterieError if its name is taken."""
+    known = CLASSES.get(cls.__name__, cls)
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise CoterieError(f"{cls.__module__}.{cls.__name__} cannot be stored: {known.__module__} has the same name")
+    CLASSES[cls.__name__] = cls
+    return cls
+
+
+@dataclass_transform(frozen_default=True)
+def state(cls: C) -> C:
+    """Decorate a class that is the state of a server or a client: make it a frozen dataclass that can be stored."""
+    dataclass(frozen=True)(cls)  # changes the class itself
+    return register(cls)
+
+
+__all__ = ["CLASSES", "register", "state"]
