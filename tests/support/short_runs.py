@@ -2,10 +2,8 @@
 
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -18,6 +16,7 @@ from coterie.engine.loop import Loop
 from coterie.engine.session import Session
 from coterie.methods import find
 from support.toy import handed as handed
+from support.toy import near as near
 from support.toy import same as same
 from support.toy import state as state
 
@@ -32,9 +31,8 @@ def session(method: str | type[Method], model: nn.Module | None = None, **change
     """Return a session of the method; `own` holds the method's settings, `model` replaces the small net."""
     own = changes.pop("own", {})
     cls = find(method) if isinstance(method, str) else method
-    net = partial(testing.SmallNet) if model is None else lambda: model
-    with mock.patch.object(testing, "SmallNet", net):
-        return testing.Bench(cls, own).session(**{**FAST, **changes})
+    net = testing.SmallNet if model is None else lambda: model
+    return testing.Bench(cls, own, net).session(**{**FAST, **changes})
 
 
 def plain() -> nn.Module:
@@ -44,6 +42,7 @@ def plain() -> nn.Module:
 
 
 def play(method: str | type[Method], model: nn.Module | None = None, **changes: Any) -> Loop:
+    """Run a method to the end."""
     loop, _ = watch(session(method, model, **changes))
     return loop
 
@@ -59,10 +58,8 @@ def watch(s: Session) -> tuple[Loop, list[list[Upload]]]:
 
     setattr(s.method, "aggregate", spy)  # noqa: B010
     with tempfile.TemporaryDirectory() as folder:
-        loop = testing.open_loop(s, Path(folder))
-        loop.run()
+        loop = testing.play(testing.open_loop(s, Path(folder)))
         loop.events = testing.events(Path(folder))  # type: ignore[attr-defined]
-        testing.close_loop(loop)
     return loop, seen
 
 
@@ -76,10 +73,6 @@ def traffic(loop: Loop, direction: str) -> list[float]:
 
 def bound(method: str | type[Method], model: nn.Module | None = None, **changes: Any) -> Method:
     return session(method, model, **changes).method
-
-
-def near(a: Tree, b: Tree, atol: float = 1e-6) -> bool:
-    return a.keys() == b.keys() and all(torch.allclose(v, b[k], atol=atol) for k, v in a.items())
 
 
 def jittered(tree: Tree, seed: int, scale: float = 0.1) -> Tree:

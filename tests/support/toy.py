@@ -134,13 +134,8 @@ def close_folders() -> None:
 
 
 def play(cls, tmp: Path, own=None, **settings) -> Loop:
-    """Open a loop and run it to its end."""
-    loop = open_toy(cls, tmp, own, **settings)
-    try:
-        loop.run()
-    finally:
-        testing.close_loop(loop)
-    return loop
+    """Run a toy federation to its end."""
+    return testing.play(open_toy(cls, tmp, own, **settings))
 
 
 def begin(loop: Loop) -> Loop:
@@ -189,6 +184,7 @@ def same(a, b) -> bool:
 
 
 def near(a, b, atol=1e-6) -> bool:
+    """True if two trees differ by at most `atol`."""
     return a.keys() == b.keys() and all(torch.allclose(v, b[k], atol=atol, rtol=0) for k, v in a.items())
 
 

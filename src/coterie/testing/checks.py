@@ -1,284 +1,33 @@
-"""The common battery: checks that every method must pass, here or in a package of your own.
+"""The checks of the battery. Each is a property that every method must have."""
 
-import pytest
-from coterie.testing import CHECKS, check
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_my_method(name): check(MyMethod, name)
-"""
-
-import json
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import Tensor
 
-from coterie.config import Engine, RunSettings, settings, shared_names
-from coterie.core.context import Context
+from coterie.config import shared_names
+from coterie.core import tree as T
 from coterie.core.edges import ANNOUNCE, EdgeMethod
 from coterie.core.method import Client, ClientId, Method, Moment
 from coterie.core.schema import Entry, Schema
-from coterie.data.arrays import from_arrays
-from coterie.data.dataset import Dataset
 from coterie.engine import codec
 from coterie.engine.edge_steps import merge, preview, receive, relay
 from coterie.engine.loop import Loop
 from coterie.engine.messages import TrainAnswer, TrainRequest
-from coterie.engine.round import RoundAnswers, RoundPlan, close
-from coterie.engine.session import Callbacks, Objects, Session, make_loop, prepare
+from coterie.engine.round import RoundAnswers, close
+from coterie.engine.session import Callbacks, Objects
 from coterie.errors import CoterieError
 from coterie.methods import build, find
 from coterie.runtimes.base import Replies
-from coterie.runtimes.inline import Inline
-from coterie.runtimes.workers import Workers
-from coterie.storage.run_folder import Folder, read_log
+from coterie.testing.fixtures import Bench, SmallNet, close_loop, decided, events, open_loop, small_numbers
+from coterie.testing.spies import Watched, standard
 
 
-class SmallNet(nn.Module):
-    """Two hidden layers with batch norm: has everything a method may ask a model for.
-
-    The head is registered before what it follows, so that a method that relies on the order of names fails.
-    """
-
-    def __init__(self, features: int = 64, classes: int = 10, norm: bool = True):
-        super().__init__()
-        self.classifier = nn.Linear(16, classes)
-        self.fc1 = nn.Linear(features, 24)
-        self.bn1: nn.Module = nn.BatchNorm1d(24) if norm else nn.Identity()
-        self.fc2 = nn.Linear(24, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.bn1(self.fc1(x.flatten(1))))
-        return self.classifier(torch.relu(self.fc2(x)))  # type: ignore[no-any-return]
-
-
-@cache
-def small_data(n: int = 600) -> Dataset:
-    """Real handwritten digits, the first n."""
-    x, y = load_digits(return_X_y=True)
-    images = torch.from_numpy(x[:n]).float().view(-1, 1, 8, 8) / 16
-    labels = torch.from_numpy(y[:n]).long()
-    return Dataset("small-digits", images, labels, tuple("0123456789"), torch.zeros(n, dtype=torch.bool))
-
-
-@cache
-def small_numbers(clients: int = 3, each: int = 60) -> Dataset:
-    """A regression task: the same line for all clients, shifted by a number of each client's own."""
-    rng = np.random.default_rng(5)
-    x = rng.normal(size=(clients * each, 4)).astype(np.float32)
-    owner = np.repeat(np.arange(clients), each)
-    y = 2 * x[:, 0] + 0.5 * rng.normal(size=clients)[owner] + 0.1 * rng.normal(size=len(x))
-    return from_arrays(x, y, name="small-numbers", client=owner, task="regression")
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A small federation to try a method on."""
-
-    method: type[Method]
-    own: dict[str, Any]  # settings of the method
-
-    def session(self, objects: Objects | None = None, **changes: Any) -> Session:
-        base: dict[str, Any] = {
-            "rounds": 3, "join": 0.6, "epochs": 1, "batch": 16, "lr": 0.1, "eval_every": 1, "checkpoint_every": 1,
-            "clients": 5, "partition": "dirichlet(0.5)", "val_share": 0.2, "public": 30, "seed": 3,
-        }  # fmt: skip
-        run: RunSettings = settings(**{"method": "fedavg", **base, **changes}).model_copy(
-            update={"method": self.method.__name__, "settings": self.own}
-        )
-        torch.manual_seed(0)
-        made = Objects(self.method, small_data(), SmallNet())
-        return prepare(run, Engine(workers=1), made if objects is None else objects)
-
-    def play(self, folder: Path, session: Session | None = None, workers: int = 1, **changes: Any) -> Loop:
-        """Run to the end; the loop that did it, with its server, edges, client states and bytes."""
-        loop = open_loop(session or self.session(**changes), folder, workers)
-        try:
-            loop.run()
-        finally:
-            close_loop(loop)
-        return loop
-
-
-def open_loop(session: Session, folder: Path, workers: int = 1) -> Loop:
-    """A loop over a real runtime, before its first round."""
-    states = session.states(folder)
-    if workers > 1:
-        return make_loop(session, Folder(folder), Workers(session.clients(), states, workers, session.cost))
-    return make_loop(session, Folder(folder), Inline(session.clients(), states, session.cost))
-
-
-def close_loop(loop: Loop) -> None:
-    loop.runtime.close()
-    loop.folder.close()
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    return read_log(folder / "events.jsonl").rows
-
-
-def decided(loop: Loop) -> codec.Value:
-    """Everything a run decides, for comparisons to the bit."""
-    states = {i: loop.runtime.states.get(i) for i in loop.method.ctx.clients}  # type: ignore[attr-defined]
-    return codec.clone({"server": loop.server, "edges": loop.edges, "clients": states, "bytes": loop.bytes})
-
-
-# ---- one run that many checks look at --------------------------------------------------------------------------------
-@dataclass
-class Standard:
-    """A run of three rounds, kept with everything that crossed a link in it and what its hooks changed."""
-
-    session: Session
-    folder: Path
-    loop: Loop
-    rounds: list["Watched"] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)  # hooks that changed what they were given
-    plan_used: list[str] = field(default_factory=list)  # hooks that read ctx.planned_rounds
-
-
-@dataclass(frozen=True)
-class Watched:
-    """One round: the state before it, the plan, and what came back."""
-
-    server: Any
-    edges: Any
-    plan: RoundPlan
-    requests: Mapping[ClientId, TrainRequest]  # as they reached the clients
-    answers: RoundAnswers
-    states: Mapping[ClientId, Any]  # of all clients, before the round
-    bytes: Any
-
-
-class _Spy(Inline):
-    """Keeps what it was asked and what was answered."""
-
-    requests: dict[ClientId, TrainRequest]
-
-    def train(self, requests: Sequence[TrainRequest]) -> Replies[TrainAnswer]:
-        self.requests = {r.client: codec.clone(r) for r in requests}
-        return super().train(requests)
-
-
-_standards: dict[Any, Standard] = {}
-
-
-def standard(bench: Bench) -> Standard:
-    """The same run for all checks of one method in this process."""
-    name = (type(bench), bench.method, json.dumps(bench.own, sort_keys=True, default=str))
-    if name not in _standards:
-        for old in _standards.values():
-            shutil.rmtree(old.folder, ignore_errors=True)
-        _standards.clear()
-        _standards[name] = _standard(bench)
-    return _standards[name]
-
-
-def _standard(bench: Bench) -> Standard:
-    session = bench.session()
-    folder = Path(tempfile.mkdtemp(prefix="coterie-battery-"))
-    runtime = _Spy(session.clients(), session.states(folder), session.cost)
-    loop = make_loop(session, Folder(folder), runtime)
-    made = Standard(session, folder, loop)
-    with _guarded(session.method, made.changed, made.plan_used):
-        loop.start()
-        while loop.done < session.settings.rounds:
-            server, edges = codec.clone(loop.server), codec.clone(loop.edges)
-            states = codec.clone({i: runtime.states.get(i) for i in session.method.ctx.clients})
-            kept: list[tuple[RoundPlan, RoundAnswers]] = []
-            run, before = runtime.run, loop.bytes
-
-            def spy(planned: RoundPlan, run: Any = run, kept: Any = kept) -> RoundAnswers:
-                answers = run(planned)
-                kept.append((planned, codec.clone(answers)))
-                return answers  # type: ignore[no-any-return]
-
-            runtime.run = spy  # type: ignore[method-assign, assignment]
-            loop.step()
-            runtime.run = run  # type: ignore[method-assign]
-            loop.folder.timing(round=loop.done, seconds=0.0)
-            loop.checkpoint()
-            planned, answers = kept[0]
-            made.rounds.append(
-                Watched(server, edges, planned, dict(runtime.requests), answers, states, _minus(loop.bytes, before))
-            )
-    close_loop(loop)
-    return made
-
-
-def _minus(after: Any, before: Any) -> Any:
-    """The bytes of one round, by link and direction."""
-    return {
-        (link, way): sum(parts.values()) - sum(before.get(link, {}).get(way, {}).values())
-        for link, ways in after.items()
-        for way, parts in ways.items()
-    }
-
-
-GUARDED = (
-    "down", "deliver", "aggregate", "begin", "end", "model", "personal", "global_model", "facts", "relay", "calls",
-    "merge",
-)  # fmt: skip
-
-
-@contextmanager
-def _guarded(method: Method, changed: list[str], plan_used: list[str]) -> Iterator[None]:
-    """Note the hooks that change what they are given, and those that read `ctx.planned_rounds`.
-
-    `deliver` may read it: it decides what is scored, not how clients are trained.
-    """
-    running: list[str] = []
-
-    class RecordingContext(Context):
-        def __getattribute__(self, name: str) -> Any:
-            if name == "planned_rounds" and "deliver" not in running:
-                plan_used.append(running[-1] if running else "a hook")
-            return super().__getattribute__(name)
-
-    def guard(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(*args: Any) -> Any:
-            held = [a for a in args if _is_value(a)]
-            before = codec.clone(held)
-            running.append(name)
-            try:
-                out = hook(*args)
-            finally:
-                running.pop()
-            if not codec.equal(before, held):
-                changed.append(name)
-            return out
-
-        return guarded
-
-    names = [n for n in GUARDED if hasattr(method, n)]
-    for name in names:
-        setattr(method, name, guard(name, getattr(method, name)))
-    ctx, method.ctx = method.ctx, RecordingContext(**vars(method.ctx))
-    try:
-        yield
-    finally:
-        method.ctx = ctx
-        for name in names:
-            delattr(method, name)
-
-
-def _is_value(thing: Any) -> bool:
-    try:
-        codec.tensors_of(thing)
-    except CoterieError:
-        return False
-    return True
-
-
-# ---- the checks ------------------------------------------------------------------------------------------------------
 def same_bits_for_any_number_of_workers(bench: Bench, tmp: Path) -> None:
     one, two = standard(bench), bench.play(tmp / "2", workers=2)
     assert events(one.folder) == events(tmp / "2"), "events differ between 1 and 2 workers"
@@ -310,7 +59,7 @@ def an_unsampled_client_keeps_its_state(bench: Bench, tmp: Path) -> None:
 
 
 def permuting_ids_permutes_results(bench: Bench, tmp: Path) -> None:
-    """With whole batches and everybody in every round, a client's result depends on its data, not on its number."""
+    """With whole batches and all clients in every round, a client's result depends on its data, not on its id."""
     order = [3, 0, 4, 1, 2]
     scores = []
     for name, permutation in (("plain", None), ("mixed", order)):
@@ -326,7 +75,7 @@ def permuting_ids_permutes_results(bench: Bench, tmp: Path) -> None:
 
 
 class _Renamed:
-    """The same clients under other numbers: client i has the data of order[i]."""
+    """A federation with permuted client ids: client i has the data of order[i]."""
 
     def __init__(self, federation: Any, order: Sequence[int]):
         self._federation, self._order = federation, order
@@ -348,18 +97,18 @@ class _Renamed:
 
 
 def any_subset_of_answers_is_aggregated(bench: Bench, tmp: Path) -> None:
-    """Clients fail and straggle in every round, the opening included; then no client answers the first round."""
+    """Clients fail and straggle in every round, including the opening; then no client answers the first round."""
     quiet: dict[str, Any] = {"watch": False, "final_trained": False, "eval_every": 100, "checkpoint_every": 100}
     loops = [bench.play(tmp / "some", dropout=0.6, stragglers=0.5, rounds=5, join=1.0, **quiet)]
     loop = open_loop(bench.session(join=1.0, **quiet), tmp / "none")
     train, first = loop.runtime.train, loop.first
 
-    def nobody(requests: Sequence[TrainRequest]) -> Replies[TrainAnswer]:
-        gone = {r.client: "it is not connected" for r in requests if r.round == first}
-        found, missing = train([r for r in requests if r.client not in gone])
-        return found, {**missing, **gone}
+    def silent_at_first(requests: Sequence[TrainRequest]) -> Replies[TrainAnswer]:
+        silent = {r.client: "it is not connected" for r in requests if r.round == first}
+        answers, missing = train([r for r in requests if r.client not in silent])
+        return answers, {**missing, **silent}
 
-    loop.runtime.train = nobody  # type: ignore[method-assign]
+    loop.runtime.train = silent_at_first  # type: ignore[method-assign]
     loop.run()
     close_loop(loop)
     for done in [*loops, loop]:
@@ -368,12 +117,12 @@ def any_subset_of_answers_is_aggregated(bench: Bench, tmp: Path) -> None:
 
 
 def _sound(t: Tensor) -> bool:
-    """Finite; NaN alone marks what is absent."""
+    """True if no value is infinite; NaN is allowed, because it marks absent values."""
     return not t.is_floating_point() or not bool(torch.isinf(t).any())
 
 
 def payload_is_what_is_declared(bench: Bench, tmp: Path) -> None:
-    """Every payload is exactly what the schema of its link declares for this client and round, bytes included."""
+    """Every payload is what the schema of its link declares for this client and round, to the byte."""
     made = standard(bench)
     method = made.session.method
     labels = (made.session.federation.label_counts("train") > 0).sum(1)
@@ -399,20 +148,20 @@ def payload_is_what_is_declared(bench: Bench, tmp: Path) -> None:
 
 
 def _uncalled(method: Method, w: Watched) -> set[ClientId]:
-    """Clients whose edge heard their announcement and did not ask for the rest."""
-    found: set[ClientId] = set()
+    """Return the clients whose edge received their announcement and did not call for the rest."""
+    uncalled: set[ClientId] = set()
     for task in w.plan.edges:
         assert isinstance(method, EdgeMethod)
         answers = [w.answers.trained[r.client] for r in task.requests]
         heard = receive(task.schemas, sorted(answers, key=lambda a: a.client)).uploads
         ahead = [replace(u, tree={k: v for k, v in u.tree.items() if k.startswith(ANNOUNCE)}) for u in heard]
         called = method.calls(task.edge, ahead, w.plan.round)
-        found |= set() if called is None else {u.sender for u in heard} - set(called)
-    return found
+        uncalled |= set() if called is None else {u.sender for u in heard} - set(called)
+    return uncalled
 
 
 def a_spoiled_upload_is_refused(bench: Bench, tmp: Path) -> None:
-    """Each entry of each round's uploads, spoiled in turn: refused with one sentence, and the round goes on."""
+    """Spoil each entry of an upload of each round in turn: it is refused with one sentence, and the round goes on."""
     made = standard(bench)
     method = made.session.method
     for w in made.rounds:
@@ -424,9 +173,9 @@ def a_spoiled_upload_is_refused(bench: Bench, tmp: Path) -> None:
         worst: tuple[str, dict[str, Tensor]] | None = None
         for what, spoiled in _spoiled(schema, tree):
             answer = replace(w.answers.trained[victim], upload=spoiled)
-            got = receive({victim: schema}, [answer])
-            assert not got.uploads, f"round {w.plan.round}: an upload with {what} was accepted"
-            reason = got.refused.get(victim, "")
+            received = receive({victim: schema}, [answer])
+            assert not received.uploads, f"round {w.plan.round}: an upload with {what} was accepted"
+            reason = received.refused.get(victim, "")
             assert "\n" not in reason
             worst = (what, spoiled)
         assert worst is not None
@@ -448,10 +197,10 @@ def _spoiled(schema: Schema, tree: Mapping[str, Tensor]) -> Iterator[tuple[str, 
 
 
 def _wrong(e: Entry, v: Tensor) -> Iterator[tuple[str, Tensor]]:
-    yield "another type", v.to(torch.float64 if v.dtype != torch.float64 else torch.float32)
-    yield "another number of axes", v[None]
+    yield "a different type", v.to(torch.float64 if v.dtype != torch.float64 else torch.float32)
+    yield "a different number of axes", v[None]
     if v.numel() and not isinstance(e.shape[0] if e.shape else 0, str):
-        yield "another length", torch.cat([v, v]) if v.ndim else torch.stack([v, v])
+        yield "a different length", torch.cat([v, v]) if v.ndim else torch.stack([v, v])
     if not v.numel() or v.dtype == torch.bool:
         return
     if v.is_floating_point():
@@ -469,7 +218,7 @@ def _wrong(e: Entry, v: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _closed(method: Method, w: Watched, changed: Mapping[ClientId, Mapping[str, Tensor] | None]) -> Any:
-    """The round with other uploads of some clients (None: no answer); edges merge anew."""
+    """Close the round again with changed uploads of some clients (None: no answer)."""
     trained = dict(w.answers.trained)
     for i, tree in changed.items():
         if tree is None:
@@ -486,8 +235,9 @@ def _closed(method: Method, w: Watched, changed: Mapping[ClientId, Mapping[str, 
 
 
 def nothing_private_is_uploaded(bench: Bench, tmp: Path) -> None:
-    """By value: what is private is in no upload, under whatever name; and an entry that is not declared to hold
-    parameters (`model`, `update`) is not a parameter of the client's model.
+    """Compare by value: no upload holds a private entry, under any name.
+
+    An entry that is not declared to hold parameters (`model`, `update`) must not be a parameter of the client's model.
     """
     made = standard(bench)
     method = made.session.method
@@ -501,7 +251,7 @@ def nothing_private_is_uploaded(bench: Bench, tmp: Path) -> None:
                 assert name not in w0 or not method.stays(name), f"{name} is private and was uploaded"
             held = {}
             for k, v in _named_tensors(new[i] or {}):
-                plain = k.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+                plain = T.plain(k.rsplit("/", 1)[-1])
                 if plain in names and v.shape == w0[plain].shape and not torch.equal(v, w0[plain]):
                     held[k] = (plain, v)
             for sent, v in upload.items():
@@ -523,16 +273,16 @@ def _named_tensors(value: Any, at: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _contains(sent: Tensor, own: Tensor) -> bool:
-    """Are the numbers of `own` among those sent, nearly all of them?"""
+    """True if more than nine tenths of the values of `own` are among those sent."""
     if not sent.is_floating_point() or sent.numel() < own.numel():
         return False
-    here = torch.isin(own.reshape(-1).float(), sent.reshape(-1).float())
-    return bool(here.float().mean() > 0.9) and len(torch.unique(own)) > 4
+    sent_too = torch.isin(own.reshape(-1).float(), sent.reshape(-1).float())
+    return bool(sent_too.float().mean() > 0.9) and len(torch.unique(own)) > 4
 
 
 def hooks_do_not_change_what_they_are_given(bench: Bench, tmp: Path) -> None:
     changed = standard(bench).changed
-    assert not changed, f"{changed[0]} changed a tree or state it was given"
+    assert not changed, f"{changed[0]} changed one of its arguments"
 
 
 def use_of_planned_rounds_is_declared(bench: Bench, tmp: Path) -> None:
@@ -555,7 +305,7 @@ def learns_a_small_task(bench: Bench, tmp: Path) -> None:
 
 
 def numbers_are_learned_or_refused(bench: Bench, tmp: Path) -> None:
-    """A regression task: a method that needs classes refuses it before any work, every other one learns it."""
+    """Run a regression task: a method that needs classes refuses it before any work, every other one learns it."""
     torch.manual_seed(0)
     objects = Objects(bench.method, small_numbers(), SmallNet(4, 1))
     quiet: dict[str, Any] = {"watch": False, "final_trained": False, "checkpoint_every": 100}
@@ -566,7 +316,7 @@ def numbers_are_learned_or_refused(bench: Bench, tmp: Path) -> None:
         except CoterieError as e:
             assert "needs class labels" in str(e) and "\n" not in str(e)
             return
-        raise AssertionError("it says that it needs classes, and takes a task without")
+        raise AssertionError("the method declares that it needs classes, and accepts a regression task")
     bench.play(tmp, bench.session(objects, rounds=8, epochs=2, eval_every=8, **changes))
     result = events(tmp)[-1]["eval"]
     views = ("personal/test", "adapted/test", "trained/test")
@@ -589,9 +339,9 @@ def bad_settings_get_a_sentence(bench: Bench, tmp: Path) -> None:
 
 
 def settings_have_names_of_their_own(bench: Bench, tmp: Path) -> None:
-    """A name that a run or federation setting has too would reach one of them only."""
+    """A setting with the name of a run or federation setting could not be set: the value would reach the other one."""
     twice = shared_names(bench.method)
-    assert not twice, f"{twice[0]} is a setting of every run too; give the method's setting another name"
+    assert not twice, f"{twice[0]} is also a setting of every run; rename the method's setting"
 
 
 def a_newcomer_gets_a_model(bench: Bench, tmp: Path) -> None:
@@ -600,13 +350,13 @@ def a_newcomer_gets_a_model(bench: Bench, tmp: Path) -> None:
         assert z["newcomer"].sum() == 1
         assert np.isfinite(z["personal/test/loss"][z["newcomer"]]).all()
     left = left_untrained(loop)
-    assert not left, f"a newcomer has the initial {left[0]}, of which clients have sent trained values"
+    assert not left, f"a newcomer has the initial {left[0]}, although clients have sent trained values of it"
 
 
 def left_untrained(loop: Loop) -> list[str]:
-    """Entries of a newcomer's model that are as at the start although clients have sent trained ones.
+    """Return the entries of a newcomer's model with initial values although clients have sent trained ones.
 
-    Parts that never leave a client, such as a private head, are as at the start for every newcomer.
+    Parts that never leave a client, such as a private head, have initial values for every newcomer.
     """
     method, new = loop.method, len(loop.method.ctx.clients)
     data = loop.runtime.clients.federation.data(new)  # type: ignore[attr-defined]
@@ -615,8 +365,8 @@ def left_untrained(loop: Loop) -> list[str]:
     assert model is not None
     params = model.params
     entries = method.schema("up").entries.items()
-    sent = {k.rsplit(":", 1)[-1] for k, e in entries if e.kind in ("model", "update")} & method.ctx.net.trainable
-    first = {k: method.ctx.w0.get(k.rsplit(":", 1)[-1]) for k in params if k.rsplit(":", 1)[-1] in sent}
+    sent = {T.plain(k) for k, e in entries if e.kind in ("model", "update")} & method.ctx.net.trainable
+    first = {k: method.ctx.w0.get(T.plain(k)) for k in params if T.plain(k) in sent}
     return [k for k, v in first.items() if v is not None and torch.equal(v, params[k])]
 
 
@@ -644,10 +394,7 @@ CHECKS: dict[str, Callable[[Bench, Path], None]] = {
 
 
 def check(method: str | type[Method], name: str, **own: Any) -> None:
-    """One check of the battery, with settings of the method's own if given."""
+    """Run one check of the battery on a method, with these settings of the method."""
     cls = find(method) if isinstance(method, str) else method
     with tempfile.TemporaryDirectory() as folder:
         CHECKS[name](Bench(cls, own), Path(folder))
-
-
-__all__ = ["CHECKS", "Bench", "SmallNet", "check", "close_loop", "decided", "events", "open_loop", "small_data"]
