@@ -80,4 +80,6 @@ def test_a_checkpoint_of_version_0_1_has_a_dictionary_where_a_dataclass_is_now(t
 def _rewrite(path, saved):
     from coterie.storage.run_folder import Folder
 
-    Folder(path.parent.parent).write_checkpoint(saved.round, codec.pack(saved))
+    folder = Folder(path.parent.parent)
+    folder.write_checkpoint(saved.round, codec.pack(saved))
+    folder.close()
