@@ -118,7 +118,7 @@ def test_objects_that_devices_cannot_import_are_refused(tmp_path: Path) -> None:
         ("fedavg", 0, False, {"join": 0.5}),
         ("cd2-pfed", 0, False, {}),
         ("fedpc", 2, True, {"partition": "rotate(2)"}),
-        ("sc-fpfl", 2, True, {"partition": "rotate(2)", "public": 40, "k0": 2, "isodata": "off", "seed": 1}),
+        ("sc-fpfl", 2, True, {"partition": "rotate(2)", "public": 40, "k0": 2, "seed": 1}),
         (
             "ecs-fl",
             2,

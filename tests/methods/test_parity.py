@@ -69,7 +69,8 @@ def compare(loop: Loop, world: World, expected: Result) -> float:
     if expected.whole is not None:
         gaps.append(gap("the global model", method.global_model(loop.server), expected.whole))
     for name, value in expected.server.items():
-        gaps.append(gap(f"the server's {name}", loop.server[name], value))
+        held = loop.server[name] if isinstance(loop.server, dict) else getattr(loop.server, name)
+        gaps.append(gap(f"the server's {name}", held, value))
     kept = {i: _kept(loop, world, i) for i in {*expected.states, *expected.clients, *expected.logits}}
     for i, entries in expected.states.items():
         for name, value in entries.items():

@@ -7,19 +7,13 @@ import torch
 from torch import nn
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Moment, Trained, Upload
+from coterie.core.method import Batch, Moment, Trained, Upload, replace
 from coterie.errors import CoterieError
-from coterie.methods import build, find
-from coterie.methods.scfpfl.method import accuracy
-from coterie.methods.scfpfl.spectral import (
-    centred_similarity,
-    cluster_count,
-    divided,
-    information,
-    modularity,
-    prediction_clusters,
-    prediction_similarity,
-)
+from coterie.methods import READINGS, build, find
+from coterie.methods.scfpfl import SCFPFLMended, SCFPFLSettings
+from coterie.methods.scfpfl.edges import SCFPFLClient, accuracy
+from coterie.methods.scfpfl.modularity import centred_similarity, divided, information, logit_clusters, modularity
+from coterie.methods.scfpfl.spectral import cluster_count, prediction_clusters, prediction_similarity
 from coterie.parts.clustering import canonical
 from coterie.parts.distill import kl
 from coterie.testing import check
@@ -28,23 +22,31 @@ from support.refusals import refuses
 from support.short_runs import near, same, state, watch
 
 # the text before its corrections: what these tests work out by hand
-TEXT = {"reading": "paper", "score": "own", "local_train_each_round": False}
+TEXT = {"score": "own", "local_train_each_round": False}
 SMALL = {"join": 1.0, "rounds": 2}
 QUICK = {"warmup_epochs": 1}
 
 
-def as_text(name, own=None):
-    """Settings of the text unless others are given; `reading` alone asks for a reading as it is."""
-    own, fields = own or {}, find(name).Settings.model_fields if isinstance(name, str) else {}
-    return own if "reading" in own else {**{k: v for k, v in TEXT.items() if k in fields}, **own}
+def text(name, own=None):
+    """The class of the text behind a name, and its settings unless others are given."""
+    if name not in READINGS:
+        return name, own or {}
+    cls = find(name, "paper")
+    return cls, {**{k: v for k, v in TEXT.items() if k in cls.Settings.model_fields}, **(own or {})}
 
 
 def play(name, *model, own=None, **changes):
-    return played.play(name, *model, own=as_text(name, own), **changes)
+    cls, own = text(name, own)
+    return played.play(cls, *model, own=own, **changes)
 
 
 def session(name, *model, own=None, **changes):
-    return played.session(name, *model, own=as_text(name, own), **changes)
+    cls, own = text(name, own)
+    return played.session(cls, *model, own=own, **changes)
+
+
+def mended(own=None, model=None, **changes):
+    return played.session(SCFPFLMended, model or played.plain(), own=own or {}, **changes)
 
 
 def blocks(sizes: tuple[int, ...], seed: int = 0, noise: float = 0.3) -> torch.Tensor:
@@ -55,11 +57,15 @@ def blocks(sizes: tuple[int, ...], seed: int = 0, noise: float = 0.3) -> torch.T
     return (rows + noise * torch.randn(rows.shape, generator=rng)).softmax(-1)
 
 
+def clustered(outputs: torch.Tensor, k0) -> torch.Tensor:
+    return prediction_clusters(outputs, SCFPFLSettings(k0=k0), 1)
+
+
 # ---- clusters ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("sizes", [(8,), (4, 4), (3, 5, 4), (3, 2, 3, 2), (2, 2, 2, 2, 2)])
 @pytest.mark.parametrize("k0", ["eigengap", "true"])
 def test_p3_p4_blocks_are_recovered_with_and_without_their_number(sizes, k0) -> None:
-    labels = prediction_clusters(blocks(sizes), len(sizes) if k0 == "true" else "eigengap", seed=1)
+    labels = clustered(blocks(sizes), len(sizes) if k0 == "true" else "eigengap")
     assert labels.tolist() == [b for b, n in enumerate(sizes) for _ in range(n)]
 
 
@@ -67,7 +73,7 @@ def test_p5_clusters_are_equivariant_under_client_permutation() -> None:
     rng = torch.Generator().manual_seed(3)
     for P in (blocks((3, 5, 4)), *(torch.randn(12, 20, 5, generator=rng).softmax(-1) for _ in range(8))):
         order = torch.randperm(12, generator=rng)  # where nothing is separated, the seeded start decides
-        whole, mixed = (prediction_clusters(p, 3, seed=1) for p in (P, P[order]))
+        whole, mixed = (clustered(p, 3) for p in (P, P[order]))
         assert canonical(whole[order].numpy()).tolist() == mixed.tolist()
 
 
@@ -83,7 +89,7 @@ def test_eigengap_of_alike_clients_is_one_cluster_where_the_plain_gap_also_is_on
 
 def test_a_client_like_nobody_is_no_cluster_when_the_number_is_unknown() -> None:
     P = torch.cat([blocks((4, 4)), blocks((1,), seed=9)])
-    labels = prediction_clusters(P, "eigengap", seed=1)
+    labels = clustered(P, "eigengap")
     assert labels[:8].tolist() == [0] * 4 + [1] * 4 and int(labels.max()) == 1
     assert cluster_count(prediction_similarity(P)) == 3
 
@@ -136,7 +142,7 @@ def test_clients_that_have_not_learnt_are_not_divided() -> None:
     assert float(information(torch.full((1, 7, 4), 0.25))) == pytest.approx(0.0, abs=1e-6)
 
     def labels(logits: torch.Tensor) -> list[int]:
-        return prediction_clusters(logits, "modularity", 1, predict="logits", compare="centred").tolist()
+        return logit_clusters(logits, "modularity", 1).tolist()
 
     assert labels(P) == [0] * 4 + [1] * 4 and labels(faint) == [0] * 8
 
@@ -154,12 +160,12 @@ def test_who_missed_the_clustering_joins_the_largest_cluster() -> None:
     w = T.drop(method.ctx.w0, method.stays)
     ups = [Upload({**w, "x:predictions": p}, {}, i, 10) for i, p in zip((0, 1, 2, 4, 5), blocks((2, 3)), strict=True)]
     server = method.aggregate(method.setup(), ups, 0)
-    assert server["cluster"] == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
+    assert server.cluster == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
 
 
 def test_bytes_are_those_of_the_page() -> None:
     loop = play("sc-fpfl", **SMALL, public=30, own={"k0": 2, **QUICK})
-    P, N, K = T.nbytes(loop.method.ctx.w0), 5, len(loop.server["hat"])
+    P, N, K = T.nbytes(loop.method.ctx.w0), 5, len(loop.server.hat)
     opening, first = (e["bytes"] for e in loop.events[:2])
     assert opening["device-cloud"]["up"] == {"model": N * P, "predictions": N * 4 * 10 * 30}
     assert opening["device-cloud"]["down"] == {"model": N * P, "ask": N}
@@ -175,7 +181,7 @@ def test_p6_edge_mean_of_equal_models_is_that_model_and_weights_are_samples() ->
     samples = {i: len(session("sc-fpfl-cluster-only", **SMALL).federation.data(i).train) for i in range(5)}
     for u in seen[-1]:
         members = edges[u.sender]
-        expected = T.mean([state(loop, i)["f"] for i in members], [float(samples[i]) for i in members])
+        expected = T.mean([state(loop, i).f for i in members], [float(samples[i]) for i in members])
         assert near(u.tree, expected, 1e-6)
         equal = [Upload(expected, {}, i, n) for i, n in samples.items()]
         assert near(T.mean([e.tree for e in equal], method.weights(equal)), expected, 1e-6)
@@ -187,8 +193,8 @@ def test_p6_the_first_mean_of_a_cluster_is_by_samples_too() -> None:
     P = blocks((2, 2))
     ups = [Upload({**t, "x:predictions": P[i]}, {}, i, 10 * (i + 1)) for i, t in enumerate(trees)]
     server = method.aggregate(method.setup(), ups, 0)
-    assert near(server["hat"][1], T.mean(trees[2:], [3.0, 4.0]))
-    assert server["samples"] == {0: 30, 1: 70}
+    assert near(server.hat[1], T.mean(trees[2:], [3.0, 4.0]))
+    assert server.samples == {0: 30, 1: 70}
 
 
 def test_p7_equal_edges_and_one_edge_are_left_as_they_are() -> None:
@@ -235,24 +241,24 @@ def test_every_fourier_setting_reaches_the_step() -> None:
 def test_an_edge_that_nobody_answered_keeps_its_model() -> None:
     loop = play("sc-fpfl", **SMALL, own={"k0": 2, **QUICK})
     method, server = loop.method, loop.server
-    new = played.jittered(server["theta"][0], 1)
+    new = played.jittered(server.theta[0], 1)
     after = method.aggregate(server, [Upload(new, {}, 0, 10)], 3)
-    assert same(after["theta"][1], server["theta"][1]) and same(after["theta"][0], new)
-    assert not same(after["hat"][1], server["hat"][1])  # the other edge's amplitudes moved
+    assert same(after.theta[1], server.theta[1]) and same(after.theta[0], new)
+    assert not same(after.hat[1], server.hat[1])  # the other edge's amplitudes moved
 
 
 # ---- agent ---------------------------------------------------------------------------------------------------------
 def test_p12_kl_and_its_gradient_vanish_when_agent_and_own_model_agree() -> None:
-    s = session("sc-fpfl", played.plain(), own={"kl_when": "always"})
+    s = session("sc-fpfl", played.plain())
     method, data = s.method, s.federation.data(0)
-    start = method.begin({"f": method.ctx.w0}, method.ctx.w0, data, 1)
+    start = method.begin(SCFPFLClient(method.ctx.w0), method.ctx.w0, data, 1)
     params, extras = start.model
     batch = Batch(data.train.x[:8], data.train.y[:8], None, start.per_sample[:8])
     leaves = [params[k].requires_grad_() for k in method.ctx.w0]
     pairs = [torch.autograd.grad(f(params, batch, extras), leaves) for f in (method.relearn, method.loss)]
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(*pairs, strict=True))
     jittered = played.jittered(method.ctx.w0, 1)
-    start = method.begin({"f": jittered}, method.ctx.w0, data, 1)
+    start = method.begin(SCFPFLClient(jittered), method.ctx.w0, data, 1)
     other, extras = start.model
     batch = batch._replace(per_sample=start.per_sample[:8])
     more = method.relearn(other, batch, extras) - method.loss(other, batch, extras)
@@ -264,7 +270,7 @@ def test_p12_kl_and_its_gradient_vanish_when_agent_and_own_model_agree() -> None
 def test_p13_a_rejected_agent_leaves_the_own_model_bit_for_bit(lambda1, kept) -> None:
     before, after = (play("sc-fpfl", join=1.0, rounds=r, own={"lambda1": lambda1, **QUICK}) for r in (1, 2))
     for i in range(5):
-        assert same(state(before, i)["f"], state(after, i)["f"]) == kept
+        assert same(state(before, i).f, state(after, i).f) == kept
     assert after.events[-1]["notes"]["rejected"] == float(kept)
 
 
@@ -272,9 +278,9 @@ def test_a_rejected_agent_may_leave_local_training_instead() -> None:
     own = {"lambda1": 1e9, **QUICK}
     kept, trained = (play("sc-fpfl", **SMALL, own={**own, "agent_fail": a}) for a in ("keep", "train"))
     each = play("sc-fpfl", **SMALL, own={**own, "local_train_each_round": True})
-    assert not same(state(kept, 0)["f"], state(trained, 0)["f"])
+    assert not same(state(kept, 0).f, state(trained, 0).f)
     # without the agent's success both are plain local training of the own model
-    assert same(state(trained, 0)["f"], state(each, 0)["f"])
+    assert same(state(trained, 0).f, state(each, 0).f)
 
 
 @pytest.mark.parametrize("own", [{"agent_fail": "train"}, {"local_train_each_round": True}])
@@ -282,7 +288,7 @@ def test_the_agent_is_judged_against_the_own_model_before_it_trains_instead(own)
     s = session("sc-fpfl", own=own)
     data, w = s.federation.data(0), s.method.ctx.w0
     others = [play("sc-fpfl", **SMALL), play("local", **SMALL)]
-    own_before, own_after = state(others[0], 0)["f"], state(others[1], 0)["own"]
+    own_before, own_after = state(others[0], 0).f, state(others[1], 0)["own"]
     _, note = s.method.accept(w, own_after, {"own": own_before, "edge": w}, data)
     rival = own_before if "agent_fail" in own else own_after
     assert note["val_own"] == accuracy(s.method.ctx, rival, data.val)
@@ -295,7 +301,7 @@ def test_p14_one_cluster_without_kl_and_with_every_agent_is_fedavg(name) -> None
     own |= {"lambda1": 0.0} if name in ("sc-fpfl", "sc-fpfl-no-kl") else {}
     own |= {"kl_weight": 0.0} if name == "sc-fpfl" else {}
     ours, fedavg = play(name, **SMALL, own=own), play("fedavg", **SMALL)
-    assert near(ours.server["hat"][0], fedavg.server["w"], 1e-5)
+    assert near(ours.server.hat[0], fedavg.server["w"], 1e-5)
 
 
 def test_variants_take_one_step_away() -> None:
@@ -304,33 +310,32 @@ def test_variants_take_one_step_away() -> None:
         "sc-fpfl-no-agent": {"k0": 2}, "sc-fpfl-no-kl": {"k0": 2, "lambda1": 0.0},
     }  # fmt: skip
     for name, own in twins.items():
-        assert same(state(play(name, **SMALL, own={**own, **QUICK}), 1)["f"], state(full, 1)["f"]), name
+        assert same(state(play(name, **SMALL, own={**own, **QUICK}), 1).f, state(full, 1).f), name
     alone = play("sc-fpfl-fourier-only", **SMALL, public=0, own=QUICK)
     assert alone.method.edges(alone.server) == {i: [i] for i in range(5)}
     only = play("sc-fpfl-cluster-only", **SMALL, val_share=0.0, own={"k0": 2, **QUICK})
-    assert all(same(only.server["hat"][k], only.server["theta"][k]) for k in only.server["hat"])
+    assert all(same(only.server.hat[k], only.server.theta[k]) for k in only.server.hat)
 
 
 # ---- readings ------------------------------------------------------------------------------------------------------
 def test_with_one_cluster_the_edges_model_is_fedavgs_to_the_bit() -> None:
     """Scored as the paper's statement about K = 1 needs it, for the text and for the mend without distillation."""
     own = {"k0": 1, "warmup_epochs": 0, "kl_weight": 0.0, "score": "edge"}
-    text = {"reading": "paper", "local_train_each_round": False, "lambda1": 0.0}
     fedavg = play("fedavg", **SMALL)
-    for reading in (text, {"reading": "mended"}):
-        ours = play("sc-fpfl", **SMALL, own={**own, **reading})
+    ours = play("sc-fpfl", **SMALL, own={**own, "lambda1": 0.0})
+    for loop in (ours, played.play(SCFPFLMended, **SMALL, own=own)):
         for i in range(5):
-            scored, _ = ours.method.personal(state(ours, i), played.handed(ours, i), None)
+            scored, _ = loop.method.personal(state(loop, i), played.handed(loop, i), None)
             assert same(scored, fedavg.server["w"])
 
 
 def test_mended_the_agent_is_taught_only_by_an_own_model_that_beats_the_edges() -> None:
-    s = session("sc-fpfl", played.plain(), own={"reading": "mended"})
+    s = mended()
     method, data = s.method, s.federation.data(0)
     good, bad = state(play("local", played.plain(), rounds=4, join=1.0), 0)["own"], method.ctx.w0
     assert accuracy(method.ctx, good, data.val) > accuracy(method.ctx, bad, data.val)
     for own, edge, lost in ((good, bad, 1.0), (bad, good, 0.0), (bad, bad, 0.0)):
-        start = method.begin({"f": own}, edge, data, 1)
+        start = method.begin(SCFPFLClient(own), edge, data, 1)
         params, extras = start.model
         assert float(extras["lost"]) == lost
         taught = start.per_sample[:8] if lost else None
@@ -341,15 +346,15 @@ def test_mended_the_agent_is_taught_only_by_an_own_model_that_beats_the_edges() 
 
 
 def test_mended_the_best_of_agent_edge_and_own_is_kept_and_the_agent_is_sent() -> None:
-    s = session("sc-fpfl", played.plain(), own={"reading": "mended"})
+    s = mended()
     method, data = s.method, s.federation.data(0)
     good, bad = state(play("local", played.plain(), rounds=4, join=1.0), 0)["own"], method.ctx.w0
     for agent, edge, own, kept, rejected in (
         (good, bad, bad, good, 0.0), (bad, good, bad, good, 1.0), (bad, bad, good, good, 1.0), (bad, bad, bad, bad, 0.0)
     ):  # fmt: skip
-        _, extras = method.begin({"f": own}, edge, data, 1).model
-        new, upload = method.end({"f": own}, Trained({**agent, **T.tag("own", own)}, extras), data, 1)
-        assert same(new["f"], kept) and same(upload.tree, agent) and upload.note["rejected"] == rejected
+        _, extras = method.begin(SCFPFLClient(own), edge, data, 1).model
+        new, upload = method.end(SCFPFLClient(own), Trained(agent, extras), data, 1)
+        assert same(new.f, kept) and same(upload.tree, agent) and upload.note["rejected"] == rejected
 
 
 # ---- when clusters are made ----------------------------------------------------------------------------------------
@@ -370,7 +375,7 @@ def test_stationary_clients_are_clustered_in_the_round_after_the_trigger() -> No
         assert math.isclose(e["facts"]["mean_update"], e["notes"]["aun"], rel_tol=1e-4)
         assert math.isclose(e["facts"]["largest_update"], e["notes"]["largest_update"], rel_tol=1e-4)
     never = play("sc-fpfl", rounds=4, join=1.0, own={**own, "eps1": 0.0})
-    assert never.server["cluster"] == {} and never.method.edges(never.server) is None
+    assert never.server.cluster == {} and never.method.edges(never.server) is None
 
 
 @pytest.mark.parametrize("when", ["round:2", "stationary"])
@@ -389,7 +394,7 @@ def test_p15_aun_is_the_norm_of_the_mean_update_and_at_most_the_mean_norm(name) 
     if name == "sc-fpfl":
         before = play(name, join=1.0, rounds=1)
         names = sorted(loop.method.ctx.net.trainable)
-        D = [T.flatten(state(loop, i)["f"], names) - T.flatten(state(before, i)["f"], names) for i in range(5)]
+        D = [T.flatten(state(loop, i).f, names) - T.flatten(state(before, i).f, names) for i in range(5)]
         assert math.isclose(loop.events[-1]["notes"]["aun"], float(torch.stack(D).mean(0).norm()), rel_tol=1e-5)
 
 
@@ -423,7 +428,7 @@ def test_what_cannot_work_gets_a_sentence(name, changes, words) -> None:
 @pytest.mark.parametrize("bad", [{"cluster_when": "later"}, {"k0": 0}, {"k0": "many"}, {"g": 0.6}, {"lambda1": -1}])
 def test_settings_out_of_range_are_refused(bad) -> None:
     with pytest.raises(CoterieError, match=next(iter(bad))):
-        build("sc-fpfl", bad)
+        build("sc-fpfl-paper", bad)
 
 
 # ---- who did not answer, and who answers wrongly -------------------------------------------------------------------
@@ -434,7 +439,7 @@ def test_if_nobody_answers_round_0_everybody_is_asked_in_round_1() -> None:
     assert "x:ask" in method.down(server, [0], 1).to(0)
     ups = [Upload({**method.ctx.w0, "x:predictions": p}, {}, i, 10) for i, p in enumerate(blocks((2, 3)))]
     server = method.aggregate(server, ups, 1)
-    assert server["cluster"] == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1} and not method.asks(server, 2)
+    assert server.cluster == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1} and not method.asks(server, 2)
 
 
 @pytest.mark.parametrize("who", [[0], [1, 4], [0, 2, 3]])
@@ -444,7 +449,7 @@ def test_any_subset_may_answer_round_0(who, name) -> None:
     P = blocks((5,), seed=4)
     ups = [Upload({**played.jittered(method.ctx.w0, i), "x:predictions": P[i]}, {}, i, 10) for i in who]
     server = method.aggregate(method.setup(), ups, 0)
-    assert set(server["cluster"]) == set(range(5)) and set(server["cluster"].values()) == set(server["hat"])
+    assert set(server.cluster) == set(range(5)) and set(server.cluster.values()) == set(server.hat)
     sent = method.down(server, range(5), 1)
     for k, hat in sent.edge.items():
         method.schema("edge_down", Moment(server, k, 1)).check(hat, "the download")
@@ -462,7 +467,7 @@ def test_a_wrong_upload_is_refused() -> None:
         ({"x:predictions": torch.full((29, 10), 0.1)}, "of shape"),
         ({"x:labels": torch.zeros(3)}, "x:labels' that is not declared"),
     )
-    later = {**method.setup(), "cluster": dict.fromkeys(range(5), 0)}
+    later = replace(method.setup(), cluster=dict.fromkeys(range(5), 0))
     with pytest.raises(CoterieError, match="x:predictions' that is not declared"):
         method.schema("up", Moment(later, 0, 1)).check(good, "the upload")
     refuses(method.schema("edge_up", Moment(later, 0, 1)), dict(method.ctx.w0))
@@ -472,4 +477,4 @@ def test_predictions_of_nothing_are_clustered_too() -> None:
     method = session("sc-fpfl", clients=5, public=30).method
     P = [torch.zeros(30, 10), *torch.full((4, 30, 10), 0.1)]
     ups = [Upload({**method.ctx.w0, "x:predictions": p}, {}, i, 10) for i, p in enumerate(P)]
-    assert set(method.aggregate(method.setup(), ups, 0)["cluster"]) == set(range(5))
+    assert set(method.aggregate(method.setup(), ups, 0).cluster) == set(range(5))

@@ -8,10 +8,15 @@ import torch
 from coterie.errors import CoterieError
 from coterie.methods.fedpc import clustering as G
 from coterie.methods.scfpfl import spectral as Sp
+from coterie.methods.scfpfl.settings import ClusterSettings
 from coterie.parts import clustering as C
 from coterie.parts.prototypes import Prototypes
 
 RNG = torch.Generator().manual_seed(0)
+
+
+def isodata(rows, k0, seed, n_min=None, mode="paper", **refine):
+    return Sp.isodata(rows, k0, seed, ClusterSettings(n_min=n_min, isodata=mode, **refine))
 
 
 def blobs(sizes=(4, 5, 6), spread=0.01, dims=3):
@@ -138,7 +143,7 @@ def test_p3_block_similarity(blocks, eigenvalues) -> None:
     torch.testing.assert_close(torch.cdist(h, h), want, rtol=0, atol=1e-6)
     assert Sp.eigengap(values) == blocks
     for mode in ("paper", "off"):
-        assert torch.equal(Sp.isodata(h, blocks, seed=0, mode=mode).labels, truth)
+        assert torch.equal(isodata(h, blocks, seed=0, mode=mode).labels, truth)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -147,7 +152,7 @@ def test_p4_clusters_cover_all_clients_and_none_is_too_small(seed, split) -> Non
     rng = torch.Generator().manual_seed(seed)
     rows = torch.nn.functional.normalize(torch.randn(23, 4, generator=rng, dtype=torch.float64), dim=1)
     for k0, n_min in ((1, None), (4, None), (6, 4), (8, 6), (5, 23)):
-        labels = Sp.isodata(rows, k0, seed, n_min, delta_max=0.02, m_min=2.0, split=split).labels
+        labels = isodata(rows, k0, seed, n_min, delta_max=0.02, m_min=2.0, split=split).labels
         sizes = torch.bincount(labels)
         least = n_min if n_min is not None else max(1, 23 // (4 * k0))
         assert len(labels) == 23 and int(sizes.min()) >= 1
@@ -159,12 +164,12 @@ def test_p5_clustering_is_equivariant_under_client_permutation() -> None:
     for seed in range(5):
         order = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
         h, _ = Sp.spectral_embedding(s[order][:, order], 3)
-        assert torch.equal(Sp.isodata(h, 3, seed).labels, C.canonical(truth[order]))
+        assert torch.equal(isodata(h, 3, seed).labels, C.canonical(truth[order]))
 
 
 def test_isodata_removes_small_clusters() -> None:
     x, _ = blobs((6, 6, 1))
-    out = Sp.isodata(x, 3, seed=0, n_min=2)
+    out = isodata(x, 3, seed=0, n_min=2)
     assert out.removed == 1 and int(out.labels.max()) == 1
 
 
@@ -173,9 +178,9 @@ def test_isodata_splits_when_too_few_clusters_are_left() -> None:
     wide = torch.tensor([[0.0, 0.0], [0.0, 4.0]]).repeat_interleave(8, 0)
     loners = torch.tensor([[50.0, 0.0], [-50.0, 0.0], [0.0, 60.0], [0.0, -60.0]])
     x = torch.cat([wide + 0.01 * torch.randn(16, 2, generator=RNG), loners]).double()
-    counts = [Sp.isodata(x, 5, seed, n_min=2, delta_max=0.5) for seed in range(5)]
+    counts = [isodata(x, 5, seed, n_min=2, delta_max=0.5) for seed in range(5)]
     assert any(c.splits > 0 for c in counts)
-    assert all(c.splits == 0 for c in (Sp.isodata(x, 5, s, n_min=2, delta_max=1e9) for s in range(5)))
+    assert all(c.splits == 0 for c in (isodata(x, 5, s, n_min=2, delta_max=1e9) for s in range(5)))
 
 
 def test_isodata_merge_joins_near_centres_by_size() -> None:
@@ -195,7 +200,7 @@ def test_isodata_split_moves_along_the_widest_axis_by_its_deviation() -> None:
 
 def test_impossible_k0_and_embedding_are_refused() -> None:
     with pytest.raises(CoterieError, match="k0"):
-        Sp.isodata(torch.eye(3), 4, 0)
+        isodata(torch.eye(3), 4, 0)
     with pytest.raises(CoterieError, match="embed_dim"):
         Sp.spectral_embedding(torch.eye(3), 0)
 

@@ -1,7 +1,7 @@
 """Dataclasses that may be part of a state, a message or a file. They are stored and sent under their names."""
 
-from dataclasses import dataclass
-from typing import TypeVar, dataclass_transform
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, dataclass_transform
 
 from coterie.errors import CoterieError
 
@@ -25,4 +25,12 @@ def state(cls: C) -> C:
     return register(cls)
 
 
-__all__ = ["CLASSES", "register", "state"]
+def typed(name: str | None, stored: Any) -> Any:
+    """Return a dictionary of version 0.1 as the dataclass of this name, without keys that it has no longer."""
+    if name is None or not isinstance(stored, dict):
+        return stored
+    known = {f.name for f in fields(CLASSES[name])}
+    return CLASSES[name](**{k: v for k, v in stored.items() if k in known})
+
+
+__all__ = ["CLASSES", "register", "state", "typed"]

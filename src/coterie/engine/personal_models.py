@@ -15,6 +15,7 @@ from coterie.runtimes.registry import runtime_kind
 from coterie.storage.checkpoint import Checkpoint, read
 from coterie.storage.client_states import ClientStates
 from coterie.storage.run_folder import checkpoints, read_events, read_settings
+from coterie.train.clients import client_state
 from coterie.train.optimisers import Optimiser
 from coterie.train.trainer import train
 
@@ -35,7 +36,7 @@ def model_in_use(
     """
     view: ModelView = "newcomer" if state is None else "personal"
     with torch.no_grad():
-        model = method.model(view, Client(method.init_client(data) if state is None else state, download, data, round))
+        model = method.model(view, Client(client_state(method, state, data)[0], download, data, round))
     assert model is not None
     start = Start(clone(model[0]), dict(model[1]))
     phases = method.adapt() if adapt else []

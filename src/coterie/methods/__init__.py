@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from coterie.core.method import Method
 from coterie.errors import CoterieError, unknown
-from coterie.methods.stored import ALWAYS, FORMER, SERVERS
+from coterie.methods.stored import ALWAYS, CLIENTS, FORMER, SERVERS
 
 GROUP = "coterie.methods"  # entry points of other packages
 # name of a method: module below coterie.methods and class
@@ -83,11 +83,12 @@ BUILT_IN = {
     "fedpc-no-mixing": "fedpc:FedPCMendedNoMixing",
     "fedpc-mean": "fedpc:FedPCMendedMean",
     "fedpc-random": "fedpc:FedPCMendedRandom",
-    "sc-fpfl": "scfpfl:SCFPFL",
-    "sc-fpfl-cluster-only": "scfpfl:SCFPFLClusterOnly",
-    "sc-fpfl-fourier-only": "scfpfl:SCFPFLFourierOnly",
-    "sc-fpfl-no-agent": "scfpfl:SCFPFLNoAgent",
-    "sc-fpfl-no-kl": "scfpfl:SCFPFLNoKL",
+    "sc-fpfl": "scfpfl:SCFPFLMended",
+    "sc-fpfl-paper": "scfpfl:SCFPFL",
+    "sc-fpfl-cluster-only": "scfpfl:SCFPFLMendedClusterOnly",
+    "sc-fpfl-fourier-only": "scfpfl:SCFPFLMendedFourierOnly",
+    "sc-fpfl-no-agent": "scfpfl:SCFPFLMendedNoAgent",
+    "sc-fpfl-no-kl": "scfpfl:SCFPFLMendedNoKL",
     "ecs-fl": "ecsfl:ECSFLMended",
     "ecs-fl-paper": "ecsfl:ECSFLWeighted",
     "ecs-fl-nearest": "ecsfl:ECSFLNearest",
@@ -121,6 +122,11 @@ READINGS: dict[str, dict[str, str]] = {
     "fedpc-no-mixing": _classes("fedpc", "text", "code", mended="FedPCMendedNoMixing", paper="FedPCNoMixing"),
     "fedpc-mean": _classes("fedpc", "text", "code", mended="FedPCMendedMean", paper="FedPCMean"),
     "fedpc-random": _classes("fedpc", "text", "code", mended="FedPCMendedRandom", paper="FedPCRandom"),
+    "sc-fpfl": _classes("scfpfl", mended="SCFPFLMended", paper="SCFPFL"),
+    "sc-fpfl-cluster-only": _classes("scfpfl", mended="SCFPFLMendedClusterOnly", paper="SCFPFLClusterOnly"),
+    "sc-fpfl-fourier-only": _classes("scfpfl", mended="SCFPFLMendedFourierOnly", paper="SCFPFLFourierOnly"),
+    "sc-fpfl-no-agent": _classes("scfpfl", mended="SCFPFLMendedNoAgent", paper="SCFPFLNoAgent"),
+    "sc-fpfl-no-kl": _classes("scfpfl", mended="SCFPFLMendedNoKL", paper="SCFPFLNoKL"),
     "ecs-fl": _classes("ecsfl", mended="ECSFLMended", paper="ECSFLWeighted"),
     "ecs-fl-nearest": _classes("ecsfl", paper="ECSFLNearest"),
     "ecs-fl-invdist": _classes("ecsfl", paper="ECSFLInvDist"),
@@ -285,6 +291,6 @@ def sentence(where: str, error: ValidationError) -> str:
 
 
 __all__ = [
-    "BUILT_IN", "FORMER", "GROUP", "READINGS", "SERVERS", "build", "canonical", "controls", "fields", "find", "known",
-    "resolve", "restored", "sentence", "unusual_reading", "written_out",
+    "BUILT_IN", "CLIENTS", "FORMER", "GROUP", "READINGS", "SERVERS", "build", "canonical", "controls", "fields", "find",
+    "known", "resolve", "restored", "sentence", "unusual_reading", "written_out",
 ]  # fmt: skip

@@ -13,12 +13,26 @@ ALWAYS: dict[str, dict[str, Any]] = {
     "ECSFLMended": {"aggregation": "mean", "select": "herding", "distance_norm": "none", "two_stage": True},
     "ECSFLMendedRandom": {"select": "random"},
     "ECSFLMendedFarthest": {"select": "farthest"},
+    "SCFPFL": {"accept": "agent", "sends": "kept", "kl_when": "always", "compare": "items"},
+    "SCFPFLMended": {
+        "accept": "best",
+        "sends": "agent",
+        "kl_when": "own_better",
+        "compare": "centred",
+        "predict": "logits",
+        "local_train_each_round": False,
+        "agent_fail": "keep",
+    },
     "FedPC": {"rehearsal": 0.0, "use": "received"},
     "FedPCMended": {"proto_loss": "contrast"},
     "FedGMHMended": {"heads": "common", "write": "average", "decay_on": "round"},
 }
+_ABLATIONS = ("", "ClusterOnly", "FourierOnly", "NoAgent", "NoKL")
+_SCFPFL = [f"SCFPFL{reading}{ablation}" for reading in ("", "Mended") for ablation in _ABLATIONS]
 # Class: the dataclass of its server's state, which is a dictionary in checkpoints of version 0.1.
-SERVERS = {"PFedHN": "PFedHNServer"}
+SERVERS = {"PFedHN": "PFedHNServer", **dict.fromkeys(_SCFPFL, "SCFPFLServer")}
+# Class: the dataclass of its clients' states, which are dictionaries in files of version 0.1.
+CLIENTS = dict.fromkeys(_SCFPFL, "SCFPFLClient")
 # Class: the name that checkpoints of version 0.1 have for it.
 FORMER = {
     "ECSFLMended": "ECSFL",
@@ -27,6 +41,11 @@ FORMER = {
     "ECSFLMendedRandom": "ECSFLRandom",
     "ECSFLWeighted": "ECSFL",
     "FedGMHMended": "FedGMH",
+    "SCFPFLMended": "SCFPFL",
+    "SCFPFLMendedClusterOnly": "SCFPFLClusterOnly",
+    "SCFPFLMendedFourierOnly": "SCFPFLFourierOnly",
+    "SCFPFLMendedNoAgent": "SCFPFLNoAgent",
+    "SCFPFLMendedNoKL": "SCFPFLNoKL",
     "FedPCMended": "FedPC",
     "FedPCMendedJ1": "FedPCJ1",
     "FedPCMendedNoProto": "FedPCNoProto",

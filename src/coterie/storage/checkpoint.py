@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coterie.core.method import EdgeId, State
-from coterie.core.states import CLASSES, register
+from coterie.core.states import register, typed
 from coterie.engine import codec
 from coterie.engine.ledger import Page
 from coterie.errors import CoterieError
@@ -109,9 +109,7 @@ def read(path: Path, method: str) -> Checkpoint:
         raise CoterieError(f"{path} is not a checkpoint")
     if saved.method not in (method, FORMER.get(method)):
         raise WrongMethodError(f"{path} is a checkpoint of {saved.method}, not of {method}")
-    if method in SERVERS and isinstance(saved.server, dict):
-        saved = replace(saved, server=CLASSES[SERVERS[method]](**saved.server))
-    return saved
+    return replace(saved, server=typed(SERVERS.get(method), saved.server))
 
 
 def newest(path: Path, method: str) -> Checkpoint:

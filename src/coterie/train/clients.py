@@ -22,6 +22,7 @@ from coterie.core.method import (
     State,
     started,
 )
+from coterie.core.states import typed
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.data.federation import Federation
@@ -36,6 +37,7 @@ from coterie.engine.messages import (
     TrainResult,
 )
 from coterie.errors import CoterieError
+from coterie.methods import CLIENTS
 from coterie.train.optimisers import Optimiser
 from coterie.train.scoring import TOGETHER, Case, Scorer, score
 from coterie.train.trainer import Effort, train
@@ -109,8 +111,7 @@ class Clients:
         client = job.request.client
         data = self.federation.data(client)
         assert not isinstance(job.state, Remote)
-        state = job.state if job.state is not None else self.method.init_client(data)
-        state, remembered = _without_memory(state)
+        state, remembered = client_state(self.method, job.state, data)
         memory = remembered if self.rule.keep else None
         return Opened(data, self.federation.test(client), state, job.request.download, memory, job.state is None)
 
@@ -286,12 +287,18 @@ def _with_memory(state: State, memory: Tree) -> State:
     return {**(state if isinstance(state, dict) else {TYPED: state}), MEMORY: memory}
 
 
-def _without_memory(stored: State) -> tuple[State, Tree]:
-    """Return the method's own state of a client, and a copy of its optimisers' memory."""
-    if not isinstance(stored, dict) or MEMORY not in stored:
-        return stored, {}
-    own = {k: v for k, v in stored.items() if k != MEMORY}
-    return own.get(TYPED, own), dict(stored[MEMORY])
+def client_state(method: Method, stored: State | None, data: ClientData) -> tuple[State, Tree]:
+    """Return the state of a client as the method's hooks take it, and a copy of its optimisers' memory.
+
+    A client without a stored state has the initial one.
+    """
+    if stored is None:
+        return method.init_client(data), {}
+    own, memory = stored, {}
+    if isinstance(stored, dict) and MEMORY in stored:
+        own, memory = {k: v for k, v in stored.items() if k != MEMORY}, dict(stored[MEMORY])
+        own = own.get(TYPED, own)
+    return typed(CLIENTS.get(type(method).__name__), own), memory
 
 
 def _copy(model: Model, o: Opened) -> Member:

@@ -1,44 +1,20 @@
-"""Settings of SC-FPFL by the step they belong to, so that a variant without a step does not have its settings.
+"""Settings of SC-FPFL and of its mended version, by the step that they belong to.
 
-docs/methods/sc-fpfl.md gives the reasons for the defaults.
+A variant without a step does not have its settings. docs/methods/sc-fpfl.md gives the reasons for the defaults.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from coterie.core.method import Settings
 from coterie.parts.fourier import Layout, MaskKind, Treatment
-from coterie.parts.readings import ReadingSettings
 
 Count = Annotated[int, Field(ge=1)]
 
 
-class WarmUpSettings(ReadingSettings):
-    """Round 0, and what is scored: common to all variants."""
-
-    readings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "paper": {
-            "score": "edge", "local_train_each_round": True, "kl_when": "always", "accept": "agent", "sends": "kept",
-            "warmup_epochs": 5, "k0": "eigengap", "compare": "items", "predict": "softmax",
-        },
-        "mended": {
-            "score": "own", "local_train_each_round": False, "kl_when": "own_better", "accept": "best",
-            "sends": "agent", "warmup_epochs": 20, "k0": "modularity", "compare": "centred",
-            "predict": "logits",
-        },
-    }  # fmt: skip
-    reading: Literal["paper", "mended"] = Field(
-        "mended", description="the text, or an agent that restores only what was lost"
-    )
-
-    score: Literal["own", "edge"] = Field("own", description="whose model is scored: the client's or its edge's")
-    warmup_epochs: float = Field(5, ge=0, description="epochs of round 0, before any prediction or average")
-
-
-class ClusterSettings(WarmUpSettings):
-    """When and how clients are clustered."""
+class ScheduleSettings(Settings):
+    """When clients are clustered."""
 
     cluster_when: str = Field(
         "start", pattern=r"^(start|stationary|round:[1-9]\d*)$", description="start, round:<n> or stationary"
@@ -46,22 +22,6 @@ class ClusterSettings(WarmUpSettings):
     eps1: float = Field(0.4, ge=0, description="stationary: cluster when the norm of the mean update is below this")
     eps2: float = Field(1.6, ge=0, description="and the norm of the largest update above this")
     min_round: int = Field(20, ge=0, description="stationary: not up to and including this round")
-    k0: Count | Literal["eigengap", "modularity"] = Field(
-        "eigengap", description="first number of centres, if known; or how it is found"
-    )
-    gap_power: float = Field(3.0, gt=0, description="eigengap: power of the similarity before counting")
-    embed_dim: Count | Literal["k0", "eigengap"] = Field("k0", description="eigenvectors that embed a client")
-    n_min: Count | None = Field(None, description="smallest cluster; empty: max(1, clients // (4 k0))")
-    delta_max: float = Field(0.1, ge=0, description="a cluster with a larger variance may be split")
-    m_min: float = Field(0.5, ge=0, description="centres nearer than this may be merged")
-    max_iter: int = Field(20, ge=1, description="steps of the refinement")
-    split: Literal["axis", "all"] = Field("axis", description="split along the widest axis, or as printed")
-    isodata: Literal["paper", "off"] = Field("paper", description="off: plain k-means")
-    compare: Literal["items", "centred"] = Field(
-        "items", description="similarity of clients: cosines per item, or of all logits without their means"
-    )
-    predict: Literal["softmax", "logits"] = Field("softmax", description="form of the predictions")
-    self_similarity: bool = Field(True, description="whether the degree of a client counts itself")
 
 
 class FourierSettings(Settings):
@@ -77,22 +37,70 @@ class FourierSettings(Settings):
     fourier_weight: Literal["uniform", "samples"] = Field("uniform", description="weight of an edge")
 
 
+# ---- the text --------------------------------------------------------------------------------------------------------
+class WarmUpSettings(Settings):
+    """Round 0, and what is scored."""
+
+    score: Literal["own", "edge"] = Field("edge", description="whose model is scored: the client's or its edge's")
+    warmup_epochs: float = Field(5, ge=0, description="epochs of round 0, before any prediction or average")
+
+
+class ClusterSettings(Settings):
+    """How clients are clustered by their predictions."""
+
+    predict: Literal["softmax", "logits"] = Field("softmax", description="form of the predictions")
+    self_similarity: bool = Field(True, description="whether the degree of a client counts itself")
+    k0: Count | Literal["eigengap"] = Field(
+        "eigengap", description="first number of centres; eigengap: found in the eigenvalues"
+    )
+    gap_power: float = Field(3.0, gt=0, description="eigengap: power of the similarity before counting")
+    embed_dim: Count | Literal["k0", "eigengap"] = Field("k0", description="eigenvectors that embed a client")
+    isodata: Literal["paper", "off"] = Field("paper", description="off: plain k-means")
+    n_min: Count | None = Field(None, description="smallest cluster; empty: max(1, clients // (4 k0))")
+    delta_max: float = Field(0.1, ge=0, description="a cluster with a larger variance may be split")
+    m_min: float = Field(0.5, ge=0, description="centres nearer than this may be merged")
+    max_iter: int = Field(20, ge=1, description="steps of the refinement")
+    split: Literal["axis", "all"] = Field("axis", description="split along the widest axis, or as printed")
+
+
 class AgentSettings(Settings):
     """How the edge's model becomes the client's own."""
 
     lambda1: float = Field(0.9, ge=0, description="the agent needs this fraction of the own validation accuracy")
     agent_epochs: float | None = Field(None, ge=0, description="epochs of the agent; empty: the local epochs")
-    local_train_each_round: bool = Field(False, description="whether the own model also trains, before the agent")
+    local_train_each_round: bool = Field(True, description="whether the own model also trains, before the agent")
     agent_fail: Literal["keep", "train"] = Field("keep", description="what the own model does instead")
-    accept: Literal["agent", "best"] = Field(
-        "agent", description="what becomes the own model: a good enough agent, or the best of agent, edge and own"
-    )
-    sends: Literal["kept", "agent"] = Field("kept", description="what is uploaded: the own model or the agent")
-    kl_when: Literal["always", "own_better"] = Field(
-        "always", description="own_better: distil only if the own model is better than the edge's to begin with"
-    )
     kl_weight: float = Field(1.0, ge=0, description="weight of the agent's distillation from the own model")
 
 
-class SCFPFLSettings(ClusterSettings, FourierSettings, AgentSettings):
-    pass
+class SCFPFLSettings(WarmUpSettings, ScheduleSettings, ClusterSettings, FourierSettings, AgentSettings):
+    """Settings of the text."""
+
+
+# ---- the mended version ----------------------------------------------------------------------------------------------
+class MendedWarmUpSettings(Settings):
+    """Round 0, and what is scored."""
+
+    score: Literal["own", "edge"] = Field("own", description="whose model is scored: the client's or its edge's")
+    warmup_epochs: float = Field(20, ge=0, description="epochs of round 0, before any prediction or average")
+
+
+class MendedClusterSettings(Settings):
+    """How clients are clustered."""
+
+    k0: Count | Literal["modularity"] = Field(
+        "modularity", description="number of clusters; modularity: the division that is best by it, or none"
+    )
+
+
+class MendedAgentSettings(Settings):
+    """How the agent learns from the client's own model."""
+
+    agent_epochs: float | None = Field(None, ge=0, description="epochs of the agent; empty: the local epochs")
+    kl_weight: float = Field(1.0, ge=0, description="weight of the agent's distillation from the own model")
+
+
+class SCFPFLMendedSettings(
+    MendedWarmUpSettings, ScheduleSettings, MendedClusterSettings, FourierSettings, MendedAgentSettings
+):
+    """Settings of the mended version."""

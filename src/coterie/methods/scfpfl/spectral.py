@@ -1,22 +1,20 @@
-"""Spectral embedding of clients by their predictions, and its ISODATA refinement (section 3.1 of the paper)."""
+"""Spectral clustering of clients by their predictions, refined by ISODATA (section 3.1 of the paper)."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from coterie.errors import CoterieError, unknown
+from coterie.methods.scfpfl.settings import ClusterSettings
 from coterie.parts.clustering import assign, canonical, kmeans, recentre
-
-MOST_AT_ONCE = 10  # clusters of one division; these may be divided again
-LEARNT = 0.2  # nats: clients whose answers depend less on the item have not learnt enough to be told apart
 
 
 def prediction_similarity(
     outputs: Tensor, predict: Literal["softmax", "logits"] = "softmax", self_similarity: bool = True
 ) -> Tensor:
-    """S [n, n]: sum over public items of the cosine of outputs [n, items, classes] of two clients.
+    """Return S [n, n], the sum over public items of the cosines of outputs [n, items, classes], equation (1).
 
     Softmax outputs have no negative cosine; those of logits are clipped at 0.
     """
@@ -35,36 +33,11 @@ def prediction_similarity(
     return s.masked_fill(eye, float(items) if self_similarity else 0.0)
 
 
-def centred_similarity(logits: Tensor) -> Tensor:
-    """S [n, n]: cosines of all logits [n, items, classes] of two clients, each client's mean over the items taken away.
-
-    The mean is what a client says whatever it is shown: its label shares. What is left is how it tells items apart.
-    """
-    flat = (logits.double() - logits.double().mean(1, keepdim=True)).flatten(1)
-    unit = F.normalize(flat, dim=1, eps=1e-300)
-    s = (unit @ unit.T).clamp(0, 1)
-    return ((s + s.T) / 2).fill_diagonal_(1.0)
-
-
-def modularity(similarity: Tensor, labels: Tensor) -> float:
-    """How much more alike members of a cluster are than their degrees alone would have it (Newman 2006); 0 for one."""
-    s = similarity.double().clone().fill_diagonal_(0.0)
-    degree, total = s.sum(1), s.sum().clamp(min=1e-300)
-    together = labels[:, None] == labels[None, :]
-    return float(((s - degree[:, None] * degree / total) * together).sum() / total)
-
-
-def information(predictions: Tensor) -> Tensor:
-    """Nats [n] that an item tells about a client's answer: mutual information in predictions [n, items, classes]."""
-
-    def entropy(p: Tensor) -> Tensor:
-        return -(p * p.clamp(min=1e-12).log()).sum(-1)
-
-    return entropy(predictions.mean(1)) - entropy(predictions).mean(1)
-
-
 def laplacian(similarity: Tensor) -> Tensor:
-    """Normalised Laplacian Q^-1/2 (Q - S) Q^-1/2 [n, n]; a client like nobody has a row of zeros."""
+    """Return the normalised Laplacian Q^-1/2 (Q - S) Q^-1/2 [n, n], equations (2) to (4).
+
+    A client without any similarity has a row of zeros.
+    """
     s = similarity.double()
     degree = s.sum(1)
     root = torch.where(degree > 0, degree, torch.ones_like(degree)).rsqrt() * (degree > 0)
@@ -73,88 +46,54 @@ def laplacian(similarity: Tensor) -> Tensor:
 
 
 def eigengap(values: Tensor, smallest: int = 1, largest: int | None = None) -> int:
-    """Number of clusters: how many rising eigenvalues [n] lie before the widest gap; ties to the smaller number."""
+    """Return how many rising eigenvalues [n] lie before the widest gap; ties go to the smaller number."""
     gaps = values.diff()[smallest - 1 : largest]
     return smallest + int(gaps.argmax()) if len(gaps) else max(1, min(smallest, len(values)))
 
 
 def cluster_count(similarity: Tensor, power: float = 3.0) -> int:
-    """Number of clusters by the eigengap of the similarity, scaled to a diagonal of 1 and raised to a power.
+    """Return the number of clusters by the eigengap of the similarity, scaled to a diagonal of 1, raised to a power.
 
-    Without the power the gap behind the first eigenvalue, which is always 0, wins: all clients are somewhat alike. A
-    cluster has two members on average, at least.
+    Without the power the gap behind the first eigenvalue, which is always 0, wins: all clients are somewhat alike.
+    Clusters have at least two members on average.
     """
     s = similarity.double() / similarity.double().max().clamp(min=1e-300)
     values = torch.linalg.eigvalsh(laplacian(s.fill_diagonal_(1.0) ** power))
     return eigengap(values, largest=max(1, len(s) // 2))
 
 
-def prediction_clusters(
-    outputs: Tensor,
-    k0: int | Literal["eigengap", "modularity"],
-    seed: int,
-    embed_dim: int | Literal["k0", "eigengap"] = "k0",
-    predict: Literal["softmax", "logits"] = "softmax",
-    self_similarity: bool = True,
-    gap_power: float = 3.0,
-    n_min: int | None = None,
-    compare: Literal["items", "centred"] = "items",
-    **refine: Any,
-) -> Tensor:
-    """Labels [n] of clients by their outputs [n, items, classes]; `refine` goes to isodata.
-
-    Rows are sorted by degree first, so that the seeded start does not depend on the clients' numbers.
-    """
-    s = (
-        centred_similarity(outputs)
-        if compare == "centred"
-        else prediction_similarity(outputs, predict, self_similarity)
-    )
-    order = s.sum(1).argsort(stable=True)
-    found = cluster_count(s, gap_power)
+def prediction_clusters(outputs: Tensor, hp: ClusterSettings, seed: int) -> Tensor:
+    """Return labels [n] of clients by their outputs [n, items, classes], equations (1) to (8)."""
+    s = prediction_similarity(outputs, hp.predict, hp.self_similarity)
+    count = cluster_count(s, hp.gap_power)
 
     def cut(k: int) -> Tensor:
-        dims = {"k0": k, "eigengap": found}[embed_dim] if isinstance(embed_dim, str) else embed_dim
-        rows, _ = spectral_embedding(s[order][:, order], min(dims, len(s)))
-        labels = torch.empty(len(s), dtype=torch.int64)
-        labels[order] = isodata(rows, k, seed, n_min, **refine).labels
-        return canonical(labels.numpy())
+        dims = {"k0": k, "eigengap": count}[hp.embed_dim] if isinstance(hp.embed_dim, str) else hp.embed_dim
+        return embedded_clusters(s, k, dims, seed, hp)
 
-    if isinstance(k0, int):
-        return cut(min(k0, len(s)))
-    if k0 == "modularity":  # one cluster, unless some division is better than none
-        tells = information(outputs.softmax(-1) if predict == "logits" else outputs).median() >= LEARNT
-        return divided(s, seed) if tells else torch.zeros(len(s), dtype=torch.int64)
-    k, labels = found, cut(found)
+    if isinstance(hp.k0, int):
+        return cut(min(hp.k0, len(s)))
+    k, labels = count, cut(count)
     while k > 1 and int(torch.bincount(labels).min()) == 1:
-        k -= 1  # a client like nobody, such as one that has not learned yet, is counted but is no cluster
+        k -= 1  # a client unlike all others, such as one that has not learnt yet, is counted but is no cluster
         labels = cut(k)
     return labels
 
 
-def divided(similarity: Tensor, seed: int) -> Tensor:
-    """Labels [n]: the division of largest modularity, its clusters divided in the same way; one if none is above 0."""
-    whole = torch.zeros(len(similarity), dtype=torch.int64)
-    best, top = whole, 1e-9
-    order = similarity.sum(1).argsort(stable=True)
-    for k in range(2, min(len(similarity) // 2, MOST_AT_ONCE) + 1):
-        labels = torch.empty_like(whole)
-        rows, _ = spectral_embedding(similarity[order][:, order], k)
-        labels[order] = kmeans(rows, k, seed)
-        if int(labels.bincount().min()) > 1 and (q := modularity(similarity, labels)) > top:
-            best, top = labels, q
-    if not bool(best.any()):
-        return whole
+def embedded_clusters(similarity: Tensor, k: int, dims: int, seed: int, hp: ClusterSettings) -> Tensor:
+    """Return labels [n] of k clusters in the spectral embedding, refined by ISODATA.
 
-    found = torch.empty_like(whole)
-    for k in range(int(best.max()) + 1):
-        own = (best == k).nonzero()[:, 0]
-        found[own] = divided(similarity[own][:, own], seed) + len(similarity) * k  # numbers that do not meet
-    return canonical(found.numpy())
+    Rows are sorted by degree first, so that the seeded start does not depend on how clients are numbered.
+    """
+    order = similarity.sum(1).argsort(stable=True)
+    rows, _ = spectral_embedding(similarity[order][:, order], min(dims, len(similarity)))
+    labels = torch.empty(len(similarity), dtype=torch.int64)
+    labels[order] = isodata(rows, k, seed, hp).labels
+    return canonical(labels.numpy())
 
 
 def spectral_embedding(similarity: Tensor, dims: int) -> tuple[Tensor, Tensor]:
-    """Rows [n, dims] of unit norm from the eigenvectors of the smallest eigenvalues, and all eigenvalues [n]."""
+    """Return rows [n, dims] of unit norm from the eigenvectors of the smallest eigenvalues, and all eigenvalues [n]."""
     if not 1 <= dims <= len(similarity):
         raise CoterieError(f"embed_dim must lie between 1 and the number of clients {len(similarity)}, got {dims}.")
     values, vectors = torch.linalg.eigh(laplacian(similarity))
@@ -170,50 +109,36 @@ class Isodata(NamedTuple):
     removed: int
 
 
-def isodata(
-    rows: Tensor,
-    k0: int,
-    seed: int,
-    n_min: int | None = None,
-    delta_max: float = 0.1,
-    m_min: float = 0.5,
-    max_iter: int = 20,
-    split: Literal["axis", "all"] = "axis",
-    mode: Literal["paper", "off"] = "paper",
-) -> Isodata:
-    """k-means that drops small clusters, splits wide ones when too few are left and merges near ones when too many.
+def isodata(rows: Tensor, k0: int, seed: int, hp: ClusterSettings) -> Isodata:
+    """Cluster rows [n, d] by k-means that drops small clusters, splits wide ones and merges near ones.
 
-    As printed, splitting needs K <= k0/2 and merging K >= 2 k0. `off` is plain k-means.
+    As printed, splitting (6) needs K <= k0/2 and merging (7) needs K >= 2 k0. `hp.isodata = off` is plain k-means.
     """
     n = len(rows)
     if not 1 <= k0 <= n:
         raise CoterieError(f"k0 must lie between 1 and the number of clients {n}, got {k0}.")
-    if split not in ("axis", "all"):
-        raise unknown("split", split, ("axis", "all"))
     x = rows.double()
-    if mode == "off":
+    if hp.isodata == "off":
         return Isodata(kmeans(x, k0, seed), 0, 0, 0)
-    if mode != "paper":
-        raise unknown("isodata", mode, ("paper", "off"))
-    least = max(1, n // (4 * k0)) if n_min is None else n_min
+    least = max(1, n // (4 * k0)) if hp.n_min is None else hp.n_min
     from sklearn.cluster import kmeans_plusplus  # slow to import
 
     picked, _ = kmeans_plusplus(x.numpy(), k0, random_state=seed % 2**32)
     centres = torch.from_numpy(picked)
     before: Tensor | None = None
     splits = merges = removed = 0
-    for step in range(max_iter + 1):
+    for step in range(hp.max_iter + 1):
         labels, kept = _prune(x, assign(x, centres), centres, least)
         removed += len(centres) - len(kept)
         centres = recentre(x, labels, kept)
-        if (before is not None and torch.equal(before, labels)) or step == max_iter:
+        if (before is not None and torch.equal(before, labels)) or step == hp.max_iter:
             break
         before = labels
         if len(centres) <= k0 / 2:
-            grown = _split(x, labels, centres, least, delta_max, split)
+            grown = _split(x, labels, centres, least, hp.delta_max, hp.split)
             splits += len(grown) - len(centres)
         elif len(centres) >= 2 * k0:
-            grown = _merge(labels, centres, m_min)
+            grown = _merge(labels, centres, hp.m_min)
             merges += len(centres) - len(grown)
         else:
             continue
@@ -235,6 +160,7 @@ def _prune(x: Tensor, labels: Tensor, centres: Tensor, least: int) -> tuple[Tens
 
 
 def _split(x: Tensor, labels: Tensor, centres: Tensor, least: int, delta_max: float, how: str) -> Tensor:
+    """Split clusters with a variance above delta_max into two, equation (6)."""
     out = []
     for k, centre in enumerate(centres):
         own = x[labels == k]
@@ -252,6 +178,7 @@ def _split(x: Tensor, labels: Tensor, centres: Tensor, least: int, delta_max: fl
 
 
 def _merge(labels: Tensor, centres: Tensor, m_min: float) -> Tensor:
+    """Merge the nearest centres while they are nearer than m_min, equation (7)."""
     sizes = torch.bincount(labels, minlength=len(centres)).to(centres)
     while len(centres) > 1:
         distance = torch.cdist(centres, centres).fill_diagonal_(torch.inf)
