@@ -62,7 +62,7 @@ def type_words(annotation: Any) -> str:
 
 
 def bounds_words(metadata: Any) -> str:
-    """At least 0, below 1"""
+    """Return the bounds of a setting in words, for example "at least 0, below 1"."""
     words = []
     for bound in metadata:
         for name, text in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):

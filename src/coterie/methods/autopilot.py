@@ -1,13 +1,14 @@
-"""Autopilot: the federation trains one model, and each client chooses what it uses. Coterie's own, 2026.
+"""Autopilot: the federation trains one model, and each client chooses the model that it uses. Coterie's own, 2026.
 
-Rounds are FedAvg's. In every `own_every`-th of its rounds a client also trains a model of its own, from the same start
-and on its data alone, until its validation loss stops falling. These candidates it scores on its validation part:
+Rounds are those of FedAvg. Every `own_every`-th time that a client takes part, it also trains a model of its own, from
+the same start and on its data alone, until its validation loss stops falling. A client scores these candidates on its
+validation part:
 
 - global: the model received
 - tuned: that model after the client's local training, all layers
 - halfway: the mean of the weights of global and tuned
-- head, long-head: a private head on the global body, fitted to the client's training samples from the global head on,
-  with 10 or 30 steps of gradient descent on features that are computed once
+- head, long-head: a private head on the global body, fitted to the client's training samples, starting at the global
+  head, with 10 or 30 steps of gradient descent on features that are computed once
 - own: its own model
 - neighbours: global, averaged with the labels of the nearest training samples by its features (as kNN-Per)
 - head+neighbours, head+tuned, tuned+own, tuned+global: the mean of both predictions
@@ -18,11 +19,12 @@ summed over the validation part, plus `strength` times its mean per sample in th
 from the scores of all clients: with little validation data the federation decides, with much the client. If the best
 candidate is behind `own` on the validation part by more than `margin` standard errors, the client takes `own`. A client
 without a validation part takes the federation's best. A client scores and sends its scores after the `first`-th round
-that it takes part in, and after twice as many each time; before use it chooses anew in the same way, with the newest
-global model. A client that has never trained chooses among what needs no local training: global, heads and neighbours.
+that it takes part in, and after twice as many each time; before use it chooses again in the same way, with the newest
+global model. A client that has never trained chooses among the candidates that need no local training: global, heads
+and neighbours.
 
 A round sends FedAvg's model, the scores, the choice and the number of validation samples. Candidates that need a head
-or classes are left out where the model or the task has none. "Head first, then all" (LP-FT) is not a candidate: it
+or classes are left out if the model or the task has none. "Head first, then all" (LP-FT) is not a candidate, because it
 needs one more training per choice.
 """
 
@@ -62,7 +64,7 @@ from coterie.errors import CoterieError, unknown
 from coterie.parts.candidate_choice import choose, mixed, temperatures
 from coterie.parts.neighbours import votes
 
-CANDIDATES: dict[str, dict[str, float]] = {  # of which members, in which shares
+CANDIDATES: dict[str, dict[str, float]] = {  # members of each candidate, with their shares
     "global": {"global": 1.0},
     "tuned": {"tuned": 1.0},
     "halfway": {"halfway": 1.0},
@@ -77,14 +79,14 @@ CANDIDATES: dict[str, dict[str, float]] = {  # of which members, in which shares
     "ensemble": {"global": 0.25, "head": 0.25, "tuned": 0.25, "near": 0.25},
 }
 HEADS = {"head": 10, "long-head": 30}  # steps of fitting
-UNTRAINED = ("global", "head", "long-head", "neighbours", "head+neighbours")  # what needs no local training
-UNINFORMED = ("head", "tuned", "global")  # taken, the first there is, while nobody has scored anything
-SHARED, OWN = "g", "p"  # in the tree of a local training
+UNTRAINED = ("global", "head", "long-head", "neighbours", "head+neighbours")  # candidates without local training
+UNINFORMED = ("head", "tuned", "global")  # the first available one is used while there are no scores yet
+SHARED, OWN = "g", "p"  # tags in the tree of a local training
 SCORES, CHOICE, VALIDATED, PRIOR = "x:scores", "x:choice", "x:validated", "x:prior"
-BOUND = 1e6  # of a mean log-likelihood
+BOUND = 1e6  # largest absolute mean log-likelihood
 CHUNK = 256  # samples per forward pass
-KEYS = 1024  # training samples that heads are fitted to and neighbours are looked for among
-MOMENTUM = 0.9  # of fitting a head
+KEYS = 1024  # training samples for fitted heads and for neighbours
+MOMENTUM = 0.9  # momentum of fitting a head
 LEAST = 1e-12  # probability of a class that no member expects
 
 
@@ -154,7 +156,7 @@ class Autopilot(Method):
         return {**super().setup(), "scores": {}, "choice": {}, "validated": {}}
 
     def prior(self, server: State) -> Tensor:
-        """Mean scores per validation sample of all clients that have any [candidates]; 0 while nobody has."""
+        """Return the mean scores per validation sample over clients with scores [candidates]; 0 before the first."""
         rows = [(server["validated"][i], s) for i, s in server["scores"].items() if server["validated"][i]]
         total = sum(n for n, _ in rows)
         found = torch.zeros(len(self.names))
@@ -174,7 +176,7 @@ class Autopilot(Method):
         return new
 
     def facts(self, server: State) -> dict[str, Any]:
-        """Who chose what, by how much it is ahead of the own model, and what the federation expects of each."""
+        """Return the clients' choices, their leads over the own model, and the federation's score of each candidate."""
         names, scored = self.names, [i for i, s in server["scores"].items() if bool((s != 0).any())]
         if not scored:
             return {}
@@ -199,7 +201,7 @@ class Autopilot(Method):
         return {**T.drop(download, _is_told), **state.get("own", {})}
 
     def _is_trained(self, state: State) -> bool:
-        """Does the own model learn in this round?"""
+        """True if the own model trains in this round."""
         return "alone" in state and state["turns"] % self.hp.own_every == 0 and bool(state["waits"] < self.hp.patience)
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
@@ -232,16 +234,14 @@ class Autopilot(Method):
         return new, Upload({**upload.tree, **told})
 
     def _scores_now(self, turns: int) -> bool:
-        """In its `first`-th round, its 2 * first-th, its 4 * first-th, ...: models change ever less."""
+        """True in the client's rounds first, 2 * first, 4 * first, ..., because models change less and less."""
         times, rest = divmod(turns, self.hp.first)
         return rest == 0 and times & (times - 1) == 0
 
     # ---- client: the choice ----------------------------------------------------------------------------------------
     @torch.no_grad()
     def stored(self, w: Tree, data: ClientData, names: Sequence[str]) -> Extras:
-        """Features of the client's training samples under the global model, and their targets, if a candidate of these
-        needs them.
-        """
+        """Return the global model's features of the training samples and their targets, if a candidate needs them."""
         needed = any({"near", *HEADS} & CANDIDATES[name].keys() for name in names)
         if not needed or not len(data.train):
             return {}
@@ -249,7 +249,7 @@ class Autopilot(Method):
         return {"keys": self.ctx.outputs(w, x, through=self.ctx.features), "labels": y}
 
     def members(self, state: State, w: Tree, names: Sequence[str], store: Extras) -> dict[str, Tree]:
-        """The models that these candidates are made of, as far as there are any, with w as the global one."""
+        """Return the models that these candidates consist of, as far as they exist, with w as the global one."""
         wanted = {m for name in names for m in CANDIDATES[name]}
         found = {"global": w} if "global" in wanted else {}
         if store and wanted & HEADS.keys():
@@ -261,8 +261,9 @@ class Autopilot(Method):
         return found
 
     def fitted(self, w: Tree, store: Extras) -> dict[str, Tree]:
-        """Private heads by Nesterov's gradient descent on all stored samples at once, from the global head on. The rate
-        is one over the features' mean square, which suits any body; less where the loss is no likelihood of classes.
+        """Return private heads, fitted by Nesterov's gradient descent on all stored samples from the global head.
+
+        The rate is one over the features' mean square, which suits any body; it is smaller for tasks without classes.
         """
         weight, bias = self.ctx.net.head_names
         z, y = store["keys"], store["labels"]
@@ -280,7 +281,7 @@ class Autopilot(Method):
         return {m: T.clone(tree) for m, tree in found.items()}
 
     def _slope(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Of the mean loss by the outputs [n, outputs]; without autograd where it is known, because heads are many."""
+        """Return the gradient of the mean loss with respect to outputs [n, outputs], in closed form where possible."""
         if self.ctx.classes:
             return (outputs.softmax(1) - F.one_hot(y, self.ctx.classes)) / len(y)
         with torch.enable_grad():
@@ -289,12 +290,12 @@ class Autopilot(Method):
 
     @torch.no_grad()
     def outputs(self, members: Mapping[str, Tree], near: Extras, x: Tensor) -> dict[str, Tensor]:
-        """Outputs [batch, outputs] of each member; with stored samples in `near`, probabilities by neighbours too."""
+        """Return the outputs [batch, outputs] of each member, and probabilities by neighbours if `near` has samples."""
         parts = [self._each(members, near, part) for part in torch.split(x, CHUNK)]
         return {m: torch.cat([p[m] for p in parts]) for m in parts[0]}
 
     def _each(self, members: Mapping[str, Tree], near: Extras, x: Tensor) -> dict[str, Tensor]:
-        """Global and private heads share their body, which is asked once."""
+        """Return the outputs of each member; the body that heads share is computed once."""
         out: dict[str, Tensor] = {}
         shared = next((m for m in ("global", *HEADS) if m in members), None)
         several = len(members.keys() & {"global", *HEADS}) > 1
@@ -307,8 +308,9 @@ class Autopilot(Method):
         return out
 
     def combined(self, outputs: Sequence[Tensor], shares: Tensor, temperatures: Tensor, near: bool) -> Tensor:
-        """Outputs of a mean of members: of calibrated probabilities, as logarithms, or of the outputs themselves. With
-        `near` the last member is probabilities already.
+        """Return the outputs of a mean of members: logarithms of mean calibrated probabilities, or mean outputs.
+
+        With `near`, the last member already consists of probabilities.
         """
         if not self.ctx.classes:
             return mixed(list(outputs), shares)
@@ -324,7 +326,7 @@ class Autopilot(Method):
         return {**dict(zip(models, found, strict=True)), **({"near": 1.0} if "near" in outputs else {})}
 
     def candidate(self, name: str, outputs: Mapping[str, Tensor], temperatures: Mapping[str, float]) -> Tensor:
-        """Outputs [batch, outputs] of a candidate from those of its members."""
+        """Return the outputs [batch, outputs] of a candidate from those of its members."""
         of = CANDIDATES[name]
         if len(of) == 1:
             return self._alone(outputs[name], temperatures[name])
@@ -338,9 +340,7 @@ class Autopilot(Method):
     def _chosen(
         self, state: State, w: Tree, prior: Tensor, data: ClientData, names: Sequence[str]
     ) -> tuple[State, dict[str, Tree], Extras]:
-        """The choice among these candidates with what it is made by, the members that were asked, and the samples that
-        were stored for them.
-        """
+        """Return the choice among these candidates with its scores, the members, and the samples stored for them."""
         task, y = self.ctx.task, data.val.y
         if not len(y):
             at = [self.names.index(n) for n in names]
@@ -363,7 +363,7 @@ class Autopilot(Method):
         own = names.index("own") if "own" in names else None
         best, _ = choose(sums, prior[at], self.hp.strength, errors, own, self.hp.margin)
         each = (sums / len(y)).clamp(-BOUND, 0)
-        scores = torch.full((len(self.names),), float(each.min()))  # of what this client cannot make
+        scores = torch.full((len(self.names),), float(each.min()))  # the lowest score for missing candidates
         scores[at] = each
         new = {"choice": at[best], "scores": scores, "validated": len(y), "temperatures": warm}
         if own is not None:
@@ -373,17 +373,17 @@ class Autopilot(Method):
         return new, members, store
 
     def _errors(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """[samples]: 0 or 1 for classes, else the loss."""
+        """Return the errors [samples]: 0 or 1 for classes, else the loss."""
         return (outputs.argmax(1) != y).float() if self.ctx.classes else self.ctx.task.each(outputs, y)
 
     # ---- client: use -----------------------------------------------------------------------------------------------
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
-        """Chosen anew with the newest global model, because that changes from round to round."""
+        """Choose again with the newest global model, because that changes from round to round."""
         return self._used(state, download, data, self.names if "tuned" in state else self._untrained)
 
     @property
     def _untrained(self) -> list[str]:
-        """What a client that has never trained chooses among."""
+        """Return the candidates of a client that has never trained."""
         return [n for n in self.names if n in UNTRAINED]
 
     def model(self, view: ModelView, client: Client) -> Model | None:
@@ -394,7 +394,7 @@ class Autopilot(Method):
         return Model(client.state["tuned"]) if view == "trained" else super().model(view, client)
 
     def _used(self, state: State, download: Tree, data: ClientData, names: Sequence[str]) -> Model:
-        """The candidate of the client's choice: one network, or its members side by side."""
+        """Return the candidate of the client's choice: one network, or all its members in one tree."""
         w = self._global(state, download)
         new, members, store = self._chosen(state, w, download[PRIOR], data, names)
         return self.made(self.names[new["choice"]], members, store, new["temperatures"], w)
@@ -402,12 +402,12 @@ class Autopilot(Method):
     def made(
         self, name: str, members: Mapping[str, Tree], store: Extras, temperatures: Mapping[str, float], w: Tree
     ) -> Model:
-        """This candidate as a tree and extras, as `predict` takes them."""
+        """Return a candidate as the tree and extras that `predict` takes."""
         of = CANDIDATES[name]
         near = store if "near" in of else {}
         parts = {m: members[m] for m in members if m in of}
         if not of.keys() <= {*parts, *(("near",) if near else ())}:
-            return Model(w)  # without training samples there is no head and nobody near
+            return Model(w)  # without training samples there are neither heads nor neighbours
         if len(of) == 1:
             return Model(parts[name])
         marked = {k: v for m, tree in parts.items() for k, v in T.tag(m, tree).items()}
@@ -425,5 +425,5 @@ class Autopilot(Method):
 
 
 def _is_told(name: str) -> bool:
-    """Is it beside the model in a payload?"""
+    """True if a payload entry does not belong to the model."""
     return name.startswith("x:")

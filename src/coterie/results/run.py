@@ -194,7 +194,7 @@ class Run:
         return out
 
     def curve(self, view: str = "personal", part: str = "test", statistic: str = "mean") -> pd.Series:
-        """Return a statistic by evaluated round, for example curve("global", statistic="pooled")."""
+        """Return a statistic by evaluated round, such as the pooled value of the global model."""
         name = f"{view}/{part}/{statistic}"
         if name not in self.rounds:
             raise CoterieError(f"{self.title} has no {name} in {self.path}")

@@ -262,7 +262,7 @@ class Clients:
         return [self._end(o, m, round)[3] for o, m in zip(opened, members, strict=True)]
 
     def _is_global(self, whole: Tree | None, model: Model) -> bool:
-        """Is the personal model the global one, and asked in the same way?"""
+        """True if the personal model is the global one and predicts in the same way."""
         plain = type(self.method).predict_global is _PREDICT_GLOBAL
         return whole is not None and plain and not model[1] and _same(whole, model[0])
 

@@ -28,7 +28,7 @@ class RefusedError(CoterieError):
 
 
 class NoPlanError(CoterieError):
-    """This node has no plan of the run that a message belongs to; the server then sends the plan again."""
+    """The node has no plan of the run that a message belongs to; the server then sends the plan again."""
 
     def __init__(self) -> None:
         super().__init__("this node has no plan of this run")

@@ -56,9 +56,11 @@ IDS = "x:ids"  # of a cluster server: who took part
 
 
 class FedCPMD(EdgeMethod):
-    """Server state: w, the body; votes and samples of the clients that voted; layer, client to personal layer, None in
-    phase 1; distance, the one whose votes decided; trained, who has trained in phase 2; phi, the clusters' mean and
-    deviation of Phi for the log.
+    """FedCPMD in all its readings.
+
+    Server state: w, the body; votes and samples of the clients that voted; layer, client to personal layer, None in
+    phase 1; distance, the one whose votes decided; trained, the clients that trained in phase 2; phi, the clusters' mean
+    and deviation of Phi for the log.
     """
 
     Settings = FedCPMDSettings
@@ -108,7 +110,7 @@ class FedCPMD(EdgeMethod):
 
     @property
     def sends_classifier(self) -> bool:
-        """Does the last round of phase 1 also send the private classifier, which then becomes part of the body?"""
+        """True if the last round of phase 1 also sends the private classifier, which then becomes part of the body."""
         return self.hp.switch_init in ("mean", "global") and self.hp.personal_part == "layer"
 
     def body(self, layer: int) -> Tree:

@@ -111,8 +111,10 @@ def shared_bodies(
 def renewed(
     state: State, start: Tree, bodies: Sequence[Tree], mean: Tensor, rows: Mapping[ClientId, Tensor], how: Unsampled
 ) -> State:
-    """The state after a round with these participants' bodies: `rows` are the weights of the members to be mixed by
-    similarity, `mean` those of all others. Under `keep` the others stay where they were, so bodies are made now.
+    """Return the state after a round with these participants' bodies.
+
+    `rows` are the weights of the members that are mixed by similarity, `mean` those of all others. With `keep` the
+    others stay where they were, so their bodies are computed now.
     """
     stacked = T.stack(bodies)
     if how != "keep":

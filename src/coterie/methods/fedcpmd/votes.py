@@ -66,8 +66,10 @@ def check_candidates(layout: Layout, which: str | Sequence[str]) -> None:
 # ---- scores ----------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def layer_outputs(net: Net, params: Tree, x: Tensor, layers: Sequence[str]) -> list[Tensor]:
-    """o_0, o_1 ... o_L [n, d]: what enters the first of `layers`, then what each of them hands to the next layer with
-    weights (so after the activation), raw logits for the last of the model.
+    """Return o_0, o_1 ... o_L [n, d]: the input of the first of `layers`, then the output of each.
+
+    An output is taken where the next layer with weights receives it, so after the activation; the model's last layer
+    gives raw logits.
     """
     order = _weighted(net.layout)
     after = dict(zip(order, [*order[1:], None], strict=True))

@@ -79,8 +79,9 @@ def unpack_all(trees: Sequence[Mapping[str, Tensor]], classes: int, width: int) 
 
 
 def group_mean(trees: Sequence[Mapping[str, Tensor]], classes: int, width: int, by_counts: bool) -> Tree:
-    """One payload of several, equation (5): each class is the mean over those that hold it, equally or by counts, which
-    add up.
+    """Merge several payloads into one: each class is the mean over the payloads that hold it, equal or by counts.
+
+    The counts of the merged payload are sums.
     """
     value, mask = unpack_all(trees, classes, width)
     nothing = torch.zeros(classes, dtype=torch.int64)
