@@ -87,7 +87,7 @@ def test_a_key_made_on_the_device_is_registered_by_its_public_half_once(tmp_path
     certs.add_node(root, "bob", tmp_path / "device.pub")
     assert list(certs.Certs(root).nodes()) == ["bob"]
     assert not certs.Certs(root).key("bob").exists()
-    with pytest.raises(CoterieError, match='already that of node "bob"'):
+    with pytest.raises(CoterieError, match='already belongs to node "bob"'):
         certs.add_node(root, "eve", tmp_path / "device.pub")
     certs.remove_node(root, "bob")
     assert certs.Certs(root).nodes() == {}
@@ -187,7 +187,7 @@ def test_an_expired_certificate_is_one_sentence(tmp_path: Path) -> None:
     now = datetime.now(UTC)
     for days, sentence in (
         (21, rf"server\.crt expired on .* renew it with coterie certs renew {found.root}$"),
-        (-1, r"server\.crt holds only from .* clock right"),
+        (-1, r"server\.crt is not valid before .* clock right"),
     ):
         with pytest.raises(CoterieError, match=sentence):
             found.check_dates(now + timedelta(days=days))
@@ -225,7 +225,7 @@ def test_devices_with_either_authority_connect_until_the_new_one_takes_over(tmp_
 
 def test_an_overlap_beyond_the_end_of_the_old_authority_is_refused(tmp_path: Path) -> None:
     found = certs.init(tmp_path / "c", [], days=10)
-    with pytest.raises(CoterieError, match="give a shorter --overlap"):
+    with pytest.raises(CoterieError, match="choose a shorter --overlap"):
         certs.renew_ca(found.root)
     certs.renew_ca(found.root, overlap=0)
     handshake(found, found.ca, "localhost")

@@ -63,8 +63,8 @@ def test_nodes_are_suspended_and_released(files: Certs) -> None:
     cli("release", files.root, "north/ward-1")
     assert files.roles() == {"alice": NodeRole(), "north": NodeRole.of("edge", ["ward-*"])}
     for name, reason in (
-        ("alice", "not suspended"), ("bob", 'no node "bob"'), ("north/bob", 'no edge with a device "bob"'),
-        ("alice/x", 'no edge with a device "x"'),
+        ("alice", "not suspended"), ("bob", 'no node "bob"'), ("north/bob", 'not an edge with a device "bob"'),
+        ("alice/x", 'not an edge with a device "x"'),
     ):  # fmt: skip
         with pytest.raises(CoterieError, match=reason):
             nodes.end_suspension(files.root, name)
@@ -76,7 +76,7 @@ def test_both_keys_are_accepted_until_the_new_one_is_seen(files: Certs, tmp_path
     cli("rotate", files.root, "alice", "--public", tmp_path / "new.pub")
     new = next(pem for pem, name in files.accepted().items() if name == "alice" and pem != old)
     assert files.accepted()[old] == "alice"
-    with pytest.raises(CoterieError, match='already that of node "alice"'):
+    with pytest.raises(CoterieError, match='already belongs to node "alice"'):
         certs.add_node(files.root, "eve", tmp_path / "new.pub")
     with pytest.raises(CoterieError, match="is changing its key already"):
         nodes.rotate_key(files.root, "alice")

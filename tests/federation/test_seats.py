@@ -35,7 +35,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_damaged_role_is_a_sentence_and_no_role(tmp_path: Path, text: str) -> None:
     (tmp_path / "e.json").write_text(text)
-    with pytest.raises(CoterieError, match="does not say what the node may be"):
+    with pytest.raises(CoterieError, match="does not contain the role of a node"):
         NodeRole.read(tmp_path / "e.json")
 
 
@@ -118,9 +118,9 @@ def test_places_are_given_once_and_kept(tmp_path: Path) -> None:
     assert roster.newcomers == [2]
     again = Roster(tmp_path / "roster.json", 2)
     assert [again.admit(n, hello).client for n in ("c", "d", "a")] == [2, 3, 1]
-    with pytest.raises(CoterieError, match="client 1 is a already"):
+    with pytest.raises(CoterieError, match="seat 1 already belongs to a"):
         again.admit("e", Hello(1, 10))
-    with pytest.raises(CoterieError, match="is client 2 of this run and now says it is client 5"):
+    with pytest.raises(CoterieError, match="is client 2 of this run and now asks to be client 5"):
         again.admit("c", Hello(5, 10))
 
 
@@ -138,6 +138,6 @@ def test_a_place_that_was_asked_for_is_not_given_to_another(tmp_path: Path) -> N
     roster = Roster(tmp_path / "roster.json", 3)
     assert roster.admit("b", Hello(0, 1)).client == 0
     assert roster.admit("a", Hello(None, 1)).client == 1
-    with pytest.raises(CoterieError, match="beyond the 3 places"):
+    with pytest.raises(CoterieError, match="beyond the 3 seats"):
         roster.admit("c", Hello(3 + MAX_NEWCOMERS, 1))
     assert roster.admit("c", Hello(None, 1)).client == 2

@@ -1,8 +1,8 @@
-"""Keys and certificates of a federation: one authority, one server certificate, one key per node, one control key.
+"""Keys and certificates of a federation: one authority, one server certificate, and one key per node.
 
-A directory made by `init` belongs on the cloud's host. A device needs two files: `ca.crt` and its own `NAME.key`. The
-public halves in `nodes/` are the list of who may connect: add a file and the node is known, remove it and it is not.
-Beside it lies what the node may do, NAME.json (registry.py); in `nodes/next/` the new keys of nodes that change theirs.
+The directory that `init` makes belongs on the host of the cloud or edge. A device needs two files: `ca.crt` and its own
+`NAME.key`. The public keys in `nodes/` are the list of registered nodes: adding or removing a file adds or removes a
+node. Next to each is the node's role, NAME.json (roles.py); `nodes/next/` has the new keys while keys are rotated.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from coterie.errors import CoterieError
 from coterie.federation.identity.roles import NODE_NAME, NodeRole, Role
 from coterie.storage.atomic import write_atomic
 
-SOON = 30  # days before the end of a certificate from which on it is said
-HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+_SOON = 30  # days before the end of a certificate at which warnings begin
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)
 class Certs:
-    """Paths of the files of a federation."""
+    """The directory of a federation's keys and certificates."""
 
     root: Path
 
@@ -48,7 +48,7 @@ class Certs:
 
     @property
     def next_ca(self) -> Path:
-        """The authority that follows: already in `ca`, not yet behind `server`."""
+        """The certificate of the next authority: already part of `ca`, not yet used for `server`."""
         return self.root / "next" / "ca.crt"
 
     @property
@@ -61,7 +61,7 @@ class Certs:
 
     @property
     def switch_file(self) -> Path:
-        """When the next authority takes over, in seconds since 1970."""
+        """The file with the time at which the next authority takes over, in seconds since 1970."""
         return self.root / "next" / "from"
 
     def key(self, name: str) -> Path:
@@ -71,12 +71,12 @@ class Certs:
         return self.root / "nodes" / f"{name}.pub"
 
     def nodes(self) -> dict[str, bytes]:
-        """The registered nodes: name to public key (PEM), by name."""
-        found: dict[str, bytes] = {}
+        """Return the public keys (PEM) of the registered nodes, by name."""
+        keys: dict[str, bytes] = {}
         for path in sorted((self.root / "nodes").glob("*.pub")):
-            with contextlib.suppress(FileNotFoundError):  # removed while we look
-                found[path.stem] = _public_pem(path)
-        return found
+            with contextlib.suppress(FileNotFoundError):  # removed in the meantime
+                keys[path.stem] = _public_pem(path)
+        return keys
 
     def next_key(self, name: str) -> Path:
         return self.root / "nodes" / "next" / f"{name}.key"
@@ -85,22 +85,22 @@ class Certs:
         return self.root / "nodes" / "next" / f"{name}.pub"
 
     def accepted(self) -> dict[bytes, str]:
-        """Public keys (PEM) that may connect now, with the node's name. While a key is rotated, a node has two."""
-        found = {pem: name for name, pem in self.nodes().items()}
+        """Return the public keys (PEM) that are valid now, with the nodes' names; a node has two during a rotation."""
+        names = {pem: name for name, pem in self.nodes().items()}
         for path in sorted((self.root / "nodes" / "next").glob("*.pub")):
             name = path.stem
             with contextlib.suppress(FileNotFoundError):
                 new = _public_pem(path)
                 until = NodeRole.read(self.role_file(name)).old_key_until
                 if not self.public(name).is_file():
-                    continue  # removed
+                    continue  # the node was removed
                 if until is not None and time.time() >= until:
-                    found = {pem: n for pem, n in found.items() if n != name}
-                found[new] = name
-        return found
+                    names = {pem: n for pem, n in names.items() if n != name}
+                names[new] = name
+        return names
 
     def seen(self, name: str, pem: bytes) -> bool:
-        """A node has connected with this key. If it is its new one, the old is void; True if that was news."""
+        """Note that a node has connected with this key; return True if that ends the rotation of its key."""
         path = self.next_public(name)
         try:
             if not path.is_file() or _public_pem(path) != pem:
@@ -111,7 +111,7 @@ class Certs:
                 self.next_key(name).replace(self.key(name))
             path.replace(self.public(name))
             write_atomic(self.role_file(name), replace(role, old_key_until=None).text().encode())
-        except FileNotFoundError:  # removed, or somebody else was faster
+        except FileNotFoundError:  # the node was removed, or a different process has done this
             return False
         return True
 
@@ -119,12 +119,12 @@ class Certs:
         return self.root / "nodes" / f"{name}.json"
 
     def roles(self) -> dict[str, NodeRole]:
-        """What every registered node may be, by name; one without a role file is a device."""
+        """Return the roles of the registered nodes, by name."""
         names = sorted(path.stem for path in (self.root / "nodes").glob("*.pub"))
         return {name: NodeRole.read(self.role_file(name)) for name in names}
 
     def check(self) -> None:
-        """A sentence if the directory is not complete."""
+        """Raise CoterieError if the directory is incomplete."""
         for path in (self.ca, self.server, self.server_key):
             if not path.is_file():
                 raise CoterieError(
@@ -132,43 +132,43 @@ class Certs:
                 )
 
     def check_dates(self, now: datetime | None = None) -> list[str]:
-        """A sentence if a certificate does not hold now; warnings about those that end soon."""
-        found, now = [], now or datetime.now(UTC)
-        for what, begins, ends, command in self.dates():
+        """Return warnings about certificates that expire soon; raise CoterieError if one is not valid now."""
+        warnings, now = [], now or datetime.now(UTC)
+        for name, begins, ends, command in self.dates():
             if now >= ends:
-                raise CoterieError(f"the {what} expired on {ends:%Y-%m-%d %H:%M} UTC; renew it with coterie {command}")
+                raise CoterieError(f"the {name} expired on {ends:%Y-%m-%d %H:%M} UTC; renew it with coterie {command}")
             if now < begins:
                 raise CoterieError(
-                    f"the {what} holds only from {begins:%Y-%m-%d %H:%M} UTC on; is this host's clock right?"
+                    f"the {name} is not valid before {begins:%Y-%m-%d %H:%M} UTC; is this host's clock right?"
                 )
-            if now + timedelta(days=SOON) > ends:
-                found.append(f"the {what} expires on {ends:%Y-%m-%d %H:%M} UTC; renew it with coterie {command}")
-        return found
+            if now + timedelta(days=_SOON) > ends:
+                warnings.append(f"the {name} expires on {ends:%Y-%m-%d %H:%M} UTC; renew it with coterie {command}")
+        return warnings
 
     def dates(self) -> list[tuple[str, datetime, datetime, str]]:
-        """What holds from when to when, and the command that renews it: the server certificate and its authority."""
+        """Return name, first and last moment, and renewing command of the server certificate and its authority."""
         server = _read_certificates(self.server)[0]
         signed_by = [c for c in _read_certificates(self.ca) if _signed(server, c)]
         if not signed_by:
             raise CoterieError(f"the server certificate {self.server} is not signed by {self.ca}")
         renew, whole = f"certs renew {self.root}", f"certs renew {self.root} --ca"
-        found = [(f"server certificate {self.server}", server, renew)]
-        found += [(f"authority's certificate {self.ca}", c, whole) for c in signed_by]
-        return [(what, c.not_valid_before_utc, c.not_valid_after_utc, command) for what, c, command in found]
+        certificates = [(f"server certificate {self.server}", server, renew)]
+        certificates += [(f"authority's certificate {self.ca}", c, whole) for c in signed_by]
+        return [(name, c.not_valid_before_utc, c.not_valid_after_utc, command) for name, c, command in certificates]
 
     def switches_at(self) -> float | None:
-        """When the next authority takes over; None if there is no next one."""
+        """Return the time at which the next authority takes over; None without a next authority."""
         try:
             return float(self.switch_file.read_text())
         except (OSError, ValueError):
             return None
 
     def switch(self) -> bool:
-        """Let the next authority take over if it is time; True if it did."""
+        """Let the next authority take over if it is time; return True if it did."""
         at = self.switches_at()
         if at is None or time.time() < at or not self.next_server.is_file():
             return False
-        self.next_server_key.replace(self.server_key)  # a reader that meets a half-done pair keeps what it has
+        self.next_server_key.replace(self.server_key)  # servers ignore a pair that does not match
         self.next_server.replace(self.server)
         write_atomic(self.ca, self.next_ca.read_bytes())
         for path in (self.next_ca, self.switch_file):
@@ -177,12 +177,12 @@ class Certs:
 
 
 def init(root: Path, hosts: Sequence[str], days: int = 825) -> Certs:
-    """Make an authority, a server certificate for `hosts` (and 127.0.0.1, localhost) and a control key."""
+    """Make an authority and a server certificate for `hosts`, 127.0.0.1 and localhost."""
     certs = Certs(root)
     names = _subjects(hosts)
     for path in (certs.ca, certs.ca_key, certs.server, certs.server_key):
         if path.exists():
-            raise CoterieError(f"{path} exists already; choose another directory or remove it yourself")
+            raise CoterieError(f"{path} exists already; choose a different directory or remove the file")
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     (root / "nodes").mkdir(exist_ok=True, mode=0o700)
     _authority(certs, days)
@@ -191,9 +191,9 @@ def init(root: Path, hosts: Sequence[str], days: int = 825) -> Certs:
 
 
 def renew(root: Path, hosts: Sequence[str] = (), days: int = 825) -> Certs:
-    """A new server certificate from the same authority. Devices need nothing; a running server takes it by itself.
+    """Issue a new server certificate of the same authority; a running server uses it without a restart.
 
-    Without `hosts` it is for those of the present certificate.
+    The certificate is for `hosts`, or else for the hosts of the present certificate.
     """
     certs = _with_authority(root)
     if certs.switches_at() is not None:
@@ -206,11 +206,11 @@ def renew(root: Path, hosts: Sequence[str] = (), days: int = 825) -> Certs:
 
 
 def renew_ca(root: Path, hosts: Sequence[str] = (), days: int = 825, overlap: float = 30.0) -> Certs:
-    """A new authority, which takes over after `overlap` days; until then ca.crt holds both.
+    """Make a new authority, which takes over after `overlap` days.
 
-    At once, ca.crt is to be given to all devices: it trusts the old authority and the new one. The server keeps a
-    certificate of the old one until the overlap is over, so devices with either file connect. Then a certificate of the
-    new authority takes its place, and ca.crt is the new authority's alone.
+    Until then ca.crt contains both authorities, and it should be given to all devices. The server keeps a certificate
+    of the old authority during the overlap, so that devices with the old or the new file can connect. Afterwards the
+    server has a certificate of the new authority, and ca.crt contains the new authority only.
     """
     certs = _with_authority(root)
     if certs.switches_at() is not None:
@@ -221,7 +221,7 @@ def renew_ca(root: Path, hosts: Sequence[str] = (), days: int = 825, overlap: fl
     if overlap > 0 and datetime.now(UTC) + timedelta(days=overlap) > end:
         raise CoterieError(
             f"the present authority ends on {end:%Y-%m-%d %H:%M} UTC, before an overlap of {overlap:g} days; "
-            "give a shorter --overlap (0: take over at once, and devices need the new ca.crt to connect)"
+            "choose a shorter --overlap (0: the new authority takes over now, and devices need the new ca.crt)"
         )
     next_root = root / "next"
     next_root.mkdir(exist_ok=True, mode=0o700)
@@ -230,7 +230,7 @@ def renew_ca(root: Path, hosts: Sequence[str] = (), days: int = 825, overlap: fl
     new = Certs(next_root)
     _authority(new, days)
     _issue(new, names, days)
-    new.ca_key.replace(certs.ca_key)  # from now on, what is signed is signed by the new one
+    new.ca_key.replace(certs.ca_key)  # the new authority signs all later certificates
     write_atomic(certs.switch_file, repr(time.time() + overlap * 86_400).encode())
     write_atomic(certs.ca, new.ca.read_bytes() + old)
     certs.switch()
@@ -238,10 +238,10 @@ def renew_ca(root: Path, hosts: Sequence[str] = (), days: int = 825, overlap: fl
 
 
 def switch_now(root: Path) -> None:
-    """End the overlap: the new authority takes over now."""
+    """End the overlap and let the new authority take over now."""
     certs = Certs(root)
     if certs.switches_at() is None:
-        raise CoterieError(f"{root} has no new authority that could take over; make one with coterie certs renew --ca")
+        raise CoterieError(f"{root} has no new authority; make one with coterie certs renew --ca")
     write_atomic(certs.switch_file, b"0")
     certs.switch()
 
@@ -254,7 +254,7 @@ def _with_authority(root: Path) -> Certs:
 
 
 def _hosts(certs: Certs) -> list[str]:
-    """Of the present server certificate."""
+    """Return the hosts of the present server certificate."""
     x509, _, _ = _crypto()
     try:
         names = _read_certificates(certs.server)[0].extensions.get_extension_for_class(x509.SubjectAlternativeName)
@@ -266,39 +266,41 @@ def _hosts(certs: Certs) -> list[str]:
 def add_node(
     root: Path, name: str, public: Path | None = None, role: Role = "device", devices: Sequence[str] = ()
 ) -> Path:
-    """Register a node: make its key pair (private key returned), or take the `public` half made on the device.
+    """Register a node and return its key file: a new private key, or a copy of the given `public` key.
 
-    An edge speaks for `devices` alone: names in its own list of nodes, or patterns such as ward-*.
+    An edge speaks only for `devices`: names in its own list of nodes, or patterns such as ward-*.
     """
     certs = Certs(root)
-    about = NodeRole.of(role, devices)
+    node_role = NodeRole.of(role, devices)
     if not NODE_NAME.fullmatch(name):
-        raise CoterieError(f'node name "{name}" must be letters, digits, dot, dash or underscore, at most 63')
+        raise CoterieError(
+            f'node name "{name}" must be letters, digits, dot, dash or underscore, at most 63 characters'
+        )
     if not certs.ca.is_file():
         raise CoterieError(f"{root} is not a certificate directory; create one with coterie certs init")
     if certs.public(name).exists() or certs.key(name).exists():
         raise CoterieError(f'node "{name}" exists already in {root}')
     if public is not None:
         check_unused(certs, public)
-        certs.role_file(name).write_text(about.text())  # before the key, so that no edge is ever taken for a device
+        certs.role_file(name).write_text(node_role.text())  # before the key: no edge ever counts as a device
         _write(certs.public(name), public.read_bytes())
         return certs.public(name)
-    certs.role_file(name).write_text(about.text())
+    certs.role_file(name).write_text(node_role.text())
     return new_key(certs.key(name))
 
 
 def check_unused(certs: Certs, public: Path) -> None:
-    """A sentence if the file is no public key, or that of a node already."""
+    """Raise CoterieError if a file is not a public key, or already the key of a node."""
     try:
         known = certs.accepted().get(_public_pem(public))
     except FileNotFoundError as e:
         raise CoterieError(f"public key {public} does not exist") from e
     if known is not None:
-        raise CoterieError(f'public key {public} is already that of node "{known}"')
+        raise CoterieError(f'public key {public} already belongs to node "{known}"')
 
 
 def new_key(path: Path) -> Path:
-    """A node's key pair: `path` (OpenSSH, 0600) and the same name with .pub. May be run on the device itself."""
+    """Make a node's key pair: `path` (OpenSSH format, mode 0600), and the public key with the suffix .pub."""
     _, serialization, ec = _crypto()
     key = ec.generate_private_key(ec.SECP256R1())
     encoding = serialization.Encoding
@@ -311,7 +313,7 @@ def new_key(path: Path) -> Path:
 
 
 def remove_node(root: Path, name: str) -> None:
-    """Remove a node: a running cloud refuses it from the next round on. Its seat in a run stays its own (nodes.py)."""
+    """Remove a node; a running cloud disconnects it before the next round. Its seat is not freed (admin.py)."""
     certs = Certs(root)
     if not certs.public(name).exists():
         raise CoterieError(f'no node "{name}" in {root}; known: {", ".join(certs.nodes()) or "none"}')
@@ -322,7 +324,7 @@ def remove_node(root: Path, name: str) -> None:
 
 
 def load_key(path: Path) -> Any:
-    """A node's private key, as Flower's node authentication takes it (EC, OpenSSH)."""
+    """Return a node's private key; raise CoterieError if it is not an elliptic-curve key in OpenSSH format."""
     _, serialization, ec = _crypto()
     try:
         key = serialization.load_ssh_private_key(path.read_bytes(), None)
@@ -368,7 +370,7 @@ def _issue(certs: Certs, names: list[Any], days: int) -> None:
     for path, content in zip(new, (_pem(key), pem), strict=True):
         new[path].unlink(missing_ok=True)
         _write(new[path], content, secret=path == certs.server_key)
-    for path, fresh in new.items():  # both lie there whole before either takes the old one's place
+    for path, fresh in new.items():  # both files are complete before either replaces the old one
         fresh.replace(path)
 
 
@@ -385,15 +387,15 @@ def _read_certificates(path: Path) -> list[Any]:
 def _signed(certificate: Any, authority: Any) -> bool:
     try:
         certificate.verify_directly_issued_by(authority)
-    except Exception:  # of several kinds, all of which mean no
+    except Exception:  # verification raises several exception types; all mean failure
         return False
     return True
 
 
 def _certificate(subject: Any, issuer: Any, public: Any, issuer_public: Any, days: int) -> Any:
-    """A builder with what both kinds of certificate have; key identifiers are what strict verifiers ask for."""
+    """Return a builder for either kind of certificate; strict verifiers require the key identifiers."""
     x509, _, _ = _crypto()
-    start = datetime.now(UTC) - timedelta(hours=1)  # clocks of devices may be behind
+    start = datetime.now(UTC) - timedelta(hours=1)  # the clocks of devices may be slow
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -414,21 +416,21 @@ def _usage(x509: Any, *allowed: str) -> Any:
 
 
 def _subjects(hosts: Sequence[str]) -> list[Any]:
-    """Subject alternative names; 127.0.0.1 and localhost are always there."""
+    """Return the subject alternative names of a server certificate; 127.0.0.1 and localhost are always included."""
     x509, _, _ = _crypto()
     names: list[Any] = []
     for host in dict.fromkeys([*hosts, "127.0.0.1", "localhost"]):
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:
-            if not HOST.fullmatch(host):
-                raise CoterieError(f'host "{host}" is neither an address nor a host name (give no port)') from None
+            if not _HOST.fullmatch(host):
+                raise CoterieError(f'host "{host}" is neither an address nor a host name (without a port)') from None
             names.append(x509.DNSName(host))
     return names
 
 
 def _public_pem(path: Path) -> bytes:
-    """A public key file (OpenSSH) as PEM, the form in which a SuperLink knows nodes."""
+    """Return a public key file (OpenSSH format) as PEM, the form in which nodes present their keys."""
     _, serialization, ec = _crypto()
     try:
         key = serialization.load_ssh_public_key(path.read_bytes())
@@ -449,7 +451,7 @@ def _pem(key: Any) -> bytes:
 
 
 def _write(path: Path, content: bytes, secret: bool = False) -> None:
-    """Create, never overwrite; a secret is unreadable to others from its first byte on."""
+    """Create a file; raise CoterieError if it exists. A secret file is readable by its owner only."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
     except FileExistsError as e:
@@ -465,7 +467,7 @@ def _sha256() -> Any:
 
 
 def _crypto() -> tuple[Any, Any, Any]:
-    """Cryptography comes with the extra `flower`; nothing else here needs it."""
+    """Import cryptography, which the extra `federation` installs."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization

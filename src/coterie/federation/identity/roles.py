@@ -1,11 +1,12 @@
-"""What a node may be: written by the operator when the node is added, never claimed by the node itself.
+"""The role of a node. The operator sets it when the node is added; a node cannot claim a role.
 
-Beside a node's public key in nodes/ lies NAME.json, as in {"role": "edge", "devices": ["alice", "ward-*"]}. A node
-without one is a device. The devices of an edge are named in the edge's own list of nodes; the cloud knows them as
-EDGE/DEVICE, so two edges may each have a device `site`, and no edge can speak for anybody else's.
+The role is in NAME.json, next to the node's public key in nodes/, as in {"role": "edge", "devices": ["alice",
+"ward-*"]}. A node without such a file is a device. The devices of an edge have their names in the edge's own list of
+nodes. The cloud knows them as EDGE/DEVICE: two edges may each have a device `site`, and an edge can speak only for its
+own devices.
 
-The file also says whether the node is suspended (it keeps key and seat and is not asked), which devices of an edge are,
-and, while a key is rotated, until when the old one holds (nodes.py).
+The file also says whether the node is suspended (it keeps its key and seat and gets no requests), which devices of an
+edge are suspended, and, while a key is rotated, how long the old key is valid (admin.py).
 """
 
 import fnmatch
@@ -19,20 +20,23 @@ from typing import Literal, get_args
 from coterie.errors import CoterieError
 
 Role = Literal["device", "edge"]
-NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # of a node
-_DEVICE_PATTERN = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,62}")  # a node's name, or one with * and ?
+NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_DEVICE_PATTERN = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,62}")  # a node's name, or a pattern with * and ?
 
 
 @dataclass(frozen=True)
 class NodeRole:
+    """The role of a node, as the operator has set it."""
+
     role: Role = "device"
-    devices: tuple[str, ...] = ()  # for whom an edge speaks: names and patterns
+    devices: tuple[str, ...] = ()  # names and patterns of the devices for which an edge speaks
     suspended: bool = False
-    without: tuple[str, ...] = ()  # devices of an edge that are suspended, by their names there
-    old_key_until: float | None = None  # seconds since 1970; None: no key is being rotated
+    without: tuple[str, ...] = ()  # suspended devices of an edge, by the edge's names for them
+    old_key_until: float | None = None  # seconds since 1970; None: the key is not being rotated
 
     @staticmethod
     def of(role: Role, devices: Sequence[str]) -> "NodeRole":
+        """Return the role of a new node; raise CoterieError if role and devices do not fit."""
         if role not in get_args(Role):
             raise CoterieError(f'role "{role}" must be device or edge')
         if role == "edge" and not devices:
@@ -41,45 +45,49 @@ class NodeRole:
             raise CoterieError("only an edge speaks for devices")
         for name in devices:
             if not isinstance(name, str) or not _DEVICE_PATTERN.fullmatch(name):
-                raise CoterieError(f'device "{name}" must be letters, digits, dot, dash or underscore, or hold * or ?')
+                raise CoterieError(
+                    f'device "{name}" must be letters, digits, dot, dash or underscore, or contain * or ?'
+                )
         return NodeRole(role, tuple(devices))
 
     @staticmethod
     def read(path: Path) -> "NodeRole":
+        """Return the role in a file; a node without a file is a device."""
         if not path.is_file():
             return NodeRole()
         try:
-            found = json.loads(path.read_text())
-            made = NodeRole.of(found["role"], found["devices"])
-            until = found.get("old_key_until")
+            fields = json.loads(path.read_text())
+            until = fields.get("old_key_until")
             return replace(
-                made,
-                suspended=bool(found.get("suspended", False)),
-                without=tuple(map(str, found.get("without", ()))),
+                NodeRole.of(fields["role"], fields["devices"]),
+                suspended=bool(fields.get("suspended", False)),
+                without=tuple(map(str, fields.get("without", ()))),
                 old_key_until=None if until is None else float(until),
             )
         except (OSError, ValueError, KeyError, TypeError, CoterieError) as e:
-            raise CoterieError(f"{path} does not say what the node may be: {e}") from e
+            raise CoterieError(f"{path} does not contain the role of a node: {e}") from e
 
     def text(self) -> str:
-        found: dict[str, object] = {"role": self.role, "devices": list(self.devices)}
+        """Return the content of the file."""
+        fields: dict[str, object] = {"role": self.role, "devices": list(self.devices)}
         if self.suspended:
-            found["suspended"] = True
+            fields["suspended"] = True
         if self.without:
-            found["without"] = list(self.without)
+            fields["without"] = list(self.without)
         if self.old_key_until is not None:
-            found["old_key_until"] = self.old_key_until
-        return json.dumps(found) + "\n"
+            fields["old_key_until"] = self.old_key_until
+        return json.dumps(fields) + "\n"
 
     @property
     def is_edge(self) -> bool:
         return self.role == "edge"
 
     def speaks_for(self, device: str) -> bool:
-        known = self.is_edge and NODE_NAME.fullmatch(device) is not None
-        return known and any(fnmatch.fnmatchcase(device, name) for name in self.devices)
+        """True if the node is an edge and the device is one of its own."""
+        possible = self.is_edge and NODE_NAME.fullmatch(device) is not None
+        return possible and any(fnmatch.fnmatchcase(device, name) for name in self.devices)
 
 
 def scoped(edge: str, device: str) -> str:
-    """The cloud's name of a device behind an edge."""
+    """Return the cloud's name of a device behind an edge."""
     return f"{edge}/{device}"

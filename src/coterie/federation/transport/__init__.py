@@ -1,12 +1,16 @@
 """Messages between the hosts of a federation, over gRPC: no other package imports gRPC.
 
-A message is a kind, a round and bytes. This package moves messages between a server and its named nodes; it does not
-know what the bytes mean or which client a node is.
+A message is a kind, a round and bytes. This package moves messages between a server and its named nodes; the meaning
+of the bytes and the seats of clients are decided elsewhere.
+
+A server calls `listening`, and sends requests to all its nodes at once:
 
     with listening(certs, host, port) as server:
         answers, errors, traffic = server.send({"alice": own}, "train", round=3, deadline=600, shared=shared)
 
-    Node(address, ca, key, lambda kind, round, shared, own: answer).run()  # of transport/node.py
+A node calls a function for each request:
+
+    Node(address, ca, key, lambda kind, round, shared, own: answer).run()
 """
 
 from collections.abc import Iterator

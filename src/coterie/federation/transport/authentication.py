@@ -1,4 +1,4 @@
-"""Which node is at the other end of a stream: the server's certificate, the registered keys, the proof of a key."""
+"""Authentication of nodes by a server: its certificate, the registered keys, and the proof of a key."""
 
 import asyncio
 import hashlib
@@ -26,7 +26,7 @@ class NodeIdentity(NamedTuple):
 
     name: str
     key: bytes  # public, PEM
-    ticket: str  # of the request that the node says it already has
+    ticket: str  # ticket of the request that the node says it already has
 
 
 class ServerCertificate:

@@ -43,7 +43,7 @@ class GrpcExchange:
     owner: "Exchanges"
     pending: dict[str, OutgoingRequest]  # requests without an answer, by node
     deadline: float  # seconds that the nodes have
-    until: float  # the same by time.monotonic
+    until: float  # end of the deadline, by time.monotonic
     last_connected: dict[str, float] = field(default_factory=dict)  # by node that was connected since the start
     asked_again: set[str] = field(default_factory=set)  # nodes whose return was logged
     answers: dict[str, memoryview] = field(default_factory=dict)

@@ -10,7 +10,8 @@ memory is allocated for it.
     W  {name}                             ->                                    or the stream ends with the reason
     Q  {kind, round, ticket, seconds, own, shared}  ->                          a request: first the lengths,
     D  bytes ...                          ->                                    then the payloads
-                                          <-            A  {ticket, kind, round, size or error}     an answer is ready
+                                          <-            A  {ticket, kind, round, size}    an answer is ready,
+                                                           or {ticket, kind, round, error, no_plan}
     G  {ticket}, or N {ticket, reason}    ->                                    it is requested, or not wanted
                                           <-            D  bytes ...
                                           <-            B                       the node leaves
@@ -65,7 +66,7 @@ def make_frame(letter: bytes, **fields: Any) -> bytes:
 
 
 def frame_fields(frame: bytes) -> dict[str, Any]:
-    """Return the JSON object of a frame that make_frame made; raise CoterieError if there is none."""
+    """Return the JSON object of a frame that make_frame made; raise CoterieError if it is damaged."""
     try:
         if len(frame) > MAX_HEAD_BYTES:
             raise ValueError("too long")
@@ -101,7 +102,7 @@ def payload_frames(payload: Buffer) -> Iterator[bytes]:
 
 
 class ArrivingPayload:
-    """A payload that is being received into a buffer of its announced length; without a buffer it is discarded."""
+    """A payload that is being received into a buffer of its announced length, or discarded."""
 
     def __init__(self, buffer: memoryview | None, length: int):
         self.buffer, self.length, self.received = buffer, length, 0

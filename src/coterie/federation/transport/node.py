@@ -221,7 +221,7 @@ class _Connection:
         self.next: IncomingRequest | None = None  # the newest request, until work on it begins; older ones are void
         self.answer: OutgoingAnswer | None = None  # to the newest request: no request is worked on twice
         self._key = key
-        self._ticket = ""  # of the newest request
+        self._ticket = ""  # ticket of the newest request
         self._call: Any = None  # the stream, while it is held
         self._offered: tuple[int, str] = (0, "")  # the stream and the ticket of the last offer
 

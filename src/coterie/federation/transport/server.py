@@ -7,8 +7,8 @@
 Nothing is stored on disk and nothing is polled: a request is sent at once on the stream that its node holds, and the
 answer comes back on it. A node counts as gone when its stream ends or SILENCE_SECONDS pass without a frame. The
 registered keys are read from the directory nodes/ of the certificates: once a second while requests are pending, and
-whenever the connected nodes are asked for. What a stream without a proof may cost is limited in authentication.py;
-the number of connections, idle connections and gRPC's own handshake are limited here.
+whenever the connected nodes are asked for. Streams without a proof are limited in authentication.py; the number of
+connections, idle connections and gRPC's own handshake are limited here.
 """
 
 import asyncio
@@ -139,7 +139,7 @@ class GrpcServer:
 
     # ---- nodes -------------------------------------------------------------------------------------------------------
     def nodes(self) -> list[str]:
-        """Names of the connected nodes. Nodes whose keys are no longer registered are disconnected."""
+        """Names of the connected nodes. Nodes with keys that are not registered any more are disconnected."""
         self._register()
         return sorted(run_on_loop(self._connected()))
 
@@ -148,7 +148,7 @@ class GrpcServer:
 
     def _register(self) -> None:
         """Read the registered keys, and let a new authority take over when it is time."""
-        with contextlib.suppress(OSError):  # without write access, `coterie certs switch` does this
+        with contextlib.suppress(OSError):  # needs write access; `coterie certs switch` does the same
             if self.certs.switch():
                 log.info("the new authority has taken over; devices need the ca.crt that was made with it")
         event_loop().call_soon_threadsafe(self._set_names, self.certs.accepted())
@@ -174,7 +174,7 @@ class GrpcServer:
         except CoterieError as e:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(e))
         name = identity.name
-        with contextlib.suppress(OSError):  # without write access, the old key is valid until the end of the overlap
+        with contextlib.suppress(OSError):  # no write access: the old key is valid until the end of the overlap
             if self.certs.seen(name, identity.key):
                 log.info("%s has changed its key; the old one is refused from now on", name)
         streams, stream = self.exchanges.streams, NodeStream(identity, context)

@@ -59,7 +59,7 @@ class NodeStream:
         self.ended = ""  # the reason, once the server has ended the stream
         self.end_code: Any = grpc.StatusCode.ABORTED
         self.writing = asyncio.Lock()
-        self._ticket = identity.ticket  # of the request that the node has
+        self._ticket = identity.ticket  # ticket of the request that the node has
         self._task = asyncio.current_task()
         self._sending: asyncio.Task[None] | None = None
 
