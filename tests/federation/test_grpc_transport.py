@@ -565,7 +565,7 @@ def resident(pid: int, peak: bool = False) -> int:
 def test_a_stopped_node_is_taken_for_gone_and_a_killed_one_is_asked_again(served: Served, tmp_path: Path) -> None:
     child = node_process(served, "alice", tmp_path)
     child.signal(signal.SIGSTOP)
-    served.until(lambda: served.link.nodes() == [], 2 * w.SILENCE_SECONDS)
+    served.until(lambda: served.link.nodes() == [], 2 * w.MAX_SILENCE_SECONDS)
     child.signal(signal.SIGCONT)
     served.until(lambda: served.link.nodes() == ["alice"], 30)
 
@@ -600,7 +600,7 @@ def test_a_server_that_was_stopped_for_a_while_gets_the_answer(tmp_path: Path) -
     server = Child("server", argv, tmp_path / "server.log", processes.bound(os.environ)).start()
     assert at_work.wait(30)
     server.signal(signal.SIGSTOP)
-    Served.until(lambda: not node.connected.is_set(), 2 * w.SILENCE_SECONDS)
+    Served.until(lambda: not node.connected.is_set(), 2 * w.MAX_SILENCE_SECONDS)
     server.signal(signal.SIGCONT)
     assert server.wait(60) == 0 and server.tail().endswith("{}"), server.tail()
     node.stopping.set()

@@ -143,7 +143,7 @@ def test_only_the_seat_of_a_removed_or_suspended_node_can_be_freed(files: Certs,
     assert nodes.seat_orders(run) == []
     certs.remove_node(files.root, "alice")
     nodes.suspend(files.root, "north/ward-1")
-    assert "client 1 is free" in cli("free-seat", run, "alice", "--to", "bob")
+    assert "the seat of client 1 will be free for bob" in cli("free-seat", run, "alice", "--to", "bob")
     cli("free-seat", run, "north/ward-1")
     assert [order for _, order in nodes.seat_orders(run)] == [
         nodes.SeatOrder("alice", "bob"), nodes.SeatOrder("north/ward-1", None),

@@ -123,14 +123,14 @@ def _legend(rows: list[dict[str, Any]], variants: bool) -> None:
 def _methods(
     family: str, variants: bool, sizes: tuple[str | None, str | None, Path | None] | None
 ) -> list[dict[str, Any]]:
-    from coterie.cli.traffic import traffic
+    from coterie.cli.traffic import Traffic
     from coterie.errors import CoterieError, unknown
     from coterie.methods import find, known
 
     wanted = [words for words in FAMILIES.values() if family.lower() in words]
     if family and not wanted:
         raise unknown("family", family, FAMILIES.values())
-    measured = traffic(sizes[0], sizes[1] or "digits", sizes[2]) if sizes else None
+    measured = Traffic(sizes[0], sizes[1] or "digits", sizes[2]) if sizes else None
     found, rows = dict[str, "type[Method]"](), list[dict[str, Any]]()
     for name in known():
         try:

@@ -1,4 +1,4 @@
-"""The commands of a real federation: certs, serve, status, release, join, edge, up (and nodes, in nodes.py)."""
+"""The commands of a federation: certs, serve, status, release, join, edge and up; `coterie nodes` is in nodes.py."""
 
 import logging
 from dataclasses import replace
@@ -18,24 +18,26 @@ certs_app = typer.Typer(no_args_is_help=True, help="Keys and certificates of a f
 federation_app.add_typer(certs_app, name="certs")
 federation_app.add_typer(nodes_app, name="nodes")
 
-CertsDir = Annotated[Path, Option("--certs", help="the directory that `coterie certs init` made")]
-Ca = Annotated[Path, Option(help="CA certificate (ca.crt) of the server to connect to")]
+CertsDir = Annotated[Path, Option("--certs", help="the directory of `coterie certs init`")]
+Ca = Annotated[Path, Option(help="certificate of the authority (ca.crt) of the server to connect to")]
 Key = Annotated[Path, Option(help="this node's private key")]
-Deadline = Annotated[float, Option(min=0.1, help="seconds a round waits for answers")]
+Deadline = Annotated[float, Option(min=0.1, help="seconds for which a round waits for answers")]
 Patience = Annotated[
     str | None,
-    Option(help="seconds that a run below its quorum waits before it ends with code 3, or forever (default 3600)"),
+    Option(help="seconds for which a run waits for its quorum before it ends with code 3, or forever (default 3600)"),
 ]
 AllowFile = Annotated[
     Path | None,
-    Option("--allow", help="TOML file of what a cloud may ask of this host; see `coterie show METHOD --allow`"),
+    Option("--allow", help="TOML file with the policy of this host; `coterie show METHOD --allow` prints an example"),
 ]
-Stay = Annotated[bool, Option("--stay", help="wait for the next run when one has ended; without it, end with code 0")]
-MethodName = Annotated[str | None, Argument(help="a method; `coterie list methods` names them")]
+Stay = Annotated[
+    bool, Option("--stay", help="wait for the next run when a run has ended, instead of ending with code 0")
+]
+MethodName = Annotated[str | None, Argument(help="a method; `coterie list methods` shows all")]
 
 
 class OneLine(logging.Formatter):
-    """A message is a line, whatever another host has put into it; only a traceback of ours has more."""
+    """Formats each message as one printable line, even with text of other hosts in it; tracebacks keep their lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return printable(super().formatMessage(record))
@@ -56,13 +58,13 @@ def certs_init(
     host: Annotated[
         list[str] | None, Option(help="name or address by which nodes reach this host; may be repeated")
     ] = None,
-    days: Annotated[int, Option(min=1, help="days of validity of the certificates")] = 825,
+    days: Annotated[int, Option(min=1, help="days for which the certificates are valid")] = 825,
 ) -> None:
     """Create a certificate authority and a server certificate."""
     from coterie.federation.identity import authority as certs
 
     made = certs.init(root, host or [], days)
-    console.print(f"made {made.root}; give devices {made.ca}, and each its own key", soft_wrap=True, highlight=False)
+    console.print(f"made {made.root}; give {made.ca} and its own key to each device", soft_wrap=True, highlight=False)
 
 
 @certs_app.command("renew")
@@ -70,17 +72,19 @@ def certs_renew(
     root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")],
     host: Annotated[
         list[str] | None,
-        Option(help="name or address by which nodes reach this host; may be repeated (default: as before)"),
+        Option(
+            help="name or address by which nodes reach this host; may be repeated (default: those of the present one)"
+        ),
     ] = None,
-    days: Annotated[int, Option(min=1, help="days of validity of the certificate")] = 825,
+    days: Annotated[int, Option(min=1, help="days for which the certificate is valid")] = 825,
     ca: Annotated[bool, Option("--ca", help="also make a new certificate authority")] = False,
     overlap: Annotated[
-        float, Option(min=0, help="with --ca: days in which devices with the old or the new ca.crt can connect")
+        float, Option(min=0, help="with --ca: days during which devices can connect with the old or the new ca.crt")
     ] = 30.0,
 ) -> None:
-    """Issue a new server certificate, and with --ca a new authority. A running server takes it without a restart.
+    """Issue a new server certificate, and with --ca a new authority. A running server uses it without a restart.
 
-    Without --ca devices need nothing. With --ca they need the new ca.crt before the overlap is over.
+    With --ca, devices need the new ca.crt before the end of the overlap.
     """
     from coterie.federation.identity import authority as certs
 
@@ -88,12 +92,12 @@ def certs_renew(
         certs.renew(root, host or [], days)
         return
     made = certs.renew_ca(root, host or [], days, overlap)
-    console.print(f"give all devices {made.ca}; it is needed in {overlap:g} days", soft_wrap=True, highlight=False)
+    console.print(f"give {made.ca} to all devices; they need it in {overlap:g} days", soft_wrap=True, highlight=False)
 
 
 @certs_app.command("switch")
 def certs_switch(root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")]) -> None:
-    """End the overlap of `renew --ca`: from now on devices need the new ca.crt."""
+    """End the overlap of `renew --ca` now; devices then need the new ca.crt."""
     from coterie.federation.identity import authority as certs
 
     certs.switch_now(root)
@@ -101,31 +105,31 @@ def certs_switch(root: Annotated[Path, Argument(metavar="DIR", help="the directo
 
 @certs_app.command("show")
 def certs_show(root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")]) -> None:
-    """Show until when the certificates hold."""
+    """Show how long the certificates are valid."""
     from datetime import UTC, datetime
 
     from coterie.federation.identity.authority import Certs
 
-    found = Certs(root)
-    found.check()
-    for what, _, ends, _ in found.dates():
-        console.print(f"{what} holds until {ends:%Y-%m-%d %H:%M} UTC", soft_wrap=True, highlight=False)
-    if (at := found.switches_at()) is not None:
+    certs = Certs(root)
+    certs.check()
+    for name, _, ends, _ in certs.dates():
+        console.print(f"{name} is valid until {ends:%Y-%m-%d %H:%M} UTC", soft_wrap=True, highlight=False)
+    if (at := certs.switches_at()) is not None:
         text = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
-        console.print(f"a new authority takes over on {text}; devices need {found.ca}", soft_wrap=True, highlight=False)
+        console.print(f"a new authority takes over on {text}; devices need {certs.ca}", soft_wrap=True, highlight=False)
 
 
 @certs_app.command("new-key")
 def certs_key(
     path: Annotated[Path, Argument(metavar="FILE", help="the private key to make, for example node.key")],
 ) -> None:
-    """Create a node's key on the device; register its .pub file at the cloud with `coterie nodes add --public`."""
+    """Create a node's key on the device; register the .pub file at the server with `coterie nodes add --public`."""
     from coterie.federation.identity import authority as certs
 
-    console.print(f"made {certs.new_key(path)}; register {path.with_suffix('.pub')} at the cloud", soft_wrap=True)
+    console.print(f"made {certs.new_key(path)}; register {path.with_suffix('.pub')} at its server", soft_wrap=True)
 
 
-certs_app.command("add-node", hidden=True)(nodes_add)  # as in version 0.1
+certs_app.command("add-node", hidden=True)(nodes_add)  # the name in version 0.1
 certs_app.command("remove-node", hidden=True)(nodes_remove)
 
 
@@ -134,26 +138,33 @@ def serve(
     method: MethodName = None,
     certs: CertsDir = Path("certs"),
     host: Annotated[str, Option(help="address to listen on")] = "0.0.0.0",
-    port: Annotated[int, Option(min=1, max=65535, help="the one port that devices and edges connect to")] = 9092,
+    port: Annotated[int, Option(min=1, max=65535, help="port for all devices and edges")] = 9092,
     min_clients: Annotated[
-        int | None, Option(min=1, help="quorum: clients that every round needs; below it the run pauses (default 2)")
+        int | None, Option(min=1, help="quorum: clients that each round needs; with fewer the run pauses (default 2)")
     ] = None,
     patience: Patience = None,
     norm_bound: Annotated[
-        float | None, Option(min=0, help="refuse uploads so many times larger than usual (default 50, 0: never)")
+        float | None,
+        Option(
+            min=0,
+            help="refuse an upload whose size is more than this multiple of the usual size (default 50, 0: never)",
+        ),
     ] = None,
     quarantine_after: Annotated[
-        int | None, Option(min=0, help="refusals after which a sender is not asked any more (default 3, 0: never)")
+        int | None,
+        Option(min=0, help="refused answers after which a sender is put into quarantine (default 3, 0: never)"),
     ] = None,
     deadline: Deadline = 600.0,
     shape: Annotated[str | None, Option(help="shape of one item of the devices' own data, for example 1,28,28")] = None,
-    classes: Annotated[int, Option(help="number of classes of the devices' own data, or of numbers per target")] = 0,
+    classes: Annotated[int, Option(help="number of classes of the devices' own data, or numbers per target")] = 0,
     task: o.Task = None,
     data: o.Data = None,
     data_dir: o.DataDir = None,
     model: o.Model = None,
     partition: o.Partition = None,
-    clients: Annotated[int | None, Option(help="number of client slots; later devices join as newcomers")] = None,
+    clients: Annotated[
+        int | None, Option(help="number of clients that take part in training; later devices are newcomers")
+    ] = None,
     join: o.Join = None,
     rounds: o.Rounds = None,
     epochs: o.Epochs = None,
@@ -168,7 +179,7 @@ def serve(
     keep: o.Keep = None,
     transport: o.Transport = None,
 ) -> None:
-    """Run the cloud: wait for devices, run the rounds, write a checkpoint after each."""
+    """Run the cloud: wait for devices, run the rounds, and write a checkpoint after each."""
     from coterie.config import settings
     from coterie.errors import CoterieError
     from coterie.federation.cloud import program as s
@@ -190,15 +201,13 @@ def serve(
         rules["patience"] = _patience(patience)
     if resume is not None:
         if given:
-            raise CoterieError(f"--resume continues a run as it was set up; leave out {', '.join(sorted(given))}")
+            raise CoterieError(f"--resume continues a run with its own settings; remove {', '.join(sorted(given))}")
         chosen, cloud = s.reopen(resume)
         cloud = replace(cloud, **rules)
         folder, again = resume, True
     else:
         if "method" not in given:
-            raise CoterieError(
-                "name a method, for example `coterie serve fedrep`; `coterie list methods` shows them all"
-            )
+            raise CoterieError("name a method, for example `coterie serve fedrep`; `coterie list methods` shows all")
         chosen = settings(**given)
         items = _shape(shape, 2 if chosen.task not in (None, "classification", "binary") else classes)
         where: dict[str, Any] = {
@@ -211,16 +220,18 @@ def serve(
         folder = out or fresh_folder(f"{chosen.method}-federation")
         again = (folder / "cloud.json").exists() and (folder / "settings.json").exists()
         if again:
-            then, kept = s.reopen(folder)
-            if then != chosen:
-                raise CoterieError(f"{folder} holds a federation with other settings; choose another folder")
-            cloud = replace(cloud, run=kept.run)
+            earlier_settings, earlier = s.reopen(folder)
+            if earlier_settings != chosen:
+                raise CoterieError(f"{folder} contains a federation with different settings; choose a different folder")
+            cloud = replace(cloud, run=earlier.run)
     owner_only(folder)
     session = s.open_session(chosen, cloud)
     stop = Stop()
     try:
         with stop.listening():
-            ended = s.run_cloud(session, cloud, folder, resume=again, tell=_told, stopped=stop, from_round=from_round)
+            ended = s.run_cloud(
+                session, cloud, folder, resume=again, tell=_log_progress, stopped=stop, from_round=from_round
+            )
     except QuorumError as e:
         typer.echo(f"coterie: {e}; continue with: coterie serve --resume {folder}", err=True)
         raise typer.Exit(3) from None
@@ -230,13 +241,13 @@ def serve(
         raise typer.Exit(130)
 
 
-def _told(p: Any) -> None:
+def _log_progress(p: Any) -> None:
     score = f", {p.text}" if p.text else ""
     logging.getLogger("coterie.cloud").info("round %s of %s, %.1f s%s", p.round, p.rounds, p.seconds, score)
 
 
 def _patience(text: str) -> float | None:
-    """Seconds; None: for ever."""
+    """Return the seconds of --patience; None for "forever"."""
     from coterie.errors import CoterieError
 
     if text == "forever":
@@ -246,37 +257,37 @@ def _patience(text: str) -> float | None:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < 1e9:
-        raise CoterieError(f'patience "{text}" must be a number of seconds from 0 on, or forever')
+        raise CoterieError(f'patience "{text}" must be a number of seconds, at least 0, or forever')
     return seconds
 
 
 @federation_app.command()
 def release(
     folder: Annotated[Path, Argument(metavar="RUN", help="the folder of the cloud's run")],
-    name: Annotated[str, Argument(help="a sender in quarantine; `coterie status RUN` names them")],
+    name: Annotated[str, Argument(help="a sender in quarantine; `coterie status RUN` lists them")],
 ) -> None:
-    """Free a sender from quarantine; a running cloud asks it again from the next round on."""
+    """Release a sender from quarantine; a running cloud sends it requests again in the next round."""
     from coterie.federation.policy import quarantine
 
     quarantine.release_sender(folder, name)
-    console.print(f"{name} is free again", soft_wrap=True, highlight=False)
+    console.print(f"{name} is released", soft_wrap=True, highlight=False)
 
 
 @federation_app.command()
 def status(
-    folder: Annotated[Path, Argument(metavar="RUN", help="the folder of the cloud's run, or that of `coterie up`")],
+    folder: Annotated[Path, Argument(metavar="RUN", help="the folder of the cloud's run, or of `coterie up`")],
     as_json: o.Json = False,
 ) -> None:
-    """Say whether a federation runs, waits, is paused, failed, ended or died, and who is connected."""
+    """Show the state of a federation (running, waiting, paused, failed, ended or died) and its connected nodes."""
     import json
 
     from coterie.federation.cloud import status as st
 
-    found = st.read_status(folder)
+    content = st.read_status(folder)
     if as_json:
-        typer.echo(json.dumps({**found, "shown": st.state_of(found)}))
+        typer.echo(json.dumps({**content, "shown": st.state_of(content)}))
     else:
-        for line in st.status_lines(found):
+        for line in st.status_lines(content):
             typer.echo(line)
 
 
@@ -286,30 +297,30 @@ def _shape(text: str | None, classes: int) -> tuple[int, ...]:
     if text is None:
         return ()
     try:
-        found = tuple(int(n) for n in text.split(","))
+        shape = tuple(int(n) for n in text.split(","))
     except ValueError:
-        found = ()
-    if not found or min(found) < 1 or classes < 2:
+        shape = ()
+    if not shape or min(shape) < 1 or classes < 2:
         raise CoterieError(f'shape "{text}" must be whole numbers such as 1,28,28, and classes at least 2')
-    return found
+    return shape
 
 
 @federation_app.command()
 def join(
-    cloud: Annotated[str, Option(help="HOST:PORT of the cloud, or of the edge this device belongs to")],
+    cloud: Annotated[str, Option(help="HOST:PORT of the cloud, or of this device's edge")],
     ca: Ca,
     key: Key,
     data: Annotated[str, Option(help="this device's data: a file, a folder, module:function, or a name with --client")],
     state: Annotated[Path, Option(help="the directory for this device's private state and model")],
-    client: Annotated[
-        int | None, Option(min=0, help="use this client's partition of a named data set (for testing)")
-    ] = None,
+    client: Annotated[int | None, Option(min=0, help="use this client's part of a named data set (for tests)")] = None,
     data_dir: o.DataDir = None,
     allow: AllowFile = None,
-    keep: Annotated[int, Option(min=2, help="versions of the private state to keep, for a cloud that rolls back")] = 10,
+    keep: Annotated[
+        int, Option(min=2, help="versions of the private state to keep, in case the cloud returns to an earlier round")
+    ] = 10,
     stay: Stay = False,
 ) -> None:
-    """Run a device: train on this host's data when the cloud asks, until the run has ended."""
+    """Run a device: train on this host's data at the cloud's requests, until the run has ended."""
     from coterie.federation import device
     from coterie.federation.localhost.processes import die_with_parent, owner_only
     from coterie.federation.policy.allow import Allow
@@ -326,14 +337,14 @@ def edge(
     up: Annotated[str, Option(help="HOST:PORT of the cloud")],
     ca: Ca,
     key: Key,
-    listen: Annotated[str, Option(help="[HOST]:PORT for this edge's own devices")],
+    listen: Annotated[str, Option(help="[HOST]:PORT for the devices of this edge")],
     certs: CertsDir = Path("certs"),
-    state: Annotated[Path, Option(help="the directory for this edge's SuperLink")] = Path("edge"),
+    state: Annotated[Path, Option(help="the directory for this edge's audit log")] = Path("edge"),
     allow: AllowFile = None,
     transport: o.Transport = None,
     stay: Stay = False,
 ) -> None:
-    """Run an edge: a node of the cloud and a server for its own devices."""
+    """Run an edge: a node of the cloud, and a server for its own devices."""
     from coterie.errors import CoterieError
     from coterie.federation.edge import run_edge
     from coterie.federation.localhost.processes import die_with_parent, owner_only
@@ -352,9 +363,9 @@ def edge(
 
 @federation_app.command()
 def up(
-    method: Annotated[str, Argument(help="a method; `coterie list methods` names them")],
-    devices: Annotated[int, Option(min=1, help="device processes, one client each")] = 4,
-    edges: Annotated[int, Option(min=0, help="edge processes; 0: devices connect to the cloud")] = 0,
+    method: Annotated[str, Argument(help="a method; `coterie list methods` shows all")],
+    devices: Annotated[int, Option(min=1, help="number of device processes, one client each")] = 4,
+    edges: Annotated[int, Option(min=0, help="number of edge processes; 0: devices connect to the cloud")] = 0,
     deadline: Deadline = 600.0,
     transport: o.Transport = None,
     data: o.Data = None,
@@ -372,7 +383,7 @@ def up(
     out: o.Out = None,
     quiet: o.Quiet = False,
 ) -> None:
-    """Try a whole federation on this machine, each party as a separate process."""
+    """Run a whole federation on this machine, with a process for the cloud, each edge and each device."""
     from coterie.federation.cloud.screen import watch_federation
     from coterie.federation.localhost.processes import owner_only
     from coterie.federation.localhost.trial import LocalFederation

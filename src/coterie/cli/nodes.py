@@ -1,4 +1,4 @@
-"""`coterie nodes`: who may take part in a federation. A running cloud or edge follows before its next round."""
+"""`coterie nodes`: the nodes of a federation. A running cloud or edge applies changes before its next round."""
 
 import json
 import time
@@ -21,18 +21,20 @@ Name = Annotated[str, Argument(metavar="NAME", help="a node; EDGE/DEVICE for a d
 @nodes_app.command("list")
 def nodes_list(
     root: Dir,
-    run: Annotated[Path | None, Option(help="folder of a run: shows seats and when nodes were last seen")] = None,
+    run: Annotated[
+        Path | None, Option(help="folder of a run; also show seats and the times at which nodes were last seen")
+    ] = None,
     as_json: Annotated[bool, Option("--json", help="print JSON")] = False,
 ) -> None:
     """Show names, roles, key fingerprints and states."""
     from coterie.federation.identity import admin as nodes
 
-    found = nodes.list_nodes(root, run)
+    infos = nodes.list_nodes(root, run)
     if as_json:
-        typer.echo(json.dumps([asdict(n) for n in found], indent=1))
+        typer.echo(json.dumps([asdict(n) for n in infos], indent=1))
         return
     table = Table("name", "role", "state", "key", *(("client", "connected", "last seen") if run else ()))
-    for n in found:
+    for n in infos:
         role = f"{n.role} for {', '.join(n.devices)}" if n.devices else n.role
         seen = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(n.last_seen)) if n.last_seen else "never"
         seat = ["" if n.client is None else str(n.client), "yes" if n.connected else "no", seen] if run else []
@@ -44,21 +46,21 @@ def nodes_list(
 def nodes_add(
     root: Dir,
     names: Annotated[list[str], Argument(metavar="NAME...", help="names of nodes")],
-    public: Annotated[Path | None, Option(help="the public half of a key made on the device itself")] = None,
+    public: Annotated[Path | None, Option(help="the public half of a key that was made on the device")] = None,
     edge: Annotated[bool, Option("--edge", help="register the node as an edge for the devices in --devices")] = False,
     devices: Annotated[
         str | None, Option(help="comma-separated names of the edge's devices; * and ? are wildcards")
     ] = None,
 ) -> None:
-    """Register nodes, as devices or as an edge; without --public their keys are made here.
+    """Register nodes as devices, or one as an edge. Keys are made here, except with --public.
 
-    A node that was removed may be added again, with its old key or a new one; it gets its seat back.
+    A removed node may be added again, with its old key or a new one; it gets its seat back.
     """
     from coterie.errors import CoterieError
     from coterie.federation.identity import authority as certs
 
     if public is not None and len(names) != 1:
-        raise CoterieError("--public is the key of one node; give one name")
+        raise CoterieError("--public is the key of one node; name one node")
     attached = [name.strip() for name in (devices or "").split(",") if name.strip()]
     for name in names:
         made = certs.add_node(root, name, public, "edge" if edge else "device", attached)
@@ -67,7 +69,7 @@ def nodes_add(
 
 @nodes_app.command("remove")
 def nodes_remove(root: Dir, name: Annotated[str, Argument(help="the node")]) -> None:
-    """Remove a node: its key is refused from the next round on. Its seat stays its own until free-seat."""
+    """Remove a node; its key is refused from the next round on. It keeps its seat until `coterie nodes free-seat`."""
     from coterie.federation.identity import authority as certs
 
     certs.remove_node(root, name)
@@ -75,7 +77,7 @@ def nodes_remove(root: Dir, name: Annotated[str, Argument(help="the node")]) -> 
 
 @nodes_app.command("suspend")
 def nodes_suspend(root: Dir, name: Name) -> None:
-    """Ask a node nothing from the next round on; it stays connected and keeps key and seat."""
+    """Send a node no requests from the next round on; it stays connected and keeps its key and seat."""
     from coterie.federation.identity import admin as nodes
 
     nodes.suspend(root, name)
@@ -93,12 +95,14 @@ def nodes_release(root: Dir, name: Name) -> None:
 def nodes_rotate(
     root: Dir,
     name: Annotated[str, Argument(help="the node")],
-    public: Annotated[Path | None, Option(help="the public half of a new key made on the device itself")] = None,
-    overlap: Annotated[float, Option(min=0, help="days for which the old key holds if the new one is not seen")] = 7.0,
+    public: Annotated[Path | None, Option(help="the public half of a new key that was made on the device")] = None,
+    overlap: Annotated[
+        float, Option(min=0, help="days for which the old key is valid if the new one is not used")
+    ] = 7.0,
 ) -> None:
-    """Give a node a new key; seat and private state stay.
+    """Give a node a new key; it keeps its seat and private state.
 
-    Either key is accepted until the node was first seen with the new one, or until the overlap is over.
+    The old key is valid until the node first connects with the new one, or until the end of the overlap.
     """
     from coterie.federation.identity import admin as nodes
 
@@ -110,10 +114,12 @@ def nodes_rotate(
 def nodes_free(
     run: Annotated[Path, Argument(metavar="RUN", help="folder of the cloud's run")],
     name: Name,
-    to: Annotated[str | None, Option(help="the node that gets the seat; otherwise the next newcomer")] = None,
+    to: Annotated[str | None, Option(help="the node that gets the seat (default: the next new node)")] = None,
 ) -> None:
-    """Make the client number of a removed or suspended node free for another, who starts without private state."""
+    """Free the seat of a removed or suspended node; the next node with this seat starts without private state."""
     from coterie.federation.identity import admin as nodes
 
     number = nodes.free_seat(run, name, to)
-    console.print(f"client {number} is free{f' for {to}' if to else ''} before the next round", highlight=False)
+    console.print(
+        f"the seat of client {number} will be free{f' for {to}' if to else ''} before the next round", highlight=False
+    )

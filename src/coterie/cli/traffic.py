@@ -1,4 +1,4 @@
-"""Declared bytes of every method for one model, without training anything."""
+"""The declared bytes of methods for one model, without training."""
 
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +14,11 @@ from coterie.errors import CoterieError
 from coterie.methods import find
 from coterie.models.registry import WITH_NORM
 
-ANSWERS = 8  # clients, more than any method's default number of groups or models
+_SENDERS = 8  # clients that answer once; more than any method's default number of groups or models
 
 
 class Traffic:
-    """Binds methods to the same small federation and asks what they would send."""
+    """Binds methods to the same small federation and computes the bytes that they would send."""
 
     def __init__(self, model: str | None, data: str, data_dir: Path | None):
         self.data, self._model, self._dir = data, model, data_dir
@@ -41,7 +41,7 @@ class Traffic:
         return f"{self._model or 'the default model'} ({n:,} parameters)"
 
     def of(self, name: str) -> tuple[str, str]:
-        """KB up and down in a late round for a client with all classes; a dash where the method does not fit."""
+        """Return the KB up and down of `declared`; a dash if the method does not fit the model or the data."""
         method = find(name)()
         method.ctx = (self._normed if "bn" in method.needs and not self._model else self._session).method.ctx
         try:
@@ -53,9 +53,9 @@ class Traffic:
 
 
 def declared(method: Method) -> tuple[int, int]:
-    """Bytes up and down of a client with all classes in the last round.
+    """Return the bytes up and down of a client with all classes in the last round.
 
-    Where they depend on what the server knows, it is what it knows after a few clients have answered once.
+    Where they depend on the server's state, it is the state after a few clients have answered once.
     """
     server = _answered_once(method)
     links: tuple[Link, Link] = ("up", "down")
@@ -63,26 +63,26 @@ def declared(method: Method) -> tuple[int, int]:
     for link in links:
         try:
             schema = method.schema(link, Moment(server, method.ctx.clients[0], method.ctx.planned_rounds))
-        except (LookupError, TypeError):  # a state that this server does not have yet
+        except (LookupError, TypeError):  # the server has no such state yet
             schema = method.schema(link)
         sizes.append(schema.nbytes())
     return sizes[0], sizes[1]
 
 
 def _answered_once(method: Method) -> State:
-    """The server after a few clients have sent zeros; its first state, if the method can make nothing of them."""
+    """Return the server's state after a few clients have sent zeros; its first state if the method cannot use them."""
     server = first = method.setup()
     try:
         for t in (0, 1) if method.opening() else (1,):
-            payloads = {i: _zeros(method.schema("up", Moment(server, i, t))) for i in method.ctx.clients[:ANSWERS]}
+            payloads = {i: _zeros(method.schema("up", Moment(server, i, t))) for i in method.ctx.clients[:_SENDERS]}
             server = method.aggregate(server, [Upload(p, sender=i, samples=1) for i, p in payloads.items()], t)
-    except Exception:  # zeros may be a model that some rule cannot do with
+    except Exception:  # some methods cannot aggregate zeros
         return first
     return server
 
 
 def _zeros(schema: Schema) -> Tree:
-    longest = {word: most for word, (_, most) in schema.lengths.items()}
+    longest = {name: high for name, (_, high) in schema.lengths.items()}
     return {name: _zero(entry, longest) for name, entry in schema.entries.items()}
 
 
@@ -91,7 +91,3 @@ def _zero(entry: Entry, lengths: dict[str, int]) -> torch.Tensor:
     if entry.distinct:
         return torch.arange(int(entry.low), int(entry.low) + shape[0], dtype=entry.dtype)
     return torch.tensor(max(0, int(entry.low)), dtype=entry.dtype).expand(shape)  # takes no memory
-
-
-def traffic(model: str | None, data: str, data_dir: Path | None) -> Traffic:
-    return Traffic(model, data, data_dir)

@@ -48,7 +48,7 @@ CHUNK_BYTES = 2**18  # payload in one D frame
 MAX_HEAD_BYTES = 2**14  # length of any other frame
 HANDSHAKE_SECONDS = 10.0  # time limit for connecting and for the proof of the node's key
 HEARTBEAT_SECONDS = 5.0  # pause between heartbeats of a side that sends nothing else
-SILENCE_SECONDS = 20.0  # time without a frame after which the other side counts as gone
+MAX_SILENCE_SECONDS = 20.0  # time without a frame after which the other side counts as gone
 GRPC_PREFIX_BYTES = 5  # bytes that gRPC puts before each message
 # exceptions that a write to a broken stream can raise
 STREAM_ERRORS = (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.InternalError)
@@ -121,10 +121,10 @@ class ArrivingPayload:
 async def read_frame(stream: Any) -> bytes:
     """Return the next frame that is not a heartbeat; empty when the stream has ended.
 
-    Raises TimeoutError after SILENCE_SECONDS without a frame.
+    Raises TimeoutError after MAX_SILENCE_SECONDS without a frame.
     """
     while True:
-        async with asyncio.timeout(SILENCE_SECONDS):
+        async with asyncio.timeout(MAX_SILENCE_SECONDS):
             message = await stream.read()
         if message is grpc.aio.EOF:
             return b""

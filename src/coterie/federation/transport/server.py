@@ -5,7 +5,7 @@
         answers, errors, traffic = server.send({"alice": data}, "train", round=3, deadline=600)
 
 Nothing is stored on disk and nothing is polled: a request is sent at once on the stream that its node holds, and the
-answer comes back on it. A node counts as gone when its stream ends or SILENCE_SECONDS pass without a frame. The
+answer comes back on it. A node counts as gone when its stream ends or MAX_SILENCE_SECONDS pass without a frame. The
 registered keys are read from the directory nodes/ of the certificates: once a second while requests are pending, and
 whenever the connected nodes are asked for. Streams without a proof are limited in authentication.py; the number of
 connections, idle connections and gRPC's own handshake are limited here.
@@ -39,9 +39,9 @@ from coterie.federation.transport.exchange import AnswerReader, Exchanges, GrpcE
 from coterie.federation.transport.frames import (
     GRPC_OPTIONS,
     HANDSHAKE_SECONDS,
+    MAX_SILENCE_SECONDS,
     RPC_METHOD,
     RPC_SERVICE,
-    SILENCE_SECONDS,
     grpc,
     make_frame,
     send_heartbeats,
@@ -188,7 +188,7 @@ class GrpcServer:
             if await AnswerReader(stream, self.exchanges).run():
                 self.exchanges.left_at[name] = time.monotonic()
         except TimeoutError:
-            reason = f"the node sent nothing for {SILENCE_SECONDS:g} s"
+            reason = f"the node sent nothing for {MAX_SILENCE_SECONDS:g} s"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, reason)
         except CoterieError as e:
             if (exchange := self.exchanges.with_request_to(name)) is not None:
