@@ -59,8 +59,8 @@ class FedCPMD(EdgeMethod):
     """FedCPMD in all its readings.
 
     Server state: w, the body; votes and samples of the clients that voted; layer, client to personal layer, None in
-    phase 1; distance, the one whose votes decided; trained, the clients that trained in phase 2; phi, the clusters' mean
-    and deviation of Phi for the log.
+    phase 1; distance, the one whose votes decided; trained, the clients that trained in phase 2; phi, the mean
+    and deviation of Phi by cluster for the log.
     """
 
     Settings = FedCPMDSettings
