@@ -209,10 +209,11 @@ def an_epoch_early(cls: Any) -> type[Method]:
     return Changed
 
 
-def worst_picked(cls: Any) -> type[Method]:
+def wrong_model_picked(cls: Any) -> type[Method]:
     class Changed(cls):
-        def _train_loss(self, *args: Any) -> float:
-            return -float(super()._train_loss(*args))
+        def pick(self, models: Any, data: Any) -> int:
+            best = super().pick(models, data)
+            return (best + 1) % len(models)
 
     return Changed
 
@@ -254,7 +255,7 @@ CHANGES: list[tuple[str, str, Callable[[Any], type[Method]]]] = [
     ("per-fedavg", "mlp", batches_swapped),
     ("fedamp", "mlp", mixed_evenly),
     ("fedala", "mlp", an_epoch_early),
-    ("ifca", "mlp", worst_picked),
+    ("ifca", "mlp", wrong_model_picked),
     ("cfl[norms]", "cnn", statistics_compared),
     ("fedproto", "mlp", prototypes_shrunk),
     ("fedcp", "cnn", other_mode),

@@ -64,7 +64,7 @@ class NodeRole:
                 without=tuple(map(str, fields.get("without", ()))),
                 old_key_until=None if until is None else float(until),
             )
-        except (OSError, ValueError, KeyError, TypeError, CoterieError) as e:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, CoterieError) as e:
             raise CoterieError(f"{path} does not contain the role of a node: {e}") from e
 
     def text(self) -> str:
