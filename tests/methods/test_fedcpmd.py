@@ -20,7 +20,7 @@ from coterie.engine import codec
 from coterie.engine.loop import Loop
 from coterie.engine.session import Callbacks, Objects, prepare
 from coterie.errors import CoterieError
-from coterie.methods import build, find
+from coterie.methods import build, find, resolve
 from coterie.methods.fedcpmd import FedCPMDSettings, votes
 from coterie.methods.fedcpmd.mixing import flat_layer, shared_bodies, similarity, weights_of
 from coterie.models.registry import build as build_model
@@ -30,7 +30,7 @@ from support.refusals import refuses
 from support.toy import handed
 
 # the text before its corrections: what these tests work out by hand
-TEXT = {"reading": "paper", "switch_init": "carry", "min_participants": 1}
+TEXT = {"switch_init": "carry", "min_participants": 1}
 NAMES = ("fc1", "fc2", "classifier")
 ALL = FedCPMDSettings(distance="auto")  # the four distances of the paper
 RNG = torch.Generator().manual_seed(5)
@@ -39,13 +39,15 @@ PAIRS = [
 ]
 
 
-def as_text(name: str, own: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the text unless others are given; `reading` alone asks for a reading as it is."""
-    return own if "reading" in own or name == "fedcpmd-full" else {**TEXT, **own}
+def chosen(name: str, own: dict[str, Any]) -> tuple[type[Method], dict[str, Any]]:
+    """The class and settings of the text unless others are given; `reading` asks for a reading as it is."""
+    if name == "fedcpmd-full" or "reading" in own:
+        return resolve(name, own)
+    return find(name, "paper"), {**TEXT, **own}
 
 
 def bound(name: str = "fedcpmd", **own: Any) -> Method:
-    return Bench(find(name), as_text(name, own)).session().method
+    return Bench(*chosen(name, own)).session().method
 
 
 def play(folder: Path, name: str = "fedcpmd", **own: Any) -> Loop:
@@ -55,7 +57,7 @@ def play(folder: Path, name: str = "fedcpmd", **own: Any) -> Loop:
         for k in ("rounds", "join", "dropout", "newcomers", "weighting", "partition", "bn_stats")
         if k in own
     }
-    return Bench(find(name), as_text(name, own)).play(folder, **run)
+    return Bench(*chosen(name, own)).play(folder, **run)
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -65,7 +67,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 def lenet(clients: int = 20, **own: Any) -> Method:
     """The card's model: LeNet5 with batch norm at 3x32x32, statistics local."""
     net = Net(build_model("lenet5", (3, 32, 32), 10, seed=1), torch.zeros(2, 3, 32, 32))
-    method = build("fedcpmd", as_text("fedcpmd", own))
+    method = build(*chosen("fedcpmd", own))
     method.ctx = Context(
         net, net.state(), tuple(range(clients)), Classification(10), 200, 0.1, 5, 32, 0.01, 1, bn_stats="local"
     )
@@ -337,11 +339,8 @@ def test_switch_init_mean_uploads_the_classifier_once(tmp_path: Path) -> None:
 
 # ---- readings --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("bn_stats", ["shared", "local"])
-@pytest.mark.parametrize("first", ["none", "classifier"])
-def test_mended_the_model_right_after_the_switch_is_the_one_right_before(
-    bn_stats: str, first: str, tmp_path: Path
-) -> None:
-    bench = Bench(find("fedcpmd"), {"reading": "mended", "preparation": 2, "phase1_personal": first})
+def test_mended_the_model_right_after_the_switch_is_the_one_right_before(bn_stats: str, tmp_path: Path) -> None:
+    bench = Bench(find("fedcpmd", "mended"), {"preparation": 2})
     session = bench.session(rounds=3, join=0.6, bn_stats=bn_stats)
     loop = open_loop(session, tmp_path / "again")
     loop.run(Callbacks(should_stop=lambda: loop.done >= 2))
@@ -359,7 +358,6 @@ def test_mended_the_model_right_after_the_switch_is_the_one_right_before(
 def test_mended_nothing_private_becomes_shared(tmp_path: Path) -> None:
     loop = play(tmp_path, reading="mended", preparation=1, rounds=4)
     m, server = loop.method, loop.server
-    assert m.edges(server) is None
     for i, tree in server["sent"].items():
         private = m.ctx.group(f"layer:{m.layers[server['layer'][i]]}")
         assert tree.keys() == m.body(server["layer"][i]).keys() and private and not private & tree.keys()
@@ -487,17 +485,17 @@ def test_p14_the_ledger_separates_body_similarity_votes_and_switch(tmp_path: Pat
 @pytest.mark.parametrize("own", [
     {"phase1_personal": "voted"}, {"phase1_personal": "none"}, {"switch_init": "mean"}, {"unsampled_body": "keep"},
     {"similarity_payload": "sketch", "sketch_dims": 3}, {"candidates": ["fc2", "fc1"]}, {"gaussian": "diag_mean"},
-    {"distance": "auto", "unseen": "random"}, {"reading": "paper"}, {"reading": "code"},
-    {"reading": "paper", "unsampled_body": "keep"},
-    {"personal_part": "layer_and_classifier"}, {"personal_part": "layer", "switch_init": "carry"},
-    {"shared_by": "cluster"}, {"reading": "paper", "switch_init": "carry"},
-    {"reading": "paper", "personal_part": "layer_and_classifier"},
+    {"distance": "auto", "unseen": "random"}, {}, {"reading": "code"}, {"reading": "mended"},
+    {"personal_part": "layer_and_classifier"}, {"switch_init": "carry"},
+    {"reading": "mended", "personal_part": "layer_and_classifier"},
+    {"reading": "mended", "similarity_payload": "sketch", "sketch_dims": 3},
 ], ids=str)  # fmt: skip
 def test_declared_bytes_are_counted_bytes_for_every_knob(own: dict[str, Any], tmp_path: Path) -> None:
     from coterie.testing import check
 
-    check("fedcpmd", "payload_is_what_is_declared", **own)
-    check("fedcpmd", "any_subset_of_answers_is_aggregated", **own)
+    cls, own = resolve("fedcpmd", {"reading": "paper", **own})
+    check(cls, "payload_is_what_is_declared", **own)
+    check(cls, "any_subset_of_answers_is_aggregated", **own)
 
 
 @pytest.mark.parametrize("own", [
@@ -621,7 +619,7 @@ def test_a_newcomer_is_served_by_the_cloud(tmp_path: Path) -> None:
 @pytest.mark.parametrize("silent", [{1}, {1, 2}, {2}, {2, 3}])
 @pytest.mark.parametrize("own", [{}, {"switch_init": "mean"}, {"unsampled_body": "keep"}], ids=str)
 def test_rounds_that_nobody_answers_do_not_stop_it(silent: set[int], own: dict[str, Any], tmp_path: Path) -> None:
-    session = Bench(find("fedcpmd"), {"preparation": 2, **own}).session(rounds=6)
+    session = Bench(find("fedcpmd", "paper"), {"preparation": 2, **own}).session(rounds=6)
     loop = open_loop(session, tmp_path)
     train = loop.runtime.train
 

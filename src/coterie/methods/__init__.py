@@ -97,14 +97,16 @@ BUILT_IN = {
     "ecs-fl-random": "ecsfl:ECSFLMendedRandom",
     "ecs-fl-farthest": "ecsfl:ECSFLMendedFarthest",
     "ecs-fl-mean-all": "ecsfl:ECSFLMendedMeanAll",
-    "fedcpmd": "fedcpmd:FedCPMD",
-    "fedcpmd-auto": "fedcpmd:FedCPMDAuto",
+    "fedcpmd": "fedcpmd:FedCPMDMended",
+    "fedcpmd-paper": "fedcpmd:FedCPMD",
+    "fedcpmd-code": "fedcpmd:FedCPMDCode",
+    "fedcpmd-auto": "fedcpmd:FedCPMDMendedAuto",
+    "fedcpmd-oracle": "fedcpmd:FedCPMDMendedOracle",
+    "fedcpmd-random": "fedcpmd:FedCPMDMendedRandom",
+    "fedcpmd-classifier": "fedcpmd:FedCPMDMendedClassifier",
     "fedcpmd-only-cluster": "fedcpmd:FedCPMDOnlyCluster",
     "fedcpmd-only-decoupling": "fedcpmd:FedCPMDOnlyDecoupling",
     "fedcpmd-full": "fedcpmd:FedCPMDFull",
-    "fedcpmd-oracle": "fedcpmd:FedCPMDOracle",
-    "fedcpmd-random": "fedcpmd:FedCPMDRandom",
-    "fedcpmd-classifier": "fedcpmd:FedCPMDClassifier",
 }
 
 
@@ -115,6 +117,19 @@ def _classes(module: str, *presets: str, **classes: str) -> dict[str, str]:
 
 # Name of a method: reading of its paper: module and class. BUILT_IN says which one runs without the setting `reading`.
 READINGS: dict[str, dict[str, str]] = {
+    "fedcpmd": _classes("fedcpmd", mended="FedCPMDMended", paper="FedCPMD", code="FedCPMDCode"),
+    "fedcpmd-auto": _classes("fedcpmd", mended="FedCPMDMendedAuto", paper="FedCPMDAuto", code="FedCPMDCodeAuto"),
+    "fedcpmd-oracle": _classes(
+        "fedcpmd", mended="FedCPMDMendedOracle", paper="FedCPMDOracle", code="FedCPMDCodeOracle"
+    ),
+    "fedcpmd-random": _classes(
+        "fedcpmd", mended="FedCPMDMendedRandom", paper="FedCPMDRandom", code="FedCPMDCodeRandom"
+    ),
+    "fedcpmd-classifier": _classes(
+        "fedcpmd", mended="FedCPMDMendedClassifier", paper="FedCPMDClassifier", code="FedCPMDCodeClassifier"
+    ),
+    "fedcpmd-only-cluster": _classes("fedcpmd", paper="FedCPMDOnlyCluster"),
+    "fedcpmd-only-decoupling": _classes("fedcpmd", paper="FedCPMDOnlyDecoupling"),
     "fedgmh": _classes("fedgmh", "code", mended="FedGMHMended", paper="FedGMH"),
     "fedpc": _classes("fedpc", "text", "code", mended="FedPCMended", paper="FedPC"),
     "fedpc-j1": _classes("fedpc", "text", "code", mended="FedPCMendedJ1", paper="FedPCJ1"),

@@ -9,6 +9,18 @@ from typing import Any
 # Class: settings of version 0.1 that it has no longer, with the value that it acts on. All other settings of version
 # 0.1 which a class lacks have no effect on it.
 ALWAYS: dict[str, dict[str, Any]] = {
+    "FedCPMD": {"shared_by": "cluster", "relay": False, "use": "received"},
+    "FedCPMDCode": {"relay": True, "phase1_personal": "none", "switch_init": "global"},
+    "FedCPMDMended": {
+        "shared_by": "all",
+        "relay": False,
+        "phase1_personal": "none",
+        "switch_init": "global",
+        "min_participants": 1,
+        "phi_of": "rows",
+        "phi_input": "delta",
+        "phi_weight": "log",
+    },
     "ECSFL": {"use": "received"},
     "ECSFLMended": {"aggregation": "mean", "select": "herding", "distance_norm": "none", "two_stage": True},
     "ECSFLMendedRandom": {"select": "random"},
@@ -35,6 +47,16 @@ SERVERS = {"PFedHN": "PFedHNServer", **dict.fromkeys(_SCFPFL, "SCFPFLServer")}
 CLIENTS = dict.fromkeys(_SCFPFL, "SCFPFLClient")
 # Class: the name that checkpoints of version 0.1 have for it.
 FORMER = {
+    "FedCPMDCode": "FedCPMD",
+    "FedCPMDMended": "FedCPMD",
+    "FedCPMDCodeAuto": "FedCPMDAuto",
+    "FedCPMDCodeOracle": "FedCPMDOracle",
+    "FedCPMDCodeRandom": "FedCPMDRandom",
+    "FedCPMDCodeClassifier": "FedCPMDClassifier",
+    "FedCPMDMendedAuto": "FedCPMDAuto",
+    "FedCPMDMendedOracle": "FedCPMDOracle",
+    "FedCPMDMendedRandom": "FedCPMDRandom",
+    "FedCPMDMendedClassifier": "FedCPMDClassifier",
     "ECSFLMended": "ECSFL",
     "ECSFLMendedFarthest": "ECSFLFarthest",
     "ECSFLMendedMeanAll": "ECSFLMeanAll",

@@ -1,4 +1,4 @@
-"""Ablations and controls of FedCPMD."""
+"""Ablations and controls of FedCPMD, of its published code and of its mended version."""
 
 from collections.abc import Sequence
 
@@ -22,29 +22,18 @@ from coterie.core.method import (
 )
 from coterie.errors import CoterieError, unknown
 from coterie.methods.fedcpmd import mixing, votes
-from coterie.methods.fedcpmd.method import FedCPMD
-from coterie.methods.fedcpmd.settings import FedCPMDSettings
+from coterie.methods.fedcpmd.code import FedCPMDCode
+from coterie.methods.fedcpmd.mended import FedCPMDMended
+from coterie.methods.fedcpmd.settings import FedCPMDCodeSettings, FedCPMDMendedSettings, FedCPMDSettings
+from coterie.methods.fedcpmd.text import FedCPMD
+from coterie.methods.fedcpmd.voting import LayerVotes
 from coterie.parts.variants import with_defaults
 
 
-class FedCPMDAuto(FedCPMD):
-    """Of the four distances, the one whose votes agree most with the others'."""
+class _Random(LayerVotes):
+    """Control: as many clients per layer, assigned at random among the clients that voted."""
 
-    Settings = with_defaults(FedCPMDSettings, distance="auto")
-    card = replace(FedCPMD.card, title="FedCPMD (auto)")
-
-
-class FedCPMDClassifier(FedCPMD):
-    """Control: the classifier is the only candidate, so there is one cluster and no switch."""
-
-    Settings = with_defaults(FedCPMDSettings, candidates="classifier")
-    card = replace(FedCPMD.card, title="FedCPMD (classifier)")
-
-
-class FedCPMDRandom(FedCPMD):
-    """Control: the same cluster sizes, assigned at random among those who voted."""
-
-    card = replace(FedCPMD.card, title="FedCPMD (random)")
+    card = replace(LayerVotes.card, title="FedCPMD (random)")
 
     def switch(self, server: State) -> State:
         server = super().switch(server)
@@ -55,7 +44,7 @@ class FedCPMDRandom(FedCPMD):
         return {**server, "layer": {**server["layer"], **dict(zip(order, drawn, strict=True))}}
 
 
-class FedCPMDOracle(FedCPMD):
+class _Oracle(LayerVotes):
     """Each client takes the layer that helps it most on its validation part.
 
     After local training it puts one trained layer at a time into the model it started from, and keeps the layer with
@@ -63,7 +52,7 @@ class FedCPMDOracle(FedCPMD):
     """
 
     needs = ("head", "val", "classes")
-    card = replace(FedCPMD.card, title="FedCPMD (oracle)")
+    card = replace(LayerVotes.card, title="FedCPMD (oracle)")
 
     def scores(self, params: Tree, extras: Extras, data: ClientData) -> Tensor:
         errors = []
@@ -83,10 +72,76 @@ def _accuracy(ctx: Context, params: Tree, split: Split) -> float:
     return float(torch.stack(hits).sum()) / len(split)
 
 
+class FedCPMDAuto(FedCPMD):
+    """The text with the distance whose votes agree most with the others'."""
+
+    Settings = with_defaults(FedCPMDSettings, distance="auto")
+    card = replace(FedCPMD.card, title="FedCPMD (auto)")
+
+
+class FedCPMDClassifier(FedCPMD):
+    """The text with the classifier as the only candidate: one cluster and no switch."""
+
+    Settings = with_defaults(FedCPMDSettings, candidates="classifier")
+    card = replace(FedCPMD.card, title="FedCPMD (classifier)")
+
+
+class FedCPMDRandom(_Random, FedCPMD):
+    """The text with layers assigned at random."""
+
+
+class FedCPMDOracle(_Oracle, FedCPMD):
+    """The text with the layers that help most on validation data."""
+
+
+class FedCPMDCodeAuto(FedCPMDCode):
+    """The published code with the distance whose votes agree most with the others'."""
+
+    Settings = with_defaults(FedCPMDCodeSettings, distance="auto")
+    card = replace(FedCPMD.card, title="FedCPMD (auto)")
+
+
+class FedCPMDCodeClassifier(FedCPMDCode):
+    """The published code with the classifier as the only candidate: one cluster and no switch."""
+
+    Settings = with_defaults(FedCPMDCodeSettings, candidates="classifier")
+    card = replace(FedCPMD.card, title="FedCPMD (classifier)")
+
+
+class FedCPMDCodeRandom(_Random, FedCPMDCode):
+    """The published code with layers assigned at random."""
+
+
+class FedCPMDCodeOracle(_Oracle, FedCPMDCode):
+    """The published code with the layers that help most on validation data."""
+
+
+class FedCPMDMendedAuto(FedCPMDMended):
+    """The mended version with the distance whose votes agree most with the others'."""
+
+    Settings = with_defaults(FedCPMDMendedSettings, distance="auto")
+    card = replace(FedCPMD.card, title="FedCPMD (auto)")
+
+
+class FedCPMDMendedClassifier(FedCPMDMended):
+    """The mended version with the classifier as the only candidate: one cluster and no switch."""
+
+    Settings = with_defaults(FedCPMDMendedSettings, candidates="classifier")
+    card = replace(FedCPMD.card, title="FedCPMD (classifier)")
+
+
+class FedCPMDMendedRandom(_Random, FedCPMDMended):
+    """The mended version with layers assigned at random."""
+
+
+class FedCPMDMendedOracle(_Oracle, FedCPMDMended):
+    """The mended version with the layers that help most on validation data."""
+
+
 class FedCPMDOnlyCluster(FedCPMD):
     """Ablation: the same votes and clusters, nothing private; whole models are averaged inside each cluster."""
 
-    Settings = with_defaults(FedCPMDSettings, reading="paper", phase1_personal="none", similarity_payload="none")
+    Settings = with_defaults(FedCPMDSettings, phase1_personal="none", similarity_payload="none")
     card = replace(FedCPMD.card, title="FedCPMD Only_cluster", personal="the cluster's model")
 
     def own(self, layer: int) -> list[str]:
@@ -95,13 +150,13 @@ class FedCPMDOnlyCluster(FedCPMD):
     def rows(
         self, phi: mixing.Layers, members: list[ClientId], participants: list[ClientId], mean: Tensor
     ) -> mixing.Rows:
-        return {}, {}  # everybody gets the mean of equation (5)
+        return {}, {}  # all members get the mean of equation (5)
 
 
 class FedCPMDOnlyDecoupling(FedCPMD):
-    """Ablation: the same votes and personal layers, no clusters; each layer is averaged over who shares it."""
+    """Ablation: the same votes and personal layers, no clusters; each layer is averaged over all that share it."""
 
-    Settings = with_defaults(FedCPMDSettings, reading="paper", similarity_payload="none")
+    Settings = with_defaults(FedCPMDSettings, similarity_payload="none")
     card = replace(FedCPMD.card, title="FedCPMD Only_decoupling")
 
     def edges(self, server: State) -> dict[EdgeId, list[ClientId]] | None:

@@ -11,7 +11,7 @@ from coterie.core.method import ClientId
 from coterie.core.net import Net
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown
-from coterie.methods.fedcpmd.settings import FedCPMDSettings
+from coterie.methods.fedcpmd.settings import VoteSettings
 from coterie.parts.gaussian import (
     Gaussian,
     Tie,
@@ -87,12 +87,12 @@ def layer_outputs(net: Net, params: Tree, x: Tensor, layers: Sequence[str]) -> l
     return [whole[t] for t in taps]
 
 
-def distances(hp: FedCPMDSettings) -> tuple[str, ...]:
+def distances(hp: VoteSettings) -> tuple[str, ...]:
     """The distances that clients vote with."""
     return PAPER if hp.distance == "auto" else (hp.distance,)
 
 
-def scores(hp: FedCPMDSettings, outputs: Sequence[Tensor], x: Tensor, y: Tensor, classes: int) -> Tensor:
+def scores(hp: VoteSettings, outputs: Sequence[Tensor], x: Tensor, y: Tensor, classes: int) -> Tensor:
     """s_l [distances, L] of outputs o_0 ... o_L against inputs and labels, equation (7)."""
     per_dim = hp.gaussian == "diag_mean"
     inputs = fit(x, hp.fit_normalize, hp.sigma_min, per_dim=per_dim)
