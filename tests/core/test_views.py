@@ -9,6 +9,7 @@ from coterie.engine.evaluation import Evaluation, statistics
 from coterie.engine.messages import Score, ScoreAnswer
 from coterie.errors import CoterieError
 from coterie.methods import build
+from coterie.methods.scfpfl.edges import SCFPFLServer
 from coterie.results.comparison import Comparison
 from coterie.results.report.figures import bars, curves
 from coterie.results.run import Run
@@ -105,6 +106,8 @@ def test_methods_with_clusters_say_who_is_where(name: str) -> None:
     server = {
         "cluster": {1: 0, 2: 1}, "layer": {1: 0, 2: 1}, "groups": {1: 0, 2: 1}, "hat": {0: {}, 1: {}},
     }  # fmt: skip
+    if name == "sc-fpfl":
+        server = SCFPFLServer(theta={}, samples={}, hat=server["hat"], cluster=server["cluster"], ask=False, moves={})
     assert method.cluster_of(server) == {1: 0, 2: 1}
     assert build("fedavg").cluster_of({}) is None
 

@@ -9,7 +9,9 @@ import coterie
 from coterie.core import tree as T
 from coterie.core.method import Batch, Client, ClientData, Split, Trained
 from coterie.errors import CoterieError
-from coterie.methods.autopilot import CANDIDATES, PRIOR, UNTRAINED, Autopilot
+from coterie.methods.autopilot import CANDIDATES, Autopilot
+from coterie.methods.autopilot.candidates import UNTRAINED
+from coterie.methods.autopilot.method import PRIOR
 from coterie.parts.candidate_choice import TEMPERATURES, choose, is_behind, shrunk, temperatures
 from support import toy
 from support.short_runs import play, same, session, state, watch

@@ -33,7 +33,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -61,32 +60,16 @@ from coterie.core.method import (
 from coterie.core.schema import Entry, Link, Schema
 from coterie.core.views import ModelView
 from coterie.errors import CoterieError, unknown
+from coterie.methods.autopilot.candidates import CANDIDATES, HEADS, UNINFORMED, UNTRAINED
+from coterie.methods.autopilot.heads import fitted
 from coterie.parts.candidate_choice import choose, mixed, temperatures
 from coterie.parts.neighbours import votes
 
-CANDIDATES: dict[str, dict[str, float]] = {  # members of each candidate, with their shares
-    "global": {"global": 1.0},
-    "tuned": {"tuned": 1.0},
-    "halfway": {"halfway": 1.0},
-    "head": {"head": 1.0},
-    "long-head": {"long-head": 1.0},
-    "own": {"own": 1.0},
-    "neighbours": {"global": 0.5, "near": 0.5},
-    "head+neighbours": {"head": 0.5, "near": 0.5},
-    "head+tuned": {"head": 0.5, "tuned": 0.5},
-    "tuned+own": {"tuned": 0.5, "own": 0.5},
-    "tuned+global": {"tuned": 0.5, "global": 0.5},
-    "ensemble": {"global": 0.25, "head": 0.25, "tuned": 0.25, "near": 0.25},
-}
-HEADS = {"head": 10, "long-head": 30}  # steps of fitting
-UNTRAINED = ("global", "head", "long-head", "neighbours", "head+neighbours")  # candidates without local training
-UNINFORMED = ("head", "tuned", "global")  # the first available one is used while there are no scores yet
 SHARED, OWN = "g", "p"  # tags in the tree of a local training
 SCORES, CHOICE, VALIDATED, PRIOR = "x:scores", "x:choice", "x:validated", "x:prior"
 BOUND = 1e6  # largest absolute mean log-likelihood
 CHUNK = 256  # samples per forward pass
 KEYS = 1024  # training samples for fitted heads and for neighbours
-MOMENTUM = 0.9  # momentum of fitting a head
 LEAST = 1e-12  # probability of a class that no member expects
 
 
@@ -253,40 +236,12 @@ class Autopilot(Method):
         wanted = {m for name in names for m in CANDIDATES[name]}
         found = {"global": w} if "global" in wanted else {}
         if store and wanted & HEADS.keys():
-            found |= {m: {**w, **head} for m, head in self.fitted(w, store).items() if m in wanted}
+            found |= {m: {**w, **head} for m, head in fitted(self.ctx, w, store).items() if m in wanted}
         if "tuned" in state:
             found |= {"tuned": state["tuned"]} if "tuned" in wanted else {}
             found |= {"halfway": T.mean([w, state["tuned"]])} if "halfway" in wanted else {}
             found |= {"own": state["alone"]} if "own" in wanted else {}
         return found
-
-    def fitted(self, w: Tree, store: Extras) -> dict[str, Tree]:
-        """Return private heads, fitted by Nesterov's gradient descent on all stored samples from the global head.
-
-        The rate is one over the features' mean square, which suits any body; it is smaller for tasks without classes.
-        """
-        weight, bias = self.ctx.net.head_names
-        z, y = store["keys"], store["labels"]
-        ones = z.new_ones(len(z), 1)
-        a = torch.cat([z, ones], 1) if bias else z  # [n, d + 1]
-        now = torch.cat([w[weight], w[bias][:, None]], 1) if bias else w[weight]  # [outputs, d + 1]
-        rate = (1.0 if self.ctx.classes else 0.4) / float(a.square().sum(1).mean().clamp(min=1e-6))
-        speed, found = torch.zeros_like(now), {}
-        for step in range(1, max(HEADS.values()) + 1):
-            slope = self._slope(a @ (now + MOMENTUM * speed).T, y)
-            speed = MOMENTUM * speed - rate * (slope.T @ a)
-            now = now + speed
-            for name in (m for m, steps in HEADS.items() if steps == step):
-                found[name] = {weight: now[:, :-1], bias: now[:, -1]} if bias else {weight: now}
-        return {m: T.clone(tree) for m, tree in found.items()}
-
-    def _slope(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the gradient of the mean loss with respect to outputs [n, outputs], in closed form where possible."""
-        if self.ctx.classes:
-            return (outputs.softmax(1) - F.one_hot(y, self.ctx.classes)) / len(y)
-        with torch.enable_grad():
-            outputs = outputs.detach().requires_grad_()
-            return torch.autograd.grad(self.ctx.task.loss(outputs, y), outputs)[0]
 
     @torch.no_grad()
     def outputs(self, members: Mapping[str, Tree], near: Extras, x: Tensor) -> dict[str, Tensor]:
