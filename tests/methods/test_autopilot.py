@@ -11,6 +11,7 @@ from coterie.core.method import Batch, Client, ClientData, Split, Trained
 from coterie.errors import CoterieError
 from coterie.methods.autopilot import CANDIDATES, Autopilot
 from coterie.methods.autopilot.candidates import UNTRAINED
+from coterie.methods.autopilot.heads import fitted
 from coterie.methods.autopilot.method import PRIOR
 from coterie.parts.candidate_choice import TEMPERATURES, choose, is_behind, shrunk, temperatures
 from support import toy
@@ -126,7 +127,7 @@ def test_a_private_head_lowers_the_loss_and_leaves_the_body() -> None:
     w = method.ctx.w0
     store = method.stored(w, data, ["head"])
     losses = [method.ctx.loss_of(method.ctx.logits(w, store["keys"]), Batch(*data.train))]
-    for head in method.fitted(w, store).values():
+    for head in fitted(method.ctx, w, store).values():
         assert head.keys() == set(method.ctx.group("head"))
         losses.append(method.ctx.loss_of(method.ctx.logits({**w, **head}, store["keys"]), Batch(*data.train)))
     assert losses[0] > losses[1] > losses[2]
