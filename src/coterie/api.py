@@ -347,7 +347,7 @@ def _takes_over(cls: type[Method], has: Collection[str], setting: str) -> bool:
 
 
 def shared_choices(cells: Sequence[Cell]) -> list[str]:
-    """Return a sentence for each choice that one method needs and that applies to all methods of a comparison."""
+    """Return one message for each choice that one method needs and that applies to all methods of a comparison."""
     needs: dict[str, list[str]] = {"bn": [], "public": []}
     for cell in {c.settings.method: c for c in cells}.values():
         cls = cell.objects.method or method_class(cell.settings.method)

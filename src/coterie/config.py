@@ -16,7 +16,7 @@ from coterie.errors import CoterieError, unknown
 from coterie.methods import READINGS, build, canonical, fields, find, resolve, sentence
 from coterie.runtimes.registry import canonical_runtime
 
-PUBLIC = 200  # unlabelled items that are set aside for a method that needs some, if nobody says how many
+PUBLIC = 200  # default number of unlabelled items that are set aside for a method that needs them
 LARGEST = 1e6  # of rates and epochs; larger values are typing errors
 BOUND = 1e9  # of numbers whose meaning only a method or a model knows
 

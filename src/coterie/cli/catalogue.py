@@ -1,4 +1,4 @@
-"""What there is: `coterie list`, `coterie show`, `coterie data show`."""
+"""The catalogue commands: `coterie list`, `coterie show`, `coterie data show`."""
 
 import json
 from enum import StrEnum
@@ -135,7 +135,7 @@ def _methods(
     for name in known():
         try:
             found[name] = find(name)
-        except CoterieError as e:  # somebody's broken package must not hide the others
+        except CoterieError as e:  # a broken package of another author must not hide the others
             rows.append({"name": name, "title": str(e), "year": None, "family": [], "personal": str(e), "variants": []})
     above = parents(found)
     for name, m in found.items():
@@ -273,7 +273,7 @@ def _fields(settings: "type[Settings]") -> list[dict[str, Any]]:
 
 
 def _readings(settings: "type[ReadingSettings]") -> Table:
-    """What each reading sets; a variant's own defaults stand in all of them."""
+    """Return the settings of each reading; a variant's own defaults stand in all of them."""
     table = Table(title="readings (--set reading=NAME)", title_justify="left")
     found = {name: settings(**{"reading": name}) for name in settings.readings}
     for column in ("setting", *found):

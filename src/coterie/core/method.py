@@ -72,7 +72,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Download:
-    """What a server sends: `shared` to all clients, `edge` to an edge and all its clients, `each` to single clients."""
+    """A server's payload: `shared` for all clients, `edge` for an edge and its clients, `each` for single clients."""
 
     shared: Tree = field(default_factory=dict)
     each: Mapping[ClientId, Tree] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Download:
 
 @dataclass(frozen=True)
 class Upload:
-    """What a client or an edge sends. `tree` is the payload and is counted; `note` holds numbers for the log only."""
+    """An upload of a client or an edge: `tree` is the payload and is counted, `note` holds numbers for the log only."""
 
     tree: Tree
     note: Mapping[str, float] = field(default_factory=dict)
@@ -246,7 +246,7 @@ class Method:
     # registered names of the controls that a claim about this class must beat in addition to the usual ones: its idea
     # drawn at random, or a part of it removed; not inherited
     controls: ClassVar[tuple[str, ...]] = ()
-    # what the models of all clients have in common: everything, the head and its features, or only the outputs
+    # parts that the models of all clients share: the model, the head and its features, or only the outputs
     agree: ClassVar[Literal["model", "head", "output"]] = "model"
     # True if training depends on ctx.planned_rounds: a run that is extended then differs from one that began longer
     plans_ahead: ClassVar[bool] = False

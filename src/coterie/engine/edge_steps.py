@@ -1,4 +1,4 @@
-"""What happens between the cloud and its clients in a round, wherever it happens: at the cloud or at an edge."""
+"""The steps of a round between the cloud and its clients, at the cloud or at an edge."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ Edges = Mapping[EdgeId, State]
 def attach(
     method: Method, server: State, edges: Edges, sent: Download, ids: Sequence[ClientId]
 ) -> list[tuple[Edge, tuple[ClientId, ...]]]:
-    """The edges that serve these clients, each with what it is sent, and its clients among them."""
+    """Return the edges that serve these clients, each with its download and its clients among them."""
     layout = method.edges(server) if isinstance(method, EdgeMethod) else None
     wanted = set(ids)
     found = []
@@ -33,7 +33,7 @@ def attach(
 def preview(
     method: Method, server: State, edges: Edges, ids: Sequence[ClientId], round: int
 ) -> dict[ClientId, tuple[Tree, Tree]]:
-    """What each client is handed to score and use before this round: the part shared with others, and its own."""
+    """Return each client's download for scoring before this round: the shared part, and its own."""
     sent = method.deliver(server, ids, round)
     found = {i: (sent.shared, sent.each.get(i, {})) for i in ids}
     for edge, here in attach(method, server, edges, sent, ids):
@@ -44,7 +44,7 @@ def preview(
 
 
 def relay(method: EdgeMethod, task: MergeRequest) -> tuple[list[TrainRequest], Bytes]:
-    """The requests of an edge's clients with what it hands on, and the bytes sent to all that were sampled."""
+    """Return the requests of an edge's clients with their downloads, and the bytes sent to all sampled clients."""
     handed = method.relay(task.edge, task.clients, task.round)
     requests = [replace(r, shared=handed.shared, own=handed.each.get(r.client, {})) for r in task.requests]
     schema = method.schema("down")
@@ -52,7 +52,7 @@ def relay(method: EdgeMethod, task: MergeRequest) -> tuple[list[TrainRequest], B
 
 
 def merge(method: EdgeMethod, task: MergeRequest, answers: Sequence[TrainAnswer], down: Bytes) -> MergeAnswer:
-    """What an edge makes of its clients' answers; of those it does not call for, only the announcement crosses."""
+    """Merge the answers of an edge's clients; of clients that are not called, only the announcement counts."""
     got = receive(task.schemas, sorted(answers, key=lambda a: a.client))
     ahead = [replace(u, tree=T.keep(u.tree, lambda k: k.startswith(ANNOUNCE))) for u in got.uploads]
     called = method.calls(task.edge, ahead, task.round)
@@ -80,7 +80,7 @@ class Received:
     uploads: list[Upload] = field(default_factory=list)
     refused: dict[ClientId, str] = field(default_factory=dict)  # why
     nonfinite: list[ClientId] = field(default_factory=list)
-    bytes: dict[ClientId, Bytes] = field(default_factory=dict)  # of all of them: they have crossed the link
+    bytes: dict[ClientId, Bytes] = field(default_factory=dict)  # bytes of all uploads: they have crossed the link
 
 
 def receive(schemas: Mapping[ClientId, Schema], answers: Sequence[TrainAnswer]) -> Received:

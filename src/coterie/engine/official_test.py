@@ -29,7 +29,7 @@ def check(federation: Federation) -> None:
 
 
 class Official:
-    """Scores of one model for all, written beside those of the personal models."""
+    """Scores of one model for all clients, in addition to those of the personal models."""
 
     def __init__(self, method: Method, federation: Federation, head: Literal["mean", "init"] = "mean"):
         self.method, self.federation, self.head = method, federation, head

@@ -136,7 +136,7 @@ def _is_users(thing: object) -> bool:
 def _code(thing: object) -> str:
     """The source without comments at its ends, or the bytecode where there is no source."""
     try:
-        return inspect.cleandoc(inspect.getsource(thing))  # type: ignore[arg-type]  # raises for what it does not know
+        return inspect.cleandoc(inspect.getsource(thing))  # type: ignore[arg-type]  # raises for unknown objects
     except (OSError, TypeError):
         parts = vars(thing).values() if isinstance(thing, type) else [thing]
         return "".join(_bytecode(p.__code__) for p in parts if isinstance(p, FunctionType))

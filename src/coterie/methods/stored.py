@@ -1,4 +1,4 @@
-"""What files of version 0.1 call otherwise: settings of methods, and names of classes.
+"""Names that files of version 0.1 use for settings of methods and for classes.
 
 In version 0.1 one class held all readings of a paper, with settings that chose between protocols. Files of that version
 hold every setting, so that `coterie.methods.restored` can find the class that does the same today.

@@ -14,7 +14,7 @@ from coterie.core.method import Settings
 
 
 class ReadingSettings(Settings):
-    """Settings with a field `reading` and a table of what each reading sets."""
+    """Settings with a field `reading` and a table of each reading's values."""
 
     readings: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 

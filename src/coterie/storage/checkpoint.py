@@ -45,7 +45,7 @@ def write(folder: Folder, runtime: Runtime, made: Callable[[Index], Checkpoint])
 def resume(
     folder: Folder, runtime: Runtime, method: str, from_round: int | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Go back to the newest sound checkpoint, or to that of `from_round`; return a sentence for each damaged one.
+    """Go back to the newest sound checkpoint, or to that of `from_round`; return one message for each damaged one.
 
     The run starts again from its first round if no checkpoint is sound.
     """

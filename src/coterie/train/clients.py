@@ -50,7 +50,7 @@ TYPED = "engine:state"  # key of the method's own state in such a state, if that
 
 @dataclass(frozen=True)
 class Opened:
-    """What a client's hooks are given."""
+    """The arguments of a client's hooks."""
 
     data: ClientData
     test: Split

@@ -121,7 +121,7 @@ def _first_training(clients: Clients) -> tuple[int, list[tuple[Start, ClientData
 
 
 def _downloads(method: Method, server: State, ids: list[ClientId], t: int) -> dict[ClientId, Tree]:
-    """What each of these clients receives, from the cloud or through its edge."""
+    """Return the download of each of these clients, from the cloud or through its edge."""
     sent = method.down(server, ids, t)
     found = {i: sent.to(i) for i in ids}
     if isinstance(method, EdgeMethod):

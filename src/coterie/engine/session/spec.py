@@ -124,7 +124,7 @@ class Session:
         )
 
     def automatic_choices(self) -> list[str]:
-        """Return a sentence for each choice that the method needs and that was made without the user."""
+        """Return one message for each choice that the method needs and that was made without the user."""
         s, method, federation = self.settings, self.method, self.federation
         sentences = []
         if "bn" in method.needs and s.model is None and self.objects.model is None:

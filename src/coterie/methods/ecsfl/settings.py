@@ -10,7 +10,7 @@ from coterie.parts.keep_best import USE, Use
 
 
 class DeviceSettings(Settings):
-    """Devices and edges: who trains, who stops, and how many are aggregated."""
+    """Devices and edges: which devices train and stop, and how many are aggregated."""
 
     select_fraction: float = Field(0.1, gt=0, le=1, description="fraction of the training devices that is aggregated")
     select_least: int = Field(1, ge=1, description="fewest devices of an edge that are aggregated, if as many train")

@@ -56,7 +56,7 @@ def _weight(phi: Tensor, log: bool) -> Tensor:
 
 
 def weights_of(phi: Tensor, known: Sequence[ClientId], participants: Sequence[ClientId], mean: Tensor) -> Tensor:
-    """Rows of equation (12). A member like nobody keeps its own body if it took part, else it gets the mean."""
+    """Rows of equation (12). A member without similarity keeps its own body if it took part, else it gets the mean."""
     own = torch.tensor([[float(i == j) for j in participants] for i in known], dtype=phi.dtype)
     return normalise_rows(phi, torch.where(own.any(1, keepdim=True), own, mean.to(phi)))
 

@@ -167,11 +167,11 @@ class FedCPMD(LayerVotes, EdgeMethod):
         return any(server["layer"].get(i) == layer for i in server["trained"])
 
     def _first_body(self, server: State, layer: int) -> Tree:
-        """What a cluster starts from; later its server has bodies of its own."""
+        """Return the body that a cluster starts from; later its server has bodies of its own."""
         return {} if self.begun(server, layer) else T.drop(server["w"], self.own(layer).__contains__)
 
     def _first_own(self, server: State, layer: int) -> Tree:
-        """What a client's personal part starts from, if not from its own."""
+        """Return the start of a client's personal part, if it is not its own."""
         return T.keep(server["w"], self.own(layer).__contains__) if self.hp.switch_init == "global" else {}
 
     def _sent_without_layer(self, server: State, client: ClientId) -> Tree:

@@ -181,7 +181,7 @@ class FedCPMDFullSettings(Settings):
 
 
 class FedCPMDFull(Method):
-    """X-full of the paper's motivation: everybody keeps the same layer, all others are averaged; no phases."""
+    """X-full of the paper's motivation: all clients keep the same layer, the other layers are averaged; no phases."""
 
     Settings = FedCPMDFullSettings
     hp: FedCPMDFullSettings

@@ -1,4 +1,4 @@
-"""Which layer a client should keep for itself: scores of layers, votes, and what they decide."""
+"""The choice of a client's personal layer: scores of layers, votes, and the elected layer."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What prototypes teach without a collapse: a pull that is also a push from others, and classes that a client lacks."""
+"""A prototype loss that cannot collapse: it also pushes from other classes, and teaches classes that a client lacks."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ def contrast_loss(z: Tensor, y: Tensor, prototypes: Prototypes, tau: float, weig
 
 
 class Directions(NamedTuple):
-    """What stays the same for all steps of a round."""
+    """Return the values that stay the same for all steps of a round."""
 
     value: Tensor  # [classes, d], of length 1 / tau
     far: Tensor  # [classes], added to the logits: 0, and FAR for classes without a prototype

@@ -15,7 +15,7 @@ from coterie.parts.prototypes import Prototypes, collect, from_sums
 
 Feature = Literal["post_relu", "pre_relu"]
 ROWS, IDS, COUNTS = "x:prototypes", "x:ids", "x:counts"  # of the classes present: [labels, d], [labels], [labels]
-MOST = 2**31 - 1  # what a count can be
+MOST = 2**31 - 1  # largest count
 
 
 # ---- where they are taken --------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def own_prototypes(ctx: Context, params: Tree, data: ClientData, where: Feature)
 
 # ---- how they travel -------------------------------------------------------------------------------------------------
 def entries(rows: int | str, ctx: Context) -> dict[str, Entry]:
-    """A set with so many classes in a payload: 4d + 4 bytes for each."""
+    """Return the entries of a prototype set in a payload: 4d + 4 bytes per class."""
     return {
         ROWS: Entry((rows, ctx.net.width), kind="prototype", part="prototypes"),
         IDS: class_ids(rows, ctx.classes, "prototypes"),
