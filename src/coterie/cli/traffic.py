@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from coterie.config import Engine, settings
-from coterie.core.method import Method, Moment, State, Upload
+from coterie.core.context import State
+from coterie.core.method import Method, Moment, Upload
 from coterie.core.schema import Entry, Link, Schema
 from coterie.core.tree import Tree
 from coterie.engine.session import Session, prepare

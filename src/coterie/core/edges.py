@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from coterie.core import tree as T
-from coterie.core.method import ClientId, Download, EdgeId, EdgeState, Method, State, Upload
+from coterie.core.context import ClientId, EdgeId, EdgeState, State
+from coterie.core.method import Download, Method, Upload
 from coterie.core.tree import Tree
 
 ANNOUNCE = "announce:"  # prefix of the entries that a device sends before the rest of its upload (see EdgeMethod.calls)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.core.method import ClientData, Split
+from coterie.core.context import ClientData, Split
 from coterie.core.rng import torch_rng
 from coterie.core.tasks import Task
 from coterie.data.annotations import PART_WORDS, client_number

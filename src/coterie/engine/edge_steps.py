@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from coterie.core import tree as T
+from coterie.core.context import ClientId, EdgeId, State
 from coterie.core.edges import ANNOUNCE, Edge, EdgeMethod
-from coterie.core.method import ClientId, Download, EdgeId, Method, State, Upload
+from coterie.core.method import Download, Method, Upload
 from coterie.core.schema import NonFiniteError, Schema
 from coterie.core.tree import Tree
 from coterie.engine.ledger import summed

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.core.method import ClientId
+from coterie.core.context import ClientId
 from coterie.core.tasks import Task
 from coterie.engine.messages import ScoreAnswer, TrainAnswer
 

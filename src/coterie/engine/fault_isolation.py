@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from coterie.core.method import ClientId, Method, State
+from coterie.core.context import ClientId, State
+from coterie.core.method import Method
 from coterie.engine.edge_steps import Edges
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult, close
 from coterie.errors import CoterieError

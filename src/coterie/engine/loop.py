@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from coterie.core.context import ClientId, EdgeId, State
 from coterie.core.edges import EdgeMethod
-from coterie.core.method import ClientId, EdgeId, Method, State
+from coterie.core.method import Method
 from coterie.core.rng import torch_rng
 from coterie.core.tasks import Classification, Metric
 from coterie.core.views import ON_REQUEST, View

@@ -15,8 +15,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import torch
 from torch import Tensor
 
+from coterie.core.context import ClientId, EdgeId, EdgeState, State
 from coterie.core.edges import Edge
-from coterie.core.method import ClientId, Download, EdgeId, EdgeState, State, Upload
+from coterie.core.method import Download, Upload
 from coterie.core.schema import Entry, Schema
 from coterie.core.states import register
 from coterie.core.tasks import Task

@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 
-from coterie.core.method import ClientId, Method
+from coterie.core.context import ClientId
+from coterie.core.method import Method
 from coterie.core.tree import Tree
 from coterie.data.federation import Federation
 from coterie.engine.messages import Score, ScoreAnswer

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from coterie.config import RunSettings
-from coterie.core.method import Client, ClientData, Method, Model, Start, State
+from coterie.core.context import ClientData, State
+from coterie.core.method import Client, Method, Model, Start
 from coterie.core.tree import Tree, clone, mean
 from coterie.core.views import ModelView
 from coterie.engine.edge_steps import preview

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from coterie.core.method import ClientId, EdgeId, Method, Moment, State, Upload
+from coterie.core.context import ClientId, EdgeId, State
+from coterie.core.method import Method, Moment, Upload
 from coterie.core.rng import torch_rng
 from coterie.engine import ledger
 from coterie.engine.edge_steps import Edges, attach, receive

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.core.method import Batch, ClientData, Extras, Method, Model, Phase, Split, Start
+from coterie.core.context import Batch, ClientData, Extras, Split
+from coterie.core.method import Method, Model, Phase, Start
 from coterie.core.tasks import Task
 from coterie.core.tree import Tree
 from coterie.data import target_types as targets

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from coterie.core.method import Context, Extras, Method
+from coterie.core.context import Context, Extras
+from coterie.core.method import Method
 from coterie.core.net import Net
 from coterie.core.tasks import Task
 from coterie.core.tasks import make as make_task

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coterie.core.method import ClientId, State
+from coterie.core.context import ClientId, State
 from coterie.core.schema import NonFiniteError
 from coterie.core.tree import value_bytes
 from coterie.data.sources import load_dataset

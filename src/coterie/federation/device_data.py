@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from coterie.core.method import ClientData, Split
+from coterie.core.context import ClientData, Split
 from coterie.data.dataset import Dataset, Ints
 from coterie.data.federation import Federation, Part, federate
 from coterie.data.settings import PartitionSettings

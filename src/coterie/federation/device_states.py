@@ -10,7 +10,7 @@ import logging
 from pathlib import Path
 from typing import IO
 
-from coterie.core.method import State
+from coterie.core.context import State
 from coterie.engine import codec
 from coterie.errors import CoterieError
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast, get_args
 
-from coterie.core.method import ClientId, Method
+from coterie.core.context import ClientId
+from coterie.core.method import Method
 from coterie.engine import codec
 from coterie.engine.messages import TrainAnswer, check
 from coterie.errors import CoterieError

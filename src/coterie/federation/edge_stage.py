@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from coterie.core.context import ClientId, EdgeId
 from coterie.core.edges import EdgeMethod
-from coterie.core.method import ClientId, EdgeId, Method
+from coterie.core.method import Method
 from coterie.engine.edge_steps import merge, relay
 from coterie.engine.fault_isolation import contain
 from coterie.engine.messages import Bytes, MergeAnswer, MergeRequest, TrainAnswer, TrainRequest

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from coterie.config import Engine
-from coterie.core.method import ClientId
+from coterie.core.context import ClientId
 from coterie.engine import codec
 from coterie.engine.edge_steps import preview
 from coterie.engine.loop import Loop

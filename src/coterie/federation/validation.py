@@ -6,7 +6,8 @@ merged by `engine.edge_steps.merge`, on a device before it trains. This module c
 
 from collections.abc import Iterable, Mapping
 
-from coterie.core.method import ClientId, Method
+from coterie.core.context import ClientId
+from coterie.core.method import Method
 from coterie.core.schema import LARGEST, Link, Schema, like
 from coterie.core.tasks import Task
 from coterie.core.views import VIEWS

@@ -15,6 +15,7 @@ and Adam are not used. This gradient counts alpha twice, so the paper's rule is 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -22,23 +23,9 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    Client,
-    ClientData,
-    Extras,
-    Method,
-    Model,
-    Phase,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-    replace,
-)
+from coterie.core.context import Batch, ClientData, Extras, State
+from coterie.core.method import Card, Client, Method, Model, Phase, Settings, Start, Trained, Upload
+from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.parts.gradient import grad
 

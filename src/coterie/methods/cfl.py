@@ -16,20 +16,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Card,
-    ClientData,
-    ClientId,
-    Download,
-    Moment,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-)
+from coterie.core.context import ClientData, ClientId, State
+from coterie.core.method import Card, Download, Moment, Settings, Start, Trained, Upload
 from coterie.core.schema import Link, Schema, like
+from coterie.core.tree import Tree
 from coterie.parts.cluster_models import Clustered, vectors
 
 

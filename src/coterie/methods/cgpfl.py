@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientId, Download, State, Tree, Upload
+from coterie.core.context import ClientId, State
+from coterie.core.method import Card, Download, Upload
+from coterie.core.tree import Tree
 from coterie.methods.pfedme import PFedMe, PFedMeSettings
 from coterie.parts import model_bank as bank
 from coterie.parts.cluster_models import Clustered, first_groups, of_cluster, sizes, towards, vectors

@@ -7,28 +7,16 @@ that the mean is by samples in expectation: `draw = samples` does so and costs a
 learns the counts. The default samples as all other methods do, so that a comparison has the same participants.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    Client,
-    ClientData,
-    Extras,
-    Model,
-    Phase,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-    replace,
-)
+from coterie.core.context import Batch, ClientData, Extras, State
+from coterie.core.method import Card, Client, Model, Phase, Settings, Start, Trained, Upload
+from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.parts.size_sampling import SampledBySize
 

@@ -19,23 +19,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    ClientData,
-    ClientId,
-    Download,
-    Method,
-    Model,
-    Moment,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-)
+from coterie.core.context import Batch, ClientData, ClientId, State
+from coterie.core.method import Card, Download, Method, Model, Moment, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
+from coterie.core.tree import Tree
 from coterie.parts.layer_groups import last_layers
 
 REST = "x:rest"  # entry that tells a client to merge without training

@@ -15,23 +15,9 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    Client,
-    ClientData,
-    ClientId,
-    Download,
-    Extras,
-    Method,
-    Model,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-)
+from coterie.core.context import Batch, ClientData, ClientId, Extras, State
+from coterie.core.method import Card, Client, Download, Method, Model, Settings, Start, Trained, Upload
+from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.errors import CoterieError
 from coterie.parts import model_bank as bank

@@ -15,8 +15,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientData, ClientId, Download, Moment, Phase, Start, State, Trained, Tree, Upload
+from coterie.core.context import ClientData, ClientId, State
+from coterie.core.method import Card, Download, Moment, Phase, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
+from coterie.core.tree import Tree
 from coterie.methods.fedbn import FedBN, FedBNSettings
 from coterie.parts import model_bank as bank
 from coterie.parts.batch_norm import input_moments

@@ -15,23 +15,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    ClientData,
-    Extras,
-    Method,
-    Model,
-    Moment,
-    Phase,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-)
+from coterie.core.context import Batch, ClientData, Extras, State
+from coterie.core.method import Card, Method, Model, Moment, Phase, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
+from coterie.core.tree import Tree
 from coterie.parts.gradient import grad
 from coterie.parts.prototypes import collect, one_hot
 

@@ -12,7 +12,9 @@ from typing import Literal
 from pydantic import Field
 
 from coterie.core import tree as T
-from coterie.core.method import Card, Method, Phase, Settings, State, Tree
+from coterie.core.context import State
+from coterie.core.method import Card, Method, Phase, Settings
+from coterie.core.tree import Tree
 
 
 class FedBABUSettings(Settings):

@@ -7,7 +7,9 @@ The mean is by samples, so that without batch norm it would be FedAvg; the autho
 
 from pydantic import Field
 
-from coterie.core.method import Card, ClientData, Method, Model, Settings, State, Trained, Tree, Upload
+from coterie.core.context import ClientData, State
+from coterie.core.method import Card, Method, Model, Settings, Trained, Upload
+from coterie.core.tree import Tree
 from coterie.parts.batch_norm import recalibrated
 
 

@@ -18,22 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    Client,
-    ClientData,
-    Extras,
-    Method,
-    Model,
-    Moment,
-    Phase,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Upload,
-)
+from coterie.core.context import Batch, ClientData, Extras, State
+from coterie.core.method import Card, Client, Method, Model, Moment, Phase, Settings, Start, Trained, Upload
 from coterie.core.schema import Link, Schema, like
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView

@@ -25,24 +25,11 @@ from sklearn.cluster import SpectralClustering
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    Client,
-    ClientData,
-    ClientId,
-    Download,
-    Method,
-    Model,
-    Moment,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-)
+from coterie.core.context import Batch, ClientData, ClientId, State
+from coterie.core.method import Card, Client, Download, Method, Model, Moment, Start, Trained, Upload
 from coterie.core.rng import key
 from coterie.core.schema import Entry, Link, Schema
+from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.parts import model_bank as bank
 from coterie.parts import pairwise_state as pairs

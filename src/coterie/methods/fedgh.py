@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from pydantic import Field
 
-from coterie.core.method import Card, ClientData, Method, Moment, Settings, State, Trained, Upload
+from coterie.core.context import ClientData, State
+from coterie.core.method import Card, Method, Moment, Settings, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema, class_ids
 from coterie.parts.linear_heads import Heads, train_heads
 from coterie.parts.prototypes import collect

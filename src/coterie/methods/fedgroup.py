@@ -15,22 +15,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Card,
-    ClientData,
-    ClientId,
-    Context,
-    Download,
-    Method,
-    Phase,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-)
+from coterie.core.context import ClientData, ClientId, Context, State
+from coterie.core.method import Card, Download, Method, Phase, Settings, Start, Trained, Upload
 from coterie.core.rng import key
+from coterie.core.tree import Tree
 from coterie.parts.cluster_models import Clustered, of_cluster, vectors
 from coterie.parts.clustering import kmeans, svd_features
 from coterie.parts.similarity import cosine

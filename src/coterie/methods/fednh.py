@@ -15,22 +15,8 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    ClientData,
-    Extras,
-    Method,
-    Model,
-    Moment,
-    Phase,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Upload,
-    cross_entropy,
-)
+from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
+from coterie.core.method import Card, Method, Model, Moment, Phase, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema, counts, like
 from coterie.core.tree import Tree
 from coterie.parts.prototypes import collect

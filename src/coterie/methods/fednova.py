@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientData, Method, Moment, State, Trained, Upload
+from coterie.core.context import ClientData, State
+from coterie.core.method import Card, Method, Moment, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
 
 STEPS = "x:steps"

@@ -16,22 +16,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.core.method import (
-    Batch,
-    Card,
-    ClientData,
-    Download,
-    Extras,
-    Method,
-    Model,
-    Moment,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Upload,
-    cross_entropy,
-)
+from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
+from coterie.core.method import Card, Download, Method, Model, Moment, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema, class_ids, counts
 from coterie.core.tree import Tree
 from coterie.parts.prototypes import Prototypes, collect, nearest_logits, prototype_loss

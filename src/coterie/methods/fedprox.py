@@ -8,7 +8,9 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Extras, Method, Settings, Start, State, Tree
+from coterie.core.context import Batch, ClientData, Extras, State
+from coterie.core.method import Card, Method, Settings, Start
+from coterie.core.tree import Tree
 
 
 class FedProxSettings(Settings):

@@ -12,22 +12,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    Client,
-    ClientData,
-    Extras,
-    Method,
-    Model,
-    Moment,
-    Settings,
-    Start,
-    State,
-    Tree,
-    cross_entropy,
-)
+from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
+from coterie.core.method import Card, Client, Method, Model, Moment, Settings, Start
 from coterie.core.schema import Link, Schema, like
+from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.parts import small_layers
 from coterie.parts.distill import balanced_logits

@@ -15,7 +15,9 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientData, Start, State, Tree, Upload
+from coterie.core.context import ClientData, State
+from coterie.core.method import Card, Start, Upload
+from coterie.core.tree import Tree
 from coterie.methods.fedproto import FedProto, FedProtoSettings
 from coterie.parts.prototypes import class_means
 from coterie.parts.small_layers import linear, run_linear

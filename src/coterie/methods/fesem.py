@@ -15,7 +15,8 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientId, Download, Settings, State, Upload
+from coterie.core.context import ClientId, State
+from coterie.core.method import Card, Download, Settings, Upload
 from coterie.errors import CoterieError
 from coterie.parts.cluster_models import Clustered, first_groups, of_cluster, vectors
 from coterie.parts.clustering import assign

@@ -15,7 +15,9 @@ import torch
 from pydantic import Field
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientId, Download, Method, Settings, State, Tree, Upload
+from coterie.core.context import ClientId, State
+from coterie.core.method import Card, Download, Method, Settings, Upload
+from coterie.core.tree import Tree
 from coterie.errors import CoterieError
 from coterie.parts.cluster_models import Clustered, of_cluster, vectors
 from coterie.parts.clustering import Linkage, Metric, agglomerate, assign

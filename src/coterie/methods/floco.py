@@ -19,21 +19,8 @@ from sklearn.decomposition import PCA
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    Client,
-    ClientData,
-    Download,
-    Extras,
-    Method,
-    Model,
-    Moment,
-    Settings,
-    Start,
-    State,
-    Upload,
-)
+from coterie.core.context import Batch, ClientData, Extras, State
+from coterie.core.method import Card, Client, Download, Method, Model, Moment, Settings, Start, Upload
 from coterie.core.schema import Entry, Link, Schema, like
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView

@@ -13,22 +13,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    ClientData,
-    Extras,
-    Method,
-    Model,
-    Moment,
-    Phase,
-    Settings,
-    Start,
-    State,
-    Tree,
-    cross_entropy,
-)
+from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
+from coterie.core.method import Card, Method, Model, Moment, Phase, Settings, Start
 from coterie.core.schema import Link, Schema, like
+from coterie.core.tree import Tree
 from coterie.parts import small_layers
 
 CLASSES = "x:classes"

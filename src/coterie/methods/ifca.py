@@ -13,21 +13,10 @@ import torch
 from pydantic import Field
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Card,
-    ClientData,
-    ClientId,
-    Download,
-    Model,
-    Moment,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-)
+from coterie.core.context import ClientData, ClientId, State
+from coterie.core.method import Card, Download, Model, Moment, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
+from coterie.core.tree import Tree
 from coterie.parts.cluster_models import Clustered
 from coterie.parts.initial_models import starts
 

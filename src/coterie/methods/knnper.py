@@ -11,7 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.core.method import Card, ClientData, Extras, Method, Model, Settings, State, Tree
+from coterie.core.context import ClientData, Extras, State
+from coterie.core.method import Card, Method, Model, Settings
+from coterie.core.tree import Tree
 from coterie.parts.neighbours import votes
 
 SHARES = [i / 10 for i in range(11)]

@@ -10,22 +10,10 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Card,
-    ClientData,
-    ClientId,
-    Download,
-    Method,
-    Model,
-    Moment,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-)
+from coterie.core.context import ClientData, ClientId, State
+from coterie.core.method import Card, Download, Method, Model, Moment, Settings, Start, Trained, Upload
 from coterie.core.schema import Link, Schema, like
+from coterie.core.tree import Tree
 from coterie.parts.layer_groups import last_layers
 
 

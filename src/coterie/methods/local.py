@@ -6,7 +6,8 @@ client trains in the rounds in which it is sampled, so that its compute equals t
 
 from collections.abc import Sequence
 
-from coterie.core.method import Card, ClientId, Download, Method, State, Upload
+from coterie.core.context import ClientId, State
+from coterie.core.method import Card, Download, Method, Upload
 
 
 class Local(Method):

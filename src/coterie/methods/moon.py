@@ -12,7 +12,9 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Extras, Method, Settings, Start, State, Trained, Tree, Upload
+from coterie.core.context import Batch, ClientData, Extras, State
+from coterie.core.method import Card, Method, Settings, Start, Trained, Upload
+from coterie.core.tree import Tree
 
 
 class MoonSettings(Settings):

@@ -7,6 +7,7 @@ after the inner step. Batch-norm statistics change in the outer pass only, not i
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -14,7 +15,9 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Card, ClientData, Extras, Method, Phase, Settings, Start, State, Tree, replace
+from coterie.core.context import Batch, ClientData, Extras, State
+from coterie.core.method import Card, Method, Phase, Settings, Start
+from coterie.core.tree import Tree
 from coterie.parts.gradient import grad, still
 
 

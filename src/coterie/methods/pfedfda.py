@@ -16,22 +16,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Card,
-    Client,
-    ClientData,
-    Method,
-    Model,
-    Moment,
-    Phase,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-)
+from coterie.core.context import ClientData, State
+from coterie.core.method import Card, Client, Method, Model, Moment, Phase, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
+from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.errors import CoterieError
 from coterie.parts.prototypes import class_sums, from_sums

@@ -16,8 +16,9 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Card, Download, Method, Settings, Tree, Upload
+from coterie.core.method import Card, Download, Method, Settings, Upload
 from coterie.core.states import state
+from coterie.core.tree import Tree
 from coterie.parts.small_layers import linear, run_linear
 
 

@@ -7,28 +7,15 @@ Batch-norm statistics are not part of the proximal problem: those of w_i are the
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from pydantic import Field
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    Client,
-    ClientData,
-    Extras,
-    Method,
-    Model,
-    Phase,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-    replace,
-)
+from coterie.core.context import Batch, ClientData, Extras, State
+from coterie.core.method import Card, Client, Method, Model, Phase, Settings, Start, Trained, Upload
+from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.errors import CoterieError
 from coterie.parts.cluster_models import towards

@@ -14,22 +14,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Card,
-    ClientData,
-    ClientId,
-    Download,
-    Method,
-    Model,
-    Moment,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-)
+from coterie.core.context import ClientData, ClientId, State
+from coterie.core.method import Card, Download, Method, Model, Moment, Settings, Start, Trained, Upload
 from coterie.core.schema import Link, Schema, like
+from coterie.core.tree import Tree
 from coterie.parts import model_bank as bank
 from coterie.parts import pairwise_state as pairs
 from coterie.parts.similarity import cosine_rows, neg_log_weights, normalise_rows

@@ -19,23 +19,8 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    Client,
-    ClientData,
-    Download,
-    Extras,
-    Method,
-    Model,
-    Phase,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Upload,
-    cross_entropy,
-)
+from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
+from coterie.core.method import Card, Client, Download, Method, Model, Phase, Settings, Start, Trained, Upload
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.parts import model_bank as bank

@@ -14,8 +14,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientData, Method, Moment, Settings, Split, Start, State, Trained, Tree, Upload
+from coterie.core.context import ClientData, Split, State
+from coterie.core.method import Card, Method, Moment, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
+from coterie.core.tree import Tree
 
 LOSS = "x:loss"
 EPS = 1e-10  # a loss of zero has no power below zero (the authors' constant)

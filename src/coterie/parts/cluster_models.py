@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Client, ClientId, Context, Method, Model, State, Upload
+from coterie.core.context import ClientId, Context, State
+from coterie.core.method import Client, Method, Model, Upload
 from coterie.core.rng import key
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView

@@ -6,7 +6,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from coterie.core import tree as T
-from coterie.core.method import Context
+from coterie.core.context import Context
 from coterie.core.net import initial
 from coterie.core.rng import key
 from coterie.core.tree import Tree

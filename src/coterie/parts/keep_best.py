@@ -10,7 +10,8 @@ from typing import Literal
 
 import torch
 
-from coterie.core.method import Batch, ClientData, Context, Split, State, Tree
+from coterie.core.context import Batch, ClientData, Context, Split, State
+from coterie.core.tree import Tree
 
 Use = Literal["received", "best"]
 USE = "model a client uses: as it receives it, or the best on its validation data of that and of those it trained"

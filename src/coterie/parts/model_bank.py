@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import ClientId, State
+from coterie.core.context import ClientId, State
 from coterie.core.tree import Tree
 
 

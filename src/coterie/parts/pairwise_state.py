@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coterie.core.method import ClientId, State
+from coterie.core.context import ClientId, State
 from coterie.parts import model_bank as bank
 
 

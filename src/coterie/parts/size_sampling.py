@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from coterie.core.method import ClientData, ClientId, Download, Method, Moment, Start, State, Trained, Tree, Upload
+from coterie.core.context import ClientData, ClientId, State
+from coterie.core.method import Download, Method, Moment, Start, Trained, Upload
 from coterie.core.schema import Link, Schema
+from coterie.core.tree import Tree
 
 
 class SampledBySize(Method):

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from coterie.config import Engine
+from coterie.core.context import ClientId, State
 from coterie.core.edges import EdgeMethod
-from coterie.core.method import ClientId, Method, State
+from coterie.core.method import Method
 from coterie.engine.edge_steps import merge, relay
 from coterie.engine.messages import (
     Job,

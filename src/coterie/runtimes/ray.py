@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from coterie.core.method import State
+from coterie.core.context import State
 from coterie.core.states import register
 from coterie.engine.codec import Value, pack, unpack
 from coterie.engine.messages import Job, Remote, ScoreAnswer, TrainResult

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coterie.core.method import EdgeId, State
+from coterie.core.context import EdgeId, State
 from coterie.core.states import register, typed
 from coterie.engine import codec
 from coterie.engine.ledger import Page

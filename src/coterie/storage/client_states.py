@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.core.method import ClientId, State
+from coterie.core.context import ClientId, State
 from coterie.core.states import register
 from coterie.engine import codec
 from coterie.engine.messages import Remote

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from coterie.config import shared_names
 from coterie.core import tree as T
+from coterie.core.context import ClientId
 from coterie.core.edges import ANNOUNCE, EdgeMethod
-from coterie.core.method import Client, ClientId, Method, Moment
+from coterie.core.method import Client, Method, Moment
 from coterie.core.schema import Entry, Schema
 from coterie.engine import codec
 from coterie.engine.edge_steps import merge, preview, receive, relay

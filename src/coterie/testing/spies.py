@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coterie.core.context import Context
-from coterie.core.method import Client, ClientId, Method, Trained
+from coterie.core.context import ClientId, Context
+from coterie.core.method import Client, Method, Trained
 from coterie.engine import codec
 from coterie.engine.loop import Loop
 from coterie.engine.messages import TrainAnswer, TrainRequest

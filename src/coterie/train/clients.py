@@ -8,20 +8,8 @@ from functools import cached_property
 import torch
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Client,
-    ClientData,
-    ClientId,
-    Extras,
-    Method,
-    Model,
-    Phase,
-    Split,
-    Start,
-    State,
-    started,
-)
+from coterie.core.context import Batch, ClientData, ClientId, Extras, Split, State
+from coterie.core.method import Client, Method, Model, Phase, Start, started
 from coterie.core.states import typed
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView

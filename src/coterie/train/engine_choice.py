@@ -6,8 +6,9 @@ from typing import Literal
 
 import torch
 
+from coterie.core.context import ClientData, ClientId, State
 from coterie.core.edges import Edge, EdgeMethod
-from coterie.core.method import ClientData, ClientId, Method, Phase, Start, State, Trained, started
+from coterie.core.method import Method, Phase, Start, Trained, started
 from coterie.core.rng import torch_rng
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError

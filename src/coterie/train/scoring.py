@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coterie.core.method import Extras, Method, Split
+from coterie.core.context import Extras, Split
+from coterie.core.method import Method
 from coterie.core.tree import Tree
 from coterie.engine.messages import Score
 from coterie.train.vmap.step import Extra, UnstackableError, truly_batched

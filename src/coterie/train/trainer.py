@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, ClientData, Context, Extras, Phase, Start, Trained
+from coterie.core.context import Batch, ClientData, Context, Extras
+from coterie.core.method import Phase, Start, Trained
 from coterie.core.rng import key, torch_rng
 from coterie.core.tree import Tree
 from coterie.parts.gradient import clipped

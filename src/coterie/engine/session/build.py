@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from coterie.config import Engine, RunSettings
-from coterie.core.method import Context, Method
+from coterie.core.context import Context
+from coterie.core.method import Method
 from coterie.core.net import Net
 from coterie.core.rng import key
 from coterie.core.tree import Tree

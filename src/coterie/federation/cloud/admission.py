@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from coterie.core.method import ClientId, EdgeId, Method
+from coterie.core.context import ClientId, EdgeId
+from coterie.core.method import Method
 from coterie.engine.codec import Value
 from coterie.engine.messages import MergeAnswer, TrainAnswer, TrainRequest
 from coterie.engine.round import RoundPlan, RoundResult

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from coterie.core.method import ClientId
+from coterie.core.context import ClientId
 from coterie.errors import CoterieError, sentence
 from coterie.federation.cloud.dispatch import Dispatcher, Greeting
 from coterie.federation.cloud.liveness import Liveness

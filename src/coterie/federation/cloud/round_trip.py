@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from coterie.core import tree as T
-from coterie.core.method import ClientId, EdgeId, Method
+from coterie.core.context import ClientId, EdgeId
+from coterie.core.method import Method
 from coterie.engine.messages import MergeAnswer, MergeRequest
 from coterie.engine.round import RoundAnswers
 from coterie.federation.cloud.membership import Membership

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from coterie.core.method import ClientId, Method
+from coterie.core.context import ClientId
+from coterie.core.method import Method
 from coterie.engine.messages import MergeRequest, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest, check
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult
 from coterie.errors import CoterieError, sentence

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from coterie.core.method import ClientId
+from coterie.core.context import ClientId
 from coterie.errors import CoterieError
 from coterie.federation.identity.seats import Roster
 from coterie.storage.client_states import Index

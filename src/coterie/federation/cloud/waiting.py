@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coterie.core.method import ClientId
+from coterie.core.context import ClientId
 from coterie.errors import CoterieError
 from coterie.federation.cloud.liveness import Liveness
 from coterie.federation.cloud.membership import Membership

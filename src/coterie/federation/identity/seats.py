@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from coterie.core.method import ClientId
+from coterie.core.context import ClientId
 from coterie.core.tasks import MOST
 from coterie.engine.codec import Value
 from coterie.engine.messages import check

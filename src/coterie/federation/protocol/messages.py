@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, cast
 
-from coterie.core.method import ClientId
+from coterie.core.context import ClientId
 from coterie.core.states import register
 from coterie.core.tree import Tree
 from coterie.engine.messages import MergeAnswer, MergeRequest, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest

@@ -8,13 +8,7 @@ from typing import Any
 
 from coterie.federation.transport.authentication import NodeIdentity
 from coterie.federation.transport.base import Buffer
-from coterie.federation.transport.frames import (
-    GRPC_PREFIX_BYTES,
-    STREAM_ERRORS,
-    grpc,
-    make_frame,
-    payload_frames,
-)
+from coterie.federation.transport.frames import GRPC_PREFIX_BYTES, STREAM_ERRORS, grpc, make_frame, payload_frames
 
 
 @dataclass

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Context, Extras, Tree
+from coterie.core.context import Context, Extras
+from coterie.core.tree import Tree
 from coterie.methods.autopilot.candidates import HEADS
 
 MOMENTUM = 0.9  # momentum of fitting a head

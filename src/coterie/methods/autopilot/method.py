@@ -29,6 +29,7 @@ needs one more training per choice.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -37,27 +38,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    Client,
-    ClientData,
-    ClientId,
-    Download,
-    Extras,
-    Method,
-    Model,
-    Moment,
-    Phase,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-    replace,
-)
+from coterie.core.context import Batch, ClientData, ClientId, Extras, State
+from coterie.core.method import Card, Client, Download, Method, Model, Moment, Phase, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
+from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.errors import CoterieError, unknown
 from coterie.methods.autopilot.candidates import CANDIDATES, HEADS, UNINFORMED, UNTRAINED

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
+from coterie.core.context import ClientData, ClientId, EdgeId, State
 from coterie.core.edges import ANNOUNCE, Edge, EdgeMethod
-from coterie.core.method import Card, ClientData, ClientId, EdgeId, Moment, Start, State, Trained, Tree, Upload
+from coterie.core.method import Card, Moment, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
+from coterie.core.tree import Tree
 from coterie.errors import CoterieError
 from coterie.methods.ecsfl.selection import DistanceNorm, model_distances, select_count
 from coterie.methods.ecsfl.settings import DeviceSettings

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
+from coterie.core.context import ClientData, ClientId, State
 from coterie.core.edges import ANNOUNCE, Edge
-from coterie.core.method import ClientData, ClientId, Model, Settings, State, Trained, Tree, Upload
+from coterie.core.method import Model, Settings, Trained, Upload
 from coterie.core.schema import Entry
+from coterie.core.tree import Tree
 from coterie.methods.ecsfl.devices import SelectingEdges, of_models
 from coterie.methods.ecsfl.selection import herd, projected, usable
 from coterie.methods.ecsfl.settings import ECSFLMendedSettings

@@ -16,9 +16,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from coterie.core.context import ClientData, ClientId, State
 from coterie.core.edges import Edge
-from coterie.core.method import ClientData, ClientId, Settings, State, Tree, Upload
+from coterie.core.method import Settings, Upload
 from coterie.core.schema import Entry
+from coterie.core.tree import Tree
 from coterie.errors import CoterieError
 from coterie.methods.ecsfl.devices import DISTANCE, SelectingEdges, of_models
 from coterie.methods.ecsfl.selection import ranks_by_size, select

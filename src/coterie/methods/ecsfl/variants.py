@@ -1,13 +1,16 @@
 """Ablations and controls of ECS-FL and of its mended version."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from coterie.core.context import ClientData
 from coterie.core.edges import Edge
-from coterie.core.method import ClientData, Tree, Upload, replace
+from coterie.core.method import Upload
 from coterie.core.schema import Entry
+from coterie.core.tree import Tree
 from coterie.methods.ecsfl.devices import DISTANCE
 from coterie.methods.ecsfl.mended import ECSFLMended
 from coterie.methods.ecsfl.selection import Rule, ranks_by_size, select

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from coterie.core.context import Batch, Context
 from coterie.core.layers import Layout, Names
-from coterie.core.method import Batch, Context, Upload
+from coterie.core.method import Upload
 from coterie.core.tree import Tree
 from coterie.parts.gaussian import best_layer, fit, layer_scores, w2, winner
 

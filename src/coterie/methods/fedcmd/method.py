@@ -9,6 +9,7 @@ is one byte in the upload.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,23 +17,8 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    Card,
-    ClientData,
-    Download,
-    Extras,
-    Method,
-    Model,
-    Moment,
-    Phase,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Upload,
-    replace,
-)
+from coterie.core.context import Batch, ClientData, Extras, State
+from coterie.core.method import Card, Download, Method, Model, Moment, Phase, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError

@@ -16,19 +16,10 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    ClientData,
-    ClientId,
-    Download,
-    Model,
-    Moment,
-    Settings,
-    State,
-    Trained,
-    Tree,
-    Upload,
-)
+from coterie.core.context import ClientData, ClientId, State
+from coterie.core.method import Download, Model, Moment, Settings, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema, like
+from coterie.core.tree import Tree
 from coterie.methods.fedcpmd import mixing
 from coterie.methods.fedcpmd.settings import FedCPMDMendedSettings
 from coterie.methods.fedcpmd.voting import LAYER, PHI, VOTE, LayerVotes, byte, shuffled

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import ClientId, State, Upload
+from coterie.core.context import ClientId, State
+from coterie.core.method import Upload
 from coterie.core.tree import Tree
 from coterie.methods.fedcpmd.settings import Unsampled
 from coterie.parts.similarity import SimilarityMap, cosine, cosine_rows, map_similarity, mix, normalise_rows

@@ -17,20 +17,12 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
+from coterie.core.context import ClientId, EdgeId, Extras, State
 from coterie.core.edges import Edge, EdgeMethod
 from coterie.core.layers import Names
-from coterie.core.method import (
-    ClientId,
-    Download,
-    EdgeId,
-    Extras,
-    Moment,
-    Settings,
-    State,
-    Tree,
-    Upload,
-)
+from coterie.core.method import Download, Moment, Settings, Upload
 from coterie.core.schema import Entry, Link, Schema, like
+from coterie.core.tree import Tree
 from coterie.methods.fedcpmd import mixing
 from coterie.methods.fedcpmd.settings import FedCPMDSettings
 from coterie.methods.fedcpmd.voting import LAYER, PHI, VOTE, LayerVotes, byte, shuffled

@@ -1,25 +1,15 @@
 """Ablations and controls of FedCPMD, of its published code and of its mended version."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.core.method import (
-    ClientData,
-    ClientId,
-    Context,
-    Download,
-    EdgeId,
-    Extras,
-    Method,
-    Settings,
-    Split,
-    State,
-    Tree,
-    replace,
-)
+from coterie.core.context import ClientData, ClientId, Context, EdgeId, Extras, Split, State
+from coterie.core.method import Download, Method, Settings
+from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown
 from coterie.methods.fedcpmd import mixing, votes
 from coterie.methods.fedcpmd.code import FedCPMDCode

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coterie.core.context import ClientId
 from coterie.core.layers import Layout
-from coterie.core.method import ClientId
 from coterie.core.net import Net
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown

@@ -12,22 +12,11 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
+from coterie.core.context import ClientData, ClientId, EdgeId, Extras, State
 from coterie.core.layers import Names
-from coterie.core.method import (
-    Card,
-    ClientData,
-    ClientId,
-    EdgeId,
-    Extras,
-    Method,
-    Model,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-)
+from coterie.core.method import Card, Method, Model, Start, Trained, Upload
 from coterie.core.schema import Entry, Kind, counts
+from coterie.core.tree import Tree
 from coterie.errors import CoterieError
 from coterie.methods.fedcpmd import mixing, votes
 from coterie.methods.fedcpmd.settings import VoteSettings

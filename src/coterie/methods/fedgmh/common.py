@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coterie.core.method import Context
+from coterie.core.context import Context
 from coterie.core.tree import Tree
 from coterie.methods.fedgmh.settings import FeatureSettings
 from coterie.parts.linear_heads import Heads

@@ -1,14 +1,17 @@
 """Mean features of labels, which FedGMH's clients send instead of a model."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Card, ClientData, Context, Method, Moment, State, Tree, Upload, replace
+from coterie.core.context import ClientData, Context, State
+from coterie.core.method import Card, Method, Moment, Upload
 from coterie.core.schema import Entry, Schema, class_ids, counts
+from coterie.core.tree import Tree
 from coterie.methods.fedgmh.settings import FeatureSettings
 from coterie.parts.initial_models import start
 from coterie.parts.prototypes import collect

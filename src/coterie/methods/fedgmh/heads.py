@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coterie.core.method import Context
+from coterie.core.context import Context
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown
 from coterie.methods.fedgmh.settings import FeatureSettings

@@ -11,25 +11,16 @@ averages them with its own head, and uses the best model that it has trained so 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    ClientData,
-    Download,
-    Model,
-    Moment,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-    replace,
-)
+from coterie.core.context import ClientData, State
+from coterie.core.method import Download, Model, Moment, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema, like
+from coterie.core.tree import Tree
 from coterie.methods.fedgmh.common import rows_in, train_common_head
 from coterie.methods.fedgmh.features import HEAD, LABELS, FeatureSender, average_in, head_of, labels_of
 from coterie.methods.fedgmh.settings import FedGMHMendedSettings

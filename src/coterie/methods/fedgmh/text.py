@@ -11,28 +11,17 @@ entries of its own head that its last training found critical. Extractors stay p
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import (
-    Batch,
-    ClientData,
-    Download,
-    Extras,
-    Model,
-    Moment,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-    replace,
-)
+from coterie.core.context import Batch, ClientData, Extras, State
+from coterie.core.method import Download, Model, Moment, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema, like
+from coterie.core.tree import Tree
 from coterie.methods.fedgmh.features import HEAD, LABELS, FeatureSender, average_in, head_of, labels_of
 from coterie.methods.fedgmh.heads import critical_mask, label_shares, mix_heads, square_mask, train_label_heads
 from coterie.methods.fedgmh.settings import FedGMHSettings

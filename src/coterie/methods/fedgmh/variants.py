@@ -3,7 +3,8 @@
 The average has no mask to wait for, so it acts from a client's first participation.
 """
 
-from coterie.core.method import replace
+from dataclasses import replace
+
 from coterie.methods.fedgmh.settings import FedGMHSettings
 from coterie.methods.fedgmh.text import FedGMH
 from coterie.parts.variants import with_defaults

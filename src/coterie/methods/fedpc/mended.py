@@ -14,19 +14,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from coterie.core.method import (
-    Batch,
-    ClientData,
-    Extras,
-    Model,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-    cross_entropy,
-)
+from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
+from coterie.core.method import Model, Settings, Start, Trained, Upload
+from coterie.core.tree import Tree
 from coterie.methods.fedpc import prototypes as P
 from coterie.methods.fedpc.contrast import directions, rehearsal, rehearsal_loss, towards
 from coterie.methods.fedpc.settings import FedPCMendedSettings

@@ -1,13 +1,14 @@
 """Prototypes of FedPC: where they are taken, and how sets of them travel."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coterie.core.method import ClientData, Context, replace
+from coterie.core.context import ClientData, Context
 from coterie.core.schema import Entry, class_ids, counts
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError

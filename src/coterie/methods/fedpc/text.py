@@ -18,28 +18,12 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
+from coterie.core.context import Batch, ClientData, ClientId, EdgeId, Extras, State, cross_entropy
 from coterie.core.edges import Edge, EdgeMethod
-from coterie.core.method import (
-    Batch,
-    Card,
-    ClientData,
-    ClientId,
-    Download,
-    EdgeId,
-    Extras,
-    Model,
-    Moment,
-    Phase,
-    Settings,
-    Start,
-    State,
-    Trained,
-    Tree,
-    Upload,
-    cross_entropy,
-)
+from coterie.core.method import Card, Download, Model, Moment, Phase, Settings, Start, Trained, Upload
 from coterie.core.rng import key
 from coterie.core.schema import Entry, Link, Schema, like
+from coterie.core.tree import Tree
 from coterie.errors import CoterieError
 from coterie.methods.fedpc import prototypes as P
 from coterie.methods.fedpc.clustering import prototype_groups, random_groups

@@ -1,6 +1,7 @@
 """Ablations and controls of FedPC and of its mended version: the methods with other defaults."""
 
-from coterie.core.method import replace
+from dataclasses import replace
+
 from coterie.methods.fedpc.mended import FedPCMended
 from coterie.methods.fedpc.settings import FedPCMendedSettings, FedPCSettings
 from coterie.methods.fedpc.text import FedPC

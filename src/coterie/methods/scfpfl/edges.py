@@ -1,35 +1,19 @@
 """Clusters of clients as edges, and the cloud that mixes their models: what the text and the mended version share."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from coterie.core import tree as T
+from coterie.core.context import Batch, ClientData, ClientId, Context, EdgeId, Extras, Split
 from coterie.core.edges import EdgeMethod
-from coterie.core.method import (
-    Batch,
-    Card,
-    Client,
-    ClientData,
-    ClientId,
-    Context,
-    Download,
-    EdgeId,
-    Extras,
-    Model,
-    Moment,
-    Phase,
-    Split,
-    Start,
-    Trained,
-    Tree,
-    Upload,
-    replace,
-)
+from coterie.core.method import Card, Client, Download, Model, Moment, Phase, Start, Trained, Upload
 from coterie.core.schema import LARGEST, Entry, Link, Schema
 from coterie.core.states import state
+from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.errors import CoterieError
 from coterie.methods.scfpfl import movement

@@ -14,8 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coterie.core.method import Batch, ClientData, Extras, Settings, Tree, cross_entropy
+from coterie.core.context import Batch, ClientData, Extras, cross_entropy
+from coterie.core.method import Settings
 from coterie.core.rng import key
+from coterie.core.tree import Tree
 from coterie.methods.scfpfl.edges import ClusterEdges, accuracy, predictions
 from coterie.methods.scfpfl.modularity import logit_clusters
 from coterie.methods.scfpfl.settings import SCFPFLMendedSettings

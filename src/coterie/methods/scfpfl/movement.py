@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from coterie.core.method import ClientId, Upload
+from coterie.core.context import ClientId
+from coterie.core.method import Upload
 from coterie.core.tree import Predicate, Tree, keep
 from coterie.parts import model_bank as bank
 

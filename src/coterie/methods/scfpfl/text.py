@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, ClientData, Extras, Phase, Settings, Tree, cross_entropy
+from coterie.core.context import Batch, ClientData, Extras, cross_entropy
+from coterie.core.method import Phase, Settings
 from coterie.core.rng import key
+from coterie.core.tree import Tree
 from coterie.methods.scfpfl.edges import OWN, ClusterEdges, accuracy, is_own, predictions
 from coterie.methods.scfpfl.settings import SCFPFLSettings
 from coterie.methods.scfpfl.spectral import prediction_clusters

@@ -5,12 +5,15 @@ taken over), or only the agent's distillation.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import ClientData, ClientId, EdgeId, Extras, Phase, Settings, Tree, Upload, replace
+from coterie.core.context import ClientData, ClientId, EdgeId, Extras
+from coterie.core.method import Phase, Settings, Upload
+from coterie.core.tree import Tree
 from coterie.methods.scfpfl.edges import ClusterEdges, is_agent
 from coterie.methods.scfpfl.mended import SCFPFLMended
 from coterie.methods.scfpfl.settings import (

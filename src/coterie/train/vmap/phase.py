@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.core.method import ClientData, Extras, Start, Trained
+from coterie.core.context import ClientData, Extras
+from coterie.core.method import Start, Trained
 from coterie.core.tree import Tree
 from coterie.train.trainer import Effort
 from coterie.train.vmap.step import Extra, Recipe, Steps

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from coterie.core.method import Batch, Loss, Method
+from coterie.core.context import Batch
+from coterie.core.method import Loss, Method
 from coterie.train.optimisers import Optimiser
 
 Step = Callable[..., Sequence[Tensor]]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Context, Phase
+from coterie.core.context import Batch, Context
+from coterie.core.method import Phase
 from coterie.core.rng import key
 from coterie.core.tree import Tree
 from coterie.parts.gradient import clipped
