@@ -25,6 +25,8 @@ from coterie.engine.session import Objects, prepare
 from coterie.errors import CoterieError
 from coterie.methods import find, known
 from coterie.models.registry import list_models
+from coterie.papers.equations import equation_map
+from coterie.papers.presets import PAPERS
 
 HERE = Path(__file__).parent
 SETTINGS_TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
@@ -116,7 +118,20 @@ def facts(name: str) -> str:
     lines += [f"- personal: {m.card.personal}", f"- needs: {needs}", f"- weighting by default: {m.weighting}"]
     lines += [f"- cost of a round: {_cost(m)}", ""]
     lines += ["### What leaves a device", "", payload_table(m), ""]
-    return "\n".join([*lines, "### Settings", "", settings_table(name), ""])
+    lines += ["### Settings", "", settings_table(name), ""]
+    if name in PAPERS:
+        lines += ["### Equations and algorithm lines", "", equations_table(name), ""]
+    return "\n".join(lines)
+
+
+def equations_table(paper: str) -> str:
+    """Return the functions of every numbered equation and algorithm line of a paper, as the code marks them."""
+    lines = [f"Functions are in `coterie/methods/{paper.replace('-', '')}` unless a path is given.", ""]
+    lines += ["| number | meaning | function |", "|---|---|---|"]
+    for e in equation_map(paper):
+        where = ", ".join(f"`{f}`" for f in e.functions) or f"none: {e.reason}"
+        lines.append("| " + " | ".join(_cell(c) for c in (e.name, e.words, where)) + " |")
+    return "\n".join(lines)
 
 
 def _cost(m: type[Method]) -> str:

@@ -207,6 +207,9 @@ def _models() -> list[dict[str, Any]]:
 def show(
     method: Annotated[str, Argument(help="a method's name")],
     allow: Annotated[bool, Option("--allow", help="print a file for `coterie join --allow` that approves it")] = False,
+    equations: Annotated[
+        bool, Option("--equations", help="which function computes which equation of the paper (the five papers)")
+    ] = False,
     as_json: o.Json = False,
 ) -> None:
     """A method's idea, paper and settings."""
@@ -216,6 +219,9 @@ def show(
         from coterie.federation.policy.allow_example import example_policy
 
         typer.echo(example_policy(method), nl=False)
+        return
+    if equations:
+        _equations(method, as_json)
         return
 
     from coterie.methods import find, known
@@ -253,6 +259,23 @@ def show(
     console.print(table)
     if issubclass(m.Settings, ReadingSettings):
         console.print(_readings(m.Settings))
+
+
+def _equations(method: str, as_json: bool) -> None:
+    from coterie.papers.equations import equation_map, paper_of
+
+    lines = equation_map(paper_of(method))
+    if as_json:
+        typer.echo(json.dumps([
+            {"name": e.name, "words": e.words, "functions": e.functions, "reason": e.reason} for e in lines
+        ]))  # fmt: skip
+        return
+    table = Table(title="equations and algorithm lines of the paper", title_justify="left")
+    for column in ("number", "meaning", "function"):
+        table.add_column(column)
+    for e in lines:
+        table.add_row(*map(escape, (e.name, e.words, "\n".join(e.functions) or f"none: {e.reason}")))
+    console.print(table)
 
 
 def _fields(settings: "type[Settings]") -> list[dict[str, Any]]:
