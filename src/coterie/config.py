@@ -70,6 +70,9 @@ class RunSettings(BaseModel):
         ge=1,
         description="end after this many evaluations without a better value on validation data; empty: never",
     )
+    stop_at: float | None = Field(
+        None, description="end when the value on validation data reaches this target, 0.9 for 90 %; empty: never"
+    )
     watch: bool = Field(True, description="evaluate participants before and after local training in every round")
     final_trained: bool = Field(
         True, description="after the last round, also evaluate all clients after local training"

@@ -48,14 +48,32 @@ def test_an_early_end_is_the_same_for_workers_and_interruptions(stopped: Run, tm
     assert whole.finished and events(whole) == events(stopped)
     again = coterie.resume(halves.path, data=DATA, workers=1)
     assert events(again) == events(stopped)
-    with pytest.raises(CoterieError, match="ended early because of stop_after; it cannot get more rounds"):
+    with pytest.raises(CoterieError, match="ended early because of stop_after or stop_at; it cannot get more rounds"):
         coterie.resume(halves.path, data=DATA, workers=1, rounds=60)
     assert Run(halves.path).settings["rounds"] == 30
 
 
-def test_early_stopping_needs_validation_data(tmp_path: Path) -> None:
-    with pytest.raises(CoterieError, match="stop_after needs a validation part"):
-        coterie.run("fedavg", DATA, "mlp", stop_after=2, val_share=0.0, out=tmp_path / "r", **FEW)
+def test_a_run_ends_in_the_first_round_that_reaches_its_target_also_when_resumed(stopped: Run, tmp_path: Path) -> None:
+    curve = stopped.curve(part="val")
+    target = float(curve.max())
+    first = int(curve.index[curve >= target][0])
+    one = coterie.run("fedavg", DATA, "mlp", stop_at=target, out=tmp_path / "a", workers=1, checkpoint_every=3, **FEW)
+    assert one.finished and one.last_round == first < 30
+    value = f"{100 * target:.1f}"
+    assert one.ended == f"accuracy on validation data reached {value}: it was {value} in round {first}"
+    halves = coterie.run("fedavg", DATA, "mlp", stop_at=target, out=tmp_path / "b", workers=2, checkpoint_every=3,
+                         on_round=lambda p: p.round == first - 1, **FEW)  # fmt: skip
+    assert not halves.finished
+    assert events(coterie.resume(halves.path, data=DATA, workers=1)) == events(one)
+    assert events(coterie.resume(halves.path, data=DATA, workers=1)) == events(one)
+
+
+def test_early_stopping_needs_validation_data_and_a_target_that_is_a_share(tmp_path: Path) -> None:
+    for name, value in (("stop_after", 2), ("stop_at", 0.5)):
+        with pytest.raises(CoterieError, match=f"{name} needs a validation part"):
+            coterie.run("fedavg", DATA, "mlp", **{name: value}, val_share=0.0, out=tmp_path / "r", **FEW)
+    with pytest.raises(CoterieError, match=r"stop_at = 90 is not a share between 0 and 1; 0\.9 is accuracy 90 %"):
+        coterie.run("fedavg", DATA, "mlp", stop_at=90, out=tmp_path / "r", **FEW)
 
 
 def test_callbacks_run_after_every_round_and_their_errors_are_reported(tmp_path: Path) -> None:

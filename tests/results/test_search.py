@@ -91,6 +91,7 @@ def test_mistakes_are_reported_in_one_sentence(tmp_path: Path, monkeypatch: pyte
     tried("lr has the value 0.1 twice", space={"lr": [0.1, 0.1]})
     tried("eval_every cannot be searched", space={"eval_every": [1, 2]})
     tried("stop_after cannot be set", stop_after=2)
+    tried("stop_at cannot be set", stop_at=0.9)
     monkeypatch.setitem(sys.modules, "optuna", None)
     tried(r"needs a package: pip install 'coterie\[tune\]'", sampler="optuna")
     assert not (tmp_path / "t").exists()

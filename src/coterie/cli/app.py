@@ -87,6 +87,9 @@ def run(
     stop_after: Annotated[
         int | None, Option(help="end after so many evaluations without a better value on validation data")
     ] = None,
+    stop_at: Annotated[
+        float | None, Option(help="end when the value on validation data reaches this target, 0.9 for 90 %")
+    ] = None,
     track: Annotated[str | None, Option(help="also write curves for tensorboard or mlflow")] = None,
     quiet: o.Quiet = False,
     as_json: o.Json = False,
@@ -99,7 +102,7 @@ def run(
 
     given = o.gather(config, set_, method=method, data=data, task=task, model=model, partition=partition,
                      clients=clients, join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr,
-                     seed=seed, stop_after=stop_after,
+                     seed=seed, stop_after=stop_after, stop_at=stop_at,
                      warm_start=None if warm_start is None else str(warm_start))  # fmt: skip
     o.check_transport(transport)
     silent = quiet or as_json

@@ -44,6 +44,7 @@ class Schedule:
     newcomers: tuple[ClientId, ...] = ()  # clients that are scored but never sampled
     eval_clients: int | None = None  # number of clients, and of newcomers, that are scored; None: all
     stop_after: int | None = None  # evaluations without a better value on validation data, after which the run ends
+    stop_at: float | None = None  # value on validation data at which the run ends
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class Loop:
         saved, complaints = checkpoint.resume(self.folder, self.runtime, type(self.method).__name__, from_round)
         if saved is not None:
             self.server, self.edges, self.bytes, self.done = saved.server, saved.edges, saved.bytes, saved.round
-            for row in read_log(self.folder.path / EVENTS).rows if self.schedule.stop_after else []:
+            stops = self.schedule.stop_after is not None or self.schedule.stop_at is not None
+            for row in read_log(self.folder.path / EVENTS).rows if stops else []:
                 if (value := self._validated(row["eval"])) is not None:
                     self.validation[row["round"]] = value
                 self.ended = row.get("ended", "")
@@ -162,12 +164,17 @@ class Loop:
         return None
 
     def _stops(self, found: Evaluation) -> bool:
-        """True if the value on validation data has not improved for as long as the schedule allows."""
-        patience, value = self.schedule.stop_after, self._validated(found.summary())
-        if patience is None or value is None:
+        """True if the value on validation data reached its target, or did not improve for as long as is allowed."""
+        patience, target = self.schedule.stop_after, self.schedule.stop_at
+        metric, value = self.method.ctx.task.metric, self._validated(found.summary())
+        if value is None:
             return False
-        metric = self.method.ctx.task.metric
         self.validation[self.done] = value
+        if target is not None and (value == target or metric.better(value, target)):
+            reached = f"{metric.text(value)} in round {self.done}"
+            self.ended = f"{metric.name} on validation data reached {metric.text(target)}: it was {reached}"
+        if self.ended or patience is None:
+            return bool(self.ended)
         best = min(self.validation)
         for t, v in sorted(self.validation.items()):
             best = t if metric.better(v, self.validation[best]) or math.isnan(self.validation[best]) else best

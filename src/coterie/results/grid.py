@@ -154,7 +154,7 @@ def _receive(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: SweepStatus) 
         process.join()
         if process.exitcode and cell.out not in status.failed:
             status.failed[cell.out] = f"its process ended with code {process.exitcode}"
-        elif cell.settings.stop_after and cell.out not in status.failed and Run(cell.out).ended:
+        elif cell.out not in status.failed and Run(cell.out).ended:
             status.planned[cell.out] = status.rounds[cell.out]
         pipe.close()
         del live[pipe]

@@ -34,7 +34,8 @@ Sampler = Literal["grid", "random", "optuna"]
 SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)
 _GENERATION = 4  # trials that Optuna proposes at a time; a constant, so that proposals do not depend on workers
 _MOST_COMBINATIONS = 100_000
-_SHARED = ("rounds", "method", "seed", "data", "eval_every", "checkpoint_every", "final_trained", "watch", "stop_after")
+_SHARED = ("rounds", "method", "seed", "data", "eval_every", "checkpoint_every", "final_trained", "watch", "stop_after",
+           "stop_at")  # fmt: skip
 _OF_TRIALS = ("eval_every", "checkpoint_every", "final_trained", "watch")  # settings that the search decides
 
 
@@ -267,8 +268,9 @@ def _check_names(
             raise CoterieError(f"{k} cannot be searched: it is the same for all trials")
         if twice := [v for i, v in enumerate(values) if v in values[:i]]:
             raise CoterieError(f"{k} has the value {twice[0]!r} twice")
-    if any(k.rpartition(".")[2] == "stop_after" and v is not None for k, v in fixed.items()):
-        raise CoterieError("stop_after cannot be set: the search decides which trials end early")
+    for k, v in fixed.items():
+        if (name := k.rpartition(".")[2]) in ("stop_after", "stop_at") and v is not None:
+            raise CoterieError(f"{name} cannot be set: the search decides which trials end early")
 
 
 def _has(setting: str, name: str, own: Collection[str]) -> bool:

@@ -92,8 +92,12 @@ def bind(
     _check_needs(method, federation)
     if settings.official:
         official.check(federation)
-    if settings.stop_after is not None and not federation.sizes("val").any():
-        raise CoterieError("stop_after needs a validation part, and no client has one (set val_share)")
+    for name in ("stop_after", "stop_at"):
+        if getattr(settings, name) is not None and not federation.sizes("val").any():
+            raise CoterieError(f"{name} needs a validation part, and no client has one (set val_share)")
+    if settings.stop_at is not None and federation.task.metric.percent and not 0 < settings.stop_at <= 1:
+        metric = federation.task.metric.name
+        raise CoterieError(f"stop_at = {settings.stop_at:g} is not a share between 0 and 1; 0.9 is {metric} 90 %")
     method.check()
     return Session(settings, engine, federation, method)
 

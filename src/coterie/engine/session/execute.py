@@ -46,6 +46,7 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
         newcomers=session.newcomers,
         eval_clients=s.eval_clients,
         stop_after=s.stop_after,
+        stop_at=s.stop_at,
     )
     official = Official(session.method, session.federation, s.gm_head) if s.official else None
     return Loop(session.method, runtime, folder, schedule, official)
@@ -99,7 +100,7 @@ def _extend(session: Session, out: Path) -> None:
     if session.settings.rounds == read_settings(out)["settings"]["rounds"]:
         return
     if (rows := read_log(out / EVENTS).rows) and rows[-1].get("ended"):
-        raise CoterieError(f"{out} ended early because of stop_after; it cannot get more rounds")
+        raise CoterieError(f"{out} ended early because of stop_after or stop_at; it cannot get more rounds")
     extend(out, session.settings.rounds)
 
 
