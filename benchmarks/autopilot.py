@@ -31,7 +31,7 @@ from coterie.engine.edge_steps import preview
 from coterie.engine.session import Callbacks, execute, prepare, rebuild
 from coterie.errors import CoterieError
 from coterie.methods import find
-from coterie.methods.autopilot import Autopilot
+from coterie.methods.autopilot.method import Autopilot
 from coterie.results.run import Run
 
 FIXED = (

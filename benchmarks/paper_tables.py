@@ -79,26 +79,26 @@ ALPHA: Settings = {  # FedCPMD's setting with fewer clients
     "partition": "dirichlet(0.1)", "epochs": 5, "batch": 32, "lr": 0.01, "bn_stats": "local",
 }  # fmt: skip
 FEDCPMD: dict[str, Settings] = {
-    "fedcpmd": {"watch": True}, "received": {"method": "fedcpmd", "use": "received"},
-    "paper": {"method": "fedcpmd", "reading": "paper", "min_participants": 1, "watch": True},
-    "fedper": {}, "pfedsim": {}, "fedcpmd-random": {}, "fedcpmd-classifier": {}, "fedavg-ft": {}, "fedavg-best": {},
-    "local": {}, "local-best": {},
+    "fedcpmd": {"watch": True}, "fedcpmd-mended": {"watch": True},
+    "received": {"method": "fedcpmd-mended", "use": "received"}, "fedper": {}, "pfedsim": {},
+    "fedcpmd-mended-random": {}, "fedcpmd-mended-classifier": {}, "fedavg-ft": {}, "fedavg-best": {}, "local": {},
+    "local-best": {},
 }  # fmt: skip
 FEDPC: dict[str, Settings] = {
-    "fedpc": {}, "paper": {"method": "fedpc", "reading": "paper"}, "code": {"method": "fedpc", "reading": "code"},
-    "fedpc-no-proto": {}, "fedpc-random": {}, "fedper": {}, "fedavg-ft": {}, "local": {},
+    "fedpc": {}, "text": {"method": "fedpc", "reading": "text"}, "fedpc-mended": {}, "fedpc-mended-no-proto": {},
+    "fedpc-mended-random": {}, "fedper": {}, "fedavg-ft": {}, "local": {},
 }  # fmt: skip
 FEDGMH: dict[str, Settings] = {
-    "fedgmh": {}, "paper": {"method": "fedgmh", "reading": "paper"}, "code": {"method": "fedgmh", "reading": "code"},
-    "fedgmh-o": {}, "fedgmh-a": {}, "fedgmh-oa": {}, "lg-fedavg": {}, "fedper": {}, "fedavg-ft": {}, "local": {},
+    "fedgmh": {}, "code": {"method": "fedgmh", "reading": "code"}, "fedgmh-mended": {}, "fedgmh-o": {}, "fedgmh-a": {},
+    "fedgmh-oa": {}, "lg-fedavg": {}, "fedper": {}, "fedavg-ft": {}, "local": {},
 }  # fmt: skip
 ECSFL: dict[str, Settings] = {
-    "ecs-fl": {}, "paper": {"method": "ecs-fl", "reading": "paper"}, "ecs-fl-mean-all": {}, "ecs-fl-invdist-all": {},
-    "ecs-fl-random": {}, "ecs-fl-nearest": {}, "fedavg": {"final_trained": True},
+    "ecs-fl": {}, "ecs-fl-invdist-all": {}, "ecs-fl-mended": {}, "ecs-fl-mended-mean-all": {},
+    "ecs-fl-mended-random": {}, "fedavg": {"final_trained": True},
 }  # fmt: skip
 SCFPFL: dict[str, Settings] = {
-    "sc-fpfl": {}, "paper": {"method": "sc-fpfl", "reading": "paper"}, "sc-fpfl-cluster-only": {},
-    "sc-fpfl-no-agent": {}, "fedavg-ft": {}, "local": {},
+    "sc-fpfl": {}, "sc-fpfl-mended": {}, "sc-fpfl-mended-cluster-only": {}, "sc-fpfl-mended-no-agent": {},
+    "fedavg-ft": {}, "local": {},
 }  # fmt: skip
 PC: Settings = {
     "partition": "dirichlet(0.3)", "pool": "train", "official": True, "val_share": 0, "clients": 20, "join": 1.0,
@@ -137,7 +137,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "fedcpmd-fmnist": Experiment(
         "fmnist", {**ALPHA, "subset": 6000, "clients": 30, "join": 0.2, "rounds": 200},
         # one participant per round: the same number of participations in six times the rounds
-        {**FEDCPMD, "code": {"method": "fedcpmd", "reading": "code", "rounds": 1200, "eval_every": 100}},
+        {**FEDCPMD, "code": {"method": "fedcpmd-code", "rounds": 1200, "eval_every": 100}},
         (1, 2, 3, 4, 5), "lenet5", "fedcpmd",
     ),
     "fedcpmd-cifar10": Experiment(
@@ -231,7 +231,7 @@ def work(todo: list[Cell], data_dir: Path | None) -> None:
 VIEWS = {"fedavg-ft": ("global", "trained", "adapted")}
 CALLED = {
     ("fedavg-ft", "global"): "FedAvg", ("fedavg-ft", "trained"): "FedAvg, after local training",
-    ("fedavg-ft", "adapted"): "FedAvg + fine-tuning", ("paper", "personal"): "`reading=paper`",
+    ("fedavg-ft", "adapted"): "FedAvg + fine-tuning", ("text", "personal"): "`reading=text`",
     ("code", "personal"): "`reading=code`", ("received", "personal"): "default with `use=received`",
 }  # fmt: skip
 

@@ -290,7 +290,7 @@ def comparison_cells(
     added = _controls(chosen, against)
     chosen |= {name: name for name in added}
     readings = {name: given_reading(more, name, added.get(name, "")) for name in chosen}
-    classes = {name: resolve(m, readings[name])[0] for name, m in chosen.items()}
+    classes = {name: method_class(resolve(m, readings[name])[0]) for name, m in chosen.items()}
     has = {name: fields(m, readings[name]) for name, m in chosen.items()}
     if model is None and any("bn" in m.needs for m in classes.values()):
         named["model"] = WITH_NORM  # all methods train the same model

@@ -13,7 +13,7 @@ from coterie.core.views import View
 from coterie.data.natural import NATURAL
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError, unknown
-from coterie.methods import READINGS, build, canonical, fields, find, resolve, sentence
+from coterie.methods import build, find, resolve, sentence
 from coterie.runtimes.registry import canonical_runtime
 
 PUBLIC = 200  # default number of unlabelled items that are set aside for a method that needs them
@@ -141,13 +141,13 @@ def engine(**given: Any) -> Engine:
 
 def settings(method: str | type[Method], **given: Any) -> RunSettings:
     """Check settings; each name may belong to the run, the federation or the method."""
-    cls = method_class(method)
     own, fed = (table(name, given.pop(name, None)) for name in ("settings", "federation"))
-    if isinstance(method, str) and canonical(method) in READINGS:
-        own |= {"reading": given.pop("reading")} if "reading" in given else {}
-        cls, _ = resolve(method, own)  # the reading decides which settings there are
+    own |= {"reading": given.pop("reading")} if "reading" in given else {}
+    method_class(method)  # raises if there is no such method
+    method, own = resolve(method, own)
+    cls = method_class(method)
     run: dict[str, Any] = {}
-    has = fields(method, own)
+    has = cls.Settings.model_fields
     for name, value in given.items():
         {"run": run, "federation": fed, "method": own}[owner(name, has)][name] = value
     if twice := shared_names(cls):

@@ -18,7 +18,7 @@ CLASSES = Classification(2)
 SMALL = {"clients": 5, "rounds": 2, "epochs": 1, "model": "mlp", "partition": "dirichlet(0.5)", "eval_every": 1,
          "val_share": 0.2, "public": 20, "headline": "edge", "workers": 1}  # fmt: skip
 # the agent is always taken over and learns from the data alone: what is left of SC-FPFL is its edge
-PLAIN = {"reading": "paper", "k0": 1, "kl_weight": 0.0, "lambda1": 0.0, "warmup_epochs": 0, "score": "own"}
+PLAIN = {"k0": 1, "kl_weight": 0.0, "lambda1": 0.0, "warmup_epochs": 0, "score": "own"}
 
 
 @pytest.fixture(scope="module")

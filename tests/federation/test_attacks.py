@@ -354,9 +354,9 @@ def test_a_state_of_an_edge_that_cannot_be_used_does_not_end_the_run_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
 ) -> None:
     """It is found when it comes, not when clients are evaluated rounds later."""
-    monkeypatch.setattr(find("fedcpmd-paper"), "clusters", lambda self, server: {0: [0, 1], 1: [2, 3]})
+    monkeypatch.setattr(find("fedcpmd"), "clusters", lambda self, server: {0: [0, 1], 1: [2, 3]})
     lied = []
-    with federation(tmp_path, "fedcpmd-paper", 2, join=1.0, rounds=6, eval_every=6) as f:
+    with federation(tmp_path, "fedcpmd", 2, join=1.0, rounds=6, eval_every=6) as f:
 
         def spoil(answer: Any) -> Any:
             if lied or not isinstance(answer, EdgeAnswer) or not answer.merged:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from coterie.methods.cd2pfed import CD2pFed, channels
+from coterie.methods.cd2pfed import channels
+from coterie.methods.cd2pfed.method import CD2pFed
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.local import Local
 from support.head_methods import batch_of, bound, declared, gradients, noisy, opened, play, round_of, same, value

@@ -4,7 +4,7 @@ import pytest
 
 from coterie.core.method import Upload
 from coterie.methods.apfl import APFL
-from coterie.methods.cd2pfed import CD2pFed
+from coterie.methods.cd2pfed.method import CD2pFed
 from coterie.methods.cfl import CFL
 from coterie.methods.cgpfl import CGPFL
 from coterie.methods.ditto import Ditto

@@ -16,9 +16,9 @@ from coterie.engine import codec
 from coterie.engine.loop import Loop
 from coterie.errors import CoterieError
 from coterie.methods import build, find
-from coterie.methods.ecsfl import ECSFL, ECSFLMended
 from coterie.methods.ecsfl.devices import AGGREGATED, DISTANCE, WEIGHT
-from coterie.methods.ecsfl.mended import PROJECTION
+from coterie.methods.ecsfl.mended import PROJECTION, ECSFLMended
+from coterie.methods.ecsfl.text import ECSFL
 from coterie.testing import Bench
 from support.refusals import refuses
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from coterie.core import tree as T
 from coterie.core.method import Upload
-from coterie.methods.fedcmd import FedCMD
 from coterie.methods.fedcmd.election import client_vote, most_voted, output_scores, round_winner
+from coterie.methods.fedcmd.method import FedCMD
 from coterie.parts.similarity import softmax_rows
 from coterie.testing import open_loop
 from support.short_runs import CLIENTS, HEAD, bound, jittered, play, same, session, size, state, traffic, watch

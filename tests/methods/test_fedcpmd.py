@@ -20,9 +20,10 @@ from coterie.engine import codec
 from coterie.engine.loop import Loop
 from coterie.engine.session import Callbacks, Objects, prepare
 from coterie.errors import CoterieError
-from coterie.methods import build, find, resolve
-from coterie.methods.fedcpmd import FedCPMDSettings, votes
+from coterie.methods import build, find
+from coterie.methods.fedcpmd import votes
 from coterie.methods.fedcpmd.mixing import flat_layer, shared_bodies, similarity, weights_of
+from coterie.methods.fedcpmd.settings import FedCPMDSettings
 from coterie.models.registry import build as build_model
 from coterie.parts import gaussian as G
 from coterie.testing import Bench, open_loop, small_data
@@ -30,7 +31,7 @@ from support.refusals import refuses
 from support.toy import handed
 
 # the text before its corrections: what these tests work out by hand
-TEXT = {"switch_init": "carry", "min_participants": 1}
+TEXT = {"switch_init": "carry"}
 NAMES = ("fc1", "fc2", "classifier")
 ALL = FedCPMDSettings(distance="auto")  # the four distances of the paper
 RNG = torch.Generator().manual_seed(5)
@@ -40,10 +41,10 @@ PAIRS = [
 
 
 def chosen(name: str, own: dict[str, Any]) -> tuple[type[Method], dict[str, Any]]:
-    """The class and settings of the text unless others are given; `reading` asks for a reading as it is."""
-    if name == "fedcpmd-full" or "reading" in own:
-        return resolve(name, own)
-    return find(name, "paper"), {**TEXT, **own}
+    """The class and its settings; the text's are those that the tests work out by hand, unless `plain` is given."""
+    given = {k: v for k, v in own.items() if k != "plain"}
+    by_hand = not own.get("plain") and not name.startswith(("fedcpmd-full", "fedcpmd-code", "fedcpmd-mended"))
+    return find(name), {**TEXT, **given} if by_hand else given
 
 
 def bound(name: str = "fedcpmd", **own: Any) -> Method:
@@ -356,7 +357,7 @@ def test_mended_the_model_right_after_the_switch_is_the_one_right_before(bn_stat
 
 
 def test_mended_nothing_private_becomes_shared(tmp_path: Path) -> None:
-    loop = play(tmp_path, reading="mended", preparation=1, rounds=4)
+    loop = play(tmp_path, "fedcpmd-mended", preparation=1, rounds=4)
     m, server = loop.method, loop.server
     for i, tree in server["sent"].items():
         private = m.ctx.group(f"layer:{m.layers[server['layer'][i]]}")
@@ -374,7 +375,7 @@ def test_mended_a_layer_is_mixed_over_the_participants_that_share_it() -> None:
 
 
 def test_mended_weights_are_those_of_pfedsim_on_changes() -> None:
-    m = bound(reading="mended")
+    m = bound("fedcpmd-mended")
     moved = {k: v + (k.startswith("classifier") and torch.ones_like(v)) for k, v in m.ctx.w0.items()}
     phi = m.similarity(moved, 0)["x:phi"]
     assert phi.shape == (10, 17) and torch.allclose(phi, torch.ones(10, 17), atol=1e-6)
@@ -392,7 +393,7 @@ def test_mended_weights_are_those_of_pfedsim_on_changes() -> None:
 
 
 def test_switch_init_global_hands_both_parts_to_who_has_not_trained_since(tmp_path: Path) -> None:
-    loop = play(tmp_path, reading="paper", preparation=1, rounds=2, join=1.0)
+    loop = play(tmp_path, plain=True, preparation=1, rounds=2, join=1.0)
     m, server = loop.method, loop.server
     assert set(server["w"]) == set(m.ctx.w0)  # the last round of phase 1 sent the classifiers too
     assert all(not set(m.own(server["layer"][i])) & handed(loop, i).keys() for i in m.ctx.clients)
@@ -406,20 +407,20 @@ def test_switch_init_global_hands_both_parts_to_who_has_not_trained_since(tmp_pa
 
 
 def test_a_cluster_has_at_least_so_many_participants() -> None:
-    m = bound(reading="paper")
-    server = {**m.setup(), "layer": {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}}
-    assert sorted(m.sample(server, 5, torch.Generator())) == [0, 1, 2, 3, 4]  # five of each, or everybody
-    least = bound(reading="paper", min_participants=2).sample(server, 5, torch.Generator())
+    server = {**bound().setup(), "layer": {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}}
+    five = bound(min_participants=5).sample(server, 5, torch.Generator())
+    assert sorted(five) == [0, 1, 2, 3, 4]  # five of each, or all of the cluster
+    least = bound(min_participants=2).sample(server, 5, torch.Generator())
     assert len(set(least) & {0, 1, 2}) == 2 and {3, 4} <= set(least)
 
 
 def test_in_a_relay_one_client_of_each_cluster_trains_and_hands_its_model_on(tmp_path: Path) -> None:
-    m = bound(reading="code")
+    m = bound("fedcpmd-code")
     assert len(m.sample(m.setup(), 1, torch.Generator())) == 1
     server = {**m.setup(), "layer": {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}}
     picked = m.sample(server, 5, torch.Generator())
     assert len(picked) == 2 and len(set(picked) & {0, 1, 2}) == 1
-    loop = play(tmp_path, reading="code", preparation=7, rounds=9)
+    loop = play(tmp_path, "fedcpmd-code", preparation=7, rounds=9)
     rounds = [e["participants"] for e in events(tmp_path) if "participants" in e]
     assert [len(ids) for ids in rounds[:7]] == [1] * 7
     for i in rounds[8]:  # what a cluster's next participant starts from is what the last one ended with
@@ -493,7 +494,8 @@ def test_p14_the_ledger_separates_body_similarity_votes_and_switch(tmp_path: Pat
 def test_declared_bytes_are_counted_bytes_for_every_knob(own: dict[str, Any], tmp_path: Path) -> None:
     from coterie.testing import check
 
-    cls, own = resolve("fedcpmd", {"reading": "paper", **own})
+    name = {"code": "fedcpmd-code", "mended": "fedcpmd-mended"}.get(own.get("reading", ""), "fedcpmd")
+    cls, own = find(name), {k: v for k, v in own.items() if k != "reading"}
     check(cls, "payload_is_what_is_declared", **own)
     check(cls, "any_subset_of_answers_is_aggregated", **own)
 

@@ -17,9 +17,11 @@ from coterie.engine.codec import equal
 from coterie.engine.messages import Job, TrainRequest
 from coterie.errors import CoterieError
 from coterie.methods import build
-from coterie.methods.fedgmh import FedGMH, FedGMHa, FedGMHMended, FedGMHo, FedGMHoa
 from coterie.methods.fedgmh.common import held_labels, masked_step
 from coterie.methods.fedgmh.heads import critical_mask, square_mask
+from coterie.methods.fedgmh.mended import FedGMHMended
+from coterie.methods.fedgmh.text import FedGMH
+from coterie.methods.fedgmh.variants import FedGMHa, FedGMHo, FedGMHoa
 from coterie.methods.local import Local
 from coterie.models.registry import build as build_model
 from coterie.parts.linear_heads import Heads

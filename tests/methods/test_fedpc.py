@@ -14,9 +14,11 @@ from coterie.core import tree as T
 from coterie.core.edges import Edge
 from coterie.core.method import Batch, Download, Moment, Trained, Upload
 from coterie.errors import CoterieError
-from coterie.methods.fedpc import FedPC, FedPCJ1, FedPCMean, FedPCMended, FedPCNoMixing, FedPCNoProto, FedPCRandom
 from coterie.methods.fedpc import prototypes as M
 from coterie.methods.fedpc.contrast import contrast_loss, rehearsal, rehearsal_loss
+from coterie.methods.fedpc.mended import FedPCMended
+from coterie.methods.fedpc.text import FedPC
+from coterie.methods.fedpc.variants import FedPCJ1, FedPCMean, FedPCNoMixing, FedPCNoProto, FedPCRandom
 from coterie.methods.fedper import FedPer
 from coterie.models.registry import build as build_model
 from coterie.parts.prototypes import Prototypes, class_means

@@ -10,9 +10,10 @@ from coterie.core import tree as T
 from coterie.core.method import Batch, Moment, Trained, Upload, replace
 from coterie.errors import CoterieError
 from coterie.methods import READINGS, build, find
-from coterie.methods.scfpfl import SCFPFLMended, SCFPFLSettings
 from coterie.methods.scfpfl.edges import SCFPFLClient, accuracy
+from coterie.methods.scfpfl.mended import SCFPFLMended
 from coterie.methods.scfpfl.modularity import centred_similarity, divided, information, logit_clusters, modularity
+from coterie.methods.scfpfl.settings import SCFPFLSettings
 from coterie.methods.scfpfl.spectral import cluster_count, prediction_clusters, prediction_similarity
 from coterie.parts.clustering import canonical
 from coterie.parts.distill import kl
@@ -94,7 +95,7 @@ def test_a_client_like_nobody_is_no_cluster_when_the_number_is_unknown() -> None
     assert cluster_count(prediction_similarity(P)) == 3
 
 
-# ---- clusters of the reading `mended` ------------------------------------------------------------------------------
+# ---- clusters of the mended method ------------------------------------------------------------------------------
 def block_similarity(sizes: tuple[int, ...], across: float, inside: float = 0.6) -> torch.Tensor:
     label = torch.tensor([b for b, n in enumerate(sizes) for _ in range(n)])
     s = torch.where(label[:, None] == label, inside, across).double()
@@ -428,7 +429,7 @@ def test_what_cannot_work_gets_a_sentence(name, changes, words) -> None:
 @pytest.mark.parametrize("bad", [{"cluster_when": "later"}, {"k0": 0}, {"k0": "many"}, {"g": 0.6}, {"lambda1": -1}])
 def test_settings_out_of_range_are_refused(bad) -> None:
     with pytest.raises(CoterieError, match=next(iter(bad))):
-        build("sc-fpfl-paper", bad)
+        build("sc-fpfl", bad)
 
 
 # ---- who did not answer, and who answers wrongly -------------------------------------------------------------------

@@ -12,7 +12,7 @@ from coterie.methods import find
 from coterie.parts.keep_best import BEST, SCORE, best, kept, score
 from coterie.testing import Bench
 
-MENDED = [("fedcpmd", "use"), ("fedpc", "use"), ("ecs-fl", "use"), ("fedgmh", "score")]
+MENDED = [("fedcpmd-mended", "use"), ("fedpc-mended", "use"), ("ecs-fl-mended", "use"), ("fedgmh-mended", "score")]
 
 
 def made() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
@@ -84,6 +84,6 @@ def test_clients_of_the_mended_readings_use_their_best(name: str, setting: str, 
     assert BEST in states[0] and BEST not in states[1]
     ctx, data = with_best.method.ctx, Bench(find(name), {}).session(**run).federation.data(0)
     download = with_best.method.deliver(with_best.server, [0], 5).to(0)
-    if name in ("fedcpmd", "ecs-fl"):
+    if name in ("fedcpmd-mended", "ecs-fl-mended"):
         params, _ = with_best.method.personal(states[0], download, data)
         assert score(ctx, params, data.val) >= states[0][SCORE]

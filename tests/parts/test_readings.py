@@ -1,8 +1,6 @@
 """Readings: presets; a variant's defaults override them, and the user's settings override both."""
 
-import tomllib
-from importlib.resources import files
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import pytest
 from pydantic import Field
@@ -11,7 +9,9 @@ from coterie.config import settings
 from coterie.core.method import Method
 from coterie.engine.session import recorded
 from coterie.errors import CoterieError
-from coterie.methods import READINGS, build, fields, find, known, restored, unusual_reading, written_out
+from coterie.methods import BUILT_IN, READINGS, build, fields, find, known, resolve, unusual_reading
+from coterie.methods.restore import restored
+from coterie.methods.stored import RENAMED
 from coterie.parts.readings import ReadingSettings
 from coterie.parts.variants import with_defaults
 
@@ -69,44 +69,56 @@ ECSFL = {
 }  # fmt: skip
 
 
-def test_the_five_have_readings() -> None:
-    assert all({"paper", "mended"} <= set(get_args(fields(name)["reading"].annotation)) for name in FIVE)
+def test_a_papers_name_runs_the_text_and_the_mended_method_has_a_name_of_its_own() -> None:
+    for name in FIVE:
+        assert not find(name).__name__.endswith("Mended") and find(name).card.certainty == "P"
+        ours = find(f"{name}-mended").card
+        assert ours.certainty == "O" and ours.title == f"{find(name).card.title} (mended)"
 
 
-@pytest.mark.parametrize("name", READINGS)
-def test_a_name_runs_one_of_its_readings(name: str) -> None:
-    usual = fields(name)["reading"].default
-    assert find(name, usual) is find(name) and usual in READINGS[name]
-    assert unusual_reading(build(name)) == ""
+def test_titles_are_unique() -> None:
+    titles = [find(name).card.title or name for name in BUILT_IN]
+    assert sorted(titles) == sorted(set(titles))
 
 
-@pytest.mark.parametrize("name", {**READINGS, **dict.fromkeys(READ)})
+@pytest.mark.parametrize(("name", "reading"), [(n, r) for n, readings in READINGS.items() for r in readings])
+def test_a_reading_with_a_protocol_of_its_own_is_a_method(name: str, reading: str) -> None:
+    assert resolve(name, {"reading": reading}) == (READINGS[name][reading], {})
+    assert settings(name, reading=reading).method == READINGS[name][reading]
+    assert type(build(name, {"reading": reading})) is find(READINGS[name][reading])
+
+
+@pytest.mark.parametrize("name", READ)
 def test_what_a_run_stores_gives_the_same_method_again(name: str) -> None:
-    for reading in READINGS.get(name, getattr(find(name).Settings, "readings", {})):
+    for reading in find(name).Settings.readings:  # type: ignore[attr-defined]
         built = build(name, {"reading": reading})
-        stored = written_out(name, built)
-        again = build(name, stored)
-        assert type(again) is type(built) and again.hp == built.hp and written_out(name, again) == stored
-        assert restored(name, stored) == stored
+        stored = built.hp.model_dump(mode="json")
+        assert restored(name, stored) == (name, stored) and build(name, stored).hp == built.hp
+        assert unusual_reading(built) == ("" if reading == fields(name)["reading"].default else reading)
 
 
-def test_an_unknown_reading_gets_a_sentence() -> None:
-    with pytest.raises(CoterieError, match='unknown reading of ecs-fl "code"'):
-        build("ecs-fl", {"reading": "code"})
+def test_unknown_and_former_readings_and_names_get_a_sentence() -> None:
+    with pytest.raises(CoterieError, match='unknown reading of fedcpmd "text"'):
+        build("fedcpmd", {"reading": "text"})
+    with pytest.raises(CoterieError, match=r"a method of its own .*: sc-fpfl-mended"):
+        settings("sc-fpfl", reading="mended")
+    for former in RENAMED:
+        with pytest.raises(CoterieError, match=f'"{former}" is called .* since version 0.2'):
+            settings(former)
 
 
-def test_a_reading_decides_which_settings_there_are() -> None:
-    assert settings("fedgmh", reading="paper", beta=0.1).settings == {"reading": "paper", "beta": 0.1}
+def test_a_method_has_only_settings_that_its_class_uses() -> None:
+    assert settings("fedgmh", beta=0.1).settings == {"beta": 0.1}
     with pytest.raises(CoterieError, match='unknown setting "beta"'):
-        settings("fedgmh", beta=0.1)
+        settings("fedgmh-mended", beta=0.1)
 
 
 def test_settings_of_version_0_1_find_the_class_that_does_the_same() -> None:
-    new = restored("ecs-fl", ECSFL)
-    assert new == {k: v for k, v in ECSFL.items() if k not in ("aggregation", "select", "distance_norm", "two_stage")}
-    assert type(build("ecs-fl", new)) is find("ecs-fl", "mended")
+    gone = ("reading", "aggregation", "select", "distance_norm", "two_stage")
+    assert restored("ecs-fl", ECSFL) == ("ecs-fl-mended", {k: v for k, v in ECSFL.items() if k not in gone})
     hybrid = {**ECSFL, "select": "nearest", "use": "received"}  # of the text's class, whatever the reading says
-    assert restored("ecs-fl", hybrid)["reading"] == "paper" and restored("ecs-fl", hybrid)["two_stage"] is True
+    name, kept = restored("ecs-fl", hybrid)
+    assert name == "ecs-fl" and kept["two_stage"] is True
     with pytest.raises(CoterieError, match="no method of this version combines"):
         restored("ecs-fl", {**ECSFL, "select": "nearest"})
 
@@ -118,22 +130,9 @@ def test_a_reading_sets_only_settings_that_the_method_has(name: str) -> None:
         assert all(field in Settings.model_fields for preset in Settings.readings.values() for field in preset)
 
 
-@pytest.mark.parametrize("paper", FIVE)
-def test_the_rows_of_a_papers_tables_name_their_reading(paper: str) -> None:
-    rows = tomllib.loads(files("coterie.papers").joinpath(f"presets/{paper}.toml").read_text())["methods"]
-    own = [row for row in rows.values() if "reading" in fields(row["method"]) and row["method"].startswith(paper)]
-    found = [row.get("reading") for row in own]
-    assert found and set(found) == {"paper"}
-
-
-def test_a_run_keeps_the_values_of_its_reading_and_one_without_any_is_of_the_text() -> None:
-    run = settings("fedpc", gamma=0.25).model_dump(mode="json")
-    stored = written_out("fedpc", build("fedpc", {"gamma": 0.25}))
-    new = recorded({"settings": run, "method": {"settings": {**stored, "tau": 0.7}}})
-    assert new.settings["reading"] == "mended" and new.settings["tau"] == 0.7 and new.settings["gamma"] == 0.25
-    text = {
-        k: v for k, v in build("fedpc", {"reading": "paper"}).hp.model_dump().items() if k not in ("reading", "tau")
-    }
-    old = recorded({"settings": run, "method": {"settings": text}})
-    assert build("fedpc", old.settings).hp == build("fedpc", {"reading": "paper"}).hp
+def test_a_run_keeps_the_values_of_its_reading() -> None:
+    run = settings("fedgmh", beta=0.25).model_dump(mode="json")
+    stored = build("fedgmh", {"beta": 0.25}).hp.model_dump(mode="json")
+    new = recorded({"settings": run, "method": {"settings": {**stored, "eta_h": 0.7}}})
+    assert (new.method, new.settings["eta_h"], new.settings["beta"]) == ("fedgmh", 0.7, 0.25)
     assert recorded({"settings": settings("fedavg").model_dump(), "method": {"settings": {}}}).settings == {}

@@ -106,16 +106,17 @@ TEXT = DEVICES | {"aggregation": "mean", "select": "nearest", "distance_norm": "
 WEIGHTED = {"aggregation": "invdist_all", "distance_norm": "per_step", "train_fraction": 0.7, "epsilon": 0.3}
 MENDED = DEVICES | {"select_fraction": 0.1, "select_least": 2, "use": "best"}
 CASES = [
-    Case("ecs-fl", mended, MENDED | {"projection": 256}),
-    Case("ecs-fl-random", mended_by("random"), MENDED, long=("cnn",)),
-    Case("ecs-fl-farthest", mended_by("farthest"), MENDED, long=("cnn",)),
-    Case("ecs-fl-mean-all", mended, MENDED | {"select_fraction": 1.0}, long=("cnn",)),
-    Case("ecs-fl-paper", reference, TEXT | WEIGHTED),
-    Case("ecs-fl-paper", reference, TEXT | {"select": "random"}, tag="random", long=("cnn",)),
-    Case("ecs-fl-paper", reference, TEXT | {"select": "farthest"}, tag="farthest", long=("cnn",)),
-    Case("ecs-fl-nearest", reference, TEXT, long=("cnn",)),
+    Case("ecs-fl-mended", mended, MENDED | {"projection": 256}),
+    Case("ecs-fl-mended-random", mended_by("random"), MENDED, long=("cnn",)),
+    Case("ecs-fl-mended-farthest", mended_by("farthest"), MENDED, long=("cnn",)),
+    Case("ecs-fl-mended-mean-all", mended, MENDED | {"select_fraction": 1.0}, long=("cnn",)),
+    Case("ecs-fl", reference, TEXT | WEIGHTED, tag="weighted", long=("cnn",)),
+    Case("ecs-fl-random", reference, TEXT | {"select": "random"}, long=("cnn",)),
+    Case("ecs-fl-farthest", reference, TEXT | {"select": "farthest"}, long=("cnn",)),
+    Case("ecs-fl-mean-all", reference, TEXT | {"select_fraction": 1.0}, long=("cnn",)),
+    Case("ecs-fl", reference, TEXT),
     Case(
-        "ecs-fl-nearest",
+        "ecs-fl",
         reference,
         TEXT | {"two_stage": True, "distance_norm": "per_param_layer"},
         tag="two stages",

@@ -255,13 +255,17 @@ MEND = {
 OURS = VOTES | {"personal_part": "layer_and_classifier", "similarity_payload": "full", "use": "best"}
 CODE = VOTES | {"vote": "round", "tie": "mean_score", "preparation": 6}
 CASES = [
-    Case("fedcpmd", mended, OURS, RUN),
-    Case("fedcpmd-auto", mended, OURS | {"distance": "auto"}, RUN, long=("cnn",)),
-    Case("fedcpmd-classifier", mended, OURS | {"candidates": "classifier"}, RUN, long=("cnn",)),
-    Case("fedcpmd-random", mended_of("random"), OURS, RUN, long=("cnn",)),
-    Case("fedcpmd-oracle", mended_of("oracle"), OURS, RUN, long=("cnn",)),
-    Case("fedcpmd-paper", reference, TEXT | {"distance": "js"}, RUN),
-    Case("fedcpmd-paper", reference, TEXT, RUN, tag="w2", long=("cnn",)),
+    Case("fedcpmd-mended", mended, OURS, RUN),
+    Case("fedcpmd-mended-auto", mended, OURS | {"distance": "auto"}, RUN, long=("cnn",)),
+    Case("fedcpmd-mended-classifier", mended, OURS | {"candidates": "classifier"}, RUN, long=("cnn",)),
+    Case("fedcpmd-mended-random", mended_of("random"), OURS, RUN, long=("cnn",)),
+    Case("fedcpmd-mended-oracle", mended_of("oracle"), OURS, RUN, long=("cnn",)),
+    Case("fedcpmd", reference, TEXT | {"distance": "js"}, RUN),
+    Case("fedcpmd", reference, TEXT, RUN, tag="w2", long=("cnn",)),
+    Case("fedcpmd-auto", reference, TEXT | {"distance": "auto"}, RUN, long=("cnn",)),
+    Case("fedcpmd-classifier", reference, TEXT | {"candidates": "classifier"}, RUN, long=("cnn",)),
+    Case("fedcpmd-random", variant_of("random"), TEXT, RUN, long=("cnn",)),
+    Case("fedcpmd-oracle", variant_of("oracle"), TEXT, RUN, long=("cnn",)),
     Case("fedcpmd-code", relay, CODE, RUN | {"rounds": 10}, long=("cnn",)),
     Case(
         "fedcpmd-only-cluster",

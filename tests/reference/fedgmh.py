@@ -133,9 +133,9 @@ CODE = {
 }  # fmt: skip
 MENDED = {"received_share": 0.5, "server_steps": 3, "server_batch": 0, "eta_h": 0.5, "score": "best"}
 CASES = [
-    Case("fedgmh", mended, MENDED, RUN),
-    Case("fedgmh-paper", reference, ALL, RUN),
-    Case("fedgmh-paper", reference, ALL | CODE, RUN, tag="code", long=("cnn",)),
+    Case("fedgmh-mended", mended, MENDED, RUN),
+    Case("fedgmh", reference, ALL, RUN),
+    Case("fedgmh", reference, ALL | CODE, RUN, tag="code", long=("cnn",)),
     Case("fedgmh-o", reference, ALL | {"heads": "one"}, RUN, long=("cnn",)),
     Case("fedgmh-a", reference, ALL | {"write": "average"}, RUN, long=("cnn",)),
     Case("fedgmh-oa", reference, ALL | {"heads": "one", "write": "average"}, RUN, long=("cnn",)),

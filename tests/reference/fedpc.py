@@ -160,14 +160,17 @@ MENDED = GROUPS | {
     "alpha": 1.0, "gamma": 0.5, "tau": 0.5, "rehearsal": 0.5, "init_protos": "none", "use": "best"
 }  # fmt: skip
 CASES = [
-    Case("fedpc", mended, MENDED),
-    Case("fedpc-j1", mended, MENDED | {"J": 1}, long=("cnn",)),
-    Case("fedpc-no-proto", mended, MENDED | {"gamma": 0.0, "rehearsal": 0.0}, long=("cnn",)),
-    Case("fedpc-no-mixing", mended, MENDED | {"inter": "none"}, long=("cnn",)),
-    Case("fedpc-mean", mended, MENDED | {"inter": "mean"}, long=("cnn",)),
-    Case("fedpc-random", mended, MENDED | {"grouping": "random"}, long=("cnn",)),
-    Case("fedpc-paper", reference, TEXT),
-    Case("fedpc-paper", reference, TEXT | {"gamma": 0.0, "J": 1}, tag="one group, no pull", long=("cnn",)),
-    Case("fedpc-paper", reference, TEXT | {"inter": "mean", "grouping": "random"}, tag="random", long=("cnn",)),
-    Case("fedpc-code", reference, TEXT | CODE, long=("cnn",)),
+    Case("fedpc-mended", mended, MENDED),
+    Case("fedpc-mended-j1", mended, MENDED | {"J": 1}, long=("cnn",)),
+    Case("fedpc-mended-no-proto", mended, MENDED | {"gamma": 0.0, "rehearsal": 0.0}, long=("cnn",)),
+    Case("fedpc-mended-no-mixing", mended, MENDED | {"inter": "none"}, long=("cnn",)),
+    Case("fedpc-mended-mean", mended, MENDED | {"inter": "mean"}, long=("cnn",)),
+    Case("fedpc-mended-random", mended, MENDED | {"grouping": "random"}, long=("cnn",)),
+    Case("fedpc", reference, TEXT),
+    Case("fedpc-j1", reference, TEXT | {"J": 1}, long=("cnn",)),
+    Case("fedpc-no-proto", reference, TEXT | {"gamma": 0.0}, long=("cnn",)),
+    Case("fedpc-no-mixing", reference, TEXT | {"inter": "none"}, long=("cnn",)),
+    Case("fedpc-mean", reference, TEXT | {"inter": "mean"}, long=("cnn",)),
+    Case("fedpc-random", reference, TEXT | {"grouping": "random"}, long=("cnn",)),
+    Case("fedpc", reference, TEXT | CODE, tag="code", long=("cnn",)),
 ]

@@ -118,6 +118,10 @@ def mended(world: World, **settings) -> Result:  # type: ignore[no-untyped-def]
     )
 
 
+def fourier_only(world: World, **settings) -> Result:  # type: ignore[no-untyped-def]
+    return reference(world, clustering=False, **settings)
+
+
 def mended_fourier_only(world: World, **settings) -> Result:  # type: ignore[no-untyped-def]
     return mended(world, clustering=False, **settings)
 
@@ -132,17 +136,22 @@ TEXT = FIRST | CLUSTERS | FOURIER | AGENT
 MENDED = FOURIER | {"score": "own", "warmup_epochs": 2, "kl_weight": 1.0}
 TWO = {"cluster_when": "start", "k0": 2}
 CASES = [
-    Case("sc-fpfl", mended, MENDED | TWO, PUBLIC | {"rounds": 4}),
+    Case("sc-fpfl-mended", mended, MENDED | TWO, PUBLIC | {"rounds": 4}),
     Case(
-        "sc-fpfl-no-agent",
+        "sc-fpfl-mended-no-agent",
         no_agent,
         {k: v for k, v in (MENDED | TWO).items() if k != "kl_weight"},
         PUBLIC,
         long=("cnn",),
     ),
-    Case("sc-fpfl-cluster-only", cluster_only, TWO | {"score": "own", "warmup_epochs": 2}, PUBLIC, long=("cnn",)),
-    Case("sc-fpfl-no-kl", mended, MENDED | TWO | {"kl_weight": 0.0}, PUBLIC, long=("cnn",)),
-    Case("sc-fpfl-fourier-only", mended_fourier_only, MENDED, long=("cnn",)),
-    Case("sc-fpfl-paper", reference, TEXT, PUBLIC),
-    Case("sc-fpfl-paper", reference, TEXT | {"kl_weight": 0.0}, PUBLIC, tag="without KL", long=("cnn",)),
+    Case(
+        "sc-fpfl-mended-cluster-only", cluster_only, TWO | {"score": "own", "warmup_epochs": 2}, PUBLIC, long=("cnn",)
+    ),
+    Case("sc-fpfl-mended-no-kl", mended, MENDED | TWO | {"kl_weight": 0.0}, PUBLIC, long=("cnn",)),
+    Case("sc-fpfl-mended-fourier-only", mended_fourier_only, MENDED, long=("cnn",)),
+    Case("sc-fpfl", reference, TEXT, PUBLIC),
+    Case("sc-fpfl-no-kl", reference, TEXT | {"kl_weight": 0.0}, PUBLIC, long=("cnn",)),
+    Case("sc-fpfl-no-agent", no_agent, FIRST | CLUSTERS | FOURIER, PUBLIC, long=("cnn",)),
+    Case("sc-fpfl-cluster-only", cluster_only, FIRST | CLUSTERS, PUBLIC, long=("cnn",)),
+    Case("sc-fpfl-fourier-only", fourier_only, FIRST | FOURIER | AGENT, long=("cnn",)),
 ]

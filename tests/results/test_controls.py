@@ -212,11 +212,11 @@ def test_controls_are_added_once() -> None:
 
 
 def test_a_control_has_the_settings_of_its_method() -> None:
-    more = {"fedpc.reading": "paper", "fedpc.gamma": 2.0, "fedpc.lr": 0.5, "fedpc-random.lr": 0.25}
+    more = {"fedpc.reading": "text", "fedpc.gamma": 2.0, "fedpc.lr": 0.5, "fedpc-random.lr": 0.25}
     found = cells(["fedpc"], "controls", rounds=3, **more)
-    assert found["fedpc"].settings == {"reading": "paper", "gamma": 2.0} and found["fedpc"].lr == 0.5
-    assert found["fedpc-random"].settings == {"reading": "paper", "gamma": 2.0} and found["fedpc-random"].lr == 0.25
-    assert found["fedpc-no-proto"].settings == {"reading": "paper"} and found["fedpc-no-proto"].lr == 0.5
+    assert found["fedpc"].settings == {"reading": "text", "gamma": 2.0} and found["fedpc"].lr == 0.5
+    assert found["fedpc-random"].settings == {"reading": "text", "gamma": 2.0} and found["fedpc-random"].lr == 0.25
+    assert found["fedpc-no-proto"].settings == {"reading": "text"} and found["fedpc-no-proto"].lr == 0.5
     assert found["fedper"].lr != 0.5 and {s.rounds for s in found.values()} == {3}
     assert len({s.federation for s in found.values()}) == len({s.seed for s in found.values()}) == 1
 
@@ -238,16 +238,18 @@ def test_a_reading_that_is_not_the_default_is_part_of_the_title() -> None:
     class Described(Run):
         def __init__(self, method: str, title: str, settings: dict, **more):
             self.description = {"settings": {"method": method}, "method": {"title": title, "settings": settings} | more}
+            self.description |= {"versions": more.get("versions", {"coterie": "0.1.0"})}
             self._title = ""
 
-    assert Described("fedpc", "FedPC", {"reading": "paper"}).title == "FedPC (paper)"
-    assert Described("fedpc", "FedPC", {}).title == "FedPC (paper)"  # an old run without a reading
-    assert Described("fedpc", "FedPC", {"reading": "mended"}).title == "FedPC"
-    assert Described("fedgmh-o", "GMH-o", {"reading": "paper"}).title == "GMH-o"  # its own default
-    assert Described("fedper", "FedPer", {}).title == "FedPer"
-    assert Described("fedpc", "FedPC", {"reading": "paper"}, reading="code").title == "FedPC (code)"
-    session = prepare(settings("fedpc", reading="paper", clients=4))
-    assert session.described()["method"]["reading"] == "paper"
+    new = {"versions": {"coterie": "0.2.0"}}
+    assert Described("fedgmh", "FedGMH", {"reading": "code"}, reading="code", **new).title == "FedGMH (code)"
+    assert Described("fedgmh", "FedGMH", {"reading": "paper"}, reading="", **new).title == "FedGMH"
+    assert Described("fedper", "FedPer", {}, **new).title == "FedPer"
+    # version 0.1 called the mended method by the paper's name
+    assert Described("fedpc", "FedPC", {"reading": "mended"}).title == "FedPC (mended in 0.1)"
+    assert Described("fedpc", "FedPC", {"reading": "paper"}).title == "FedPC (paper in 0.1)"
+    session = prepare(settings("fedgmh", reading="code", clients=4))
+    assert session.described()["method"]["reading"] == "code"
     assert prepare(settings("fedavg", clients=4)).described()["method"]["reading"] == ""
 
 

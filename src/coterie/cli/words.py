@@ -18,6 +18,7 @@ CERTAINTY = {
     "A": "checked against the authors' code",
     "B": "checked against other people's code",
     "P": "written from the paper itself",
+    "O": "Coterie's own method",
     "C": "reconstructed from published descriptions, with open points",
 }
 NEEDS = {

@@ -56,7 +56,7 @@ class Card:
     family: str = ""  # letters: G global, F fine-tuning, S split, R regularised, M mixing, C clusters, P prototypes
     personal: str = "nothing"  # the part of a client's model that is its own
     # A: checked against the authors' code, B: against code of others, P: written from the paper itself,
-    # C: reconstructed from published descriptions only, with open points; marked in tables
+    # C: reconstructed from published descriptions only, with open points; marked in tables; O: Coterie's own method
     certainty: str = "A"
     compute: str = ""  # cost of a round in addition to FedAvg's local training, in words
 

@@ -34,7 +34,8 @@ from coterie.engine.provenance import origin, recalled
 from coterie.engine.session import Session
 from coterie.errors import CoterieError
 from coterie.methods import build as build_method
-from coterie.methods import canonical, known, restored, sentence, written_out
+from coterie.methods import canonical, known, sentence
+from coterie.methods.restore import restored
 from coterie.models.registry import ModelFactory
 from coterie.models.registry import build as build_model
 from coterie.storage import atomic as disk
@@ -127,7 +128,7 @@ class About(BaseModel):
         own = session.objects.method
         return self.model_copy(update={
             "method": canonical(session.settings.method) if own is None else origin(own),
-            "settings": written_out(own or session.settings.method, session.method),
+            "settings": session.method.hp.model_dump(mode="json"),
             "names": tuple(module.names), "extras": tuple(module.given), "numbers": disk.finite(module.numbers),
         })  # fmt: skip
 
@@ -309,7 +310,7 @@ def load_model(
     module.load_state_dict(frozen, strict=False)
     net = Net(module, torch.zeros(2, *about.items.shape, dtype=about.items.input_dtype))
     named = method or _method(path, about.method, allow_module)
-    bound = build_method(named, restored(named, about.settings))
+    bound = build_method(*restored(named, about.settings))
     task = make_task(about.task, about.outputs)
     bound.ctx = Context(net, net.state(), (0,), task, planned_rounds=1, join=1, epochs=1, batch=1, lr=0.1, seed=0)
     params = {k: _tensor(tensors, "model", k, path) for k in about.names}

@@ -1,7 +1,7 @@
 """Methods, one file or folder each.
 
-BUILT_IN lists the methods of Coterie; other packages add theirs by the entry point group `coterie.methods`. Where a
-paper has been read in several ways, READINGS lists the class of each reading, and the setting `reading` chooses one.
+BUILT_IN lists the methods of Coterie; other packages add theirs by the entry point group `coterie.methods`. A paper's
+name runs the method that the paper describes. NAME-mended is Coterie's own method after that paper.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from pydantic.fields import FieldInfo
 
 from coterie.core.method import Method
 from coterie.errors import CoterieError, unknown
-from coterie.methods.stored import ALWAYS, CLIENTS, FORMER, SERVERS
+from coterie.methods.stored import RENAMED, mended_name
 
 GROUP = "coterie.methods"  # entry points of other packages
 # name of a method: module below coterie.methods and class
 BUILT_IN = {
     "local": "local:Local",
-    "autopilot": "autopilot:Autopilot",
+    "autopilot": "autopilot.method:Autopilot",
     "fedavg": "fedavg:FedAvg",
     "fedavg-ft": "fedavgft:FedAvgFT",
     "lp-ft": "fedavgft:LPFT",
@@ -50,7 +50,7 @@ BUILT_IN = {
     "fedrod": "fedrod:FedRoD",
     "gpfl": "gpfl:GPFL",
     "prr-fl": "prrfl:PRRFL",
-    "cd2-pfed": "cd2pfed:CD2pFed",
+    "cd2-pfed": "cd2pfed.method:CD2pFed",
     "apfl": "apfl:APFL",
     "feddyn": "feddyn:FedDyn",
     "fedbn": "fedbn:FedBN",
@@ -59,7 +59,7 @@ BUILT_IN = {
     "fedap": "fedap:FedAP",
     "pfedsim": "pfedsim:PFedSim",
     "fedfomo": "fedfomo:FedFomo",
-    "fedcmd": "fedcmd:FedCMD",
+    "fedcmd": "fedcmd.method:FedCMD",
     "fedala": "fedala:FedALA",
     "feddbe": "feddbe:FedDBE",
     "fedpac": "fedpac:FedPAC",
@@ -70,86 +70,62 @@ BUILT_IN = {
     "pfedfda": "pfedfda:PFedFDA",
     "pfedhn": "pfedhn:PFedHN",
     "fedcac": "fedcac:FedCAC",
-    "fedgmh": "fedgmh:FedGMHMended",
-    "fedgmh-paper": "fedgmh:FedGMH",
-    "fedgmh-o": "fedgmh:FedGMHo",
-    "fedgmh-a": "fedgmh:FedGMHa",
-    "fedgmh-oa": "fedgmh:FedGMHoa",
-    "fedpc": "fedpc:FedPCMended",
-    "fedpc-paper": "fedpc:FedPC",
-    "fedpc-code": "fedpc:FedPCCode",
-    "fedpc-j1": "fedpc:FedPCMendedJ1",
-    "fedpc-no-proto": "fedpc:FedPCMendedNoProto",
-    "fedpc-no-mixing": "fedpc:FedPCMendedNoMixing",
-    "fedpc-mean": "fedpc:FedPCMendedMean",
-    "fedpc-random": "fedpc:FedPCMendedRandom",
-    "sc-fpfl": "scfpfl:SCFPFLMended",
-    "sc-fpfl-paper": "scfpfl:SCFPFL",
-    "sc-fpfl-cluster-only": "scfpfl:SCFPFLMendedClusterOnly",
-    "sc-fpfl-fourier-only": "scfpfl:SCFPFLMendedFourierOnly",
-    "sc-fpfl-no-agent": "scfpfl:SCFPFLMendedNoAgent",
-    "sc-fpfl-no-kl": "scfpfl:SCFPFLMendedNoKL",
-    "ecs-fl": "ecsfl:ECSFLMended",
-    "ecs-fl-paper": "ecsfl:ECSFLWeighted",
-    "ecs-fl-nearest": "ecsfl:ECSFLNearest",
-    "ecs-fl-invdist": "ecsfl:ECSFLInvDist",
-    "ecs-fl-invdist-all": "ecsfl:ECSFLInvDistAll",
-    "ecs-fl-random": "ecsfl:ECSFLMendedRandom",
-    "ecs-fl-farthest": "ecsfl:ECSFLMendedFarthest",
-    "ecs-fl-mean-all": "ecsfl:ECSFLMendedMeanAll",
-    "fedcpmd": "fedcpmd:FedCPMDMended",
-    "fedcpmd-paper": "fedcpmd:FedCPMD",
-    "fedcpmd-code": "fedcpmd:FedCPMDCode",
-    "fedcpmd-auto": "fedcpmd:FedCPMDMendedAuto",
-    "fedcpmd-oracle": "fedcpmd:FedCPMDMendedOracle",
-    "fedcpmd-random": "fedcpmd:FedCPMDMendedRandom",
-    "fedcpmd-classifier": "fedcpmd:FedCPMDMendedClassifier",
-    "fedcpmd-only-cluster": "fedcpmd:FedCPMDOnlyCluster",
-    "fedcpmd-only-decoupling": "fedcpmd:FedCPMDOnlyDecoupling",
-    "fedcpmd-full": "fedcpmd:FedCPMDFull",
+    "fedcpmd": "fedcpmd.text:FedCPMD",
+    "fedcpmd-code": "fedcpmd.code:FedCPMDCode",
+    "fedcpmd-auto": "fedcpmd.variants:FedCPMDAuto",
+    "fedcpmd-oracle": "fedcpmd.variants:FedCPMDOracle",
+    "fedcpmd-random": "fedcpmd.variants:FedCPMDRandom",
+    "fedcpmd-classifier": "fedcpmd.variants:FedCPMDClassifier",
+    "fedcpmd-only-cluster": "fedcpmd.variants:FedCPMDOnlyCluster",
+    "fedcpmd-only-decoupling": "fedcpmd.variants:FedCPMDOnlyDecoupling",
+    "fedcpmd-full": "fedcpmd.variants:FedCPMDFull",
+    "fedcpmd-mended": "fedcpmd.mended:FedCPMDMended",
+    "fedcpmd-mended-auto": "fedcpmd.variants:FedCPMDMendedAuto",
+    "fedcpmd-mended-oracle": "fedcpmd.variants:FedCPMDMendedOracle",
+    "fedcpmd-mended-random": "fedcpmd.variants:FedCPMDMendedRandom",
+    "fedcpmd-mended-classifier": "fedcpmd.variants:FedCPMDMendedClassifier",
+    "fedpc": "fedpc.text:FedPC",
+    "fedpc-j1": "fedpc.variants:FedPCJ1",
+    "fedpc-no-proto": "fedpc.variants:FedPCNoProto",
+    "fedpc-no-mixing": "fedpc.variants:FedPCNoMixing",
+    "fedpc-mean": "fedpc.variants:FedPCMean",
+    "fedpc-random": "fedpc.variants:FedPCRandom",
+    "fedpc-mended": "fedpc.mended:FedPCMended",
+    "fedpc-mended-j1": "fedpc.variants:FedPCMendedJ1",
+    "fedpc-mended-no-proto": "fedpc.variants:FedPCMendedNoProto",
+    "fedpc-mended-no-mixing": "fedpc.variants:FedPCMendedNoMixing",
+    "fedpc-mended-mean": "fedpc.variants:FedPCMendedMean",
+    "fedpc-mended-random": "fedpc.variants:FedPCMendedRandom",
+    "fedgmh": "fedgmh.text:FedGMH",
+    "fedgmh-o": "fedgmh.variants:FedGMHo",
+    "fedgmh-a": "fedgmh.variants:FedGMHa",
+    "fedgmh-oa": "fedgmh.variants:FedGMHoa",
+    "fedgmh-mended": "fedgmh.mended:FedGMHMended",
+    "ecs-fl": "ecsfl.text:ECSFL",
+    "ecs-fl-invdist": "ecsfl.variants:ECSFLInvDist",
+    "ecs-fl-invdist-all": "ecsfl.variants:ECSFLInvDistAll",
+    "ecs-fl-random": "ecsfl.variants:ECSFLRandom",
+    "ecs-fl-farthest": "ecsfl.variants:ECSFLFarthest",
+    "ecs-fl-mean-all": "ecsfl.variants:ECSFLMeanAll",
+    "ecs-fl-mended": "ecsfl.mended:ECSFLMended",
+    "ecs-fl-mended-random": "ecsfl.variants:ECSFLMendedRandom",
+    "ecs-fl-mended-farthest": "ecsfl.variants:ECSFLMendedFarthest",
+    "ecs-fl-mended-mean-all": "ecsfl.variants:ECSFLMendedMeanAll",
+    "sc-fpfl": "scfpfl.text:SCFPFL",
+    "sc-fpfl-cluster-only": "scfpfl.variants:SCFPFLClusterOnly",
+    "sc-fpfl-fourier-only": "scfpfl.variants:SCFPFLFourierOnly",
+    "sc-fpfl-no-agent": "scfpfl.variants:SCFPFLNoAgent",
+    "sc-fpfl-no-kl": "scfpfl.variants:SCFPFLNoKL",
+    "sc-fpfl-mended": "scfpfl.mended:SCFPFLMended",
+    "sc-fpfl-mended-cluster-only": "scfpfl.variants:SCFPFLMendedClusterOnly",
+    "sc-fpfl-mended-fourier-only": "scfpfl.variants:SCFPFLMendedFourierOnly",
+    "sc-fpfl-mended-no-agent": "scfpfl.variants:SCFPFLMendedNoAgent",
+    "sc-fpfl-mended-no-kl": "scfpfl.variants:SCFPFLMendedNoKL",
 }
 
-
-def _classes(module: str, *presets: str, **classes: str) -> dict[str, str]:
-    """Name the class of each reading; `presets` are further readings that the class `paper` has as settings."""
-    return {r: f"{module}:{name}" for r, name in {**classes, **dict.fromkeys(presets, classes["paper"])}.items()}
-
-
-# Name of a method: reading of its paper: module and class. BUILT_IN says which one runs without the setting `reading`.
-READINGS: dict[str, dict[str, str]] = {
-    "fedcpmd": _classes("fedcpmd", mended="FedCPMDMended", paper="FedCPMD", code="FedCPMDCode"),
-    "fedcpmd-auto": _classes("fedcpmd", mended="FedCPMDMendedAuto", paper="FedCPMDAuto", code="FedCPMDCodeAuto"),
-    "fedcpmd-oracle": _classes(
-        "fedcpmd", mended="FedCPMDMendedOracle", paper="FedCPMDOracle", code="FedCPMDCodeOracle"
-    ),
-    "fedcpmd-random": _classes(
-        "fedcpmd", mended="FedCPMDMendedRandom", paper="FedCPMDRandom", code="FedCPMDCodeRandom"
-    ),
-    "fedcpmd-classifier": _classes(
-        "fedcpmd", mended="FedCPMDMendedClassifier", paper="FedCPMDClassifier", code="FedCPMDCodeClassifier"
-    ),
-    "fedcpmd-only-cluster": _classes("fedcpmd", paper="FedCPMDOnlyCluster"),
-    "fedcpmd-only-decoupling": _classes("fedcpmd", paper="FedCPMDOnlyDecoupling"),
-    "fedgmh": _classes("fedgmh", "code", mended="FedGMHMended", paper="FedGMH"),
-    "fedpc": _classes("fedpc", "text", "code", mended="FedPCMended", paper="FedPC"),
-    "fedpc-j1": _classes("fedpc", "text", "code", mended="FedPCMendedJ1", paper="FedPCJ1"),
-    "fedpc-no-proto": _classes("fedpc", "text", "code", mended="FedPCMendedNoProto", paper="FedPCNoProto"),
-    "fedpc-no-mixing": _classes("fedpc", "text", "code", mended="FedPCMendedNoMixing", paper="FedPCNoMixing"),
-    "fedpc-mean": _classes("fedpc", "text", "code", mended="FedPCMendedMean", paper="FedPCMean"),
-    "fedpc-random": _classes("fedpc", "text", "code", mended="FedPCMendedRandom", paper="FedPCRandom"),
-    "sc-fpfl": _classes("scfpfl", mended="SCFPFLMended", paper="SCFPFL"),
-    "sc-fpfl-cluster-only": _classes("scfpfl", mended="SCFPFLMendedClusterOnly", paper="SCFPFLClusterOnly"),
-    "sc-fpfl-fourier-only": _classes("scfpfl", mended="SCFPFLMendedFourierOnly", paper="SCFPFLFourierOnly"),
-    "sc-fpfl-no-agent": _classes("scfpfl", mended="SCFPFLMendedNoAgent", paper="SCFPFLNoAgent"),
-    "sc-fpfl-no-kl": _classes("scfpfl", mended="SCFPFLMendedNoKL", paper="SCFPFLNoKL"),
-    "ecs-fl": _classes("ecsfl", mended="ECSFLMended", paper="ECSFLWeighted"),
-    "ecs-fl-nearest": _classes("ecsfl", paper="ECSFLNearest"),
-    "ecs-fl-invdist": _classes("ecsfl", paper="ECSFLInvDist"),
-    "ecs-fl-invdist-all": _classes("ecsfl", paper="ECSFLInvDistAll"),
-    "ecs-fl-random": _classes("ecsfl", mended="ECSFLMendedRandom", paper="ECSFLRandom"),
-    "ecs-fl-farthest": _classes("ecsfl", mended="ECSFLMendedFarthest", paper="ECSFLFarthest"),
-    "ecs-fl-mean-all": _classes("ecsfl", mended="ECSFLMendedMeanAll", paper="ECSFLMeanAll"),
-}
+# Readings of a paper that differ in their protocol are methods with names of their own. Readings that differ in numbers
+# or in a loss are presets of one class (parts/readings.py).
+READINGS: dict[str, dict[str, str]] = {"fedcpmd": {"paper": "fedcpmd", "code": "fedcpmd-code"}}
 
 
 @cache
@@ -175,18 +151,15 @@ def canonical(name: str) -> str:
     return next((key for key in (plain, plain.replace("-", "")) if key in _points()), name)
 
 
-def find(name: str, reading: str | None = None) -> type[Method]:
-    """Return the class behind a name, or behind one reading of its paper."""
+def find(name: str) -> type[Method]:
+    """Return the class behind a name."""
     key = canonical(name)
+    if key in RENAMED and key not in _points():
+        raise CoterieError(f'the method "{key}" is called {RENAMED[key]} since version 0.2')
     if key not in _points():
         raise unknown("method", name, _points())
-    point = _points()[key]
-    if reading is not None:
-        if reading not in (classes := READINGS.get(key, {})):
-            raise unknown(f"reading of {key}", str(reading), classes)
-        point = _point(key, classes[reading])
     try:
-        method = point.load()
+        method = _points()[key].load()
     except (ImportError, AttributeError) as e:
         raise CoterieError(f'the method "{key}" is registered but cannot be loaded: {e}') from e
     if not (isinstance(method, type) and issubclass(method, Method)):
@@ -203,54 +176,42 @@ def controls(method: str | type[Method]) -> tuple[str, ...]:
 # ---- settings --------------------------------------------------------------------------------------------------------
 def resolve(
     method: str | type[Method], settings: Mapping[str, Any] | None = None
-) -> tuple[type[Method], dict[str, Any]]:
-    """Return the class that runs a method with these settings, and the settings that this class takes."""
+) -> tuple[str | type[Method], dict[str, Any]]:
+    """Return the method that runs with these settings, and its settings without a reading that is a method itself."""
     own = dict(settings or {})
-    if not isinstance(method, str):
+    if not isinstance(method, str) or "reading" not in own:
         return method, own
-    if "reading" not in own or canonical(method) not in READINGS:
-        return find(method), own
-    cls = find(method, own["reading"])
-    if own["reading"] not in getattr(cls.Settings, "readings", {}):
-        del own["reading"]
-    return cls, own
+    key, reading = canonical(method), own["reading"]
+    if reading == "mended" and (mended := mended_name(key)) in BUILT_IN:
+        raise CoterieError(f'reading = "mended" is a method of its own since version 0.2: {mended}')
+    if key not in READINGS:
+        return method, own
+    if reading not in READINGS[key]:
+        raise unknown(f"reading of {key}", str(reading), READINGS[key])
+    del own["reading"]
+    return READINGS[key][reading], own
 
 
 def fields(method: str | type[Method], settings: Mapping[str, Any] | None = None) -> dict[str, FieldInfo]:
     """Return the settings that a method has, by name; of the given settings only the reading matters."""
-    cls, _ = resolve(method, {k: v for k, v in (settings or {}).items() if k == "reading"})
-    own = dict(cls.Settings.model_fields)
+    runs, _ = resolve(method, {k: v for k, v in (settings or {}).items() if k == "reading"})
+    own = dict((find(runs) if isinstance(runs, str) else runs).Settings.model_fields)
     if not isinstance(method, str) or (key := canonical(method)) not in READINGS:
         return own
     options: Any = Literal[tuple(READINGS[key])]
-    default = next((r for r, where in READINGS[key].items() if where == BUILT_IN[key]), None)
-    return {**own, "reading": FieldInfo(annotation=options, default=default, description="reading of the paper")}
-
-
-def written_out(name: str | type[Method], method: Method) -> dict[str, Any]:
-    """Return the settings of a method for JSON, with its reading: `build(name, ...)` makes the same method of them."""
-    own: dict[str, Any] = method.hp.model_dump(mode="json")
-    if not isinstance(name, str):
-        return own
-    readings = [r for r in READINGS.get(canonical(name), {}) if find(name, r) is type(method)]
-    return {"reading": readings[0], **own} if readings else own
+    return {**own, "reading": FieldInfo(annotation=options, default="paper", description="reading of the paper")}
 
 
 def unusual_reading(method: Method) -> str:
-    """Return the reading of the paper, if it has several and this is not the one that its name runs; else ""."""
-    cls, preset = type(method), type(method).Settings.model_fields.get("reading")
-    unusual = "" if preset is None or method.hp.reading == preset.default else str(method.hp.reading)
-    for name, classes in READINGS.items():
-        for reading, where in classes.items():
-            module, _, attribute = where.partition(":")
-            if attribute == cls.__name__ and f"{cls.__module__}.".startswith(f"{__name__}.{module}."):
-                return unusual if where == BUILT_IN[name] else unusual or reading
-    return unusual
+    """Return the reading that a method has been set to, if it has several and this is not the default; else ""."""
+    field = type(method).Settings.model_fields.get("reading")
+    return "" if field is None or method.hp.reading == field.default else str(method.hp.reading)
 
 
 def build(method: str | type[Method], settings: Mapping[str, Any] | None = None) -> Method:
     """Return an unbound method with its settings checked."""
-    cls, own = resolve(method, settings)
+    method, own = resolve(method, settings)
+    cls = find(method) if isinstance(method, str) else method
     known_settings = cls.Settings.model_fields
     for key in own:
         if key not in known_settings:
@@ -265,33 +226,6 @@ def build(method: str | type[Method], settings: Mapping[str, Any] | None = None)
         raise CoterieError(sentence(cls.__name__, e)) from None
 
 
-def restored(name: str | type[Method], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of a file, also of version 0.1, so that `build(name, ...)` makes a method that does the same."""
-    if not isinstance(name, str) or (readings := READINGS.get(canonical(name))) is None:
-        return dict(stored)
-    for reading in dict.fromkeys((stored["reading"], *readings)):
-        has = fields(name, {"reading": reading})
-        bases = find(name, reading).__mro__
-        always = {k: v for base in reversed(bases) for k, v in ALWAYS.get(base.__name__, {}).items()}
-        odd = {k: v for k, v in stored.items() if k not in has and always.get(k, v) != v}
-        kept = {k: v for k, v in {**stored, "reading": reading}.items() if k in has}
-        if not odd and _fits(name, kept):
-            return kept
-    raise CoterieError(
-        f'the method "{canonical(name)}" was run by version 0.1 with settings of several readings, which no '
-        f"method of this version combines: {', '.join(f'{k} = {v}' for k, v in stored.items())}"
-    )
-
-
-def _fits(name: str, settings: Mapping[str, Any]) -> bool:
-    """True if a method can be built with these settings."""
-    try:
-        build(name, settings)
-    except CoterieError:
-        return False
-    return True
-
-
 def sentence(where: str, error: ValidationError) -> str:
     """The first error of pydantic as one sentence."""
     first = error.errors()[0]
@@ -303,9 +237,3 @@ def sentence(where: str, error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{where}: {name} is missing"
     return f"{where}: {name} = {first.get('input')!r} is invalid: {text}"
-
-
-__all__ = [
-    "BUILT_IN", "CLIENTS", "FORMER", "GROUP", "READINGS", "SERVERS", "build", "canonical", "controls", "fields", "find",
-    "known", "resolve", "restored", "sentence", "unusual_reading", "written_out",
-]  # fmt: skip

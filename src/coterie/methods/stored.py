@@ -1,10 +1,42 @@
-"""Names that files of version 0.1 use for settings of methods and for classes.
+"""Names that files of version 0.1 use for methods, settings of methods and classes.
 
-In version 0.1 one class held all readings of a paper, with settings that chose between protocols. Files of that version
-hold every setting, so that `coterie.methods.restored` can find the class that does the same today.
+In version 0.1 one class held all readings of a paper, with settings that chose between protocols, and the paper's name
+ran the mended method. Files of that version hold every setting, so that the class that does the same today is found.
 """
 
 from typing import Any
+
+# Name of a method in version 0.1: the method that does the same today, in words.
+RENAMED = {
+    "fedcpmd-paper": "fedcpmd",
+    "fedpc-paper": "fedpc with reading = text",
+    "fedpc-code": "fedpc",
+    "fedgmh-paper": "fedgmh",
+    "ecs-fl-paper": "ecs-fl with aggregation = invdist_all, distance_norm = per_step and train_fraction = 0.1",
+    "ecs-fl-nearest": "ecs-fl",
+    "sc-fpfl-paper": "sc-fpfl",
+}
+_PAPERS = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")
+_READINGS = ("-paper", "-code", "-nearest")
+
+
+def mended_name(name: str) -> str:
+    """Return the name of the mended version of a method or of its control: fedpc-mean is fedpc-mended-mean there."""
+    paper = next((p for p in _PAPERS if name == p or name.startswith(f"{p}-")), "")
+    return f"{paper}-mended{name.removeprefix(paper)}" if paper else ""
+
+
+def names_today(name: str, reading: str | None) -> list[str]:
+    """Return the names that the method of a file may have today, the most likely first; [] if no name has changed."""
+    if not (mended := mended_name(name)) or "-mended" in name:
+        return []
+    if name == "fedcpmd-code" or (name, reading) == ("fedcpmd", "code"):
+        return ["fedcpmd-code"]
+    plain = name
+    for suffix in _READINGS:
+        plain = plain.removesuffix(suffix)
+    return [mended, plain] if reading == "mended" else [plain, mended]
+
 
 # Class: settings of version 0.1 that it has no longer, with the value that it acts on. All other settings of version
 # 0.1 which a class lacks have no effect on it.
@@ -49,10 +81,6 @@ CLIENTS = dict.fromkeys(_SCFPFL, "SCFPFLClient")
 FORMER = {
     "FedCPMDCode": "FedCPMD",
     "FedCPMDMended": "FedCPMD",
-    "FedCPMDCodeAuto": "FedCPMDAuto",
-    "FedCPMDCodeOracle": "FedCPMDOracle",
-    "FedCPMDCodeRandom": "FedCPMDRandom",
-    "FedCPMDCodeClassifier": "FedCPMDClassifier",
     "FedCPMDMendedAuto": "FedCPMDAuto",
     "FedCPMDMendedOracle": "FedCPMDOracle",
     "FedCPMDMendedRandom": "FedCPMDRandom",
@@ -61,7 +89,6 @@ FORMER = {
     "ECSFLMendedFarthest": "ECSFLFarthest",
     "ECSFLMendedMeanAll": "ECSFLMeanAll",
     "ECSFLMendedRandom": "ECSFLRandom",
-    "ECSFLWeighted": "ECSFL",
     "FedGMHMended": "FedGMH",
     "SCFPFLMended": "SCFPFL",
     "SCFPFLMendedClusterOnly": "SCFPFLClusterOnly",

@@ -17,7 +17,7 @@ from coterie.config import RunSettings, settings
 from coterie.data.catalogue import DATASETS
 from coterie.engine.session import recorded, resolved
 from coterie.errors import CoterieError, unknown
-from coterie.methods import build, fields, written_out
+from coterie.methods import build, fields
 from coterie.results.grid import Cell
 from coterie.storage.run_folder import read_settings
 
@@ -242,7 +242,7 @@ def cells(it: Item, seeds: int, shrink: Shrink, out: Path) -> dict[tuple[str, st
 
 def _written_out(s: RunSettings) -> RunSettings:
     """Return the settings with the method's defaults, so that a default given explicitly is the same run."""
-    return s.model_copy(update={"settings": written_out(s.method, build(s.method, s.settings))})
+    return s.model_copy(update={"settings": build(s.method, s.settings).hp.model_dump(mode="json")})
 
 
 def _earlier(wanted: RunSettings, out: Path, name: str) -> Cell | None:

@@ -1,12 +1,14 @@
-"""Variants of a method: the same settings class with different defaults."""
+"""Variants of a method: subclasses with different defaults."""
 
 from copy import copy
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import create_model
 
-from coterie.core.method import Settings
+from coterie.core.method import Method, Settings
 
+M = TypeVar("M", bound=Method)
 S = TypeVar("S", bound=Settings)
 
 
@@ -20,3 +22,9 @@ def with_defaults(base: type[S], **defaults: Any) -> type[S]:
     made = create_model(base.__name__, __base__=base, __module__=base.__module__, **fields)
     made.fixed = {**base.fixed, **defaults}
     return made
+
+
+def variant(base: type[M], name: str, title: str, doc: str, **defaults: Any) -> type[M]:
+    """Return a subclass of a method, called `name`, with a title of its own and these defaults of its settings."""
+    own = {"Settings": with_defaults(base.Settings, **defaults), "card": replace(base.card, title=title)}
+    return type(name, (base,), {"__doc__": doc, "__module__": base.__module__, **own})

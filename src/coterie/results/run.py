@@ -18,7 +18,7 @@ from coterie.errors import CoterieError
 from coterie.export.newcomers import Welcome, cloud_session, welcome_newcomer
 from coterie.export.personal_model import Predictions, Predictor
 from coterie.export.run_models import client_module, client_predictor, export_model
-from coterie.methods import fields
+from coterie.methods.stored import names_today
 from coterie.results.statistics import summarise
 from coterie.storage import run_folder as folder
 
@@ -84,14 +84,11 @@ class Run:
     def reading(self) -> str:
         """The reading of the paper, if it is not the method's default."""
         about = self.description["method"]
-        if "reading" in about:
-            return str(about["reading"])
-        try:  # an old run, which did not record it
-            field = fields(self.settings["method"]).get("reading")
-        except CoterieError:
-            return ""
-        used = str(about["settings"].get("reading", "paper"))
-        return "" if field is None or used == field.default else used
+        used = about["settings"].get("reading")
+        old = str(self.description.get("versions", {}).get("coterie", "0.1")).startswith("0.1")
+        if old and used and names_today(self.settings["method"], used):
+            return f"{used} in 0.1"
+        return str(about.get("reading", ""))
 
     @cached_property
     def task(self) -> Task:

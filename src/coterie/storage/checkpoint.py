@@ -10,7 +10,7 @@ from coterie.core.states import register, typed
 from coterie.engine import codec
 from coterie.engine.ledger import Page
 from coterie.errors import CoterieError
-from coterie.methods import FORMER, SERVERS
+from coterie.methods.stored import FORMER, SERVERS
 from coterie.runtimes.base import Runtime
 from coterie.storage.client_states import Index
 from coterie.storage.run_folder import Folder, checkpoints, read_checkpoint, round_of

@@ -25,7 +25,7 @@ from coterie.engine.messages import (
     TrainResult,
 )
 from coterie.errors import CoterieError
-from coterie.methods import CLIENTS
+from coterie.methods.stored import CLIENTS
 from coterie.train.optimisers import Optimiser
 from coterie.train.scoring import TOGETHER, Case, Scorer, score
 from coterie.train.trainer import Effort, train

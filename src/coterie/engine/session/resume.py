@@ -14,7 +14,9 @@ from coterie.engine.session.build import prepare
 from coterie.engine.session.spec import Objects, Session
 from coterie.errors import CoterieError
 from coterie.methods import build as build_method
-from coterie.methods import fields, restored, written_out
+from coterie.methods import fields
+from coterie.methods.restore import restored
+from coterie.methods.stored import names_today
 from coterie.runtimes.registry import canonical_runtime, runtime_kind
 from coterie.storage.run_folder import START, read_settings
 from coterie.train import native
@@ -77,23 +79,21 @@ def _engine_at_start(engine: Engine, run: Mapping[str, Any]) -> Engine:
 def recorded(run: Mapping[str, Any], method: type[Method] | None = None) -> RunSettings:
     """Return the settings of a run, given the content of its settings.json.
 
-    The values behind a reading may change from version to version, so the run's recorded values are used. Runs from
-    before there were readings followed the paper's text.
+    The values behind a reading or a name may change from version to version, so the run's recorded values are used.
     """
     settings = RunSettings(**run["settings"])
-    if "reading" not in fields(method or settings.method):
-        return settings
-    own = run.get("method", {}).get("settings", settings.settings)
-    own = restored(method or settings.method, {"reading": "paper", **own})
-    return resolved(settings.model_copy(update={"settings": own}), method)
+    if method is None and names_today(settings.method, None):
+        name, own = restored(settings.method, run.get("method", {}).get("settings", settings.settings))
+        settings = settings.model_copy(update={"method": name, "settings": own})
+    return resolved(settings, method)
 
 
 def resolved(settings: RunSettings, method: type[Method] | None = None) -> RunSettings:
-    """Write out every value that a reading sets; settings of methods without readings stay as they are."""
+    """Write out every value of a method whose readings or name may change; other settings stay as they are."""
     named = method or settings.method
-    if "reading" not in fields(named):
+    if "reading" not in fields(named) and (method or not names_today(settings.method, None)):
         return settings
-    return settings.model_copy(update={"settings": written_out(named, build_method(named, settings.settings))})
+    return settings.model_copy(update={"settings": build_method(named, settings.settings).hp.model_dump(mode="json")})
 
 
 def training_engine_at_start(session: Session, path: Path) -> Choice:

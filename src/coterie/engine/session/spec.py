@@ -19,7 +19,7 @@ from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation
 from coterie.engine.provenance import code_digest, method_digest, origin, recalled
 from coterie.errors import CoterieError
-from coterie.methods import unusual_reading, written_out
+from coterie.methods import unusual_reading
 from coterie.models.per_client import PerClient, assign_models, is_assignment
 from coterie.models.registry import WITH_NORM, default_for, options_of
 from coterie.storage.client_states import ClientStates
@@ -176,13 +176,12 @@ class Session:
 
     def described(self) -> dict[str, Any]:
         """Return the content of settings.json."""
-        named = self.objects.method or self.settings.method
         return {
             "settings": self.settings.model_dump(mode="json"),
             "method": {
                 "name": type(self.method).__name__,
                 "title": self.method.card.title or type(self.method).__name__,
-                "settings": written_out(named, self.method),
+                "settings": self.method.hp.model_dump(mode="json"),
                 "reading": unusual_reading(self.method),
                 "weighting": self.settings.weighting or self.method.weighting,
                 "certainty": self.method.card.certainty,

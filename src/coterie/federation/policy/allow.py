@@ -388,7 +388,7 @@ def _check_rules(rules: SettingRules, chosen: Mapping[str, Any], defaults: Mappi
 def _chosen_and_default(method: str, chosen: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of a method in a plan, and the defaults of the chosen reading of its paper."""
     reading = {name: value for name, value in chosen.items() if name == "reading"}
-    settings, defaults = (m.written_out(method, m.build(method, own)) for own in (chosen, reading))
+    settings, defaults = (m.build(method, own).hp.model_dump(mode="json") for own in (chosen, reading))
     if "reading" in defaults:
         defaults["reading"] = m.fields(method)["reading"].default
     return settings, defaults

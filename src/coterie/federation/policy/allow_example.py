@@ -36,7 +36,7 @@ def example_policy(name: str) -> str:
         "",
     ]
     if fields := methods.fields(key):
-        lines += [f"[settings.{key}]", *_values(fields, methods.written_out(key, methods.build(key))), ""]
+        lines += [f"[settings.{key}]", *_values(fields, methods.build(key).hp.model_dump(mode="json")), ""]
     lines += [
         "[bounds]",
         f"rounds = {session.settings.rounds}",

@@ -23,7 +23,7 @@ from coterie.errors import sentence as one_line
 from coterie.federation.device_data import DeviceFederation, example_dataset, only_client
 from coterie.federation.policy.allow import Allow
 from coterie.federation.protocol.version import PROTOCOL, check_protocol
-from coterie.methods import build, resolve, sentence
+from coterie.methods import build, find, sentence
 
 RUN_ID = re.compile("[0-9a-f]{32}")
 _MAX_CHARACTERS = 2**24  # length of a plan
@@ -115,7 +115,7 @@ class FederationPlan(BaseModel):
         """Return the settings; raise CoterieError if the policy forbids the plan or the method's code differs."""
         settings = self.run_settings
         allow.check_plan(settings)
-        if method_digest(resolve(settings.method, settings.settings)[0]) != self.source:
+        if method_digest(find(settings.method)) != self.source:
             raise CoterieError(
                 f'the code of the method "{settings.method}" here (Coterie {version("coterie")}) differs from that of '
                 f"the cloud (Coterie {self.coterie})"

@@ -82,7 +82,7 @@ class Autopilot(Method):
         2026,
         "F,M",
         personal="what each client chooses: global, fine-tuned, private head, own, neighbours or a mean of these",
-        certainty="P",
+        certainty="O",
         compute="one more local training in every own_every-th round, and scoring on the validation part",
     )
     needs = ("some_val",)

@@ -10,6 +10,7 @@ their models, which the edge averages.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -34,7 +35,8 @@ class ECSFLMended(SelectingEdges):
 
     Settings: ClassVar[type[Settings]] = ECSFLMendedSettings
     hp: ECSFLMendedSettings
-    controls = ("ecs-fl-random", "ecs-fl-nearest", "ecs-fl-mean-all")
+    card = replace(SelectingEdges.card, title="ECS-FL (mended)", certainty="O")
+    controls = ("ecs-fl-mended-random", "ecs-fl", "ecs-fl-mended-mean-all")
 
     # ---- device ------------------------------------------------------------------------------------------------------
     def announced(self) -> dict[str, Entry]:

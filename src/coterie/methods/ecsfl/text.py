@@ -33,7 +33,7 @@ class ECSFL(SelectingEdges):
 
     Settings: ClassVar[type[Settings]] = ECSFLSettings
     hp: ECSFLSettings
-    controls = ("ecs-fl-random", "ecs-fl-nearest", "ecs-fl-mean-all")
+    controls = ("ecs-fl-random", "ecs-fl-mean-all")
 
     def check(self) -> None:
         super().check()

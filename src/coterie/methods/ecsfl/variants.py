@@ -21,18 +21,6 @@ from coterie.parts.variants import with_defaults
 PER_STEP = {"distance_norm": "per_step", "train_fraction": 0.1}  # distances per local step, a tenth of the devices
 
 
-class ECSFLNearest(ECSFL):
-    """The plain mean of the devices that moved least: equation (10)."""
-
-    card = replace(ECSFL.card, title="ECS-FL (nearest)")
-
-
-class ECSFLWeighted(ECSFL):
-    """Weights 1/d over a random tenth of the devices, with distances per local step: what `reading = paper` runs."""
-
-    Settings = with_defaults(ECSFLSettings, aggregation="invdist_all", **PER_STEP)
-
-
 class ECSFLInvDist(ECSFL):
     """Weights 1/d over the selected: equation (6) on T."""
 
@@ -91,14 +79,14 @@ class _ByDistance(ECSFLMended):
 class ECSFLMendedRandom(_ByDistance):
     """As many devices, drawn at random."""
 
-    card = replace(ECSFL.card, title="ECS-FL (random)")
+    card = replace(ECSFLMended.card, title="ECS-FL (mended, random)")
     rule = "random"
 
 
 class ECSFLMendedFarthest(_ByDistance):
     """The devices that moved most."""
 
-    card = replace(ECSFL.card, title="ECS-FL (farthest)")
+    card = replace(ECSFLMended.card, title="ECS-FL (mended, farthest)")
     rule = "farthest"
 
 
@@ -106,4 +94,4 @@ class ECSFLMendedMeanAll(ECSFLMended):
     """The plain mean of all devices."""
 
     Settings = with_defaults(ECSFLMendedSettings, select_fraction=1.0)
-    card = replace(ECSFL.card, title="ECS-FL (mean of all)")
+    card = replace(ECSFLMended.card, title="ECS-FL (mended, mean of all)")

@@ -1,3 +1,0 @@
-from coterie.methods.fedcmd.method import FedCMD, FedCMDSettings
-
-__all__ = ["FedCMD", "FedCMDSettings"]

@@ -8,6 +8,7 @@ participants in the published code is ten rounds here.
 - Clusters run side by side, not one after the other.
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 from coterie.core.method import Settings
@@ -19,6 +20,7 @@ class FedCPMDCode(FedCPMD):
     """Models are passed on from client to client, never averaged."""
 
     Settings: ClassVar[type[Settings]] = FedCPMDCodeSettings
+    card = replace(FedCPMD.card, title="FedCPMD (code)")
 
     def participants(self, clients: int, least: int) -> int:
         return 1

@@ -10,6 +10,7 @@ layer is mixed over all participants that share it, by how alike their classifie
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -36,7 +37,8 @@ class FedCPMDMended(LayerVotes):
 
     Settings: ClassVar[type[Settings]] = FedCPMDMendedSettings
     hp: FedCPMDMendedSettings
-    controls = ("fedcpmd-random", "fedcpmd-classifier")
+    card = replace(LayerVotes.card, title="FedCPMD (mended)", certainty="O")
+    controls = ("fedcpmd-mended-random", "fedcpmd-mended-classifier")
 
     @property
     def classifier(self) -> list[str]:

@@ -52,7 +52,7 @@ class FedCPMDSettings(VoteSettings):
         "global: the mean, and the personal layer starts from the shared one too",
     )
     min_participants: int = Field(
-        5, ge=1, description="fewest participants of each cluster in a round, if it has that many members"
+        1, ge=1, description="fewest participants of each cluster in a round, if it has that many members"
     )
     similarity_payload: Literal["full", "sketch", "none"] = Field(
         "full", description="what is uploaded for the similarity: the layer, a random projection, or nothing"

@@ -5,7 +5,6 @@ shift between its inputs and its labels. Clients with the same winning layer the
 own (an edge); they keep that layer and receive all others mixed by how alike the members' personal layers are.
 
 - At the switch both parts of the averaged model are assigned to all members (`switch_init = global`, Algorithm 3).
-- A cluster has at least five participants (`min_participants`), as in the published code.
 - The personal layer is uploaded for the similarity (13), which the text needs and does not mention.
 - A client that never voted is asked for its layer when phase 2 begins, without training.
 """

@@ -12,9 +12,8 @@ from coterie.core.method import Download, Method, Settings
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown
 from coterie.methods.fedcpmd import mixing, votes
-from coterie.methods.fedcpmd.code import FedCPMDCode
 from coterie.methods.fedcpmd.mended import FedCPMDMended
-from coterie.methods.fedcpmd.settings import FedCPMDCodeSettings, FedCPMDMendedSettings, FedCPMDSettings
+from coterie.methods.fedcpmd.settings import FedCPMDMendedSettings, FedCPMDSettings
 from coterie.methods.fedcpmd.text import FedCPMD
 from coterie.methods.fedcpmd.voting import LayerVotes
 from coterie.parts.variants import with_defaults
@@ -84,48 +83,30 @@ class FedCPMDOracle(_Oracle, FedCPMD):
     """The text with the layers that help most on validation data."""
 
 
-class FedCPMDCodeAuto(FedCPMDCode):
-    """The published code with the distance whose votes agree most with the others'."""
-
-    Settings = with_defaults(FedCPMDCodeSettings, distance="auto")
-    card = replace(FedCPMD.card, title="FedCPMD (auto)")
-
-
-class FedCPMDCodeClassifier(FedCPMDCode):
-    """The published code with the classifier as the only candidate: one cluster and no switch."""
-
-    Settings = with_defaults(FedCPMDCodeSettings, candidates="classifier")
-    card = replace(FedCPMD.card, title="FedCPMD (classifier)")
-
-
-class FedCPMDCodeRandom(_Random, FedCPMDCode):
-    """The published code with layers assigned at random."""
-
-
-class FedCPMDCodeOracle(_Oracle, FedCPMDCode):
-    """The published code with the layers that help most on validation data."""
-
-
 class FedCPMDMendedAuto(FedCPMDMended):
     """The mended version with the distance whose votes agree most with the others'."""
 
     Settings = with_defaults(FedCPMDMendedSettings, distance="auto")
-    card = replace(FedCPMD.card, title="FedCPMD (auto)")
+    card = replace(FedCPMDMended.card, title="FedCPMD (mended, auto)")
 
 
 class FedCPMDMendedClassifier(FedCPMDMended):
     """The mended version with the classifier as the only candidate: one cluster and no switch."""
 
     Settings = with_defaults(FedCPMDMendedSettings, candidates="classifier")
-    card = replace(FedCPMD.card, title="FedCPMD (classifier)")
+    card = replace(FedCPMDMended.card, title="FedCPMD (mended, classifier)")
 
 
 class FedCPMDMendedRandom(_Random, FedCPMDMended):
     """The mended version with layers assigned at random."""
 
+    card = replace(FedCPMDMended.card, title="FedCPMD (mended, random)")
+
 
 class FedCPMDMendedOracle(_Oracle, FedCPMDMended):
     """The mended version with the layers that help most on validation data."""
+
+    card = replace(FedCPMDMended.card, title="FedCPMD (mended, oracle)")
 
 
 class FedCPMDOnlyCluster(FedCPMD):

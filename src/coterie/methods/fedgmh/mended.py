@@ -32,6 +32,7 @@ class FedGMHMended(FeatureSender):
 
     Settings: ClassVar[type[Settings]] = FedGMHMendedSettings
     hp: FedGMHMendedSettings
+    card = replace(FeatureSender.card, title="FedGMH (mended)", certainty="O")
     controls = ("fedgmh-o", "fedgmh-a", "fedgmh-oa")
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:

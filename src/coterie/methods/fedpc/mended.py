@@ -10,6 +10,7 @@ classes, and so keeps classes that the client lacks.
 - A client uses the best model it has trained, by its validation data, unless the received model is better.
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -29,7 +30,8 @@ class FedPCMended(FedPC):
 
     Settings: ClassVar[type[Settings]] = FedPCMendedSettings
     hp: FedPCMendedSettings  # type: ignore[assignment]  # the hooks that read the text's loss settings are replaced
-    controls = ("fedpc-no-proto", "fedpc-random")
+    card = replace(FedPC.card, title="FedPC (mended)", certainty="O")
+    controls = ("fedpc-mended-no-proto", "fedpc-mended-random")
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         received = super().personal(state, download, data)

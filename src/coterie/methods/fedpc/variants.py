@@ -8,13 +8,6 @@ from coterie.methods.fedpc.text import FedPC
 from coterie.parts.variants import with_defaults
 
 
-class FedPCCode(FedPC):
-    """The loss of the framework that the paper was evaluated in."""
-
-    Settings = with_defaults(FedPCSettings, reading="code")
-    card = replace(FedPC.card, title="FedPC (code)")
-
-
 class FedPCJ1(FedPC):
     """One group: no clustering."""
 
@@ -54,32 +47,32 @@ class FedPCMendedJ1(FedPCMended):
     """One group: no clustering."""
 
     Settings = with_defaults(FedPCMendedSettings, J=1)
-    card = replace(FedPC.card, title="FedPC J=1")
+    card = replace(FedPCMended.card, title="FedPC (mended, J=1)")
 
 
 class FedPCMendedNoProto(FedPCMended):
     """Prototypes teach nothing."""
 
     Settings = with_defaults(FedPCMendedSettings, gamma=0.0, rehearsal=0.0)
-    card = replace(FedPC.card, title="FedPC no prototype loss")
+    card = replace(FedPCMended.card, title="FedPC (mended, no prototype loss)")
 
 
 class FedPCMendedNoMixing(FedPCMended):
     """Groups learn separately."""
 
     Settings = with_defaults(FedPCMendedSettings, inter="none")
-    card = replace(FedPC.card, title="FedPC no mixing")
+    card = replace(FedPCMended.card, title="FedPC (mended, no mixing)")
 
 
 class FedPCMendedMean(FedPCMended):
     """Groups are averaged with equal weights: one global extractor."""
 
     Settings = with_defaults(FedPCMendedSettings, inter="mean")
-    card = replace(FedPC.card, title="FedPC mean")
+    card = replace(FedPCMended.card, title="FedPC (mended, mean)")
 
 
 class FedPCMendedRandom(FedPCMended):
     """Random groups of the same sizes, which show what the clustering itself is worth."""
 
     Settings = with_defaults(FedPCMendedSettings, grouping="random")
-    card = replace(FedPC.card, title="FedPC random groups")
+    card = replace(FedPCMended.card, title="FedPC (mended, random groups)")

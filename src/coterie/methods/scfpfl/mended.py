@@ -9,6 +9,7 @@ then keeps the best of agent, edge and own model, and the edge averages agents.
 - The client's own model is scored, and it does not train apart from the agent.
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -29,7 +30,8 @@ class SCFPFLMended(ClusterEdges):
 
     Settings: ClassVar[type[Settings]] = SCFPFLMendedSettings
     hp: SCFPFLMendedSettings
-    controls = ("sc-fpfl-cluster-only", "sc-fpfl-no-agent")
+    card = replace(ClusterEdges.card, title="SC-FPFL (mended)", certainty="O")
+    controls = ("sc-fpfl-mended-cluster-only", "sc-fpfl-mended-no-agent")
 
     # ---- client ------------------------------------------------------------------------------------------------------
     def judged(self, edge: Tree, own: Tree, data: ClientData) -> tuple[Extras, Tensor | None]:

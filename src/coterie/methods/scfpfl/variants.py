@@ -134,22 +134,25 @@ class SCFPFLMendedNoAgent(_NoAgent, SCFPFLMended):
     """The mended version without the agent."""
 
     Settings: ClassVar[type[Settings]] = _MendedNoAgentSettings
+    card = replace(_NoAgent.card, title="SC-FPFL (mended, without agent)", certainty="O")
 
 
 class SCFPFLMendedClusterOnly(_ClusterOnly, SCFPFLMended):
     """The mended version with clusters only."""
 
     Settings: ClassVar[type[Settings]] = _MendedClusterOnlySettings
+    card = replace(_ClusterOnly.card, title="SC-FPFL (mended, clusters only)", certainty="O")
 
 
 class SCFPFLMendedNoKL(SCFPFLMended):
     """The mended version without the distillation of the agent."""
 
     Settings = with_defaults(SCFPFLMendedSettings, kl_weight=0.0)
-    card = replace(SCFPFL.card, title="SC-FPFL without KL")
+    card = replace(SCFPFLMended.card, title="SC-FPFL (mended, without KL)")
 
 
 class SCFPFLMendedFourierOnly(_FourierOnly, SCFPFLMended):
     """The mended version with every client as an edge."""
 
     Settings: ClassVar[type[Settings]] = _MendedFourierOnlySettings
+    card = replace(_FourierOnly.card, title="SC-FPFL (mended, Fourier only)", certainty="O")
