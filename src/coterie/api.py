@@ -1,15 +1,16 @@
 """The Python interface: run, resume, open_run, compare, tune. The command line calls these functions."""
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import nn
 
-from coterie.config import PUBLIC, RunSettings, given_reading, method_class, owner, settings, table
+from coterie.config import PUBLIC, Engine, RunSettings, given_reading, method_class, owner, settings, table
 from coterie.config import engine as engine_of
 from coterie.core.method import Method
 from coterie.data.dataset import Dataset
@@ -31,8 +32,6 @@ from coterie.results.search import Budget, Sampler, Tuning, make_trials, search
 from coterie.storage.run_folder import fresh_folder
 
 DataFunction = Callable[[], Dataset]
-State = Literal["memory", "disk"]
-Training = Literal["loop", "stack", "auto"]
 log = logging.getLogger("coterie")
 _TO_LOG = Callbacks(on_info=log.info, on_warning=log.warning)
 
@@ -43,13 +42,6 @@ def run(
     model: str | nn.Module | Factory | PerClient | None = None,
     *,
     out: str | Path | None = None,
-    workers: int | None = None,
-    state: State | None = None,
-    runtime: str | None = None,
-    address: str | None = None,
-    engine: Training | None = None,
-    keep: int | None = None,
-    data_dir: str | Path | None = None,
     on_round: OnRound = (),
     track: str | None = None,
     callbacks: Callbacks | None = None,
@@ -57,15 +49,13 @@ def run(
 ) -> Run:
     """Run one method and return the finished run.
 
-    `more` takes any setting of the run, the federation or the method. `on_round` is called after every round with its
-    Progress; if it returns True, the run stops there and can be resumed. `track`: tensorboard or mlflow. With
-    `callbacks`, messages go to these functions instead of the logger "coterie".
+    `more` takes any setting of the run, the federation or the method, and how the run is computed: `workers`, `state`
+    (memory or disk), `runtime`, `address`, `engine` (loop, stack or auto), `keep` and `data_dir`. `on_round` is called
+    after every round with its Progress; if it returns True, the run stops there and can be resumed. `track`:
+    tensorboard or mlflow. With `callbacks`, messages go to these functions instead of the logger "coterie".
     """
     names, objects = _named(data, model)
-    how = engine_of(
-        workers=workers, state=state, runtime=runtime, address=address, engine=engine, keep=keep,
-        data_dir=_path(data_dir),
-    )  # fmt: skip
+    how = _engine(more)
     chosen = settings(**{**more, "method": method, **names})
     objects = replace(objects, method=None if isinstance(method, str) else method)
     session = prepare(chosen, how, objects, start=initial_values(chosen))
@@ -83,28 +73,21 @@ def resume(
     method: type[Method] | None = None,
     data: Dataset | DataFunction | None = None,
     model: nn.Module | Factory | None = None,
-    workers: int | None = None,
-    state: State | None = None,
-    runtime: str | None = None,
-    address: str | None = None,
-    engine: Training | None = None,
-    keep: int | None = None,
-    data_dir: str | Path | None = None,
     on_round: OnRound = (),
     track: str | None = None,
     callbacks: Callbacks | None = None,
+    **how: Any,
 ) -> Run:
     """Resume an interrupted run; the result is bit-identical to that of an uninterrupted one.
 
     More `rounds` extend the run; `from_round` goes back to the checkpoint of a round, if it is still kept. Your own
-    method, data function or model is imported by its name if possible; otherwise pass the same object again.
+    method, data function or model is imported by its name if possible; otherwise pass the same object again. `how`
+    takes the options of `run` about how a run is computed, such as `workers`.
     """
-    folder = _folder(path)
-    how = engine_of(
-        workers=workers, state=state, runtime=runtime, address=address, engine=engine, keep=keep,
-        data_dir=_path(data_dir),
-    )  # fmt: skip
-    session = rebuild(folder, how, _objects(method, data, model), rounds)
+    folder, engine = _folder(path), _engine(how)
+    for name in how:
+        raise unknown("option", name, [*Engine.model_fields, *inspect.signature(resume).parameters])
+    session = rebuild(folder, engine, _objects(method, data, model), rounds)
     return _execute(session, folder, on_round, track, callbacks, resume=True, from_round=from_round)
 
 
@@ -156,20 +139,15 @@ def compare(
     against: str | Sequence[str] = (),
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
-    workers: int | None = None,
-    engine: Training | None = None,
-    data_dir: str | Path | None = None,
     **more: Any,
 ) -> Comparison:
     """Run several methods on the same clients; Local-Only is always included.
 
     `against`: "controls" adds the controls that every method must beat and those that the methods declare; other names
-    are added as they are. The differences to them are in `arena()` of the returned comparison.
+    are added as they are. The differences to them are in `arena()` of the returned comparison. `more` takes settings,
+    and `workers`, `engine` and `data_dir` as in `run`.
     """
-    outcome = run_comparison(
-        methods, data, model, against=against, seeds=seeds, out=out, workers=workers, engine=engine, data_dir=data_dir,
-        **more,
-    )  # fmt: skip
+    outcome = run_comparison(methods, data, model, against=against, seeds=seeds, out=out, **more)
     for path, reason in outcome.status.failed.items():
         raise CoterieError(f"{path.name} failed: {reason}")
     assert outcome.comparison is not None
@@ -196,9 +174,6 @@ def run_comparison(
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
     also: Sequence[str] = (),
-    workers: int | None = None,
-    engine: Training | None = None,
-    data_dir: str | Path | None = None,
     callbacks: Callbacks = _TO_LOG,
     on_status: Callable[[SweepStatus], object] = lambda status: None,
     **more: Any,
@@ -207,7 +182,7 @@ def run_comparison(
 
     `also` names further columns. `on_status` is called with the progress of all runs.
     """
-    how = engine_of(workers=workers, engine=engine, data_dir=_path(data_dir))
+    how = _engine(more, "workers", "engine", "data_dir")
     folder = _path(out) or fresh_folder("compare")
     cells = comparison_cells(methods, data, model, seeds, folder, against, **more)
     for sentence in shared_choices(cells):
@@ -234,8 +209,6 @@ def tune(
     sampler: Sampler = "grid",
     seed: int = 0,
     out: str | Path | None = None,
-    workers: int | None = None,
-    data_dir: str | Path | None = None,
     callbacks: Callbacks | None = None,
     on_status: Callable[[SweepStatus], object] = lambda status: None,
     **more: Any,
@@ -245,13 +218,14 @@ def tune(
     `space` has a list of values for each setting. One of every `eta` trials is promoted to `eta` times as many rounds.
     `budget` bounds the rounds of all trials together, `minutes` the time, `trials` the number of combinations. The
     same call with the same `out` continues an unfinished search. `on_status` is called with the progress of all trials.
+    `more` takes settings, and `workers` and `data_dir` as in `run`.
     """
     names, objects = _named(data, model)
+    how = _engine(more, "workers", "data_dir")
     limits = Budget(eta, budget, minutes, trials)
     chosen: list[str | type[Method]] = [methods] if isinstance(methods, str | type) else list(methods)
     folder = _path(out) or fresh_folder("tune")
     made = make_trials(chosen, space, folder, objects, rounds, limits, seed=seed, **names, **more)
-    how = engine_of(workers=workers, data_dir=_path(data_dir))
     given = callbacks or _TO_LOG
     given.on_start("tune", len(made) * rounds)
     tuning = search(made, folder, how, limits, sampler, seed, on_status, given.should_stop)
@@ -317,6 +291,12 @@ def comparison_cells(
             chosen_settings = settings(**{**given, "method": method, "seed": seed, **named})
             cells.append(Cell(chosen_settings, folder / f"{name}-s{seed}", its_objects))
     return cells
+
+
+def _engine(given: dict[str, Any], *names: str) -> Engine:
+    """Take the options about how a run is computed, or those of these names, out of `given` and check them."""
+    how = {name: given.pop(name) for name in names or Engine.model_fields if name in given}
+    return engine_of(**{**how, "data_dir": _path(how.get("data_dir"))})
 
 
 def _rivals(against: str | Sequence[str]) -> list[str]:

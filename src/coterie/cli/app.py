@@ -57,39 +57,21 @@ app.add_typer(tune_app)
 
 
 @app.command()
+@o.takes_settings(*o.SETTINGS)
 def run(
+    given: dict[str, Any],
     method: Annotated[str | None, Argument(help="a method; `coterie list methods` names them")] = None,
-    data: o.Data = None,
     data_dir: o.DataDir = None,
-    task: o.Task = None,
-    model: o.Model = None,
-    partition: o.Partition = None,
-    clients: o.Clients = None,
-    join: o.Join = None,
-    rounds: o.Rounds = None,
-    epochs: o.Epochs = None,
-    batch: o.Batch = None,
-    lr: o.Lr = None,
-    seed: o.Seed = None,
-    workers: o.Workers = None,
-    engine: o.Training = None,
+    workers: o.WorkersOption = None,
+    engine: o.EngineOption = None,
     state: o.StateAt = None,
     runtime: o.RuntimeAt = None,
     transport: o.Transport = None,
     address: o.Address = None,
-    set_: o.Set = None,
-    config: o.Config = None,
     out: o.Out = None,
     resume: Annotated[Path | None, Option(help="continue the run in this folder; more --rounds extend it")] = None,
     from_round: o.FromRound = None,
     keep: o.Keep = None,
-    warm_start: Annotated[Path | None, Option(help="start from the models of the run in this folder")] = None,
-    stop_after: Annotated[
-        int | None, Option(help="end after so many evaluations without a better value on validation data")
-    ] = None,
-    stop_at: Annotated[
-        float | None, Option(help="end when the value on validation data reaches this target, 0.9 for 90 %")
-    ] = None,
     track: Annotated[str | None, Option(help="also write curves for tensorboard or mlflow")] = None,
     quiet: o.Quiet = False,
     as_json: o.Json = False,
@@ -100,10 +82,7 @@ def run(
     from coterie.errors import CoterieError
     from coterie.storage.atomic import finite
 
-    given = o.gather(config, set_, method=method, data=data, task=task, model=model, partition=partition,
-                     clients=clients, join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr,
-                     seed=seed, stop_after=stop_after, stop_at=stop_at,
-                     warm_start=None if warm_start is None else str(warm_start))  # fmt: skip
+    given |= {} if method is None else {"method": method}
     o.check_transport(transport)
     silent = quiet or as_json
     stop = Stop()
@@ -145,27 +124,17 @@ def run(
 
 
 @app.command()
+@o.takes_settings("data", "task", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "lr")
 def compare(
+    given: dict[str, Any],
     methods: Annotated[list[str], Argument(help="methods; Local-Only is always added")],
     against: Annotated[
         str | None, Option(help="controls: add what every method must beat, and what each names; or methods, by commas")
     ] = None,
     seeds: Annotated[int, Option(min=1, help="runs per method, with seeds 0, 1, ...")] = 1,
-    data: o.Data = None,
     data_dir: o.DataDir = None,
-    task: o.Task = None,
-    model: o.Model = None,
-    partition: o.Partition = None,
-    clients: o.Clients = None,
-    join: o.Join = None,
-    rounds: o.Rounds = None,
-    epochs: o.Epochs = None,
-    batch: o.Batch = None,
-    lr: o.Lr = None,
-    workers: o.Workers = None,
-    engine: o.Training = None,
-    set_: o.Set = None,
-    config: o.Config = None,
+    workers: o.WorkersOption = None,
+    engine: o.EngineOption = None,
     out: o.Out = None,
     also: o.Also = None,
     quiet: o.Quiet = False,
@@ -178,8 +147,6 @@ def compare(
     from coterie.methods import known
     from coterie.storage.run_folder import fresh_folder
 
-    given = o.gather(config, set_, data=data, task=task, model=model, partition=partition, clients=clients, join=join,
-                     rounds=rounds, epochs=epochs, batch=batch, lr=lr)  # fmt: skip
     names = list(dict.fromkeys(m for name in methods for m in (known() if name == "all" else [name])))
     folder = out or fresh_folder(f"compare-{given.get('data', 'digits')}")
     silent, rivals, stop = quiet or as_json, o.commas(against), Stop()
@@ -189,7 +156,7 @@ def compare(
         )
         outcome = api.run_comparison(
             names, given.pop("data", "digits"), given.pop("model", None), against=rivals, seeds=seeds, out=folder,
-            also=o.commas(also), workers=workers, engine=engine, data_dir=data_dir,  # type: ignore[arg-type]
+            also=o.commas(also), workers=workers, engine=engine, data_dir=data_dir,
             callbacks=callbacks, on_status=lambda s: progress.update(s.done(), _running(s)), **given,
         )  # fmt: skip
     failed = outcome.status.failed
@@ -359,7 +326,7 @@ def report(
     folders: Annotated[list[Path], Argument(metavar="RUN...", help="folders of runs, or folders that hold runs")],
     out: Annotated[Path, Option("--out", "-o", help="the file to write")] = Path("report.html"),
     title: Annotated[str, Option(help="heading of the page")] = "",
-    score: o.Score = "",
+    score: o.ScoredView = "",
     also: o.Also = None,
     as_json: o.Json = False,
 ) -> None:

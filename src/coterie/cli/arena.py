@@ -28,7 +28,7 @@ def arena(
     methods: Annotated[
         str | None, Option(help="comma-separated list of methods to compare with them (default: all others)")
     ] = None,
-    score: o.Score = "",
+    score: o.ScoredView = "",
     selected: Annotated[bool, Option("--selected", help="score the round with the best validation accuracy")] = False,
     markdown: Annotated[bool, Option("--markdown", help="print Markdown tables")] = False,
     as_json: Annotated[bool, Option("--json", help="print the result as JSON")] = False,

@@ -36,8 +36,8 @@ def list_(
     family: Annotated[str, Option(help="methods of one family: global, fine-tuning, split, clusters, ...")] = "",
     variants: Annotated[bool, Option("--variants", help="list ablations and variants too")] = False,
     traffic: Annotated[bool, Option("--bytes", help="what a participant sends and receives in a round")] = False,
-    model: o.Model = None,
-    data: o.Data = None,
+    model: o.ModelName = None,
+    data: o.DataName = None,
     data_dir: o.DataDir = None,
     as_json: o.Json = False,
 ) -> None:
@@ -334,15 +334,10 @@ def data_list(
 
 
 @data_app.command("show")
+@o.takes_settings("data", "task", "partition", "clients", "seed")
 def data_show(
-    data: o.Data = None,
-    task: o.Task = None,
+    given: dict[str, Any],
     data_dir: o.DataDir = None,
-    partition: o.Partition = None,
-    clients: o.Clients = None,
-    seed: o.Seed = None,
-    set_: o.Set = None,
-    config: o.Config = None,
     out: Annotated[Path, Option(help="file for the picture (.png or .svg)")] = Path("partition.png"),
     as_json: o.Json = False,
 ) -> None:
@@ -353,7 +348,6 @@ def data_show(
     from coterie.data.sources import load_dataset
     from coterie.data.target_types import with_task
 
-    given = o.gather(config, set_, data=data, task=task, partition=partition, clients=clients, seed=seed)
     s = settings(**{"method": "fedavg", **given})
     federation = federate(with_task(load_dataset(s.data, data_dir, s.subset), s.task), s.federation, s.seed)
     drawn = draw_partition(federation, out)

@@ -133,8 +133,17 @@ certs_app.command("add-node", hidden=True)(nodes_add)  # the name in version 0.1
 certs_app.command("remove-node", hidden=True)(nodes_remove)
 
 
+_ClientsOption = Annotated[
+    int | None, Option(help="number of clients that take part in training; later devices are newcomers")
+]
+
+
 @federation_app.command()
+@o.takes_settings(
+    "task", "data", "model", "partition", "join", "rounds", "epochs", "batch", "lr", "seed", clients=_ClientsOption
+)
 def serve(
+    given: dict[str, Any],
     method: MethodName = None,
     certs: CertsDir = Path("certs"),
     host: Annotated[str, Option(help="address to listen on")] = "0.0.0.0",
@@ -157,22 +166,7 @@ def serve(
     deadline: Deadline = 600.0,
     shape: Annotated[str | None, Option(help="shape of one item of the devices' own data, for example 1,28,28")] = None,
     classes: Annotated[int, Option(help="number of classes of the devices' own data, or numbers per target")] = 0,
-    task: o.Task = None,
-    data: o.Data = None,
     data_dir: o.DataDir = None,
-    model: o.Model = None,
-    partition: o.Partition = None,
-    clients: Annotated[
-        int | None, Option(help="number of clients that take part in training; later devices are newcomers")
-    ] = None,
-    join: o.Join = None,
-    rounds: o.Rounds = None,
-    epochs: o.Epochs = None,
-    batch: o.Batch = None,
-    lr: o.Lr = None,
-    seed: o.Seed = None,
-    set_: o.Set = None,
-    config: o.Config = None,
     out: o.Out = None,
     resume: Annotated[Path | None, Option(help="continue the federation in this folder")] = None,
     from_round: o.FromRound = None,
@@ -190,9 +184,7 @@ def serve(
     o.check_transport(transport)
     die_with_parent()
     _log()
-    given = o.gather(config, set_, method=method, data=data, task=task, model=model, partition=partition,
-                     clients=clients, join=join, rounds=rounds, epochs=epochs, batch=batch, lr=lr,
-                     seed=seed)  # fmt: skip
+    given |= {} if method is None else {"method": method}
     rules: dict[str, Any] = {
         "min_clients": min_clients, "norm_bound": norm_bound, "quarantine_after": quarantine_after, "keep": keep,
     }  # fmt: skip
@@ -362,24 +354,15 @@ def edge(
 
 
 @federation_app.command()
+@o.takes_settings("data", "model", "partition", "join", "rounds", "epochs", "batch", "lr", "seed")
 def up(
+    given: dict[str, Any],
     method: Annotated[str, Argument(help="a method; `coterie list methods` shows all")],
     devices: Annotated[int, Option(min=1, help="number of device processes, one client each")] = 4,
     edges: Annotated[int, Option(min=0, help="number of edge processes; 0: devices connect to the cloud")] = 0,
     deadline: Deadline = 600.0,
     transport: o.Transport = None,
-    data: o.Data = None,
     data_dir: o.DataDir = None,
-    model: o.Model = None,
-    partition: o.Partition = None,
-    join: o.Join = None,
-    rounds: o.Rounds = None,
-    epochs: o.Epochs = None,
-    batch: o.Batch = None,
-    lr: o.Lr = None,
-    seed: o.Seed = None,
-    set_: o.Set = None,
-    config: o.Config = None,
     out: o.Out = None,
     quiet: o.Quiet = False,
 ) -> None:
@@ -389,8 +372,6 @@ def up(
     from coterie.federation.localhost.trial import LocalFederation
     from coterie.storage.run_folder import fresh_folder
 
-    given = o.gather(config, set_, data=data, model=model, partition=partition, join=join, rounds=rounds,
-                     epochs=epochs, batch=batch, lr=lr, seed=seed)  # fmt: skip
     folder = out or fresh_folder(f"{method}-up")
     stop = Stop()
     o.check_transport(transport)

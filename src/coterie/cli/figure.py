@@ -24,7 +24,7 @@ def figure(
         str, Option(help="curve to draw, for example personal/test/mean or participants/before/pooled")
     ] = "",
     axis: Annotated[str, Option(help="for the kind axis: the setting to draw against, for example join")] = "",
-    score: o.Score = "",
+    score: o.ScoredView = "",
     against: Annotated[str | None, Option(help="for the kind arena: comma-separated list of controls")] = None,
     methods: Annotated[str | None, Option(help="comma-separated list of methods")] = None,
     data_dir: o.DataDir = None,

@@ -1,29 +1,47 @@
-"""The options that `run`, `compare` and `data show` share, and how they become settings."""
+"""Options that several commands share, and how they become settings."""
 
+import inspect
 import re
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
-Data = Annotated[str | None, Option(help="digits, cifar10, ..., a file, a folder, hub:owner/name or module:function")]
+DataName = Annotated[
+    str | None, Option(help="digits, cifar10, ..., a file, a folder, hub:owner/name or module:function")
+]
+ModelName = Annotated[str | None, Option(help="lenet5, mlp, ... or module:factory (default: chosen from the data)")]
+SETTINGS: dict[str, Any] = {  # settings that have an option of their own
+    "data": DataName,
+    "task": Annotated[
+        str | None, Option(help="regression, multilabel, binary, count, survival, ... (default: chosen from the data)")
+    ],
+    "model": ModelName,
+    "partition": Annotated[str | None, Option(help="iid, dirichlet(0.1), exdir(2,0.5), shards(2), rotate(4), natural")],
+    "clients": Annotated[int | None, Option(help="number of clients (default 20)")],
+    "join": Annotated[float | None, Option(help="fraction of the clients in a round (default 0.5)")],
+    "rounds": Annotated[int | None, Option(help="rounds (default 50)")],
+    "epochs": Annotated[float | None, Option(help="local epochs (default 5)")],
+    "batch": Annotated[int | None, Option(help="batch size (default 32)")],
+    "lr": Annotated[float | None, Option(help="local learning rate (default 0.05)")],
+    "seed": Annotated[int | None, Option(help="random seed (default 0)")],
+    "warm_start": Annotated[str | None, Option(metavar="PATH", help="start from the models of the run in this folder")],
+    "stop_after": Annotated[
+        int | None, Option(help="end after this many evaluations without a better value on validation data")
+    ],
+    "stop_at": Annotated[
+        float | None, Option(help="end when the value on validation data reaches this target, 0.9 for 90 %")
+    ],
+}
+SetOption = Annotated[list[str] | None, Option("--set", help="any setting of method, run or federation, as key=value")]
+ConfigFile = Annotated[Path | None, Option(help="TOML file with settings; options override it")]
 DataDir = Annotated[
     Path | None, Option(help="directory with the data files (default: $COTERIE_DATA or ~/.cache/coterie/data)")
 ]
-Task = Annotated[
-    str | None, Option(help="regression, multilabel, binary, count, survival, ... (default: chosen from the data)")
-]
-Model = Annotated[str | None, Option(help="lenet5, mlp, ... or module:factory (default: chosen from the data)")]
-Partition = Annotated[str | None, Option(help="iid, dirichlet(0.1), exdir(2,0.5), shards(2), rotate(4), natural")]
-Clients = Annotated[int | None, Option(help="number of clients (default 20)")]
-Join = Annotated[float | None, Option(help="fraction of the clients in a round (default 0.5)")]
-Rounds = Annotated[int | None, Option(help="rounds (default 50)")]
-Epochs = Annotated[float | None, Option(help="local epochs (default 5)")]
-Batch = Annotated[int | None, Option(help="batch size (default 32)")]
-Lr = Annotated[float | None, Option(help="local learning rate (default 0.05)")]
-Seed = Annotated[int | None, Option(help="random seed (default 0)")]
-Workers = Annotated[int | None, Option(help="worker processes (default: CPU count); does not affect results")]
-Training = Annotated[str | None, Option("--engine", help="loop (clients one by one), stack (many at once) or auto")]
+WorkersOption = Annotated[int | None, Option(help="worker processes (default: CPU count); does not affect results")]
+EngineOption = Annotated[str | None, Option("--engine", help="loop (clients one by one), stack (many at once) or auto")]
 StateAt = Annotated[str | None, Option("--state", help="where client state is kept: memory or disk")]
 RuntimeAt = Annotated[
     str | None, Option("--runtime", help="execution backend: local, ray or federation (one device process per client)")
@@ -34,15 +52,41 @@ Keep = Annotated[
 FromRound = Annotated[int | None, Option(min=0, help="with --resume: go back to the checkpoint of this round")]
 Transport = Annotated[str | None, Option(help="kept for scripts of version 0.1: grpc", hidden=True)]
 Address = Annotated[str | None, Option(help="address of the Ray cluster (default: start one on this machine)")]
-Set = Annotated[list[str] | None, Option("--set", help="any setting of method, run or federation, as key=value")]
-Config = Annotated[Path | None, Option(help="TOML file with settings; options override it")]
 Out = Annotated[Path | None, Option(help="output folder (default: runs/...)")]
 Also = Annotated[str | None, Option(help="comma-separated further columns: clusters, received, edge")]
-Score = Annotated[
+ScoredView = Annotated[
     str, Option(help="personal, global, received, trained, edge or adapted (default: the runs' headline)")
 ]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="print errors only")]
 Json = Annotated[bool, Option("--json", help="print the result as JSON")]
+
+
+def takes_settings(*names: str, **own: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace the parameter `given` of a command by options for these settings, --set and --config.
+
+    The command gets the settings that were given as a dictionary. `own` holds options that differ from SETTINGS.
+    """
+    added = {**{name: SETTINGS[name] for name in names}, "set_": SetOption, "config": ConfigFile, **own}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def wrapped(**values: Any) -> None:
+            config, assignments = values.pop("config"), values.pop("set_")
+            chosen = {name: values.pop(name) for name in added if name in values}
+            command(given=gather(config, assignments, **chosen), **values)
+
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command).parameters.values():
+            if parameter.name == "given":
+                keyword = inspect.Parameter.KEYWORD_ONLY
+                parameters += [inspect.Parameter(n, keyword, default=None, annotation=a) for n, a in added.items()]
+            else:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapped
+
+    return decorate
 
 
 def gather(config: Path | None, assignments: list[str] | None, **options: Any) -> dict[str, Any]:

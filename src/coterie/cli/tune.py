@@ -15,14 +15,19 @@ if TYPE_CHECKING:
 tune_app = typer.Typer()
 
 
+_SEARCHED = Annotated[
+    list[str] | None,
+    Option("--set", help="values to choose from, such as lr=0.01,0.05; a single value applies to all trials"),
+]
+
+
 @tune_app.command()
+@o.takes_settings(
+    "data", "task", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "seed", set_=_SEARCHED
+)
 def tune(
+    given: dict[str, Any],
     methods: Annotated[list[str], Argument(help="methods to choose from")],
-    set_: Annotated[
-        list[str] | None,
-        Option("--set", help="values to choose from, such as lr=0.01,0.05; a single value applies to all trials"),
-    ] = None,
-    rounds: o.Rounds = None,
     eta: Annotated[int, Option(help="one of every ETA trials is promoted, to ETA times the rounds")] = 3,
     budget: Annotated[int | None, Option(help="rounds of all trials together")] = None,
     minutes: Annotated[float | None, Option(help="stop after this time; the same command continues the search")] = None,
@@ -30,18 +35,8 @@ def tune(
     sampler: Annotated[
         str, Option(help="grid, random or optuna: choice of combinations if not all are tried")
     ] = "grid",
-    data: o.Data = None,
     data_dir: o.DataDir = None,
-    task: o.Task = None,
-    model: o.Model = None,
-    partition: o.Partition = None,
-    clients: o.Clients = None,
-    join: o.Join = None,
-    epochs: o.Epochs = None,
-    batch: o.Batch = None,
-    seed: o.Seed = None,
-    workers: o.Workers = None,
-    config: o.Config = None,
+    workers: o.WorkersOption = None,
     out: o.Out = None,
     quiet: o.Quiet = False,
     as_json: o.Json = False,
@@ -54,8 +49,6 @@ def tune(
     from coterie.storage.atomic import finite
     from coterie.storage.run_folder import fresh_folder
 
-    given = o.gather(config, set_, data=data, task=task, model=model, partition=partition, clients=clients, join=join,
-                     epochs=epochs, batch=batch, seed=seed, rounds=rounds)  # fmt: skip
     fixed, space = _space(given)
     if not space and len(methods) < 2:
         raise CoterieError("give values to choose from, such as --set lr=0.01,0.05, or more methods")
