@@ -21,7 +21,7 @@ from coterie.engine.session import Session
 from coterie.errors import CoterieError
 from coterie.export.personal_model import as_module, describe_model, write_model
 from coterie.federation.device_states import KEEP_STATES, DeviceStates, lock_folder
-from coterie.federation.payload_kinds import of_answer, of_request, total_bytes
+from coterie.federation.payload_kinds import of_answer, of_request
 from coterie.federation.policy.allow import Allow, ByteBudget
 from coterie.federation.policy.audit import AUDIT_FILE, AuditLine, AuditLog
 from coterie.federation.protocol.messages import Answer, Common, DeviceJob, Hello, PlanText, RunOver, with_common
@@ -98,7 +98,7 @@ class DeviceHandler:
                 raise CoterieError(f"round {round} is over or never comes (my state: {job.base})")
             samples = len(session.federation.data(job.request.client).train)
             self.allow.check_request(session.method, job.request, samples)
-            self._spent.count("down", job.run, round, total_bytes(arrived))
+            self._spent.count("down", job.run, round, sum(arrived.values()))
             self._take_seat(job.run, job.request.client)
             answer = self._compute(session, job)
             self._release(session, round, kind, job.run, answer)
@@ -109,7 +109,7 @@ class DeviceHandler:
         upload = answer.upload if isinstance(answer, TrainAnswer) else {}
         sizes = of_answer(session.method, answer)
         self.allow.check_leaving(session.method.schema("up"), upload, sizes)
-        self._spent.count("up", run, round, total_bytes(sizes))
+        self._spent.count("up", run, round, sum(sizes.values()))
         entries = {name: value_bytes(v.numel(), v.dtype) for name, v in upload.items()}
         self._audit.write(AuditLine(run, round, kind, "out", self.peer, sizes, entries))
 
@@ -127,7 +127,7 @@ class DeviceHandler:
             if before is not None and before.run != plan.run:
                 log.info("run %s was replaced by run %s", before.run[:8], plan.run[:8])
             self._refusal = ""
-            write_atomic(self._folder(plan.run) / "plan.json", text.encode())
+            write_atomic(self.state / plan.run / "plan.json", text.encode())
             seat = self._seat(plan.run)
             log.info("run %s: %s, %s rounds", plan.run[:8], session.method.card.title, session.settings.rounds)
             answer = Hello(seat, len(session.federation.data(seat or 0).train))
@@ -138,7 +138,7 @@ class DeviceHandler:
         """Note that the run has ended, as the cloud says."""
         self.session(message.run)  # raises an error for a run that is not this device's
         self._audit.write(AuditLine(message.run, message.rounds, "over", "in", self.peer))
-        model = self._folder(message.run) / "model.safetensors"
+        model = self.state / message.run / "model.safetensors"
         where = f"; the personal model is {model}" if model.exists() else ""
         then = "waiting for the next run" if self.stay else "nothing more to do here"
         log.info("run %s has ended after %s rounds%s; %s", message.run[:8], message.rounds, where, then)
@@ -151,7 +151,7 @@ class DeviceHandler:
         if self._plan is None or self._plan.run != run or self._session is None:
             if not RUN_ID.fullmatch(run):
                 raise CoterieError("the message names no run")
-            path = self._folder(run) / "plan.json"
+            path = self.state / run / "plan.json"
             if not path.is_file():
                 raise NoPlanError
             return self._open(FederationPlan.read(path.read_text()))
@@ -162,12 +162,9 @@ class DeviceHandler:
             self._session, self._plan = plan.session(self.data, self.client, self.data_dir, self.allow), plan
         return self._session
 
-    def _folder(self, run: str) -> Path:
-        return self.state / run
-
     def _seat(self, run: str) -> ClientId | None:
         """Return this device's client number in a run; None if no job has named it yet."""
-        path = self._folder(run) / "client.json"
+        path = self.state / run / "client.json"
         if self.client is not None or not path.is_file():
             return self.client
         return int(json.loads(path.read_text())["client"])
@@ -176,14 +173,14 @@ class DeviceHandler:
         """Take the client number of the first job; refuse jobs for others, so that states are never mixed up."""
         seat = self._seat(run)
         if seat is None:
-            write_atomic(self._folder(run) / "client.json", json.dumps({"client": client}).encode())
+            write_atomic(self.state / run / "client.json", json.dumps({"client": client}).encode())
         elif seat != client:
             raise CoterieError(f"this device is client {seat} of the run, not {client}")
 
     # ---- work --------------------------------------------------------------------------------------------------------
     def _compute(self, session: Session, job: DeviceJob) -> Answer:
         request = job.request
-        states = DeviceStates(self._folder(job.run) / str(request.client), self.keep)
+        states = DeviceStates(self.state / job.run / str(request.client), self.keep)
         local_job = Job(request, states.read(job.base))
         if isinstance(request, TrainRequest):
             done = session.clients().train([local_job])[0]
@@ -216,7 +213,7 @@ class DeviceHandler:
         tree = model_in_use(method, session.clients().rule, state, job.request.download, data, job.request.round)
         module = as_module(method, *tree)
         about = describe_model(session, client, module, job.request.round - 1, run)
-        write_model(self._folder(run) / "model.safetensors", module, about, durable=False)
+        write_model(self.state / run / "model.safetensors", module, about, durable=False)
 
 
 def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler) -> None:
@@ -235,6 +232,3 @@ def _in_memory(state: State | Remote) -> State:
     """Return the state, which is never remote on a device."""
     assert not isinstance(state, Remote)
     return state
-
-
-__all__ = ["DeviceHandler", "join"]

@@ -75,6 +75,3 @@ def lock_folder(folder: Path) -> IO[str]:
         file.close()
         raise CoterieError(f"state {folder} is in use by another process") from e
     return file
-
-
-__all__ = ["KEEP_STATES", "DeviceStates", "lock_folder"]

@@ -16,7 +16,7 @@ from coterie.core.method import Method
 from coterie.engine import codec
 from coterie.engine.messages import TrainAnswer, check
 from coterie.errors import CoterieError
-from coterie.federation.cloud.dispatch import OVER_SECONDS, Dispatcher, Greeting, NodeLink, excluded_line
+from coterie.federation.cloud.dispatch import OVER_SECONDS, Dispatcher, Greeting, excluded_line
 from coterie.federation.cloud.upload_bounds import UsualSizes, judge_answers
 from coterie.federation.edge_stage import EdgeStage
 from coterie.federation.identity.admin import SUSPENDED
@@ -44,6 +44,7 @@ from coterie.federation.protocol.messages import (
 from coterie.federation.protocol.plan import FederationPlan
 from coterie.federation.transport import Cause, NoPlanError, listening
 from coterie.federation.transport.node import Node
+from coterie.federation.transport.server import GrpcServer
 from coterie.federation.validation import SamplesError, check_answer, check_request, check_task, largest_message
 
 _DEVICE_SHARE = 0.85  # share of the cloud's deadline that devices get; the rest is for the reply to the cloud
@@ -77,7 +78,7 @@ class Gathered:
 class EdgeHandler:
     """Answers the cloud by asking the devices of its own link."""
 
-    link: NodeLink
+    link: GrpcServer
     allow: Allow = field(default_factory=Allow)
     audit: AuditLog | None = None
     peer: str = "cloud"  # address of the cloud
@@ -263,6 +264,3 @@ def run_edge(
         node = Node(up, ca, key, handler.handle)
         handler.ended = node.leave
         node.stop_on_signals().run()
-
-
-__all__ = ["EdgeHandler", "run_edge"]

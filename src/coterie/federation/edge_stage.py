@@ -71,6 +71,3 @@ class EdgeStage:
         log.error("edge %s could not be %s", task.edge.id, step, exc_info=error)
         reason = f"edge {task.edge.id} could not be {step}: {type(error).__name__}: {error}"
         self.missing |= dict.fromkeys(clients, reason)
-
-
-__all__ = ["EdgeStage"]

@@ -7,6 +7,7 @@ from coterie.core.method import Method
 from coterie.core.schema import Schema
 from coterie.core.tree import Tree, value_bytes
 from coterie.engine import codec
+from coterie.engine.ledger import summed
 from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer, check
 from coterie.errors import CoterieError
 from coterie.federation.protocol.messages import Answer, DeviceJob, EdgeAnswer, NodeJob, Request
@@ -64,11 +65,6 @@ def of_reply(method: Method, reply: object) -> BytesByKind:
     return {}
 
 
-def total_bytes(sizes: BytesByKind) -> int:
-    """Return the sum over all kinds."""
-    return sum(sizes.values())
-
-
 def _of_tree(schema: Schema, tree: Tree) -> BytesByKind:
     """Return the bytes of a tree; entries that the schema does not declare are of kind "undeclared"."""
     sizes: BytesByKind = {}
@@ -79,15 +75,8 @@ def _of_tree(schema: Schema, tree: Tree) -> BytesByKind:
 
 
 def _added(sizes: Iterable[Mapping[str, int]]) -> BytesByKind:
-    total: BytesByKind = {}
-    for each in sizes:
-        for kind, n in each.items():
-            total[kind] = total.get(kind, 0) + n
-    return {kind: n for kind, n in sorted(total.items()) if n}
+    return {kind: n for kind, n in sorted(summed(sizes).items()) if n}
 
 
 def _tensor_bytes(value: object) -> int:
     return sum(value_bytes(v.numel(), v.dtype) for v in codec.tensors_of(value))
-
-
-__all__ = ["BytesByKind", "of_answer", "of_job", "of_reply", "of_request", "total_bytes"]

@@ -152,6 +152,3 @@ def _personal(again: Replay, client: ClientId) -> dict[str, torch.Tensor]:
     shared, own = preview(session.method, loop.server, loop.edges, [client], t)[client]
     tree = model_in_use(method, session.clients().rule, again.states.get(client), {**shared, **own}, data, t)
     return dict(as_module(method, *tree).state_dict())
-
-
-__all__ = ["Replay", "ReplayRuntime", "replay", "replay_differences"]

@@ -56,6 +56,3 @@ def _add(totals: WireTotals, link: str, way: str, payload: int, framing: int) ->
     line = totals.setdefault(link, {}).setdefault(way, {"payload": 0, "framing": 0})
     line["payload"] += payload
     line["framing"] += framing
-
-
-__all__ = ["WireBytesLog"]

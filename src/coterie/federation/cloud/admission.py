@@ -7,13 +7,13 @@ from typing import cast
 from coterie.core.context import ClientId, EdgeId
 from coterie.core.method import Method
 from coterie.engine.codec import Value
-from coterie.engine.messages import MergeAnswer, TrainAnswer, TrainRequest
+from coterie.engine.messages import MergeAnswer, TrainAnswer
 from coterie.engine.round import RoundPlan, RoundResult
 from coterie.errors import CoterieError, sentence
 from coterie.federation.cloud.liveness import Liveness
 from coterie.federation.cloud.membership import Membership
 from coterie.federation.cloud.round_trip import Collected, RoundTrip
-from coterie.federation.cloud.upload_bounds import Judgement, judge_answers, judge_uploads
+from coterie.federation.cloud.upload_bounds import judge_answers, judge_uploads
 from coterie.federation.edge_stage import EdgeStage
 from coterie.federation.policy.quarantine import Quarantine
 from coterie.federation.protocol.messages import Answer, EdgeAnswer, EdgeJob, Request
@@ -43,10 +43,6 @@ class Admission:
         self.quarantine, self.liveness = quarantine, liveness
 
     # ---- the form of answers -----------------------------------------------------------------------------------------
-    def take_device(self, collected: Collected, request: Request, answer: Value) -> None:
-        """Add the answer of a device; raises CoterieError if it is not an answer to the request."""
-        collected.answers[request.client] = self._check(answer, request)
-
     def take_edge(
         self, collected: Collected, node: str, requests: Sequence[Request], job: EdgeJob, reply: EdgeAnswer
     ) -> None:
@@ -60,7 +56,7 @@ class Admission:
             if i not in asked or i in answers or i in missing or i in refused:
                 raise CoterieError(f"it answers for client {i}, which was not asked, or answers twice")
             try:
-                answers[i] = self._check(answer, asked[i])
+                answers[i] = self.check(answer, asked[i])
             except CoterieError as e:
                 refused[i] = str(e)
         merged, not_merged = self._check_merges(node, job, reply, answers)
@@ -74,7 +70,8 @@ class Admission:
         collected.missing |= {i: f"{name(i)}: {why}" for i, why in missing.items()}
         collected.absent |= missing.keys()
 
-    def _check(self, answer: Value, request: Request) -> Answer:
+    def check(self, answer: Value, request: Request) -> Answer:
+        """Return the answer of a device; raise CoterieError if it is not an answer to the request."""
         entry = self.membership.roster.entries[request.client]
         try:
             return check_answer(answer, request, entry.samples, self.method.ctx.task)
@@ -114,11 +111,13 @@ class Admission:
         trained = cast(dict[ClientId, TrainAnswer], collected.answers)
         refused = dict(collected.refused)
         requests = [r for r in (*plan.direct, *stage.requests) if r.client in trained and trained[r.client].upload]
-        sizes = self._judge(requests, trained)
+        bound, usual = self.rules.norm_bound, self.quarantine
+        sizes = judge_answers(requests, trained, bound, usual.memory)
         refused |= sizes.refused
         trained = {i: a for i, a in trained.items() if i not in sizes.refused}
         merged = {**collected.merged, **stage.merge(trained)}
-        merged_sizes = self._judge_merged(plan, merged)
+        sent = {task.edge.id: task.edge.received[0] for task in plan.edges}
+        merged_sizes = judge_uploads(sent, {e: answer.upload for e, answer in merged.items()}, bound, usual.merged)
         for e in merged_sizes.refused.keys() & collected.merged.keys():  # the cloud trusts its own merging
             for client in merged.pop(e).senders:
                 via = self.membership.roster.entries[client].via
@@ -138,14 +137,6 @@ class Admission:
             merged_sizes=merged_sizes,
         )
 
-    def _judge(self, requests: Sequence[TrainRequest], trained: Mapping[ClientId, TrainAnswer]) -> Judgement:
-        return judge_answers(requests, trained, self.rules.norm_bound, self.quarantine.memory)
-
-    def _judge_merged(self, plan: RoundPlan, merged: Mapping[EdgeId, MergeAnswer]) -> Judgement:
-        sent = {task.edge.id: task.edge.received[0] for task in plan.edges}
-        uploads = {e: answer.upload for e, answer in merged.items()}
-        return judge_uploads(sent, uploads, self.rules.norm_bound, self.quarantine.merged)
-
     # ---- refusals ----------------------------------------------------------------------------------------------------
     def count_refusals(self, round: int, trip: RoundTrip, result: RoundResult) -> None:
         """Count refused answers against their senders, unless it is uncertain whose upload is at fault."""
@@ -159,17 +150,9 @@ class Admission:
                     f"round {round}: {name}: in quarantine after {times} refusals, until `coterie release`"
                 )
 
-    def remember_sizes(self, round: int, trip: RoundTrip, result: RoundResult) -> None:
-        """Remember the sizes of the uploads that an accepted round counts."""
-        edges = trip.merged_from(result.accepted)
-        self.quarantine.remember(round, trip.sizes.usual(result.accepted), trip.merged_sizes.usual(edges))
-
     def _sender(self, client: ClientId, trip: RoundTrip) -> str | None:
         """Return the name of the sender of a refused answer: the device, or the edge whose reply was refused."""
         entry = self.membership.roster.entries.get(client)
         if entry is None:
             return None
         return entry.edge if entry.edge is not None and client in trip.refused_node else entry.name
-
-
-__all__ = ["Admission", "AdmissionRules"]

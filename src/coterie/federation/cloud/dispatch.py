@@ -6,7 +6,7 @@ The cloud uses it for its nodes, and an edge for its devices. A node gets the pl
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from coterie.core.method import Method
 from coterie.engine import codec
@@ -28,6 +28,10 @@ from coterie.federation.protocol.messages import (
 )
 from coterie.federation.transport import Buffer, Cause, Failure, NodeReplies
 
+if TYPE_CHECKING:  # they need gRPC
+    from coterie.federation.transport.exchange import GrpcExchange
+    from coterie.federation.transport.server import GrpcServer
+
 OVER_SECONDS = 10.0  # time for the message that a run has ended; an edge gives its devices half of it
 _HELLO_SECONDS = 120.0  # time for a device to load its data and build the model; rounds do not wait for it
 _EDGE_HELLO_SECONDS = 10.0  # time for the hello of an edge, which loads nothing
@@ -35,36 +39,6 @@ _LONGEST_SILENCE = 1800.0  # seconds after which a node that never answers is as
 HELLO_LINES, _HELLO_LINES_SECONDS = 100, 600.0  # log lines about hellos that one node may cause in this time
 NAMES_SHOWN = 100  # names of devices in the audit line about the hello of an edge
 log = logging.getLogger("coterie.cloud")
-
-
-class Exchange(Protocol):
-    """Messages that were sent and whose replies are fetched later."""
-
-    @property
-    def waiting(self) -> set[str]:
-        """Names of the nodes that have neither answered nor failed."""
-
-    def poll(self) -> NodeReplies:
-        """Return the replies that came since the last call, without waiting."""
-
-
-class NodeLink(Protocol):
-    """The part of a transport's server that sends messages to nodes."""
-
-    def nodes(self) -> list[str]:
-        """Return the names of the connected nodes."""
-
-    def begin(
-        self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
-        largest: int = ...,
-    ) -> Exchange:  # fmt: skip
-        """Send messages without waiting for the replies."""
-
-    def send(
-        self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
-        largest: int = ...,
-    ) -> NodeReplies:  # fmt: skip
-        """Send messages and wait for the replies, at most `deadline` seconds."""
 
 
 class Hellos(NamedTuple):
@@ -85,7 +59,7 @@ class JobReplies(NamedTuple):
 class Dispatcher:
     """Talks to the nodes of one link about one run."""
 
-    def __init__(self, link: NodeLink, plan: str, run: str, method: Method, audit: AuditLog | None = None):
+    def __init__(self, link: "GrpcServer", plan: str, run: str, method: Method, audit: AuditLog | None = None):
         self.link, self.plan, self.run, self.method, self.audit = link, plan, run, method, audit
         self.line_budget = LineBudget()
         self._last_hellos: dict[str, Value] = {}  # newest hello of every node; only a different one is noted
@@ -93,10 +67,6 @@ class Dispatcher:
         self._late_greeting = Greeting(self, MAX_ATTACHED_BYTES)
 
     # ---- hellos ------------------------------------------------------------------------------------------------------
-    def greet(self, nodes: Iterable[str], largest: int = MAX_HELLO_BYTES) -> Exchange:
-        """Send the plan to nodes, without waiting for their hellos."""
-        return self.link.begin(dict.fromkeys(sorted(nodes), self._hello), "hello", 0, _HELLO_SECONDS, None, largest)
-
     def greet_edges(self, edges: Iterable[str]) -> Hellos:
         """Send the plan to edges and wait for their hellos.
 
@@ -107,7 +77,7 @@ class Dispatcher:
         self._late_greeting.forget_absent(edges)
         values, failures = self._late_greeting.ask(self._late_edges)
         self._late_edges -= values.keys()
-        messages = dict.fromkeys(sorted(edges - self._late_edges - values.keys()), self._hello)
+        messages = dict.fromkeys(sorted(edges - self._late_edges - values.keys()), self.hello)
         if messages:
             new = self.read_hellos(self.link.send(messages, "hello", 0, _EDGE_HELLO_SECONDS, None, MAX_ATTACHED_BYTES))
             self._late_edges |= {n for n, failure in new.failures.items() if failure.cause is Cause.LATE}
@@ -135,7 +105,7 @@ class Dispatcher:
         self._note(AuditLine(self.run, 0, "hello", "in", name, refused=reason))
 
     @property
-    def _hello(self) -> Buffer:
+    def hello(self) -> Buffer:
         return codec.pack(PlanText(self.plan))
 
     def _note(self, *lines: AuditLine) -> None:
@@ -171,7 +141,7 @@ class Dispatcher:
         if not without_plan:
             return first
         left = max(1.0, until - time.monotonic())
-        greeted = self.link.send(dict.fromkeys(without_plan, self._hello), "hello", 0, left, None, MAX_ATTACHED_BYTES)
+        greeted = self.link.send(dict.fromkeys(without_plan, self.hello), "hello", 0, left, None, MAX_ATTACHED_BYTES)
         again = [n for n in without_plan if n not in greeted.errors]
         second = send(again, max(1.0, until - time.monotonic())) if again else JobReplies({}, {}, {})
         values = {**first.values, **second.values}
@@ -212,7 +182,7 @@ class Greeting:
 
     def __init__(self, dispatcher: Dispatcher, largest: int = MAX_HELLO_BYTES):
         self.dispatcher, self.largest = dispatcher, largest
-        self._open: list[tuple[float, Exchange]] = []  # exchanges that are not complete, with their start times
+        self._open: list[tuple[float, GrpcExchange]] = []  # exchanges that are not complete, with their start times
         self._ask_after: dict[str, float] = {}  # time after which a node that did not answer is asked again
         self._pause: dict[str, float] = {}  # seconds until then; doubled every time
 
@@ -221,7 +191,9 @@ class Greeting:
         now, waiting = time.monotonic(), self.waiting()
         new = {n for n in nodes if n not in waiting and now >= self._ask_after.get(n, now)}
         if new:
-            self._open.append((now, self.dispatcher.greet(new, self.largest)))
+            messages = dict.fromkeys(sorted(new), self.dispatcher.hello)
+            begun = self.dispatcher.link.begin(messages, "hello", 0, _HELLO_SECONDS, None, self.largest)
+            self._open.append((now, begun))
         values: dict[str, Value] = {}
         failures: dict[str, Failure] = {}
         for _, exchange in self._open:

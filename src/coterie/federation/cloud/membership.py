@@ -250,6 +250,3 @@ class Membership:
             self.liveness.problem(f"{name} is not in the run: {why}")
             self.dispatcher.note_refused_hello(name, sentence(why))
         self._logged[name] = reason
-
-
-__all__ = ["Membership"]

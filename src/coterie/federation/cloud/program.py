@@ -180,6 +180,3 @@ def reopen(out: Path) -> tuple[RunSettings, CloudSettings]:
         return RunSettings(**settings), CloudSettings(**{**about, "shape": tuple(about["shape"])})
     except (OSError, ValueError, KeyError, TypeError):
         raise CoterieError(f"{out} holds no federation (cloud.json or settings.json is missing or damaged)") from None
-
-
-__all__ = ["CloudSettings", "check_possible", "open_cloud", "open_session", "reopen", "run_cloud"]

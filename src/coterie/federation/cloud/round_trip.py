@@ -87,9 +87,7 @@ class Collected:
     answers: dict[ClientId, Answer] = field(default_factory=dict)
     merged: dict[EdgeId, MergeAnswer] = field(default_factory=dict)  # clusters that nodes have merged
     missing: dict[ClientId, str] = field(default_factory=dict)  # reason why no answer came
-    absent: set[ClientId] = field(
-        default_factory=set
-    )  # missing clients that were not connected, not in time, or not asked
+    absent: set[ClientId] = field(default_factory=set)  # missing: not connected, not in time, or not asked
     refused: dict[ClientId, str] = field(default_factory=dict)  # reason why the answer was refused
     refused_node: set[ClientId] = field(default_factory=set)  # refused clients whose node's whole reply was refused
 
@@ -125,11 +123,3 @@ class RoundTrip(RoundAnswers):
     merged_remotely: frozenset[ClientId] = frozenset()  # clients whose uploads were merged on a node
     sizes: Judgement = field(default_factory=Judgement)  # sizes of the clients' uploads
     merged_sizes: Judgement = field(default_factory=Judgement)  # sizes of the edges' merged uploads
-
-    def merged_from(self, accepted: Iterable[ClientId]) -> list[EdgeId]:
-        """Return the edges whose merged uploads come from accepted clients only."""
-        counted = set(accepted)
-        return [edge for edge, answer in self.merged.items() if set(answer.senders) <= counted]
-
-
-__all__ = ["Collected", "Jobs", "RoundTrip", "make_jobs"]

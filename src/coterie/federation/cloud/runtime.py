@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from coterie.core.context import ClientId
 from coterie.core.method import Method
@@ -12,7 +12,7 @@ from coterie.engine.messages import MergeRequest, ScoreAnswer, ScoreRequest, Tra
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult
 from coterie.errors import CoterieError, sentence
 from coterie.federation.cloud.admission import Admission, AdmissionRules
-from coterie.federation.cloud.dispatch import Dispatcher, NodeLink, excluded_line
+from coterie.federation.cloud.dispatch import Dispatcher, excluded_line
 from coterie.federation.cloud.liveness import Liveness
 from coterie.federation.cloud.membership import Membership
 from coterie.federation.cloud.round_trip import Collected, RoundTrip, make_jobs
@@ -31,6 +31,9 @@ from coterie.federation.wire_bytes import WireBytesLog
 from coterie.runtimes.base import Conclusion, Replies, Runtime
 from coterie.storage.client_states import Index
 
+if TYPE_CHECKING:  # needs gRPC
+    from coterie.federation.transport.server import GrpcServer
+
 log = logging.getLogger("coterie.cloud")
 
 
@@ -40,7 +43,7 @@ class FederationRuntime(Runtime):
     def __init__(
         self,
         method: Method,
-        link: NodeLink,
+        link: "GrpcServer",
         plan: FederationPlan,
         roles: Callable[[], Mapping[str, NodeRole]],  # reads the roles of all registered nodes
         folder: Path,  # for roster.json, quarantine.json, wire.jsonl and the audit log
@@ -93,7 +96,9 @@ class FederationRuntime(Runtime):
             self.waiting.repeat(f"round {t} is repeated: {count} of at least {needed} clients count")
             return Conclusion.REPEAT
         self.waiting.accept()
-        self.admission.remember_sizes(t, answers, result)
+        accepted = set(result.accepted)
+        edges = [edge for edge, answer in answers.merged.items() if set(answer.senders) <= accepted]
+        self.quarantine.remember(t, answers.sizes.usual(result.accepted), answers.merged_sizes.usual(edges))
         for client, reason in excluded.items():
             absent, name = client in answers.absent, self.membership.name(client)
             self._note_excluded(t, "train", client, reason, absent)
@@ -144,7 +149,7 @@ class FederationRuntime(Runtime):
                     self.wire.count("device-edge", check_wire(reply.wire))
                     self.admission.take_edge(collected, node, asked, job, reply)
                 else:
-                    self.admission.take_device(collected, asked[0], replies.values[node])
+                    collected.answers[asked[0].client] = self.admission.check(replies.values[node], asked[0])
             except CoterieError as e:
                 collected.refuse_node([r.client for r in asked], f"{node}: {e}")
         self.liveness.work("")
@@ -200,6 +205,3 @@ class FederationRuntime(Runtime):
     def close(self) -> None:
         """Publish the last state of the nodes."""
         self.liveness.changed()
-
-
-__all__ = ["FederationRuntime"]

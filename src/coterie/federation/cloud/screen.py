@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from rich.console import Console, Group
@@ -22,11 +23,11 @@ def watch_federation(local: LocalFederation, console: Console, quiet: bool, stop
     cloud = local.children["cloud"]
     terminal = sys.stdout.isatty() and not quiet
     last: tuple[Any, ...] = ()  # state and round of the last printed line
-    with Live(console=console, refresh_per_second=4, transient=False) if terminal else _NoLive() as live:
+    with Live(console=console, refresh_per_second=4, transient=False) if terminal else nullcontext() as live:
         while True:
             code = cloud.wait(0.2)
             status = local.status()
-            if terminal:
+            if live is not None:
                 live.update(_view(local, status))
             elif not quiet and (status.get("state"), status.get("round")) != last:
                 last = status.get("state"), status.get("round")
@@ -41,14 +42,6 @@ def watch_federation(local: LocalFederation, console: Console, quiet: bool, stop
                 while cloud.wait(0.2) is None and time.monotonic() < until:
                     pass
                 return False
-
-
-class _NoLive:
-    def __enter__(self) -> Any:
-        return None
-
-    def __exit__(self, *about: object) -> None:
-        pass
 
 
 def _line(status: dict[str, Any]) -> str:
@@ -85,6 +78,3 @@ def _view(local: LocalFederation, status: dict[str, Any]) -> Group:
         parts.append(links)
     parts += [Text(e, style="red") for e in status.get("errors", [])[-5:]]
     return Group(*parts)
-
-
-__all__ = ["watch_federation"]

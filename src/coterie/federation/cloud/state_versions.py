@@ -44,6 +44,3 @@ class StateVersions:
 
     def _version(self, client: ClientId) -> int:
         return int(self.rounds[client]) if 0 <= client < len(self.rounds) else -1
-
-
-__all__ = ["StateVersions"]

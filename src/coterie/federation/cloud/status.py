@@ -85,6 +85,3 @@ def _span(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {word}"
     return f"{seconds:.0f} s"
-
-
-__all__ = ["HEARTBEAT_TIMEOUT", "LIVE_STATES", "is_dead", "read_status", "silence", "state_of", "status_lines"]

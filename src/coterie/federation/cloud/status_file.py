@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coterie.engine.ledger import Page
 from coterie.engine.loop import Progress
 from coterie.engine.session import Session
 from coterie.federation.cloud.liveness import NodeHistory
@@ -39,8 +38,8 @@ class StatusFile:
     def publish(self) -> None:
         """Write the present state of the runtime."""
         if self._runtime is not None:
-            waiting = self._runtime.waiting
-            self._state = "paused" if waiting.paused else "running" if waiting.begun else "waiting"
+            waiting, begun = self._runtime.waiting, self._runtime.membership.begun
+            self._state = "paused" if waiting.paused else "running" if begun else "waiting"
             self._reason = waiting.paused
             self._write(self._runtime)
 
@@ -71,7 +70,11 @@ class StatusFile:
                 for c, entry in sorted(roster.entries.items())
             },
             "nodes": _nodes(runtime), "doing": liveness.doing, "waiting_for": liveness.waiting_for,
-            "edges": membership.edges, "wire": runtime.wire.totals, "ledger": _sums(self._progress.bytes),
+            "edges": membership.edges, "wire": runtime.wire.totals,
+            "ledger": {
+                link: {way: sum(parts.values()) for way, parts in ways.items()}
+                for link, ways in self._progress.bytes.items()
+            },
             "errors": liveness.errors, "quarantine": runtime.quarantine.out,
         }  # fmt: skip
         with self._lock:
@@ -114,10 +117,3 @@ def _nodes(runtime: FederationRuntime) -> dict[str, dict[str, Any]]:
             "refusals": history.refusals, "refused": history.refused, "out": excluded.get(name, ""),
         }  # fmt: skip
     return out
-
-
-def _sums(page: Page) -> dict[str, dict[str, int]]:
-    return {link: {way: sum(parts.values()) for way, parts in ways.items()} for link, ways in page.items()}
-
-
-__all__ = ["StatusFile"]

@@ -127,6 +127,3 @@ def _too_many_samples(counts: Mapping[int, int]) -> dict[int, str]:
         for i, n in counts.items()
         if n > most
     }
-
-
-__all__ = ["EntrySizes", "Judgement", "UsualSizes", "entry_sizes", "judge_answers", "judge_uploads"]

@@ -41,11 +41,6 @@ class Waiting:
         self._repeats = 0  # attempts at the present round that did not count
         self._next_attempt = 0.0  # time before which the round is not repeated
 
-    @property
-    def begun(self) -> bool:
-        """True once enough clients have come for the first round."""
-        return self.membership.begun
-
     def for_quorum(self) -> None:
         """Wait until a round can start. A run that was resumed also waits a moment for the clients it had before.
 
@@ -55,11 +50,15 @@ class Waiting:
         rules, membership = self.rules, self.membership
         if not membership.begun:
             log.info("waiting for %s clients", rules.min_clients)
-        self._sleep_before_repeat()
+        while (left := self._next_attempt - time.monotonic()) > 0:
+            self._check()
+            time.sleep(min(0.3, left))
         since, pause = time.monotonic(), 0.02
         while True:
             self._check()
-            self.liveness.work(self._doing(), membership.missing())
+            connected, needed = membership.participants, rules.min_clients
+            lacking = f"{connected} of {needed} clients are connected"
+            self.liveness.work(lacking if connected < needed else "before the next round", membership.missing())
             membership.update()
             if rules.required and membership.refused:
                 raise CoterieError(f"some clients cannot take part: {self.liveness.errors[-1]}")
@@ -87,11 +86,6 @@ class Waiting:
         self._next_attempt = time.monotonic() + min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (self._repeats - 1))
         self._pause(why, time.monotonic())
 
-    def _sleep_before_repeat(self) -> None:
-        while (left := self._next_attempt - time.monotonic()) > 0:
-            self._check()
-            time.sleep(min(0.3, left))
-
     def _pause(self, why: str, since: float) -> None:
         """Show the reason of a pause; the log gets one line per pause."""
         self._paused_since = self._paused_since or since
@@ -111,10 +105,3 @@ class Waiting:
         if self.paused:
             log.info("enough clients are connected, the run goes on")
         self.paused, self._paused_since = "", None
-
-    def _doing(self) -> str:
-        connected, needed = self.membership.participants, self.rules.min_clients
-        return f"{connected} of {needed} clients are connected" if connected < needed else "before the next round"
-
-
-__all__ = ["QuorumError", "Waiting", "WaitingRules"]

@@ -20,6 +20,14 @@ from coterie.errors import CoterieError
 from coterie.federation.identity.roles import NODE_NAME, NodeRole, Role
 from coterie.storage.atomic import write_atomic
 
+try:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.hashes import SHA256
+except ImportError as e:
+    raise CoterieError('certificates need the extra "federation": pip install coterie[federation]') from e
+
 _SOON = 30  # days before the end of a certificate at which warnings begin
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
@@ -255,7 +263,6 @@ def _with_authority(root: Path) -> Certs:
 
 def _hosts(certs: Certs) -> list[str]:
     """Return the hosts of the present server certificate."""
-    x509, _, _ = _crypto()
     try:
         names = _read_certificates(certs.server)[0].extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except (CoterieError, x509.ExtensionNotFound):
@@ -301,7 +308,6 @@ def check_unused(certs: Certs, public: Path) -> None:
 
 def new_key(path: Path) -> Path:
     """Make a node's key pair: `path` (OpenSSH format, mode 0600), and the public key with the suffix .pub."""
-    _, serialization, ec = _crypto()
     key = ec.generate_private_key(ec.SECP256R1())
     encoding = serialization.Encoding
     private = key.private_bytes(encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
@@ -325,7 +331,6 @@ def remove_node(root: Path, name: str) -> None:
 
 def load_key(path: Path) -> Any:
     """Return a node's private key; raise CoterieError if it is not an elliptic-curve key in OpenSSH format."""
-    _, serialization, ec = _crypto()
     try:
         key = serialization.load_ssh_private_key(path.read_bytes(), None)
     except OSError as e:
@@ -338,21 +343,19 @@ def load_key(path: Path) -> Any:
 
 
 def _authority(certs: Certs, days: int) -> None:
-    x509, serialization, ec = _crypto()
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "coterie federation")])
     authority = (
         _certificate(name, name, key.public_key(), key.public_key(), days)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(x509, "key_cert_sign", "crl_sign"), critical=True)
-        .sign(key, _sha256())
+        .add_extension(_usage("key_cert_sign", "crl_sign"), critical=True)
+        .sign(key, SHA256())
     )
     _write(certs.ca_key, _pem(key), secret=True)
     _write(certs.ca, authority.public_bytes(serialization.Encoding.PEM))
 
 
 def _issue(certs: Certs, names: list[Any], days: int) -> None:
-    x509, serialization, ec = _crypto()
     ca_key = serialization.load_pem_private_key(certs.ca_key.read_bytes(), None)
     ca = _read_certificates(certs.ca)[0]
     key = ec.generate_private_key(ec.SECP256R1())
@@ -360,10 +363,10 @@ def _issue(certs: Certs, names: list[Any], days: int) -> None:
     certificate = (
         _certificate(subject, ca.subject, key.public_key(), ca.public_key(), days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(x509, "digital_signature", "key_agreement"), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(_usage("digital_signature", "key_agreement"), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .sign(ca_key, _sha256())
+        .sign(ca_key, SHA256())
     )
     pem = certificate.public_bytes(serialization.Encoding.PEM)
     new = {path: path.with_name(f".{path.name}.new") for path in (certs.server_key, certs.server)}
@@ -375,7 +378,6 @@ def _issue(certs: Certs, names: list[Any], days: int) -> None:
 
 
 def _read_certificates(path: Path) -> list[Any]:
-    x509, _, _ = _crypto()
     try:
         return list(x509.load_pem_x509_certificates(path.read_bytes()))
     except OSError as e:
@@ -394,7 +396,6 @@ def _signed(certificate: Any, authority: Any) -> bool:
 
 def _certificate(subject: Any, issuer: Any, public: Any, issuer_public: Any, days: int) -> Any:
     """Return a builder for either kind of certificate; strict verifiers require the key identifiers."""
-    x509, _, _ = _crypto()
     start = datetime.now(UTC) - timedelta(hours=1)  # the clocks of devices may be slow
     return (
         x509.CertificateBuilder()
@@ -409,7 +410,7 @@ def _certificate(subject: Any, issuer: Any, public: Any, issuer_public: Any, day
     )
 
 
-def _usage(x509: Any, *allowed: str) -> Any:
+def _usage(*allowed: str) -> Any:
     every = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
              "key_cert_sign", "crl_sign", "encipher_only", "decipher_only")  # fmt: skip
     return x509.KeyUsage(**{name: name in allowed for name in every})
@@ -417,7 +418,6 @@ def _usage(x509: Any, *allowed: str) -> Any:
 
 def _subjects(hosts: Sequence[str]) -> list[Any]:
     """Return the subject alternative names of a server certificate; 127.0.0.1 and localhost are always included."""
-    x509, _, _ = _crypto()
     names: list[Any] = []
     for host in dict.fromkeys([*hosts, "127.0.0.1", "localhost"]):
         try:
@@ -431,7 +431,6 @@ def _subjects(hosts: Sequence[str]) -> list[Any]:
 
 def _public_pem(path: Path) -> bytes:
     """Return a public key file (OpenSSH format) as PEM, the form in which nodes present their keys."""
-    _, serialization, ec = _crypto()
     try:
         key = serialization.load_ssh_public_key(path.read_bytes())
     except FileNotFoundError:
@@ -445,7 +444,6 @@ def _public_pem(path: Path) -> bytes:
 
 
 def _pem(key: Any) -> bytes:
-    _, serialization, _ = _crypto()
     form = serialization.PrivateFormat.PKCS8
     return bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
 
@@ -458,20 +456,3 @@ def _write(path: Path, content: bytes, secret: bool = False) -> None:
         raise CoterieError(f"{path} exists already and is not overwritten") from e
     with os.fdopen(handle, "wb") as f:
         f.write(content)
-
-
-def _sha256() -> Any:
-    from cryptography.hazmat.primitives.hashes import SHA256
-
-    return SHA256()
-
-
-def _crypto() -> tuple[Any, Any, Any]:
-    """Import cryptography, which the extra `federation` installs."""
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
-    except ImportError as e:
-        raise CoterieError('certificates need the extra "federation": pip install coterie[federation]') from e
-    return x509, serialization, ec

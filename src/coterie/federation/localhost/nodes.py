@@ -186,6 +186,3 @@ class SupervisedNodes(LocalNodes):
         if hasattr(self, "_supervisor"):
             self._supervisor.join(15)
         super().stop()
-
-
-__all__ = ["LocalNodes", "SupervisedNodes"]

@@ -59,6 +59,3 @@ def localhost_folder(run: Path) -> Path:
     """Return the folder of a run's device processes: federation/, or flower/ in runs of version 0.1."""
     old = run / "flower"
     return old if old.is_dir() else run / "federation"
-
-
-__all__ = ["localhost_folder", "open_localhost"]

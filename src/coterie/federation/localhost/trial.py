@@ -98,6 +98,3 @@ class LocalFederation(LocalNodes):
     def pids(self) -> dict[str, int]:
         """Return the ids of the running processes by name."""
         return {name: child.pid for name, child in self.children.items() if child.alive}
-
-
-__all__ = ["LocalFederation"]
