@@ -139,8 +139,3 @@ class Context:
 def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     """Mean cross-entropy of a batch, for methods that need classes."""
     return Classification(logits.shape[1]).loss(logits, batch.y, batch.weight)
-
-
-__all__ = [
-    "Batch", "ClientData", "ClientId", "Context", "EdgeId", "EdgeState", "Extras", "Split", "State", "cross_entropy",
-]  # fmt: skip

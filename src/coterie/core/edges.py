@@ -53,6 +53,3 @@ class EdgeMethod(Method):
     def merge(self, edge: Edge, uploads: Sequence[Upload], round: int) -> tuple[State, Upload]:
         """Return the edge's new state and its upload; by default the mean of its clients' uploads."""
         return edge.state, Upload(T.mean([u.tree for u in uploads], self.weights(uploads)))
-
-
-__all__ = ["ANNOUNCE", "Edge", "EdgeMethod"]

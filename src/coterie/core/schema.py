@@ -176,8 +176,3 @@ def counts(length: int | str, part: str = "model") -> Entry:
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-__all__ = [
-    "LARGEST", "LINKS", "Entry", "Kind", "Link", "NonFiniteError", "Schema", "class_ids", "counts", "like",
-]  # fmt: skip

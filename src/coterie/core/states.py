@@ -31,6 +31,3 @@ def typed(name: str | None, stored: Any) -> Any:
         return stored
     known = {f.name for f in fields(CLASSES[name])}
     return CLASSES[name](**{k: v for k, v in stored.items() if k in known})
-
-
-__all__ = ["CLASSES", "register", "state", "typed"]

@@ -454,6 +454,3 @@ def _more(counts: Counts, part: str, whole: str) -> str:
     """True if a sum of halves and wholes exceeds the number that it is a part of."""
     over = counts[part] > counts[whole] * (1 + 1e-9)
     return f"a score cannot have more {part} than {whole}" if bool(over.any()) else ""
-
-
-__all__ = ["TASKS", "Binary", "Classification", "Metric", "Regression", "Task", "known", "make"]

@@ -123,6 +123,3 @@ def _without(answers: RoundAnswers, left_out: Group, why: str) -> RoundAnswers:
         merged={e: m for e, m in answers.merged.items() if not left_out & set(m.senders)},
         refused={**answers.refused, **dict.fromkeys(left_out, why)},
     )
-
-
-__all__ = ["Contained", "MethodFailedError", "close_contained", "contain"]

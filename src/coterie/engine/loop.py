@@ -313,6 +313,3 @@ class Loop:
             return ids
         order = torch.randperm(len(ids), generator=torch_rng(self.schedule.rules.seed, "scored"))
         return [ids[int(i)] for i in order[:n]]
-
-
-__all__ = ["Callbacks", "Loop", "Progress", "Schedule"]

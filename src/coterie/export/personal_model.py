@@ -391,14 +391,3 @@ def _in_order(blob: bytes) -> list[bytes]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little"), text, blob[start:]]
-
-
-__all__ = [
-    "About",
-    "Items",
-    "PersonalModel",
-    "Predictions",
-    "Predictor",
-    "as_module",
-    "load_model",
-]

@@ -318,6 +318,3 @@ def _score_request(job: Job) -> ScoreRequest:
 
 def _same(a: Tree, b: Tree) -> bool:
     return a.keys() == b.keys() and all(v is b[k] or torch.equal(v, b[k]) for k, v in a.items())
-
-
-__all__ = ["Clients", "newcomer_phases"]
