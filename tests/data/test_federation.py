@@ -94,7 +94,7 @@ def test_every_parameter_changes_the_identity():
         "public_from": "noise",
         "normalize": "unit",
         "exdir_prior": "normalized",
-        "exdir_cap": False,
+        "exdir_cap": True,
         "exdir_min_holders": 2,
         "rotate_interp": "nearest",
     }

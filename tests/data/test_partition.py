@@ -22,7 +22,7 @@ def counts(client, labels=LABELS, classes=10):
     return np.bincount(client * classes + labels, minlength=(client.max() + 1) * classes).reshape(-1, classes)
 
 
-@pytest.mark.parametrize("scheme", ["iid", "dirichlet(0.1)", "exdir(2, 0.5)", "shards(2)", "rotate(4)"])
+@pytest.mark.parametrize("scheme", ["iid", "dirichlet(0.1)", "exdir(2, 0.5)", "labels(3)", "shards(2)", "rotate(4)"])
 @pytest.mark.parametrize("cap", [False, True])
 def test_every_sample_goes_to_one_client_and_every_client_has_the_minimum(scheme, cap):
     client = dealt(scheme, min_size=15, cap=cap, exdir_cap=cap)
@@ -31,7 +31,7 @@ def test_every_sample_goes_to_one_client_and_every_client_has_the_minimum(scheme
 
 
 @given(
-    scheme=st.sampled_from(["iid", "dirichlet(0.5)", "exdir(3, 1)", "shards(3)", "rotate(2, 5)"]),
+    scheme=st.sampled_from(["iid", "dirichlet(0.5)", "exdir(3, 1)", "labels(2)", "shards(3)", "rotate(2, 5)"]),
     clients=st.integers(1, 12),
     n=st.integers(60, 400),
     seed=st.integers(0, 5),
@@ -50,7 +50,7 @@ def test_a_partition_is_complete_or_raises_a_clear_error(scheme, clients, n, see
 
 
 def test_the_partition_is_a_function_of_the_seed():
-    for scheme in ("iid", "dirichlet(0.3)", "exdir(2, 0.5)", "shards(2)"):
+    for scheme in ("iid", "dirichlet(0.3)", "exdir(2, 0.5)", "labels(2)", "shards(2)"):
         assert (dealt(scheme, seed=3) == dealt(scheme, seed=3)).all()
         assert (dealt(scheme, seed=3) != dealt(scheme, seed=4)).any()
 
@@ -88,10 +88,30 @@ def test_exdir_gives_at_most_c_labels_and_every_label_enough_holders(prior):
 def test_exdir_label_draw_honours_the_minimum_of_holders():
     from coterie.data.partition import _holders
 
-    s = PartitionSettings(partition="exdir(2, 0.5)")
-    for seed in range(5):
-        holds = _holders(2, 10, 100, s, seed)
-        assert (holds.sum(axis=0) == 2).all() and holds.sum(axis=1).min() >= 10
+    for least in (1, 4, None):  # None: half of an even spread of 20
+        s = PartitionSettings(partition="exdir(2, 0.5)", exdir_min_holders=least)
+        for seed in range(5):
+            holds = _holders(2, 10, 100, s, seed)
+            assert (holds.sum(axis=0) == 2).all() and holds.sum(axis=1).min() >= (10 if least is None else least)
+
+
+def test_exdir_without_the_cap_keeps_more_of_the_drawn_labels():
+    """A capped client gets nothing of the labels that are dealt later, so it has fewer than C."""
+    labels = np.random.default_rng(1).integers(0, 100, 60_000)
+    few = [
+        ((counts(dealt("exdir(5, 0.5)", 100, labels=labels, classes=100, exdir_cap=cap), labels, 100) > 0).sum(1) < 5)
+        for cap in (True, False)
+    ]
+    assert few[0].sum() > 2 * few[1].sum()
+
+
+@pytest.mark.parametrize("clients, k", [(20, 2), (10, 1), (5, 2), (7, 3)])
+def test_labels_gives_k_labels_to_each_client_and_equal_parts_of_a_class_to_its_holders(clients, k):
+    c = counts(dealt(f"labels({k})", clients))
+    assert ((c > 0).sum(axis=1) == k).all() and c.sum() == len(LABELS)
+    for column in c.T:  # a class over the clients
+        held = column[column > 0]
+        assert len(held) and held.max() - held.min() <= 1
 
 
 def test_exdir_with_all_labels_and_no_cap_deals_every_class_to_every_client():
@@ -168,6 +188,8 @@ def test_impossible_settings_raise_a_clear_error(kw, message):
         ("iid", {"clients": 1000}, "min_size"),
         ("exdir(11, 1)", {}, "11 labels per client, but the data have 10 classes"),
         ("exdir(1, 1)", {"clients": 5, "min_size": 1}, "holders"),
+        ("labels(11)", {}, "11 labels per client, but the data have 10 classes"),
+        ("labels(1)", {"clients": 5}, "leaves some of 10 classes without a client"),
         ("shards(300)", {}, "needs 6000 shards"),
         ("shards(2)", {"clients": 300, "min_size": 13}, "min_size = 13"),
         ("dirichlet(0.01)", {"clients": 100}, "in each of .* draws; raise alpha"),

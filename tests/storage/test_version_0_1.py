@@ -1,13 +1,18 @@
 """Run folders, checkpoints and exported models that version 0.1 wrote."""
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import coterie
+from coterie.engine.session.resume import recorded
+from coterie.storage.run_folder import read_settings
 
 V0_1 = Path(__file__).parents[1] / "fixtures" / "v0_1"
 # mean of the personal accuracies after the last round, and the predictions of client 1 for the first eight digits
@@ -46,3 +51,21 @@ def test_an_exported_model_predicts_as_the_run_does() -> None:
     model = coterie.load_model(V0_1 / "fedrep-client1.safetensors")
     assert np.array_equal(model.predict(items).values, run.predict(1, items).values)
     assert torch.equal(torch.as_tensor(model.predict(items).outputs), torch.as_tensor(run.predict(1, items).outputs))
+
+
+def test_the_model_ecsfl_cnn_keeps_the_three_fully_connected_layers_it_had(tmp_path: Path) -> None:
+    flat = {"model_options": {"fc_in": "flatten"}}
+    run = coterie.run("fedavg", "digits", "ecsfl-cnn", clients=2, rounds=1, epochs=0.1, out=tmp_path / "run", **flat)
+    stored = read_settings(run.path)
+    stored["settings"]["model_options"] = {}
+    assert recorded(stored).model_options == {}
+    stored["versions"]["coterie"] = "0.1.0"
+    assert recorded(stored).model_options == {"fc_in": "flatten"}
+
+    now, old = tmp_path / "now.safetensors", tmp_path / "old.safetensors"
+    run.export(0, now)
+    with safe_open(now, "pt") as file:
+        about = json.loads(file.metadata()["coterie"])
+    save_file(load_file(now), old, {"coterie": json.dumps({**about, "options": {}})})
+    items = run.session().federation.dataset.x[:8].numpy()
+    assert coterie.load_model(old).predict(items).values.tolist() == run.predict(0, items).values.tolist()

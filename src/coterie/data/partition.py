@@ -37,6 +37,8 @@ def deal(
         return _shards(labels, n_clients, int(scheme["s"]), min_size, numpy_rng(seed, "partition", "shards"))
     if scheme.name == "exdir":
         return _exdir(labels, classes, n_clients, settings, seed)
+    if scheme.name == "labels":
+        return _labels(labels, classes, n_clients, settings, seed)
     return _dirichlet(labels, classes, n_clients, settings, seed)
 
 
@@ -122,8 +124,29 @@ def _exdir(labels: Ints, classes: int, n_clients: int, settings: PartitionSettin
         # When all holders of a class are at the cap, the last of them takes the rest.
         return _capped(shares, per_class, limit, lambda c, below: np.arange(n_clients) == where[c][-1])
 
-    remedy = "raise alpha or C, or lower clients or min_size"
+    remedy = "raise alpha or C, lower clients or min_size, or set exdir_cap"
     return _redrawn(draw, labels, classes, n_clients, settings, seed, remedy)
+
+
+def _labels(labels: Ints, classes: int, n_clients: int, settings: PartitionSettings, seed: int) -> Ints:
+    """Draw k labels for every client, and deal each class in equal parts to the clients that hold it."""
+    k = int(settings.scheme["k"])
+    per_class = np.bincount(labels, minlength=classes)
+    if classes < k:
+        raise CoterieError(f"labels({k}) asks for {k} labels per client, but the data have {classes} classes")
+    if n_clients * k < classes:
+        raise CoterieError(f"labels({k}) over {n_clients} clients leaves some of {classes} classes without a client")
+
+    def draw(rng: np.random.Generator) -> Ints:
+        score = rng.random((n_clients, classes))
+        turn = np.arange(max(n_clients, classes))
+        score[turn % n_clients, rng.permutation(classes)[turn % classes]] = -1  # every label has a holder
+        holds = np.zeros((classes, n_clients), bool)
+        holds[np.argsort(score, axis=1)[:, :k].ravel(), np.repeat(np.arange(n_clients), k)] = True
+        edges: Ints = np.cumsum(holds, axis=1) * per_class[:, None] // holds.sum(axis=1, keepdims=True)
+        return np.diff(edges, axis=1, prepend=0)
+
+    return _redrawn(draw, labels, classes, n_clients, settings, seed, "raise k, or lower clients or min_size")
 
 
 def _holders(C: int, classes: int, n_clients: int, settings: PartitionSettings, seed: int) -> NDArray[np.bool_]:

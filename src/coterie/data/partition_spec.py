@@ -11,11 +11,15 @@ _PARAMETERS: dict[str, tuple[tuple[str, type, float | None], ...]] = {
     "iid": (),
     "dirichlet": (("alpha", float, None),),
     "exdir": (("C", int, None), ("alpha", float, None)),
+    "labels": (("k", int, None),),
     "shards": (("s", int, None),),
     "rotate": (("K", int, None), ("alpha", float, 1.0)),
     "natural": (),
 }
-_EXAMPLES = {"dirichlet": "dirichlet(0.1)", "exdir": "exdir(2, 0.5)", "shards": "shards(2)", "rotate": "rotate(4)"}
+_EXAMPLES = {
+    "dirichlet": "dirichlet(0.1)", "exdir": "exdir(2, 0.5)", "labels": "labels(2)", "shards": "shards(2)",
+    "rotate": "rotate(4)",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

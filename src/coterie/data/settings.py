@@ -52,9 +52,9 @@ class PartitionSettings(BaseModel):
     exdir_prior: Literal["indicator", "normalized"] = Field(
         "indicator", description="concentration for each holder of a class: alpha, or alpha / number of holders"
     )
-    exdir_cap: bool = Field(True, description="a client that holds an equal share of all samples gets no more (exdir)")
+    exdir_cap: bool = Field(False, description="a client that holds an equal share of all samples gets no more (exdir)")
     exdir_min_holders: int | None = Field(
-        None, description="smallest number of clients that hold a class (exdir); empty: half of an even spread"
+        1, description="smallest number of clients that hold a class (exdir); empty: half of an even spread"
     )
     rotate_interp: Interp = Field("bilinear", description="interpolation of rotated pictures")
 

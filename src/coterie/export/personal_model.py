@@ -36,7 +36,7 @@ from coterie.errors import CoterieError
 from coterie.methods import build as build_method
 from coterie.methods import canonical, known, sentence
 from coterie.methods.restore import restored
-from coterie.models.registry import ModelFactory
+from coterie.models.registry import ModelFactory, options_of_0_1
 from coterie.models.registry import build as build_model
 from coterie.storage import atomic as disk
 
@@ -302,6 +302,8 @@ def load_model(
     if text is None:
         raise CoterieError(f"{path} was not written by `coterie export` or by a device")
     about = _about(path, text)
+    if about.model == "ecsfl-cnn" and "fc2.weight" in tensors:  # three fully connected layers, as in version 0.1
+        about = about.model_copy(update={"options": options_of_0_1(about.model, about.options)})
     module = _module(path, about, model, allow_module)
     if about.method is None:
         _fill(module, tensors, path)

@@ -112,6 +112,11 @@ def options_of(name: str) -> set[str]:
     return {k for k in _parameters(_factory(name)) if k not in _FACTS}
 
 
+def options_of_0_1(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's options in a file of version 0.1, with the defaults that were different in that version."""
+    return {**({"fc_in": "flatten"} if name == "ecsfl-cnn" else {}), **options}
+
+
 def _info(name: str, factory: nn.Module | ModelFactory) -> ModelInfo:
     options = {k: p.default for k, p in _parameters(factory).items() if p.default is not p.empty}
     return ModelInfo(name, (inspect.getdoc(factory) or "").partition("\n")[0], options)

@@ -1,6 +1,6 @@
 """The built-in models by name: factories (shape, classes, *, options) -> nn.Module.
 
-The papers' nets have exactly the parameter counts of their tables. Every net ends in `classifier`. Hidden fully
+The papers' nets have the layers and sizes that the papers print. Every net ends in `classifier`. Hidden fully
 connected layers are called fc1, fc2, ...; convolutions are called block1.conv, block2.conv, ..., and their batch norms
 block1.bn, block2.bn, ...
 """
@@ -64,9 +64,13 @@ def ecsfl_cnn(
     classes: int,
     *,
     padding: Literal[1, 0] = 1,
-    fc_in: Literal["flatten", "adaptive_2x3"] = "flatten",
+    fc_in: Literal["adaptive_2x3", "flatten"] = "adaptive_2x3",
 ) -> nn.Module:
-    """CNN of the ECS-FL paper: four 3x3 convolutions (32, 32, 64, 64), fully connected 384, 192."""
+    """CNN of the ECS-FL paper: four 3x3 convolutions (32, 32, 64, 64), fully connected 384x192 and 192xclasses.
+
+    The paper does not say how the convolutions end in 384 numbers: their output is pooled to 64 x 2 x 3. With
+    `flatten` a third fully connected layer makes 384 of all of them.
+    """
     _picture("ecsfl-cnn", shape, 4 if padding else 16)
     blocks = [Conv(out, 3, padding, pool) for out, pool in [(32, False), (32, True), (64, False), (64, True)]]
     if fc_in == "adaptive_2x3":

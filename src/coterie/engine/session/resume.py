@@ -17,6 +17,7 @@ from coterie.methods import build as build_method
 from coterie.methods import fields
 from coterie.methods.restore import restored
 from coterie.methods.stored import names_today
+from coterie.models.registry import options_of_0_1
 from coterie.runtimes.registry import canonical_runtime, runtime_kind
 from coterie.storage.run_folder import START, read_settings
 from coterie.train import native
@@ -82,6 +83,9 @@ def recorded(run: Mapping[str, Any], method: type[Method] | None = None) -> RunS
     The values behind a reading or a name may change from version to version, so the run's recorded values are used.
     """
     settings = RunSettings(**run["settings"])
+    if run.get("versions", {}).get("coterie", "").startswith("0.1."):
+        options = options_of_0_1(settings.model, settings.model_options)
+        settings = settings.model_copy(update={"model_options": options})
     if method is None and names_today(settings.method, None):
         name, own = restored(settings.method, run.get("method", {}).get("settings", settings.settings))
         settings = settings.model_copy(update={"method": name, "settings": own})
