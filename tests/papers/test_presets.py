@@ -108,6 +108,15 @@ def test_a_table_is_rerun_and_compared(tmp_path: Path) -> None:
     assert "| FedPer | FMNIST | 95.71 |" in markdown_table(printed_values.printed_text(table))
 
 
+def test_exact_ties_are_called_ties() -> None:
+    it = presets.narrow(presets.item("fedcpmd", "table13"), ["fmnist"], [])
+    lines = [("JS", 93.5, 80.0), ("Wasserstein", 95.3, 80.0), ("Hellinger", 95.2, 80.0)]
+    table = pd.DataFrame([{"method": m, "column": "FMNIST", "printed": p, "measured": v} for m, p, v in lines])
+    (verdict,) = printed_values.printed_verdicts(it, table)
+    assert "rank correlation not defined" in verdict
+    assert verdict.endswith("best: Wasserstein in the paper, a tie of JS, Wasserstein, Hellinger here")
+
+
 def test_columns_of_one_run_share_it(tmp_path: Path) -> None:
     cells = presets.cells(
         presets.narrow(presets.item("fedpc", "table4"), ["fmnist"], ["FedPC"]), 1, presets.Shrink(), tmp_path
@@ -177,6 +186,9 @@ def test_an_estimate_is_samples_times_seconds_over_workers(tmp_path: Path) -> No
 def test_a_calibration_is_measured_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     s = presets.cell(presets.item("fedcpmd", "table7"), "FedAvg", "FMNIST", 0, presets.Shrink())
     path = tmp_path / "calibration.json"
+    monkeypatch.setattr(estimate.os, "getloadavg", lambda: (1e3, 0.0, 0.0))
+    assert estimate.Calibration(path).seconds_per_sample(s) > 0 and not path.exists()  # a busy machine: not stored
+    monkeypatch.setattr(estimate.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     first = estimate.Calibration(path).seconds_per_sample(s)
     assert 0 < first < 1
     monkeypatch.setattr(estimate, "measure", lambda *a: pytest.fail("measured twice"))

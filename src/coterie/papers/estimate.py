@@ -33,6 +33,7 @@ FACTORS = {
     "sc-fpfl-cluster-only": 0.5, "sc-fpfl-fourier-only": 1.4, "ecs-fl": 8.0, "ecs-fl-random": 8.0,
     "ecs-fl-mean-all": 5.0, "fedproto": 1.2, "fedpc": 0.9, "fedrod": 1.5, "fedcp": 1.5, "fedamp": 1.1, "fedcpmd": 1.1,
 }  # fmt: skip
+BUSY = 0.5  # load average per core above which the machine is busy
 FORWARD = 0.35  # time of a forward pass relative to a training step on the same samples
 
 
@@ -50,10 +51,14 @@ def cache_file() -> Path:
 
 
 class Calibration:
-    """Seconds per training sample by model, shape, batch and optimiser, measured once per machine and cached."""
+    """Seconds per training sample by model, shape, batch and optimiser, measured once per machine and cached.
+
+    Times that are measured while other processes use the machine are used once and not stored.
+    """
 
     def __init__(self, path: Path | None = None, fresh: bool = False):
         self.path = path or cache_file()
+        self.busy = os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)  # before our own work counts
         self.machine = f"{platform.node()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
         self.known: dict[str, dict[str, float]] = {}
         if not fresh and self.path.exists():
@@ -69,8 +74,9 @@ class Calibration:
         mine = self.known.setdefault(self.machine, {})
         if name not in mine:
             mine[name] = measure(s, shape, classes)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            disk.write_atomic(self.path, json.dumps(self.known, indent=1).encode())
+            if not self.busy:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                disk.write_atomic(self.path, json.dumps(self.known, indent=1).encode())
         return mine[name]
 
 

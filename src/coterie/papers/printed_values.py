@@ -74,14 +74,20 @@ def printed_verdicts(it: Item, table: pd.DataFrame) -> list[str]:
         both = table[(table["column"] == column) & table["printed"].notna() & table["measured"].notna()]
         if len(both) < 3:
             continue
-        rho = float(spearmanr(both["printed"], both["measured"]).statistic)
         fewer = statistic(it, column) in COUNTS
-        theirs, ours = (
-            str(both.loc[both[k].idxmin() if fewer else both[k].idxmax(), "method"]) for k in ("printed", "measured")
-        )
-        won = f"{theirs} wins in the paper and here" if theirs == ours else f"{theirs} wins in the paper, {ours} here"
-        out.append(f"{column}: rank correlation {rho:.2f} over {len(both)} methods; {won}")
+        theirs, ours = (_winners(both, k, fewer) for k in ("printed", "measured"))
+        equal = any(both[k].nunique() == 1 for k in ("printed", "measured"))
+        rho = "not defined" if equal else f"{float(spearmanr(both['printed'], both['measured']).statistic):.2f}"
+        won = f"{theirs} in the paper and here" if theirs == ours else f"{theirs} in the paper, {ours} here"
+        out.append(f"{column}: rank correlation {rho} over {len(both)} methods; best: {won}")
     return out
+
+
+def _winners(both: pd.DataFrame, kind: str, lower: bool) -> str:
+    """Return the method with the best value, or all methods of an exact tie."""
+    best = both[kind].min() if lower else both[kind].max()
+    names = [str(name) for name in both.loc[both[kind] == best, "method"]]
+    return names[0] if len(names) == 1 else f"a tie of {', '.join(names)}"
 
 
 def printed_text(table: pd.DataFrame) -> pd.DataFrame:
