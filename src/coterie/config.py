@@ -3,13 +3,14 @@
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from coterie.core.method import Method
 from coterie.core.tasks import known
 from coterie.core.views import View
+from coterie.data.dataset import SUBSET
 from coterie.data.natural import NATURAL
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError, unknown
@@ -32,7 +33,11 @@ class RunSettings(BaseModel):
     task: str | None = Field(
         None, description="classification, binary, regression, count, multilabel or survival; empty: as the data show"
     )
-    subset: int | None = Field(None, ge=1, description="use only this many samples of the data set")
+    subset: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=SUBSET)] | None = Field(
+        None,
+        description="use only this many samples of the data set; or N+M: N training and M official test samples, all "
+        "drawn from the official training part",
+    )
     federation: PartitionSettings = Field(PartitionSettings(), description="how the data are divided among clients")
     model: str | None = Field(None, description="a known name or package.module:factory; empty: chosen from the data")
     model_options: dict[str, Any] = Field({}, description="arguments for the model, such as {hidden = 128}")
@@ -83,7 +88,11 @@ class RunSettings(BaseModel):
     official: bool = Field(False, description="also evaluate every personal model on the whole official test part")
     gm_head: Literal["mean", "init"] = Field("mean", description="head of GM, the mean of the personal models")
     checkpoint_every: int = Field(10, ge=1, description="rounds between checkpoints")
-    log_updates: bool = Field(False, description="log the norm of the participants' mean update (aun) and the largest")
+    log_updates: bool = Field(
+        False,
+        description="log the norm of the participants' mean update (aun), the largest norm, and the mean loss of the "
+        "participants' models on their training data (train_loss)",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -7,13 +7,15 @@ import torch
 from torch import nn
 
 from coterie.core import tree as T
-from coterie.core.method import Batch, Moment, Trained, Upload, replace
+from coterie.core.method import Batch, Client, Moment, Trained, Upload, replace
 from coterie.errors import CoterieError
-from coterie.methods import READINGS, build, find
-from coterie.methods.scfpfl.edges import SCFPFLClient, accuracy
+from coterie.methods import build
 from coterie.methods.scfpfl.mended import SCFPFLMended
+from coterie.methods.scfpfl.settings import SCFPFLMendedSettings, SCFPFLSettings
+from coterie.methods.scfpfl.text import SCFPFL
+from coterie.methods.scfpfl.variants import SCFPFLClusterOnly, SCFPFLFourierOnly, SCFPFLNoAgent, SCFPFLNoKL
+from coterie.methods.scfpfl.edges import SCFPFLClient, accuracy
 from coterie.methods.scfpfl.modularity import centred_similarity, divided, information, logit_clusters, modularity
-from coterie.methods.scfpfl.settings import SCFPFLSettings
 from coterie.methods.scfpfl.spectral import cluster_count, prediction_clusters, prediction_similarity
 from coterie.parts.clustering import canonical
 from coterie.parts.distill import kl
@@ -22,28 +24,25 @@ from support import short_runs as played
 from support.refusals import refuses
 from support.short_runs import near, same, state, watch
 
-# the text before its corrections: what these tests work out by hand
-TEXT = {"score": "own", "local_train_each_round": False}
 SMALL = {"join": 1.0, "rounds": 2}
 QUICK = {"warmup_epochs": 1}
 
 
-def text(name, own=None):
-    """The class of the text behind a name, and its settings unless others are given."""
-    if name not in READINGS:
-        return name, own or {}
-    cls = find(name, "paper")
-    return cls, {**{k: v for k, v in TEXT.items() if k in cls.Settings.model_fields}, **(own or {})}
+TEXT = {
+    "sc-fpfl": SCFPFL,
+    "sc-fpfl-cluster-only": SCFPFLClusterOnly,
+    "sc-fpfl-fourier-only": SCFPFLFourierOnly,
+    "sc-fpfl-no-agent": SCFPFLNoAgent,
+    "sc-fpfl-no-kl": SCFPFLNoKL,
+}
 
 
 def play(name, *model, own=None, **changes):
-    cls, own = text(name, own)
-    return played.play(cls, *model, own=own, **changes)
+    return played.play(TEXT.get(name, name), *model, own=own or {}, **changes)
 
 
 def session(name, *model, own=None, **changes):
-    cls, own = text(name, own)
-    return played.session(cls, *model, own=own, **changes)
+    return played.session(TEXT.get(name, name), *model, own=own or {}, **changes)
 
 
 def mended(own=None, model=None, **changes):
@@ -95,7 +94,7 @@ def test_a_client_like_nobody_is_no_cluster_when_the_number_is_unknown() -> None
     assert cluster_count(prediction_similarity(P)) == 3
 
 
-# ---- clusters of the mended method ------------------------------------------------------------------------------
+# ---- clusters of the mended version ----------------------------------------------------------------------------------
 def block_similarity(sizes: tuple[int, ...], across: float, inside: float = 0.6) -> torch.Tensor:
     label = torch.tensor([b for b, n in enumerate(sizes) for _ in range(n)])
     s = torch.where(label[:, None] == label, inside, across).double()
@@ -206,7 +205,7 @@ def test_p7_equal_edges_and_one_edge_are_left_as_they_are() -> None:
 
 
 def test_fourier_step_gives_weights_common_amplitudes_and_averages_the_rest() -> None:
-    method = session("sc-fpfl", own={"g": 0.5}).method
+    method = session("sc-fpfl", own={"g": 0.5, "fourier_bias": "mean"}).method
     theta = {k: played.jittered(method.ctx.w0, k) for k in (0, 1)}
     hat = method.mix(theta, {0: 1, 1: 3}, 1)
     assert not near(hat[0], hat[1])
@@ -219,8 +218,27 @@ def test_fourier_step_gives_weights_common_amplitudes_and_averages_the_rest() ->
             assert torch.allclose(torch.cos(a.angle() - own.angle()), torch.ones(()).double(), atol=1e-4)
 
 
+def convolutional() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 10))
+
+
+def test_only_convolution_weights_are_transformed_and_the_rest_stays_the_edges_own() -> None:
+    method = session("sc-fpfl", convolutional()).method
+    theta = {k: played.jittered(method.ctx.w0, k) for k in (0, 1)}
+    hat = method.mix(theta, {0: 1, 1: 3}, 1)
+    changed = {name for name in method.ctx.w0 if not torch.equal(hat[0][name], theta[0][name])}
+    assert changed == {"0.weight"}
+
+
+def test_linear_weights_are_transformed_if_there_is_no_convolution() -> None:
+    method = session("sc-fpfl", played.plain()).method
+    theta = {k: played.jittered(method.ctx.w0, k) for k in (0, 1)}
+    hat = method.mix(theta, {0: 1, 1: 3}, 1)
+    assert all(torch.equal(hat[0][k], theta[0][k]) == (v.ndim == 1) for k, v in method.ctx.w0.items())
+
+
 def test_every_fourier_setting_reaches_the_step() -> None:
-    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
+    net = convolutional()
 
     def mixed(round: int = 1, **own: object) -> T.Tree:
         m = session("sc-fpfl", net, own=own, rounds=4).method
@@ -229,7 +247,7 @@ def test_every_fourier_setting_reaches_the_step() -> None:
 
     plain = mixed()
     for own in (
-        {"g": 0.1}, {"g_schedule": "linear"}, {"fourier_linear": "keep"}, {"fourier_bias": "keep"},
+        {"g": 0.1}, {"g_schedule": "linear"}, {"fourier_linear": "fourier"}, {"fourier_bias": "mean"},
         {"fourier_mask": "halfopen"}, {"fourier_layout": "prrfl"}, {"fourier_weight": "samples"},
     ):  # fmt: skip
         assert not same(mixed(**own), plain), own
@@ -365,6 +383,7 @@ def test_clusters_at_a_round_ask_everybody_once() -> None:
     assert asked == [False, False, True, False, False]
     assert [len(e["participants"]) for e in loop.events] == [5, 2, 5, 2, 2]
     assert [bool(e["facts"]["clusters"]) for e in loop.events] == [False, False, True, True, True]
+    assert [e["facts"].get("clustered") for e in loop.events] == [None, None, 2, 2, 2]
     assert loop.method.edges(loop.server) is not None
 
 
@@ -381,22 +400,45 @@ def test_stationary_clients_are_clustered_in_the_round_after_the_trigger() -> No
 
 @pytest.mark.parametrize("when", ["round:2", "stationary"])
 @pytest.mark.parametrize("name", ["payload_is_what_is_declared", "same_bits_after_a_resume", "a_newcomer_gets_a_model"])
-def test_battery_for_later_clusters(when, name) -> None:
-    check("sc-fpfl", name, cluster_when=when, eps1=1e9, eps2=0.0, min_round=0, warmup_epochs=1)
+@pytest.mark.parametrize("cls", [SCFPFL, SCFPFLMended])
+def test_battery_for_later_clusters(cls, when, name) -> None:
+    trigger = {"eps1": 1e9, "eps2": 0.0, "min_round": 0} if when == "stationary" else {}
+    check(cls, name, cluster_when=when, warmup_epochs=1, **trigger)
 
 
 # ---- metrics -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["sc-fpfl", "fedavg"])
-def test_p15_aun_is_the_norm_of_the_mean_update_and_at_most_the_mean_norm(name) -> None:
-    loop = play(name, **SMALL, log_updates=True)
+@pytest.mark.parametrize(("name", "score"), [("sc-fpfl", "own"), ("sc-fpfl", "edge"), ("fedavg", "own")])
+def test_p15_aun_is_the_norm_of_the_mean_update_and_at_most_the_mean_norm(name, score) -> None:
+    own = {"score": score} if name == "sc-fpfl" else {}
+    loop = play(name, **SMALL, log_updates=True, own=own)
     for e in loop.events:
         notes = e["notes"]
         assert 0 < notes["aun"] <= notes["mean_update"] * (1 + 1e-6) <= notes["largest_update"] * (1 + 2e-6)
     if name == "sc-fpfl":
-        before = play(name, join=1.0, rounds=1)
+        before = play(name, join=1.0, rounds=1, own=own)
         names = sorted(loop.method.ctx.net.trainable)
         D = [T.flatten(state(loop, i).f, names) - T.flatten(state(before, i).f, names) for i in range(5)]
         assert math.isclose(loop.events[-1]["notes"]["aun"], float(torch.stack(D).mean(0).norm()), rel_tol=1e-5)
+
+
+def test_the_loss_is_the_mean_loss_of_the_own_models_on_their_training_samples() -> None:
+    loop, s = play("sc-fpfl", **SMALL, log_updates=True), session("sc-fpfl", **SMALL)
+    losses = []
+    for i in range(5):
+        train = s.federation.data(i).train
+        losses.append(float(s.method.ctx.ce(state(loop, i).f, Batch(train.x, train.y))))
+    assert math.isclose(loop.events[-1]["notes"]["train_loss"], sum(losses) / 5, rel_tol=1e-5)
+    assert "train_loss" not in play("sc-fpfl", **SMALL).events[-1]["notes"]
+
+
+def test_the_personal_model_is_the_own_model_and_the_edges_model_is_a_further_view() -> None:
+    loop = play("sc-fpfl", **SMALL, final_trained=True, own={"k0": 2, **QUICK})
+    for i in range(5):
+        client = Client(state(loop, i), played.handed(loop, i), None, 2)
+        assert same(loop.method.model("personal", client).params, state(loop, i).f)
+        edge = loop.method.model("edge", client).params
+        assert same(edge, loop.server.hat[loop.server.cluster[i]]) and not same(edge, state(loop, i).f)
+    assert {"personal/test", "edge/test"} <= loop.events[-1]["eval"].keys()
 
 
 def test_p15_aun_of_updates_that_cancel_is_zero() -> None:
@@ -429,7 +471,33 @@ def test_what_cannot_work_gets_a_sentence(name, changes, words) -> None:
 @pytest.mark.parametrize("bad", [{"cluster_when": "later"}, {"k0": 0}, {"k0": "many"}, {"g": 0.6}, {"lambda1": -1}])
 def test_settings_out_of_range_are_refused(bad) -> None:
     with pytest.raises(CoterieError, match=next(iter(bad))):
-        build("sc-fpfl", bad)
+        build(SCFPFL, bad)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "words"),
+    [
+        (SCFPFLSettings, {"eps1": 0.3}, "eps1 = 0.3 has no effect here; it needs cluster_when = stationary"),
+        (SCFPFLSettings, {"min_round": 3, "cluster_when": "round:2"}, "it needs cluster_when = stationary"),
+        (SCFPFLSettings, {"g_last": 0.4}, "g_last = 0.4 has no effect here; it needs g_schedule = linear"),
+        (SCFPFLSettings, {"gap_power": 2.0, "k0": 3}, "it needs k0 or embed_dim = eigengap"),
+        (SCFPFLSettings, {"split": "axis", "isodata": "off"}, "it needs isodata = paper or classic"),
+        (SCFPFLSettings, {"m_min": 0.2}, "m_min = 0.2 has no effect here; it needs isodata = classic"),
+        (SCFPFLSettings, {"agent_fail": "train", "local_train_each_round": True}, "local_train_each_round = false"),
+        (SCFPFLMendedSettings, {"g_last": 0.4}, "it needs g_schedule = linear"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(settings, given, words) -> None:
+    with pytest.raises(CoterieError, match=words):
+        settings(**given)
+    assert settings(**settings().model_dump()) == settings()  # all defaults, written out, are no mistake
+
+
+def test_defaults_are_those_of_the_text() -> None:
+    hp = SCFPFLSettings()
+    assert (hp.score, hp.split, hp.isodata, hp.predict, hp.cluster_when) == ("own", "all", "paper", "softmax", "start")
+    assert not hp.local_train_each_round and hp.kl_weight == 1.0 and hp.lambda1 > 0
+    assert (hp.fourier_linear, hp.fourier_bias, hp.fourier_weight) == ("auto", "keep", "uniform")
 
 
 # ---- who did not answer, and who answers wrongly -------------------------------------------------------------------

@@ -148,11 +148,13 @@ def test_p3_block_similarity(blocks, eigenvalues) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("split", ["axis", "all"])
-def test_p4_clusters_cover_all_clients_and_none_is_too_small(seed, split) -> None:
+@pytest.mark.parametrize("mode", ["paper", "classic"])
+def test_p4_clusters_cover_all_clients_and_none_is_too_small(seed, split, mode) -> None:
     rng = torch.Generator().manual_seed(seed)
     rows = torch.nn.functional.normalize(torch.randn(23, 4, generator=rng, dtype=torch.float64), dim=1)
     for k0, n_min in ((1, None), (4, None), (6, 4), (8, 6), (5, 23)):
-        labels = isodata(rows, k0, seed, n_min, delta_max=0.02, m_min=2.0, split=split).labels
+        merge = {"m_min": 0.9} if mode == "classic" else {}
+        labels = isodata(rows, k0, seed, n_min, mode, delta_max=0.02, split=split, **merge).labels
         sizes = torch.bincount(labels)
         least = n_min if n_min is not None else max(1, 23 // (4 * k0))
         assert len(labels) == 23 and int(sizes.min()) >= 1

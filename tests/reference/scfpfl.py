@@ -19,7 +19,8 @@ ABOUT = About(
 def reference(  # type: ignore[no-untyped-def]
     world: World, warmup_epochs: int, score: str, g: float = 0.35, lambda1: float = 0.9, kl_weight: float = 1.0,
     local_train_each_round: bool = False, accept: str = "agent", sends: str = "kept", kl_when: str = "always",
-    clustering: bool = True, mixing: bool = True, agent: bool = True, **_,
+    clustering: bool = True, mixing: bool = True, agent: bool = True, fourier_linear: str = "fourier",
+    fourier_bias: str = "mean", **_,
 ) -> Result:  # fmt: skip
     own = {i: world.fit(world.module(), 0, i, epochs=warmup_epochs) for i in world.clients}
     of = _clusters(world, own) if clustering else {i: i for i in world.clients}
@@ -27,7 +28,11 @@ def reference(  # type: ignore[no-untyped-def]
     for k in range(max(of.values()) + 1):
         here = [i for i in world.clients if of[i] == k]
         theta.append(average([own[i] for i in here], [world.sizes[i] for i in here]))
-    hat = _mixed(world, theta, g) if mixing else theta
+
+    def mix(theta: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        return _mixed(theta, g, fourier_linear, fourier_bias) if mixing else theta
+
+    hat = mix(theta)
     for t in range(1, world.rounds + 1):
         ids, sent = world.sampled(t), {}
         for i in ids:
@@ -58,7 +63,7 @@ def reference(  # type: ignore[no-untyped-def]
         for k in range(len(theta)):
             if here := [i for i in ids if of[i] == k]:
                 theta[k] = average([sent[i] for i in here], [world.sizes[i] for i in here])
-        hat = _mixed(world, theta, g) if mixing else theta
+        hat = mix(theta)
     clients = own if score == "own" else {i: load(world.module(), hat[of[i]]) for i in world.clients}
     return Result(clients, server={"cluster": of, "theta": dict(enumerate(theta)), "hat": dict(enumerate(hat))})
 
@@ -78,13 +83,20 @@ def _clusters(world: World, models: dict[int, nn.Module]) -> dict[int, int]:
     return dict(zip(models, two_means(h / h.norm(dim=1, keepdim=True)), strict=True))
 
 
-def _mixed(world: World, theta: list[dict[str, Tensor]], g: float) -> list[dict[str, Tensor]]:
+def _mixed(theta: list[dict[str, Tensor]], g: float, linear: str, bias: str) -> list[dict[str, Tensor]]:
+    """Common low amplitudes of convolution weights; of linear ones if asked, or if there is no convolution."""
     if len(theta) == 1:
         return theta
+    has_convolution = any(v.ndim == 4 for v in theta[0].values())
+    if linear == "auto":
+        linear = "keep" if has_convolution else "fourier"
     out: list[dict[str, Tensor]] = [{} for _ in theta]
     for k in theta[0]:
         values = [tree[k].double().numpy() for tree in theta]
-        if values[0].ndim == 1:
+        how = {1: bias, 2: linear}.get(values[0].ndim, "fourier")
+        if how == "keep":
+            new = values
+        elif how == "mean":
             new = [np.mean(values, 0)] * len(values)
         else:
             shape = values[0].shape
@@ -126,13 +138,13 @@ def mended_fourier_only(world: World, **settings) -> Result:  # type: ignore[no-
     return mended(world, clustering=False, **settings)
 
 
-FIRST = {"score": "edge", "warmup_epochs": 2}
+FIRST = {"score": "own", "warmup_epochs": 2}
 CLUSTERS = {"cluster_when": "start", "k0": 2, "embed_dim": "k0", "isodata": "off", "predict": "softmax"}
 FOURIER = {"g": 0.35, "g_schedule": "const", "fourier_linear": "fourier", "fourier_bias": "mean",
            "fourier_mask": "symmetric", "fourier_layout": "tile", "fourier_weight": "uniform"}  # fmt: skip
-AGENT = {"lambda1": 0.9, "local_train_each_round": True, "agent_fail": "keep", "kl_weight": 1.0}
+AGENT = {"lambda1": 0.9, "local_train_each_round": False, "agent_fail": "keep", "kl_weight": 1.0}
 PUBLIC = {"public": 12}
-TEXT = FIRST | CLUSTERS | FOURIER | AGENT
+TEXT = FIRST | CLUSTERS | FOURIER | {"fourier_linear": "auto", "fourier_bias": "keep"} | AGENT
 MENDED = FOURIER | {"score": "own", "warmup_epochs": 2, "kl_weight": 1.0}
 TWO = {"cluster_when": "start", "k0": 2}
 CASES = [
@@ -154,4 +166,12 @@ CASES = [
     Case("sc-fpfl-no-agent", no_agent, FIRST | CLUSTERS | FOURIER, PUBLIC, long=("cnn",)),
     Case("sc-fpfl-cluster-only", cluster_only, FIRST | CLUSTERS, PUBLIC, long=("cnn",)),
     Case("sc-fpfl-fourier-only", fourier_only, FIRST | FOURIER | AGENT, long=("cnn",)),
+    Case(
+        "sc-fpfl",
+        reference,
+        TEXT | {"score": "edge", "local_train_each_round": True},
+        PUBLIC,
+        tag="own model trains in every round, edge scored",
+        long=("cnn",),
+    ),
 ]

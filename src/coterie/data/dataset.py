@@ -13,10 +13,12 @@ from torch import Tensor
 from coterie.core.rng import torch_rng
 from coterie.core.tasks import Task, make
 from coterie.data.rotation import Interp, rotate
+from coterie.errors import CoterieError
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
 Normalize = Literal["standard", "unit", "none"]
+SUBSET = r"^[1-9]\d*(\+[1-9]\d*)?$"  # N samples, or N+M training and test samples
 
 
 @dataclass(frozen=True)
@@ -90,26 +92,51 @@ class Dataset:
         x = self.x.index_select(0, index)
         return prepare_items(x, normalize, self.mean, self.std, degrees, interp)
 
-    def subset(self, n: int) -> "Dataset":
-        """Return a data set of n items, the same ones on every call; training and test parts keep their shares."""
-        if n >= len(self):
-            return self
-        test = self.is_test.nonzero().flatten()
+    def subset(self, n: int, test: int | None = None) -> "Dataset":
+        """Return a data set of n items, the same ones on every call; training and test parts keep their shares.
+
+        With `test`, n + test items are drawn from the training part, and the last `test` of them are the official test
+        part.
+        """
         train = (~self.is_test).nonzero().flatten()
-        n_test = round(n * len(test) / len(self))
-        picked = [_draw_fixed(part, k, self.name) for part, k in ((train, n - n_test), (test, n_test))]
-        keep = torch.cat(picked).sort().values
+        is_test = self.is_test.clone()
+        if test is not None:
+            if n + test > len(train):
+                raise CoterieError(f"subset = {n}+{test} is more than the {len(train)} training samples of {self.name}")
+            keep = _draw_fixed(train, n + test, self.name)
+            is_test[keep[n:]] = True
+        elif n >= len(self):
+            return self
+        else:
+            tests = self.is_test.nonzero().flatten()
+            n_test = round(n * len(tests) / len(self))
+            keep = torch.cat([_draw_fixed(part, k, self.name) for part, k in ((train, n - n_test), (tests, n_test))])
+        keep = keep.sort().values
         owner, part, group = (None if t is None else t[keep] for t in (self.owner, self.part, self.group))
         return replace(
             self,
-            name=f"{self.name}[{n}]",
+            name=f"{self.name}[{n}]" if test is None else f"{self.name}[{n}+{test}]",
             x=self.x[keep],
             y=self.y[keep],
-            is_test=self.is_test[keep],
+            is_test=is_test[keep],
             owner=owner,
             part=part,
             group=group,
         )
+
+
+def subset_size(subset: int | str) -> int:
+    """Return the number of samples of a subset N or N+M."""
+    return sum(map(int, str(subset).split("+")))
+
+
+def smaller_subset(subset: int | str | None, most: int) -> int | str:
+    """Return a subset of at most this many samples, with the same share of test samples if it is N+M."""
+    if subset is None or isinstance(subset, int):
+        return min(subset or most, most)
+    train, total = int(subset.partition("+")[0]), subset_size(subset)
+    kept = min(most, total) * train // total
+    return f"{kept}+{min(most, total) - kept}"
 
 
 def prepare_items(

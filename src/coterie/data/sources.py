@@ -1,6 +1,7 @@
 """Load data: by a known name, from a file, a folder, the hub, or by a function of the user."""
 
 import importlib
+import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from coterie.data import files, hub
 from coterie.data.arrays import from_arrays, from_torch, make_dataset
 from coterie.data.catalogue import DATASETS, data_dir, locate, missing_message
-from coterie.data.dataset import Dataset
+from coterie.data.dataset import SUBSET, Dataset
 from coterie.data.natural import NATURAL
 from coterie.errors import CoterieError, unknown
 
@@ -29,18 +30,19 @@ class DatasetInfo(NamedTuple):
     install: str = ""  # command that installs the package with the data
 
 
-def load_dataset(name: str, data_dir: Path | None = None, subset: int | None = None) -> Dataset:
+def load_dataset(name: str, data_dir: Path | None = None, subset: int | str | None = None) -> Dataset:
     """Load a data set.
 
     `name` is a known name (also of a natural federation), the NAME of NAME.npz in the data folder, a path,
-    `hub:owner/name` or `package.module:callable`. With `subset`, only that many samples are kept.
+    `hub:owner/name` or `package.module:callable`. With `subset`, only that many samples are kept;
+    "N+M" stands for N training and M official test samples, all drawn from the official training part.
     """
-    if subset is not None and subset < 1:
-        raise CoterieError(f"subset must be at least 1, not {subset}")
+    if not re.fullmatch(SUBSET, str(1 if subset is None else subset)):
+        raise CoterieError(f"subset must be at least 1, or N+M with N and M of at least 1, not {subset}")
     if data_dir is not None and not Path(data_dir).is_dir():
         raise CoterieError(f"data-dir {data_dir} is not a folder")
     data = _load(name, None if data_dir is None else Path(data_dir))
-    return data if subset is None else data.subset(subset)
+    return data if subset is None else data.subset(*map(int, str(subset).split("+")))
 
 
 def list_datasets(folder: Path | None = None) -> list[DatasetInfo]:

@@ -162,7 +162,10 @@ class Watch:
 
 
 def notes(answers: Sequence[TrainAnswer]) -> dict[str, float]:
-    """Return the numbers in the clients' notes, averaged over the clients that sent them."""
+    """Return the numbers in the clients' notes, averaged over the clients that sent them.
+
+    If clients sent their updates, `aun` is the norm of the mean update, SC-FPFL's equation (19).
+    """
     out = {}
     for k in sorted({k for a in answers for k in a.note}):
         given = [a.note[k] for a in answers if k in a.note]

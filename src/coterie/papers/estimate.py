@@ -19,6 +19,7 @@ from coterie.config import Engine, RunSettings, settings
 from coterie.core.method import Start
 from coterie.data.arrays import from_arrays
 from coterie.data.catalogue import DATASETS
+from coterie.data.dataset import subset_size
 from coterie.engine.session import prepare
 from coterie.methods import find
 from coterie.papers.presets import Item, Shrink, cell
@@ -105,7 +106,7 @@ def measure(s: RunSettings, shape: tuple[int, ...], classes: int, budget: float 
 def samples(s: RunSettings, whole: tuple[int, int]) -> float:
     """Return the training samples of one run; evaluations count as forward passes."""
     pool = sum(whole) if s.federation.pool == "merged" else whole[0]
-    pool = min(pool, s.subset) if s.subset else pool
+    pool = min(pool, subset_size(s.subset)) if s.subset else pool
     official = s.federation.test_from == "official"
     test = whole[1] if official else pool * s.federation.test_share
     learn = (pool if official else pool - test) * (1 - s.federation.val_share)

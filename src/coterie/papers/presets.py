@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from coterie.config import RunSettings, settings
 from coterie.data.catalogue import DATASETS
+from coterie.data.dataset import smaller_subset
 from coterie.engine.session import recorded, resolved
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build, fields
@@ -217,7 +218,7 @@ def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSetti
             given["preparation"] = max(1, round(given["preparation"] * shrink.rounds / planned))
         given["eval_every"] = max(1, min(int(given.get("eval_every", 10)), shrink.rounds // 2))
     if shrink.subset:
-        given["subset"] = min(shrink.subset, given.get("subset", shrink.subset))
+        given["subset"] = smaller_subset(given.get("subset"), shrink.subset)
     if "min_size" in given:
         given["min_size"] = shrink.least(given["data"], given["min_size"])
     try:

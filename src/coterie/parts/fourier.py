@@ -24,7 +24,7 @@ SILENT = 1e-12  # a coefficient below this amplitude has no phase but rounding n
 
 
 def to_matrix(w: Tensor, layout: Layout = "tile") -> Tensor:
-    """Weights [k, out, in, *kernel] as matrices [k, rows, cols]; linear weights have a kernel of 1 x 1."""
+    """Return weights [k, out, in, *kernel] as matrices [k, rows, cols]; linear weights have a kernel of 1 x 1."""
     order = _order(layout)
     full = _four(w).permute(0, *(a + 1 for a in order))
     a, b, c, d = full.shape[1:]
@@ -46,7 +46,7 @@ def frequencies(n: int) -> Tensor:
 
 
 def low_mask(rows: int, cols: int, g: float, kind: MaskKind = "symmetric") -> Tensor:
-    """Boolean mask [rows, cols] of low frequencies, unshifted.
+    """Return the boolean mask [rows, cols] of low frequencies, unshifted, SC-FPFL's equation (15).
 
     symmetric: |freq| <= floor(g * size) on both axes, Hermitian, so that the inverse is real. halfopen: the slice
     centre - floor(g * size) .. centre + floor(g * size) of the shifted spectrum without its upper end (PRR-FL).
@@ -66,7 +66,10 @@ def low_mask(rows: int, cols: int, g: float, kind: MaskKind = "symmetric") -> Te
 
 
 def average_amplitudes(matrices: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Complex inverse transforms [k, rows, cols] after averaging the amplitudes of k matrices inside the mask."""
+    """Return complex inverse transforms [k, rows, cols] after averaging the amplitudes of k matrices inside the mask.
+
+    SC-FPFL's equations (13), (14), (16) and (17).
+    """
     f = torch.fft.fft2(matrices.double())
     amplitude = f.abs()
     share = _shares(weights, len(f)).to(f.device)

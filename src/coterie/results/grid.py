@@ -204,7 +204,7 @@ class _Loaded:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.loaded: dict[tuple[str, int | None], Dataset] = {}
+        self.loaded: dict[tuple[str, int | str | None], Dataset] = {}
 
     def get(self, settings: RunSettings) -> Dataset:
         key = (settings.data, settings.subset)

@@ -3,6 +3,8 @@
 Do not mix them in one table: they differ in model, data and round.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from coterie.errors import CoterieError
@@ -48,3 +50,23 @@ def official(run: Run, round: int | None = None, view: str = "personal") -> dict
     if "global/official/hits" in z:
         out["GM"] = gm(z["global/official/hits"][0], z["global/official/total"][0])
     return out
+
+
+def clustering_round(run: Run) -> float:
+    """Return the round that ended with clusters (SC-FPFL); NaN if no round did."""
+    rounds = [e["facts"]["clustered"] for e in run.events if "clustered" in e.get("facts", {})]
+    return float(rounds[0]) if rounds else float("nan")
+
+
+def aun_jump(run: Run) -> float:
+    """Return the round in which the norm of the mean update (AUN) rose most; needs a run with log_updates."""
+    if "note/aun" not in run.rounds:
+        raise CoterieError(f"{run.path} did not log its updates; run it with --set log_updates=true")
+    rises = run.rounds["note/aun"].diff().dropna()
+    return float(rises.idxmax()) if len(rises) else float("nan")
+
+
+def gain_range(own: float, others: Sequence[float]) -> tuple[float, float]:
+    """Return the smallest and the largest gain over other methods, such as "3 to 13 points"."""
+    gains = [own - value for value in others]
+    return min(gains), max(gains)

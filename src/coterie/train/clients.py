@@ -143,7 +143,11 @@ class Clients:
             after = self._watched(watch and bool(phases), [e[3] for e in ended], opened)
             out = []
             for i, (kept, upload, note, model) in enumerate(ended):
-                update = self._update(own[i][0], model[0]) if requests[i].log_update else None
+                update = None
+                if requests[i].log_update:
+                    update = self._update(own[i][0], model[0])
+                    train = opened[i].data.train
+                    note["train_loss"] = score(method, *model, train).loss / max(1, len(train))
                 answer = TrainAnswer(
                     requests[i].client, upload, note, len(opened[i].data.train), efforts[i].steps, efforts[i].loss,
                     before[i], after[i], update,

@@ -32,6 +32,7 @@ class SCFPFLServer:
     cluster: dict[ClientId, EdgeId]  # empty until there are clusters
     ask: bool  # the next round ends with clusters
     moves: movement.Movement  # empty unless clusters are made when clients are stationary
+    clustered: int | None = None  # round that ended with clusters
 
 
 @state
@@ -40,7 +41,7 @@ class SCFPFLClient:
 
 
 class ClusterEdges(EdgeMethod):
-    """Clients in clusters, each with an edge that averages them; the cloud mixes the edges' models.
+    """Clients in clusters, each with an edge that averages them, equation (9); the cloud mixes the edges' models.
 
     Until there are clusters, all clients are one cluster at the cloud. In the round that ends with clusters all clients
     take part and are asked for their predictions (one bit); a client that does not answer joins the largest cluster. An
@@ -89,6 +90,7 @@ class ClusterEdges(EdgeMethod):
         return True
 
     def setup(self) -> SCFPFLServer:
+        """Every client starts from the initial model f; Algorithm 1, line 2."""
         w = T.clone(T.drop(self.ctx.w0, self.stays))
         moves = movement.start(w, self.ctx.clients, self._counts) if self.when() == "stationary" else {}
         return SCFPFLServer(theta={0: w}, samples={0: 0}, hat={0: T.clone(w)}, cluster={}, ask=False, moves=moves)
@@ -127,6 +129,7 @@ class ClusterEdges(EdgeMethod):
         return SCFPFLClient()
 
     def begin(self, state: SCFPFLClient, download: Tree, data: ClientData, round: int) -> Start:
+        """Make the edge's model the agent; Algorithm 1, line 12."""
         own = self.ctx.w0 if state.f is None else state.f
         agent = {**own, **T.keep(download, self.ctx.w0.__contains__)}
         extras: Extras = {"edge": agent, "own": own, "ask": ASK in download}
@@ -141,6 +144,7 @@ class ClusterEdges(EdgeMethod):
         return {}, None
 
     def phases(self, round: int) -> list[Phase]:
+        """Train the own model on its data in round 0 (Algorithm 1, line 3), later the agent (Algorithm 1, line 12)."""
         if round == 0:
             return [Phase(self.loss, trains=is_agent, epochs=self.hp.warmup_epochs)]
         return [Phase(self.relearn, trains=is_agent, epochs=self.hp.agent_epochs)]
@@ -150,6 +154,7 @@ class ClusterEdges(EdgeMethod):
         raise NotImplementedError
 
     def end(self, state: SCFPFLClient, trained: Trained, data: ClientData, round: int) -> tuple[SCFPFLClient, Upload]:
+        """Keep the next own model and send a model; if asked, also predictions (Algorithm 1, line 4)."""
         agent = T.drop(trained.params, is_own)
         own = T.tagged(OWN, trained.params) if self.trains_own else trained.extras["own"]
         f, note = self.accept(agent, own, trained.extras, data) if round > 0 else (agent, {})
@@ -167,20 +172,28 @@ class ClusterEdges(EdgeMethod):
         raise NotImplementedError
 
     def model(self, view: ModelView, client: Client) -> Model | None:
+        """Return the model of a view; updates are those of own models, equation (19), whichever model is scored."""
         edge = T.keep(client.download, self.ctx.w0.__contains__)
         if view == "received":  # the edge's model, which becomes the agent
             return Model({**(client.state.f or self.ctx.w0), **edge})
         if view == "edge":
             return Model(edge) if not any(map(self.stays, self.ctx.w0)) else None
-        return Model(client.state.f) if view == "trained" else super().model(view, client)
+        if view == "trained" or (view == "watched" and client.state.f is not None):
+            return Model(client.state.f)
+        return super().model(view, client)
 
     def personal(self, state: SCFPFLClient, download: Tree, data: ClientData) -> Model:
+        """Return the own model f_i (Algorithm 1, line 15), or the edge's if that is to be scored or there is no other.
+
+        The mean of its test accuracies over clients is equation (18).
+        """
         if state.f is not None and self.hp.score == "own":
             return Model(state.f)
         return Model({**(state.f or self.ctx.w0), **T.keep(download, self.ctx.w0.__contains__)})
 
-    # ---- cloud, up; an edge's mean, equation (9), is the default merge -----------------------------------------------
+    # ---- cloud, up; an edge's mean is the default merge --------------------------------------------------------------
     def aggregate(self, server: SCFPFLServer, uploads: Sequence[Upload], round: int) -> SCFPFLServer:
+        """Take the edges' models and mix them; Algorithm 1, lines 10 to 11."""
         if not server.cluster:
             return self._without_edges(server, uploads, round)
         theta = {**server.theta, **{u.sender: u.tree for u in uploads}}
@@ -188,7 +201,10 @@ class ClusterEdges(EdgeMethod):
         return replace(server, theta=theta, samples=samples, hat=self.mix(theta, samples, round))
 
     def _without_edges(self, server: SCFPFLServer, uploads: Sequence[Upload], round: int) -> SCFPFLServer:
-        """Aggregate uploads of clients: the cloud does what edges would do, for the one cluster or for the new ones."""
+        """Aggregate uploads of clients: the cloud does what edges would do, for the one cluster or for the new ones.
+
+        Each cluster's model is the mean of its clients' models by samples, equation (9).
+        """
         asked = self.asks(server, round)
         of = self.clusters(uploads) if asked else {u.sender: 0 for u in uploads}
 
@@ -203,7 +219,8 @@ class ClusterEdges(EdgeMethod):
 
         new = replace(server, theta=theta, samples=samples, hat=self.mix(theta, samples, round))
         if asked:
-            return replace(new, cluster={i: of.get(i, largest(of)) for i in self.ctx.clients}, moves={})
+            cluster = {i: of.get(i, largest(of)) for i in self.ctx.clients}
+            return replace(new, cluster=cluster, moves={}, clustered=round)
         if not server.moves:
             return new
         moves = movement.follow(server.moves, uploads, self._counts)
@@ -222,16 +239,19 @@ class ClusterEdges(EdgeMethod):
     def mix(self, theta: dict[EdgeId, Tree], samples: dict[EdgeId, int], round: int) -> dict[EdgeId, Tree]:
         """Give models common low-frequency amplitudes and leave each its phases, equations (13) to (17).
 
-        A single model stays as it is.
+        A single model stays as it is. Weights of convolutions are transformed; settings decide about other entries.
         """
         hp, ctx = self.hp, self.ctx
+        linear: Treatment = hp.fourier_linear
+        if hp.fourier_linear == "auto":
+            linear = "keep" if ctx.group("conv") else "fourier"
         g = hp.g if hp.g_schedule == "const" else prrfl_window(round, ctx.planned_rounds, hp.g, hp.g_last)
         weights = torch.tensor([float(samples[k]) for k in theta]) if hp.fourier_weight == "samples" else None
 
         def treatment(name: str) -> Treatment:
             how: Treatment = hp.fourier_bias
             if ctx.w0[name].ndim > 1:
-                how = "fourier" if name in ctx.group("conv") else hp.fourier_linear
+                how = "fourier" if name in ctx.group("conv") else linear
             elif name in ctx.group("bn_stats") and how == "fourier":
                 how = "mean"  # a running variance must stay positive
             return how
@@ -245,7 +265,9 @@ class ClusterEdges(EdgeMethod):
         return name in self.ctx.net.trainable
 
     def facts(self, server: SCFPFLServer) -> dict[str, Any]:
-        return {"clusters": server.cluster, **{k: v for k, v in server.moves.items() if k != "last"}}
+        """Return the clusters, the round that ended with them, and the movement of clients that waits for it."""
+        since = {} if server.clustered is None else {"clustered": server.clustered}
+        return {"clusters": server.cluster, **since, **{k: v for k, v in server.moves.items() if k != "last"}}
 
 
 is_own = T.has_tag(OWN)

@@ -17,7 +17,7 @@ def logit_clusters(logits: Tensor, k0: int | str, seed: int) -> Tensor:
     s = centred_similarity(logits)
     if isinstance(k0, int):
         k = min(k0, len(s))
-        return embedded_clusters(s, k, k, seed, ClusterSettings())
+        return embedded_clusters(s, k, k, seed, ClusterSettings(split="axis"))
     learnt = information(logits.softmax(-1)).median() >= LEARNT
     return divided(s, seed) if learnt else torch.zeros(len(s), dtype=torch.int64)
 

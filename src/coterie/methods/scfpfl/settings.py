@@ -3,19 +3,41 @@
 A variant without a step does not have its settings. docs/methods/sc-fpfl.md gives the reasons for the defaults.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from coterie.core.method import Settings
+from coterie.errors import CoterieError
 from coterie.parts.fourier import Layout, MaskKind, Treatment
 
 Count = Annotated[int, Field(ge=1)]
+Condition = tuple[str, Callable[[Any], bool]]  # in words, and as a function of the settings
+
+_STATIONARY: Condition = ("cluster_when = stationary", lambda s: s.cluster_when == "stationary")
+_REFINED: Condition = ("isodata = paper or classic", lambda s: s.isodata != "off")
 
 
-class ScheduleSettings(Settings):
+class StepSettings(Settings):
+    """Settings of a step. A setting that other settings switch off cannot be given another value than its default."""
+
+    acts_with: ClassVar[Mapping[str, Condition]] = {}  # name of a setting: the condition under which it has an effect
+
+    @model_validator(mode="after")
+    def _refuse_without_effect(self) -> "StepSettings":
+        for cls in type(self).__mro__:
+            for name, (words, holds) in vars(cls).get("acts_with", {}).items():
+                value = getattr(self, name)
+                if value != type(self).model_fields[name].default and not holds(self):
+                    raise CoterieError(f"{name} = {value} has no effect here; it needs {words}")
+        return self
+
+
+class ScheduleSettings(StepSettings):
     """When clients are clustered."""
 
+    acts_with = {"eps1": _STATIONARY, "eps2": _STATIONARY, "min_round": _STATIONARY}  # noqa: RUF012, never written to
     cluster_when: str = Field(
         "start", pattern=r"^(start|stationary|round:[1-9]\d*)$", description="start, round:<n> or stationary"
     )
@@ -24,13 +46,16 @@ class ScheduleSettings(Settings):
     min_round: int = Field(20, ge=0, description="stationary: not up to and including this round")
 
 
-class FourierSettings(Settings):
+class FourierSettings(StepSettings):
     """How the cloud mixes the edge models."""
 
+    acts_with = {"g_last": ("g_schedule = linear", lambda s: s.g_schedule == "linear")}  # noqa: RUF012
     g: float = Field(0.35, ge=0, le=0.5, description="fraction of frequencies that is low; 0 leaves the mean")
     g_schedule: Literal["const", "linear"] = Field("const", description="linear: g grows to g_last")
     g_last: float = Field(0.475, ge=0, le=0.5, description="g of the last round when it grows")
-    fourier_linear: Treatment = Field("fourier", description="treatment of linear weights")
+    fourier_linear: Treatment | Literal["auto"] = Field(
+        "fourier", description="treatment of linear weights; auto: keep if the model has convolutions, else fourier"
+    )
     fourier_bias: Treatment = Field("mean", description="treatment of biases and batch norm")
     fourier_mask: MaskKind = Field("symmetric", description="which frequencies are low")
     fourier_layout: Layout = Field("tile", description="how a kernel becomes a matrix")
@@ -38,16 +63,24 @@ class FourierSettings(Settings):
 
 
 # ---- the text --------------------------------------------------------------------------------------------------------
-class WarmUpSettings(Settings):
+class WarmUpSettings(StepSettings):
     """Round 0, and what is scored."""
 
-    score: Literal["own", "edge"] = Field("edge", description="whose model is scored: the client's or its edge's")
+    score: Literal["own", "edge"] = Field("own", description="whose model is scored: the client's or its edge's")
     warmup_epochs: float = Field(5, ge=0, description="epochs of round 0, before any prediction or average")
 
 
-class ClusterSettings(Settings):
+class ClusterSettings(StepSettings):
     """How clients are clustered by their predictions."""
 
+    acts_with = {  # noqa: RUF012
+        "gap_power": ("k0 or embed_dim = eigengap", lambda s: "eigengap" in (s.k0, s.embed_dim)),
+        "n_min": _REFINED,
+        "delta_max": _REFINED,
+        "max_iter": _REFINED,
+        "split": _REFINED,
+        "m_min": ("isodata = classic", lambda s: s.isodata == "classic"),
+    }
     predict: Literal["softmax", "logits"] = Field("softmax", description="form of the predictions")
     self_similarity: bool = Field(True, description="whether the degree of a client counts itself")
     k0: Count | Literal["eigengap"] = Field(
@@ -55,37 +88,54 @@ class ClusterSettings(Settings):
     )
     gap_power: float = Field(3.0, gt=0, description="eigengap: power of the similarity before counting")
     embed_dim: Count | Literal["k0", "eigengap"] = Field("k0", description="eigenvectors that embed a client")
-    isodata: Literal["paper", "off"] = Field("paper", description="off: plain k-means")
+    isodata: Literal["paper", "classic", "off"] = Field(
+        "paper", description="classic: also between the paper's bounds, splits and merges in turn; off: plain k-means"
+    )
     n_min: Count | None = Field(None, description="smallest cluster; empty: max(1, clients // (4 k0))")
     delta_max: float = Field(0.1, ge=0, description="a cluster with a larger variance may be split")
-    m_min: float = Field(0.5, ge=0, description="centres nearer than this may be merged")
+    m_min: float = Field(0.5, ge=0, description="classic: centres nearer than this may be merged")
     max_iter: int = Field(20, ge=1, description="steps of the refinement")
-    split: Literal["axis", "all"] = Field("axis", description="split along the widest axis, or as printed")
+    split: Literal["axis", "all"] = Field(
+        "all", description="all: the variance is added to every coordinate, as printed; axis: a deviation along one"
+    )
 
 
-class AgentSettings(Settings):
+class TextFourierSettings(FourierSettings):
+    """How the cloud mixes the edge models: convolution weights only, as the text says."""
+
+    fourier_linear: Treatment | Literal["auto"] = Field(
+        "auto", description="treatment of linear weights; auto: keep if the model has convolutions, else fourier"
+    )
+    fourier_bias: Treatment = Field("keep", description="treatment of biases and batch norm")
+
+
+class AgentSettings(StepSettings):
     """How the edge's model becomes the client's own."""
 
+    acts_with = {  # noqa: RUF012
+        "agent_fail": ("local_train_each_round = false", lambda s: not s.local_train_each_round)
+    }
     lambda1: float = Field(0.9, ge=0, description="the agent needs this fraction of the own validation accuracy")
     agent_epochs: float | None = Field(None, ge=0, description="epochs of the agent; empty: the local epochs")
-    local_train_each_round: bool = Field(True, description="whether the own model also trains, before the agent")
-    agent_fail: Literal["keep", "train"] = Field("keep", description="what the own model does instead")
+    local_train_each_round: bool = Field(
+        False, description="whether the own model also trains in every round, before the agent; false: only in round 0"
+    )
+    agent_fail: Literal["keep", "train"] = Field("keep", description="what the own model does if its agent fails")
     kl_weight: float = Field(1.0, ge=0, description="weight of the agent's distillation from the own model")
 
 
-class SCFPFLSettings(WarmUpSettings, ScheduleSettings, ClusterSettings, FourierSettings, AgentSettings):
+class SCFPFLSettings(WarmUpSettings, ScheduleSettings, ClusterSettings, TextFourierSettings, AgentSettings):
     """Settings of the text."""
 
 
 # ---- the mended version ----------------------------------------------------------------------------------------------
-class MendedWarmUpSettings(Settings):
+class MendedWarmUpSettings(WarmUpSettings):
     """Round 0, and what is scored."""
 
-    score: Literal["own", "edge"] = Field("own", description="whose model is scored: the client's or its edge's")
     warmup_epochs: float = Field(20, ge=0, description="epochs of round 0, before any prediction or average")
 
 
-class MendedClusterSettings(Settings):
+class MendedClusterSettings(StepSettings):
     """How clients are clustered."""
 
     k0: Count | Literal["modularity"] = Field(
@@ -93,7 +143,7 @@ class MendedClusterSettings(Settings):
     )
 
 
-class MendedAgentSettings(Settings):
+class MendedAgentSettings(StepSettings):
     """How the agent learns from the client's own model."""
 
     agent_epochs: float | None = Field(None, ge=0, description="epochs of the agent; empty: the local epochs")

@@ -1,4 +1,4 @@
-"""Spectral clustering of clients by their predictions, refined by ISODATA (section 3.1 of the paper)."""
+"""Spectral clustering of clients by their predictions, refined by ISODATA (equations (1) to (8))."""
 
 from typing import Literal, NamedTuple
 
@@ -63,7 +63,7 @@ def cluster_count(similarity: Tensor, power: float = 3.0) -> int:
 
 
 def prediction_clusters(outputs: Tensor, hp: ClusterSettings, seed: int) -> Tensor:
-    """Return labels [n] of clients by their outputs [n, items, classes], equations (1) to (8)."""
+    """Return labels [n] of clients by their outputs [n, items, classes]; Algorithm 1, lines 5 to 6."""
     s = prediction_similarity(outputs, hp.predict, hp.self_similarity)
     count = cluster_count(s, hp.gap_power)
 
@@ -93,7 +93,10 @@ def embedded_clusters(similarity: Tensor, k: int, dims: int, seed: int, hp: Clus
 
 
 def spectral_embedding(similarity: Tensor, dims: int) -> tuple[Tensor, Tensor]:
-    """Return rows [n, dims] of unit norm from the eigenvectors of the smallest eigenvalues, and all eigenvalues [n]."""
+    """Return rows [n, dims] of unit norm from the eigenvectors of the smallest eigenvalues, and all eigenvalues [n].
+
+    The rows are the samples a_1, ..., a_N that equation (5) assigns to centres.
+    """
     if not 1 <= dims <= len(similarity):
         raise CoterieError(f"embed_dim must lie between 1 and the number of clients {len(similarity)}, got {dims}.")
     values, vectors = torch.linalg.eigh(laplacian(similarity))
@@ -112,7 +115,10 @@ class Isodata(NamedTuple):
 def isodata(rows: Tensor, k0: int, seed: int, hp: ClusterSettings) -> Isodata:
     """Cluster rows [n, d] by k-means that drops small clusters, splits wide ones and merges near ones.
 
-    As printed, splitting (6) needs K <= k0/2 and merging (7) needs K >= 2 k0. `hp.isodata = off` is plain k-means.
+    Rows go to the nearest centre, equation (5), and the labels divide them without overlap, equation (8). As printed,
+    splitting, equation (6), needs K <= k0/2 and merging, equation (7), needs K >= 2 k0. K starts at k0 and a split at
+    most doubles it, so the printed rule never merges. `hp.isodata = classic` also acts between these bounds: it merges
+    and splits in turn, as ISODATA does (Ball, Hall 1965). `off` is plain k-means.
     """
     n = len(rows)
     if not 1 <= k0 <= n:
@@ -126,18 +132,21 @@ def isodata(rows: Tensor, k0: int, seed: int, hp: ClusterSettings) -> Isodata:
     picked, _ = kmeans_plusplus(x.numpy(), k0, random_state=seed % 2**32)
     centres = torch.from_numpy(picked)
     before: Tensor | None = None
-    splits = merges = removed = 0
+    splits = merges = removed = unchanged = 0
+    turns = 2 if hp.isodata == "classic" else 1  # unchanged steps after which nothing can change any more
     for step in range(hp.max_iter + 1):
         labels, kept = _prune(x, assign(x, centres), centres, least)
         removed += len(centres) - len(kept)
         centres = recentre(x, labels, kept)
-        if (before is not None and torch.equal(before, labels)) or step == hp.max_iter:
+        unchanged = unchanged + 1 if before is not None and torch.equal(before, labels) else 0
+        if unchanged == turns or step == hp.max_iter:
             break
         before = labels
-        if len(centres) <= k0 / 2:
+        between = hp.isodata == "classic" and k0 / 2 < len(centres) < 2 * k0
+        if len(centres) <= k0 / 2 or (between and step % 2):
             grown = _split(x, labels, centres, least, hp.delta_max, hp.split)
             splits += len(grown) - len(centres)
-        elif len(centres) >= 2 * k0:
+        elif len(centres) >= 2 * k0 or between:
             grown = _merge(labels, centres, hp.m_min)
             merges += len(centres) - len(grown)
         else:
@@ -170,7 +179,7 @@ def _split(x: Tensor, labels: Tensor, centres: Tensor, least: int, delta_max: fl
                 offset = torch.zeros_like(centre)
                 offset[axis] = variance.sqrt()
             else:
-                offset = variance.expand_as(centre)  # equation (6) as printed
+                offset = variance.expand_as(centre)  # as printed
             out += [centre + offset, centre - offset]
         else:
             out.append(centre)

@@ -5,11 +5,11 @@ cloud gives the edge models common low-frequency amplitudes and leaves each its 
 client the edge's model becomes an agent that relearns from the client's own model; if the agent is good enough, it
 replaces that model.
 
-- The own model trains in every round, before the agent: a teacher that trained only once would be outdated.
-- The edge's model is scored, because the paper's accuracy for one cluster equals FedAvg's; `score = own` is possible.
 - The number of clusters is found in the eigenvalues unless it is given; the paper does not say how.
-- The models of the first average travel with the predictions, so V rounds are V agents.
-- Batch norm is averaged like a bias.
+- Linear layers are transformed only if the model has no convolution; what is not transformed stays the edge's own.
+- The models of the first average travel with the predictions, so V rounds are V agents. The printed loop ends after
+  V - 1 and resets its count.
+- Sums over samples in the losses are means over batches.
 """
 
 from typing import ClassVar, Literal
@@ -41,7 +41,7 @@ class SCFPFL(ClusterEdges):
 
     @property
     def trains_own(self) -> bool:  # type: ignore[override]  # a setting here
-        """True if the client's own model trains too: before the agent, or for the case that the agent fails."""
+        """True if the client's own model trains after round 0 too: before the agent, or in case that it fails."""
         return self.hp.local_train_each_round or self.hp.agent_fail == "train"
 
     # ---- client ------------------------------------------------------------------------------------------------------
@@ -73,7 +73,10 @@ class SCFPFL(ClusterEdges):
         return self.ctx.ce(T.tagged(OWN, params), batch)
 
     def accept(self, agent: Tree, own: Tree, extras: Extras, data: ClientData) -> tuple[Tree, dict[str, float]]:
-        """Return the agent if its validation accuracy is at least lambda1 times that of the own model, else `own`."""
+        """Return the agent if its validation accuracy is at least lambda1 times that of the own model, else `own`.
+
+        Algorithm 1, line 12: this is how the agent's knowledge reaches the own model.
+        """
         rival = own if self.hp.local_train_each_round else extras["own"]
         trees = {"agent": agent, "edge": extras["edge"], "own": rival}
         val = {name: accuracy(self.ctx, tree, data.val) for name, tree in trees.items()}
@@ -81,8 +84,9 @@ class SCFPFL(ClusterEdges):
         return agent if good else own, {"rejected": float(not good), **{f"val_{k}": v for k, v in val.items()}}
 
     def sent(self, agent: Tree, f: Tree) -> Tree:
+        """Return the own model; Algorithm 1, line 9."""
         return f
 
     # ---- cloud, up ---------------------------------------------------------------------------------------------------
     def labels(self, outputs: Tensor) -> Tensor:
-        return prediction_clusters(outputs, self.hp, key(self.ctx.seed, "clusters"))  # equations (1) to (8)
+        return prediction_clusters(outputs, self.hp, key(self.ctx.seed, "clusters"))

@@ -26,6 +26,7 @@ from coterie.methods.scfpfl.settings import (
     SCFPFLMendedSettings,
     SCFPFLSettings,
     ScheduleSettings,
+    TextFourierSettings,
     WarmUpSettings,
 )
 from coterie.methods.scfpfl.text import SCFPFL
@@ -80,7 +81,7 @@ class _FourierOnly(ClusterEdges):
 
 
 # ---- of the text -----------------------------------------------------------------------------------------------------
-class _NoAgentSettings(WarmUpSettings, ScheduleSettings, ClusterSettings, FourierSettings):
+class _NoAgentSettings(WarmUpSettings, ScheduleSettings, ClusterSettings, TextFourierSettings):
     pass
 
 
@@ -88,7 +89,7 @@ class _ClusterOnlySettings(WarmUpSettings, ScheduleSettings, ClusterSettings):
     pass
 
 
-class _FourierOnlySettings(WarmUpSettings, FourierSettings, AgentSettings):
+class _FourierOnlySettings(WarmUpSettings, TextFourierSettings, AgentSettings):
     pass
 
 

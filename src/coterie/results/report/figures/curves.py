@@ -78,7 +78,13 @@ def draw_rounds(runs: Sequence[Run], view: str = "") -> Figure:
 
 
 def draw_loss(runs: Sequence[Run]) -> Figure:
-    """Draw the training loss of the participants against round."""
+    """Draw the training loss of the participants against round.
+
+    That is the loss of their models after training on all training samples, if all runs logged it (log_updates);
+    otherwise the mean over the steps of training.
+    """
+    if all("note/train_loss" in r.rounds for r in runs):
+        return _lines(runs, lambda g: over_rounds(g, "note/train_loss"), "loss of the participants on training data")
     return _lines(runs, lambda g: over_rounds(g, "loss"), "training loss of the participants")
 
 
