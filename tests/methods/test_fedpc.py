@@ -160,7 +160,8 @@ def test_a_group_without_participants_enters_with_what_it_has() -> None:
     method = bind(FedPCNoMixing)
     server = {**method.mixed({}, bodies(3), sets(3)), "groups": {0: 0, 1: 1, 2: 2}}
     new = T.row(bodies(1, seed=9), 0)
-    up = Upload({**new, **M.pack(Prototypes(*(t[0] for t in sets(1, seed=9))))}, sender=1)
+    one = Prototypes(*(t[0] for t in sets(1, seed=9)))
+    up = Upload({**new, **M.pack(one, one.mask.long())}, sender=1)
     after = method.aggregate(server, [up], 1)
     assert same(T.row(after["body"], 1), new)
     assert all(same(T.row(after["body"], j), T.row(server["body"], j)) for j in (0, 2))
@@ -221,18 +222,52 @@ def test_random_groups_have_the_same_sizes_and_do_not_depend_on_numbers() -> Non
     assert adjusted_rand_score([turned[order.index(i)] for i in range(8)], [chance[i] for i in range(8)]) == 1
 
 
-def test_who_missed_round_0_and_newcomers_follow_the_largest_group() -> None:
+@pytest.mark.parametrize("missing", ["zero", "mean", "masked"])
+def test_who_missed_round_0_sends_its_prototypes_and_joins_the_nearest_group(missing: str) -> None:
     data = blocks()
-    method = bind(FedPC, {"J": 2}, model=ten(), data=data)
+    method = bind(FedPC, {"J": 2, "missing": missing}, model=ten(), data=data)
+    server = opened(method, Toy(data.parts[:5], 10))  # clients 0, 2, 4 have classes 0-4: the largest group
+    assert set(server["groups"]) == set(range(5)) and server["largest"] == server["groups"][0]
+    for i in (5, 6, 7):
+        assert same(method.down(server, [i], 1).to(i), method.ctx.w0)
+        ups = answered(method, data, [i], server, 1)
+        assert set(ups[0].tree) == {"x:prototypes", "x:ids"}
+        server = method.aggregate(server, ups, 1)
+        assert server["groups"][i] == server["groups"][i % 2] and i in method.edges(server)[server["groups"][i % 2]]
+
+
+def test_an_asked_client_does_not_train_and_keeps_its_state() -> None:
+    method, data = bind(FedPCMended, {"J": 2}, model=ten(), data=blocks()), blocks()
+    client = data.data(5)
+    state = method.init_client(client)
+    start = method.begin(state, method.ctx.w0, client, 3)
+    assert not start.train and method.end(state, Trained(start.params, start.extras), client, 3)[0] is state
+
+
+def test_a_newcomer_uses_the_nearest_group_and_without_samples_the_largest() -> None:
+    data = blocks()
+    method = bind(FedPC, {"J": 2, "inter": "none"}, model=ten(), data=data)
     server = opened(method, Toy(data.parts[:5], 10))
-    assert server["groups"][7] == server["largest"] == server["groups"][0]
-    down = method.down(server, [0, 99], 1)
-    assert 0 not in down.each and same(down.each[99], down.edge[server["largest"]])
+    server = {**server, "body": T.add(server["body"], {k: torch.ones_like(v) for k, v in server["body"].items()})}
+    server["body"] = {k: v * torch.tensor([1.0, 2.0]).view(2, *[1] * (v.ndim - 1)) for k, v in server["body"].items()}
+    sent = method.deliver(server, [0, 99], 4)
+    assert 0 not in sent.each
+    method.schema("down").check(sent.each[99], "the download")
+    for i in (5, 6):
+        client = data.data(i)
+        model = method.personal(method.init_client(client), sent.each[99], client)
+        start = method.begin(method.init_client(client), sent.each[99], client, 4)
+        j = server["groups"][i % 2]
+        assert same(T.keep(model.params, BODY.__contains__), T.row(server["body"], j)) and start.train
+        assert torch.equal(start.extras["received"].value, server["value"][j])
+    empty = Toy([(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))], 10).data(0)
+    model = method.personal(method.init_client(empty), sent.each[99], empty)
+    assert same(T.keep(model.params, BODY.__contains__), T.row(server["body"], server["largest"]))
 
 
 # ---- the client ------------------------------------------------------------------------------------------------------
 def pull(protos: Prototypes, batch: Batch, **own):
-    method = bind(FedPC, {"alpha": 0.0, "gamma": 1.0, **own})
+    method = bind(FedPC, {"reading": "text", "alpha": 0.0, "gamma": 1.0, **own})
     params = {k: v.clone().requires_grad_() for k, v in method.ctx.w0.items()}
     loss = method.loss(params, batch, {"received": protos})
     slope = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
@@ -337,14 +372,14 @@ def test_contrast_leaves_out_absent_classes_and_padding_with_finite_gradients() 
     assert loss.item() == 0 and torch.isfinite(torch.autograd.grad(loss, nothing)[0]).all()
 
 
-def test_the_contrast_learns_where_the_printed_pull_collapses(tmp_path: Path) -> None:
-    def accuracy(cls: type[FedPC]) -> float:
+def test_the_squared_error_and_the_contrast_learn_where_the_printed_pull_collapses(tmp_path: Path) -> None:
+    def accuracy(cls: type[FedPC], **own: str) -> float:
         quiet = {"watch": False, "final_trained": False, "eval_every": 6, "checkpoint_every": 6}
-        bench = testing.Bench(cls, {})
-        bench.play(tmp_path / cls.__name__, rounds=6, join=1.0, epochs=2, partition="dirichlet(0.3)", **quiet)
-        return float(testing.events(tmp_path / cls.__name__)[-1]["eval"]["personal/test"]["mean"])
+        at = tmp_path / f"{cls.__name__}{len(own)}"
+        testing.Bench(cls, own).play(at, rounds=6, join=1.0, epochs=2, partition="dirichlet(0.3)", **quiet)
+        return float(testing.events(at)[-1]["eval"]["personal/test"]["mean"])
 
-    assert accuracy(FedPC) < 0.5 < 0.6 < accuracy(FedPCMended)
+    assert accuracy(FedPC, reading="text") < 0.5 < 0.6 < min(accuracy(FedPCMended), accuracy(FedPC))
 
 
 def test_11_classifiers_travel_in_the_set_up_only_and_no_download_changes_them(tmp_path: Path) -> None:
@@ -400,6 +435,24 @@ def test_14_the_papers_extractor_has_the_tabled_size(shape, theta) -> None:
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
+def test_readings_are_the_squared_error_and_the_printed_loss() -> None:
+    names = ("proto_loss", "proto_reduce", "init_protos", "alpha", "gamma")
+    assert [getattr(FedPC().hp, k) for k in names] == ["mse", "mean", "none", 0.5, 0.5]
+    assert [getattr(FedPC(reading="text").hp, k) for k in names] == ["batch_mean", "sum", "clustering", 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("cls", "own", "idle"), [
+    (FedPC, {"gamma": 0.0, "proto_repulsion": 1.0}, "proto_repulsion"), (FedPC, {"J": 3, "J_max": 5}, "J_max"),
+    (FedPC, {"J": 1, "grouping": "random"}, "grouping"), (FedPC, {"inter": "mean", "sim_map": "shift01"}, "sim_map"),
+    (FedPCNoProto, {"proto_loss": "per_sample"}, "proto_loss"), (FedPCMended, {"gamma": 0.0, "tau": 0.1}, "tau"),
+], ids=str)  # fmt: skip
+def test_a_setting_without_effect_is_refused(cls, own, idle) -> None:
+    with pytest.raises(CoterieError, match=f"{idle} = .* has no effect unless"):
+        cls(**own)
+    cls(**{k: v for k, v in own.items() if k != idle})
+    FedPC(reading="text", gamma=0.0)  # values of a reading are not the user's
+
+
 def test_samples_weigh_members_and_their_classes_if_the_run_says_so() -> None:
     method = bind(FedPC, weighting="samples")
     counts = torch.tensor([[1, 3, 0], [2, 3, 1]])
@@ -425,11 +478,11 @@ def test_warm_up_changes_the_clustering_prototypes_only(tmp_path: Path) -> None:
 
 def test_without_first_prototypes_the_first_round_has_no_pull(tmp_path: Path) -> None:
     plain = {"alpha": 1.0, "J": 1}
-    none = play(FedPC, tmp_path, {**plain, "init_protos": "none"}, rounds=1)
+    none = play(FedPC, tmp_path, plain, rounds=1)
     free = play(FedPCNoProto, tmp_path, plain, rounds=1)
     assert near(T.row(none.server["body"], 0), T.row(free.server["body"], 0))
     assert events(none)[1]["bytes"]["device-edge"]["down"] == {"body": 5 * 4 * THETA, "prototypes": 0}
-    full = play(FedPC, tmp_path, plain, rounds=1)
+    full = play(FedPC, tmp_path, {**plain, "init_protos": "clustering"}, rounds=1)
     assert not near(T.row(full.server["body"], 0), T.row(free.server["body"], 0))
 
 
@@ -487,9 +540,9 @@ def test_if_nobody_answers_round_0_all_are_one_group_at_the_cloud(tmp_path: Path
 def test_any_subset_may_answer_round_0(who) -> None:
     method, data = bind(FedPC), clients()
     server = method.aggregate(method.setup(), answered(method, data, who, method.setup(), 0), 0)
-    assert set(server["groups"]) == set(range(5))
-    assert {server["groups"][i] for i in range(5) if i not in who} <= {server["largest"]}
-    assert len(answered(method, data, range(5), server, 1)) == 5
+    assert set(server["groups"]) == set(who)
+    late = [u for u in answered(method, data, range(5), server, 1) if u.sender not in who]
+    assert set(method.aggregate(server, late, 1)["groups"]) == set(range(5))
 
 
 def ids(*values: int) -> torch.Tensor:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from coterie.core.rng import key
 from coterie.errors import CoterieError, unknown
+from coterie.methods.fedpc.mixing import group_means
 from coterie.parts.clustering import canonical, coordinates, kmeans
-from coterie.parts.prototypes import Prototypes
+from coterie.parts.prototypes import Prototypes, one_hot
 
 Missing = Literal["zero", "mean", "masked"]
 
@@ -58,6 +59,27 @@ def masked_sqdist(prototypes: Prototypes) -> Tensor:
     known = scaled[common > 0]
     far = known.max() if len(known) else scaled.new_ones(())
     return torch.where(common > 0, scaled, far).fill_diagonal_(0)
+
+
+def group_centres(prototypes: Prototypes, labels: Tensor, count: int, missing: Missing) -> Prototypes:
+    """Return the mean prototypes [groups, classes, d] of `count` groups, to which later clients are compared.
+
+    Absent classes count as zeros where the clustering takes them as zeros.
+    """
+    if missing != "zero":
+        return group_means(prototypes, labels, count)
+    share = one_hot(labels, count).T / labels.bincount(minlength=count)[:, None]
+    value = torch.einsum("jn,nkd->jkd", share, prototypes.value * prototypes.mask[..., None])
+    return Prototypes(value, group_means(prototypes, labels, count).mask)
+
+
+def nearest_group(own: Prototypes, centres: Prototypes, missing: Missing) -> int:
+    """Return the group whose centre is nearest to a client's prototypes [classes, d], as the clustering compares."""
+    if missing == "zero":
+        return int((own.value - centres.value).square().sum((1, 2)).argmin())
+    both = Prototypes(*(torch.cat([a[None], b]) for a, b in zip(own, centres, strict=True)))
+    common = (own.mask & centres.mask).any(1)
+    return int(masked_sqdist(both)[0, 1:].masked_fill(~common, torch.inf).argmin())
 
 
 def reduce(vectors: Tensor, pca: float | int | None = 0.95, limit: int = 50) -> Tensor:

@@ -57,6 +57,6 @@ class FedPCMended(FedPC):
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, trained, data, round)
-        if round > 0 and self.hp.use == "best":
+        if self.hp.use == "best" and not trained.extras["asked"]:
             state = {**state, **kept(self.ctx, state, trained.params, data)}
         return state, upload

@@ -1,4 +1,4 @@
-"""How groups learn from each other: by the similarity of their prototypes, equations (6) to (8) of FedPC."""
+"""How groups of FedPC learn from each other: by the similarity of their prototypes."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ GroupMap = Literal["clip", "shift01", "softmax"]
 
 
 def group_weights(prototypes: Prototypes, sim_map: GroupMap = "clip") -> Tensor:
-    """Rho [j, j], equation (6), rows that sum to 1: how much of group q enters group j; no common class, no mixing."""
+    """Return rho [j, j], equation (6): how much of group q enters group j; rows sum to 1, no common class: 0."""
     cos, common = group_cosine(prototypes)
     if sim_map == "softmax":
         return softmax_rows(cos, known=common)
@@ -24,7 +24,10 @@ def group_weights(prototypes: Prototypes, sim_map: GroupMap = "clip") -> Tensor:
 
 
 def group_cosine(prototypes: Prototypes) -> tuple[Tensor, Tensor]:
-    """Cosines [j, j] of sets flattened over their common classes (1 on the diagonal), and who has common classes."""
+    """Return the cosines M [j, j] of prototype sets, equation (5), and which pairs of groups have common classes.
+
+    Sets are flattened over their common classes; the diagonal is 1.
+    """
     value, mask = prototypes
     held = mask.double()
     p = value.double() * held.unsqueeze(-1)
@@ -37,9 +40,9 @@ def group_cosine(prototypes: Prototypes) -> tuple[Tensor, Tensor]:
 
 
 def masked_mix(rows: Tensor, prototypes: Prototypes) -> Prototypes:
-    """Mixtures [m, classes, d] of n prototype sets by rows [m, n], each class over the sets that hold it.
+    """Return mixtures [m, classes, d] of n prototype sets by rows [m, n], each class over the sets that hold it.
 
-    A class is present in a mixture if a set that holds it has positive weight.
+    With rho as rows this is equation (7). A class is present in a mixture if a set that holds it has positive weight.
     """
     value, mask = prototypes
     rows = rows.to(value)

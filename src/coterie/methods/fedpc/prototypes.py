@@ -39,7 +39,7 @@ def logits_and_features(ctx: Context, params: Tree, x: Tensor, where: Feature) -
 
 
 def own_prototypes(ctx: Context, params: Tree, data: ClientData, where: Feature) -> tuple[Prototypes, Tensor]:
-    """Of a client's whole training part by this model, and its counts [classes]."""
+    """Return the prototypes of a client's whole training part by this model, equation (2), and its counts [classes]."""
     return collect(lambda x: logits_and_features(ctx, params, x, where)[1], *data.train, data.classes)
 
 

@@ -1,14 +1,15 @@
 """Settings of FedPC and of its mended version; docs/methods/fedpc.md gives the reasons for the defaults."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from coterie.core.method import Settings
 from coterie.methods.fedpc.clustering import Missing
 from coterie.methods.fedpc.mixing import GroupMap
 from coterie.methods.fedpc.prototypes import Feature
+from coterie.parts.idle_settings import refuse_idle
 from coterie.parts.keep_best import USE, Use
 from coterie.parts.prototypes import ProtoLoss
 from coterie.parts.readings import ReadingSettings
@@ -26,24 +27,40 @@ class GroupSettings(Settings):
     missing: Missing = Field("zero", description="absent classes in the clustering")
     grouping: Literal["prototypes", "random"] = Field("prototypes", description="random: same sizes, as a control")
     warmup_epochs: float = Field(0, ge=0, description="local epochs before the prototypes of the clustering")
-    init_protos: Literal["clustering", "none"] = Field("clustering", description="prototypes of the first round")
+    init_protos: Literal["clustering", "none"] = Field("none", description="prototypes of the first round")
     sim_map: GroupMap = Field("clip", description="cosines of groups to weights")
     inter: Literal["adaptive", "mean", "none"] = Field("adaptive", description="mixing across groups")
 
+    def group_rules(self) -> list[tuple[str, bool, str]]:
+        """Return when the settings of groups have an effect (parts/idle_settings.py)."""
+        return [
+            ("J_max", self.J is None, "J is empty"),
+            ("pca missing grouping inter sim_map", self.J != 1, "there are several groups"),
+            ("sim_map", self.inter == "adaptive", "inter = adaptive"),
+        ]
+
 
 class FedPCSettings(GroupSettings, ReadingSettings):
-    """Settings of the text; `reading = code` presets the loss of the framework that it was evaluated in."""
+    """Settings of the paper; `reading = text` presets the printed loss."""
 
     readings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "text": {},
-        "code": {"proto_loss": "mse", "proto_reduce": "mean", "init_protos": "none"},
+        "paper": {},
+        "text": {"proto_loss": "batch_mean", "proto_reduce": "sum", "init_protos": "clustering"},
     }
-    reading: Literal["text", "code"] = Field("text", description="the printed loss, or that of the framework")
+    reading: Literal["paper", "text"] = Field(
+        "paper", description="a squared error as the pull, which can be trained; or the loss as printed, which cannot"
+    )
     alpha: float = Field(0.5, ge=0, description="weight of the cross-entropy")
     gamma: float = Field(0.5, ge=0, description="weight of the pull towards the prototypes")
-    proto_loss: ProtoLoss = Field("batch_mean", description="what is pulled: class means of a batch, or samples")
-    proto_reduce: Literal["sum", "mean"] = Field("sum", description="over the classes or samples of a batch")
+    proto_loss: ProtoLoss = Field("mse", description="what is pulled: class means of a batch, or samples")
+    proto_reduce: Literal["sum", "mean"] = Field("mean", description="over the classes or samples of a batch")
     proto_repulsion: float = Field(0.0, ge=0, description="weight of a push from the other classes' prototypes")
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        pull = ("proto_loss proto_reduce proto_repulsion", self.gamma > 0, "gamma is above 0")
+        refuse_idle(self, "FedPC", self.preset(self.reading), pull, *self.group_rules())
+        return self
 
 
 class FedPCMendedSettings(GroupSettings):
@@ -53,5 +70,9 @@ class FedPCMendedSettings(GroupSettings):
     gamma: float = Field(0.5, ge=0, description="weight of the contrast")
     tau: float = Field(0.5, gt=0, description="temperature of the cosines")
     rehearsal: float = Field(0.05, ge=0, description="weight of the classifier's cross-entropy on received prototypes")
-    init_protos: Literal["clustering", "none"] = Field("none", description="prototypes of the first round")
     use: Use = Field("best", description=USE)
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        refuse_idle(self, "FedPC mended", {}, ("tau", self.gamma > 0, "gamma is above 0"), *self.group_rules())
+        return self
