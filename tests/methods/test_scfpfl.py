@@ -10,13 +10,13 @@ from coterie.core import tree as T
 from coterie.core.method import Batch, Client, Moment, Trained, Upload, replace
 from coterie.errors import CoterieError
 from coterie.methods import build
+from coterie.methods.scfpfl.edges import SCFPFLClient, accuracy
 from coterie.methods.scfpfl.mended import SCFPFLMended
+from coterie.methods.scfpfl.modularity import centred_similarity, divided, information, logit_clusters, modularity
 from coterie.methods.scfpfl.settings import SCFPFLMendedSettings, SCFPFLSettings
+from coterie.methods.scfpfl.spectral import cluster_count, prediction_clusters, prediction_similarity
 from coterie.methods.scfpfl.text import SCFPFL
 from coterie.methods.scfpfl.variants import SCFPFLClusterOnly, SCFPFLFourierOnly, SCFPFLNoAgent, SCFPFLNoKL
-from coterie.methods.scfpfl.edges import SCFPFLClient, accuracy
-from coterie.methods.scfpfl.modularity import centred_similarity, divided, information, logit_clusters, modularity
-from coterie.methods.scfpfl.spectral import cluster_count, prediction_clusters, prediction_similarity
 from coterie.parts.clustering import canonical
 from coterie.parts.distill import kl
 from coterie.testing import check

@@ -155,7 +155,7 @@ GROUPS = {"J": 2, "inter": "adaptive", "grouping": "prototypes", "pca": 0.95, "m
 TEXT = GROUPS | {
     "alpha": 0.5, "gamma": 0.5, "proto_loss": "batch_mean", "proto_reduce": "sum", "init_protos": "clustering"
 }  # fmt: skip
-CODE = {"reading": "code", "proto_loss": "mse", "proto_reduce": "mean", "init_protos": "none"}
+SQUARED = {"proto_loss": "mse", "proto_reduce": "mean", "init_protos": "none"}
 MENDED = GROUPS | {
     "alpha": 1.0, "gamma": 0.5, "tau": 0.5, "rehearsal": 0.5, "init_protos": "none", "use": "best"
 }  # fmt: skip
@@ -166,11 +166,11 @@ CASES = [
     Case("fedpc-mended-no-mixing", mended, MENDED | {"inter": "none"}, long=("cnn",)),
     Case("fedpc-mended-mean", mended, MENDED | {"inter": "mean"}, long=("cnn",)),
     Case("fedpc-mended-random", mended, MENDED | {"grouping": "random"}, long=("cnn",)),
-    Case("fedpc", reference, TEXT),
-    Case("fedpc-j1", reference, TEXT | {"J": 1}, long=("cnn",)),
-    Case("fedpc-no-proto", reference, TEXT | {"gamma": 0.0}, long=("cnn",)),
-    Case("fedpc-no-mixing", reference, TEXT | {"inter": "none"}, long=("cnn",)),
-    Case("fedpc-mean", reference, TEXT | {"inter": "mean"}, long=("cnn",)),
-    Case("fedpc-random", reference, TEXT | {"grouping": "random"}, long=("cnn",)),
-    Case("fedpc", reference, TEXT | CODE, tag="code", long=("cnn",)),
+    Case("fedpc", reference, TEXT | SQUARED),
+    Case("fedpc-j1", reference, TEXT | SQUARED | {"J": 1}, long=("cnn",)),
+    Case("fedpc-no-proto", reference, TEXT | SQUARED | {"gamma": 0.0}, long=("cnn",)),
+    Case("fedpc-no-mixing", reference, TEXT | SQUARED | {"inter": "none"}, long=("cnn",)),
+    Case("fedpc-mean", reference, TEXT | SQUARED | {"inter": "mean"}, long=("cnn",)),
+    Case("fedpc-random", reference, TEXT | SQUARED | {"grouping": "random"}, long=("cnn",)),
+    Case("fedpc", reference, TEXT | {"reading": "text"}, tag="text"),
 ]

@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {  # settings that have an option of their own
         str | None, Option(help="regression, multilabel, binary, count, survival, ... (default: chosen from the data)")
     ],
     "model": ModelName,
-    "partition": Annotated[str | None, Option(help="iid, dirichlet(0.1), exdir(2,0.5), labels(2), shards(2), natural, ...")],
+    "partition": Annotated[str | None, Option(help="iid, dirichlet(0.1), exdir(2,0.5), labels(2), natural, ...")],
     "clients": Annotated[int | None, Option(help="number of clients (default 20)")],
     "join": Annotated[float | None, Option(help="fraction of the clients in a round (default 0.5)")],
     "rounds": Annotated[int | None, Option(help="rounds (default 50)")],
