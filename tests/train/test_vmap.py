@@ -1,7 +1,7 @@
 """Stacked training gives what training client by client gives."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,10 @@ def close(a: Any, b: Any, at: str = "") -> None:
         assert len(a) == len(b), at
         for i, (v, w) in enumerate(zip(a, b, strict=True)):
             close(v, w, f"{at}/{i}")
+    elif is_dataclass(a):  # a declared state
+        assert type(a) is type(b), at
+        for f in fields(a):
+            close(getattr(a, f.name), getattr(b, f.name), f"{at}/{f.name}")
     elif isinstance(a, float):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5), at
     else:
