@@ -3,9 +3,10 @@
 import sys
 from typing import Any
 
+from hostile_device import MARK  # a script finds its own folder, but not the package `support`
+
 from coterie.cli import main
 from coterie.methods.fedrep import FedRep
-from support.hostile_device import MARK
 
 
 def break_method(how: str) -> None:
