@@ -176,10 +176,21 @@ class Run:
     def _timing(self) -> folder.Log:
         return folder.read_timing(self.path / folder.TIMING)
 
+    def _missing_times(self) -> str:
+        """Return a message if timing.jsonl has no row for some rounds.
+
+        A running or killed run may lack the time of its last round, which is written after the event.
+        """
+        saved = max((folder.round_of(p) for p in folder.checkpoints(self.path)), default=-1)
+        rounds = {e["round"] for e in self.events if e["round"] <= max(saved, self.last_round - 1)}
+        missing = rounds - {row["round"] for row in self._timing.rows}
+        return f"{self.path / folder.TIMING} lacks {len(missing)} of {len(rounds)} rounds" if missing else ""
+
     def warnings(self) -> list[str]:
         """Return warnings for a reader of the numbers, one sentence each."""
         out = [f"{sentence}; {folder.how_to_mend(self.path)}" for sentence in self.damage]
-        out += [f"{self._timing.damage}; seconds are incomplete"] if self._timing.damage else []
+        if times := self._timing.damage or self._missing_times():
+            out.append(f"{times}; seconds are incomplete")
         personal = self.summary().get("personal", {})
         if personal.get("nonfinite"):
             name = f"{self.title}, seed {self.settings['seed']}"
