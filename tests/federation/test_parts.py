@@ -210,7 +210,7 @@ def test_a_device_does_not_send_entries_that_its_method_does_not_declare(
         ({"coterie": "9.9", "source": "x"}, r"the code of .* differs from that of the cloud \(Coterie 9.9\)"),
         ({"coterie": "9.9", "protocol": 99, "more": 1}, r"speaks protocol 99 \(Coterie 9.9\), this host protocol \d"),
         ({"w0": "x"}, "initial model differs"), ({"run": "short"}, "cannot be read"), ({"extra": 1}, "cannot be read"),
-        ({"shape": [1, 8, 8]}, r"federation's are torch.float32 \(1, 8, 8\)"), ({"classes": ["0"]}, "has 1 classes"),
+        ({"shape": [1, 8, 8]}, r"federation's are torch.float32 \(1, 8, 8\)"), ({"classes": ["0"]}, "not among the 1 "),
     ],
 )  # fmt: skip
 def test_an_incompatible_plan_is_refused(device: DeviceHandler, cloud: Any, change: Any, reason: str) -> None:

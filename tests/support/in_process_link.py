@@ -1,6 +1,6 @@
 """A federation in one process: the real handlers of devices and edges, behind a link that calls them directly."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,12 +131,21 @@ class Federation:
 
 @contextmanager
 def federation(
-    folder: Path, method: str, edges: int = 0, allow: Mapping[int, Allow] | None = None, **more: Any
+    folder: Path,
+    method: str,
+    edges: int = 0,
+    allow: Mapping[int, Allow] | None = None,
+    files: Sequence[Path] = (),
+    cloud: CloudSettings = CloudSettings("none"),  # noqa: B008  # immutable
+    **more: Any,
 ) -> Iterator[Federation]:
+    """Open a federation on digits, or on `files`, one for each device, whose items and classes `cloud` announces."""
     given = {**SMALL, **more}
-    session = open_session(settings(method=method, **given), CloudSettings("none"))
+    session = open_session(settings(method=method, **given), cloud)
     devices = [
-        DeviceHandler("digits", folder / "devices" / str(i), i, None, (allow or {}).get(i, ALLOW))
+        DeviceHandler(str(files[i]), folder / "devices" / str(i), None, None, (allow or {}).get(i, ALLOW))
+        if files
+        else DeviceHandler("digits", folder / "devices" / str(i), i, None, (allow or {}).get(i, ALLOW))
         for i in session.federation.clients
     ]
     links = {f"edge-{e}": HandLink() for e in range(edges)}

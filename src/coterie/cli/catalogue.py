@@ -349,7 +349,7 @@ def data_show(
     from coterie.data.target_types import with_task
 
     s = settings(**{"method": "fedavg", **given})
-    federation = federate(with_task(load_dataset(s.data, data_dir, s.subset), s.task), s.federation, s.seed)
+    federation = federate(with_task(load_dataset(s.data, data_dir, s.subset, s.task), s.task), s.federation, s.seed)
     drawn = draw_partition(federation, out)
     if as_json:
         typer.echo(json.dumps({"picture": str(drawn), "clients": partition_rows(federation)}))

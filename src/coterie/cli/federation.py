@@ -165,7 +165,9 @@ def serve(
     ] = None,
     deadline: Deadline = 600.0,
     shape: Annotated[str | None, Option(help="shape of one item of the devices' own data, for example 1,28,28")] = None,
-    classes: Annotated[int, Option(help="number of classes of the devices' own data, or numbers per target")] = 0,
+    classes: Annotated[
+        str, Option(help="classes of the devices' own data: their number or their names (a,b,c); or numbers per target")
+    ] = "0",
     data_dir: o.DataDir = None,
     out: o.Out = None,
     resume: Annotated[Path | None, Option(help="continue the federation in this folder")] = None,
@@ -201,14 +203,16 @@ def serve(
         if "method" not in given:
             raise CoterieError("name a method, for example `coterie serve fedrep`; `coterie list methods` shows all")
         chosen = settings(**given)
-        items = _shape(shape, 2 if chosen.task not in (None, "classification", "binary") else classes)
+        names = () if classes.isdecimal() else _class_names(classes)
+        n = len(names) or int(classes)
+        items = _shape(shape, 2 if chosen.task not in (None, "classification", "binary") else n)
         where: dict[str, Any] = {
             "certs": str(certs),
             "host": host,
             "port": port,
             "data_dir": str(data_dir) if data_dir else None,
         }
-        cloud = s.CloudSettings(**where, deadline=deadline, shape=items, classes=classes, **rules)
+        cloud = s.CloudSettings(**where, deadline=deadline, shape=items, classes=n, class_names=names, **rules)
         folder = out or fresh_folder(f"{chosen.method}-federation")
         again = (folder / "cloud.json").exists() and (folder / "settings.json").exists()
         if again:
@@ -281,6 +285,15 @@ def status(
     else:
         for line in st.status_lines(content):
             typer.echo(line)
+
+
+def _class_names(text: str) -> tuple[str, ...]:
+    from coterie.errors import CoterieError
+
+    names = tuple(name.strip() for name in text.split(","))
+    if len(set(names)) < len(names) or not all(names):
+        raise CoterieError(f'classes "{text}" must be a number, or different names such as healthy,ill')
+    return names
 
 
 def _shape(text: str | None, classes: int) -> tuple[int, ...]:

@@ -69,8 +69,8 @@ def from_torch(train: Any, test: Any = None, *, name: str = "torch", classes: Se
     return make_dataset(name, RawData(x, y, x_test, y_test, classes or getattr(train, "classes", None)))
 
 
-def make_dataset(name: str, raw: RawData) -> Dataset:
-    """Check raw arrays and bring them into the form of a Dataset."""
+def make_dataset(name: str, raw: RawData, task: str | None = None) -> Dataset:
+    """Check raw arrays and bring them into the form of a Dataset; `task` is used if the arrays do not name theirs."""
     if (raw.x_test is None) != (raw.y_test is None):
         raise CoterieError(f"{name} has only one of x_test and y_test")
     for x, y, part_name in ((raw.x, raw.y, "training"), (raw.x_test, raw.y_test, "test")):
@@ -98,7 +98,7 @@ def make_dataset(name: str, raw: RawData) -> Dataset:
                 f"training and test labels of {name} differ in shape: {y.shape[1:]} and {more.shape[1:]}"
             )
         y = np.concatenate([y, more])
-    kind, labels, classes = read_targets(name, y, raw.classes, raw.task)
+    kind, labels, classes = read_targets(name, y, raw.classes, raw.task or task)
     items = convert_items(name, x)
     is_test = torch.arange(len(labels)) >= n_train
     part = _part(name, raw, n_train)

@@ -30,18 +30,21 @@ class DatasetInfo(NamedTuple):
     install: str = ""  # command that installs the package with the data
 
 
-def load_dataset(name: str, data_dir: Path | None = None, subset: int | str | None = None) -> Dataset:
+def load_dataset(
+    name: str, data_dir: Path | None = None, subset: int | str | None = None, task: str | None = None
+) -> Dataset:
     """Load a data set.
 
     `name` is a known name (also of a natural federation), the NAME of NAME.npz in the data folder, a path,
     `hub:owner/name` or `package.module:callable`. With `subset`, only that many samples are kept;
     "N+M" stands for N training and M official test samples, all drawn from the official training part.
+    Targets of files that do not name their task are read for `task`.
     """
     if not re.fullmatch(SUBSET, str(1 if subset is None else subset)):
         raise CoterieError(f"subset must be at least 1, or N+M with N and M of at least 1, not {subset}")
     if data_dir is not None and not Path(data_dir).is_dir():
         raise CoterieError(f"data-dir {data_dir} is not a folder")
-    data = _load(name, None if data_dir is None else Path(data_dir))
+    data = _load(name, None if data_dir is None else Path(data_dir), task)
     return data if subset is None else data.subset(*map(int, str(subset).split("+")))
 
 
@@ -90,7 +93,7 @@ def digits() -> Dataset:
     return Dataset("digits", pictures, labels, DATASETS["digits"].classes, is_test, None, mean, std)
 
 
-def _load(name: str, folder: Path | None) -> Dataset:
+def _load(name: str, folder: Path | None, task: str | None) -> Dataset:
     if name == "digits":
         return digits()
     if name in DATASETS:
@@ -104,12 +107,12 @@ def _load(name: str, folder: Path | None) -> Dataset:
         return make_dataset(name, hub.read_hub(name.removeprefix("hub:")))
     named_file = (folder or data_dir()) / f"{name}.npz"
     if "/" not in name and _path(str(named_file))[1] == "file":
-        return make_dataset(name, files.npz(named_file))
+        return make_dataset(name, files.npz(named_file), task)
     path, kind = _path(name)
     if kind == "folder":
         return make_dataset(path.resolve().name, files.folder(path))
     if kind == "file" or path.suffix == ".npz":
-        return make_dataset(path.stem, files.npz(path))
+        return make_dataset(path.stem, files.npz(path), task)
     if ":" in name and not kind:
         return _call(name)
     if "/" in name:

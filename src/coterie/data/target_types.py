@@ -116,13 +116,46 @@ def with_task(data: Dataset, task: str | None) -> Dataset:
     return replace(data, y=targets.y, classes=targets.classes, kind=task)
 
 
+def with_classes(data: Dataset, like: Dataset) -> Dataset:
+    """Return the data with the classes or labels of `like`, matched by name; numbers are positions in `like`.
+
+    Labels are never renumbered. Raise CoterieError if the data have a class that `like` does not have.
+    """
+    if data.classes == like.classes or not like.classes:
+        return replace(data, kind=like.kind)
+    here, there = (all(c.lstrip("-").isdecimal() for c in d.classes) for d in (data, like))
+    if there and not here:
+        raise CoterieError(
+            f"the classes of the data here have names ({_first(data.classes)}), and the federation has "
+            f"{len(like.classes)} numbered classes; name the classes at the cloud (--classes {_first(data.classes)})"
+        )
+    position = {str(i) if here and not there else c: i for i, c in enumerate(like.classes)}
+    used = data.classes if data.y.dim() > 1 else [data.classes[i] for i in sorted(set(data.y.tolist()))]
+    if odd := [c for c in used if c not in position]:
+        raise CoterieError(
+            f'the data here have the class "{odd[0]}", which is not among the {len(like.classes)} classes of the '
+            f"federation ({_first(like.classes)})"
+        )
+    numbers = torch.tensor([position.get(c, -1) for c in data.classes], dtype=torch.int64)
+    y = data.y[:, numbers.argsort()] if data.y.dim() > 1 else numbers[data.y]
+    return replace(data, y=y, classes=like.classes, kind=like.kind)
+
+
+def _first(names: Sequence[str]) -> str:
+    return ",".join(names[:5]) + (",..." if len(names) > 5 else "")
+
+
 def _labels(name: str, y: Array, classes: Sequence[str] | None) -> tuple[Tensor, tuple[str, ...]]:
     if y.shape[1] != 1:
         raise CoterieError(f"labels of {name} must be one number each, but have shape {y.shape[1:]}")
     y = y[:, 0]
     if y.dtype.kind in "US":
-        names, y = np.unique(y, return_inverse=True)
-        return torch.from_numpy(y.astype(np.int64)), tuple(map(str, names))
+        names, y = np.unique(y.astype(str), return_inverse=True)
+        order = tuple(map(str, names if classes is None else classes))
+        if odd := [n for n in names if n not in order]:
+            raise CoterieError(f'label "{odd[0]}" of {name} is not among its {len(order)} classes ({_first(order)})')
+        numbers = np.array([order.index(n) for n in names], np.int64)
+        return torch.from_numpy(numbers[y]), order
     if y.dtype.kind not in "buif" or (y.dtype.kind == "f" and not (np.isfinite(y).all() and (y == np.floor(y)).all())):
         raise CoterieError(f"labels of {name} must be whole numbers or names")
     y = y.astype(np.int64)

@@ -10,6 +10,7 @@ from coterie.core.context import ClientData, Split
 from coterie.data.dataset import Dataset, Ints
 from coterie.data.federation import Federation, Part, federate
 from coterie.data.settings import PartitionSettings
+from coterie.data.target_types import with_classes
 from coterie.errors import CoterieError
 
 
@@ -86,7 +87,7 @@ def example_dataset(
 
 
 def only_client(data: Dataset, like: Dataset, settings: PartitionSettings, seed: int) -> Federation:
-    """Return a device's data as a federation with one client; an official test part becomes its test part.
+    """Return a device's data as a federation with one client that keeps a split or an official test part of the data.
 
     Raises CoterieError if the data do not have the form of `like`, the example of the run.
     """
@@ -99,14 +100,14 @@ def only_client(data: Dataset, like: Dataset, settings: PartitionSettings, seed:
             f"the data here have targets for {data.kind} ({data.targets} each), "
             f"the federation's are for {like.kind} ({like.targets} each)"
         )
-    if like.task.classes and len(data) and int(data.y.max()) >= len(like.classes):
-        raise CoterieError(
-            f"the data here have label {int(data.y.max())}, the federation has {len(like.classes)} classes"
-        )
-    has_test = bool(data.is_test.any())
     pieces: dict[str, Any] = {"partition": "iid", "clients": 1, "public": 0, "min_size": 1, "cap": False}
-    pieces |= {"pool": "train", "test_from": "official"} if has_test else {"pool": "merged", "test_from": "own"}
+    if data.part is not None:
+        pieces |= {"pool": "merged", "test_from": "given"}
+    elif data.is_test.any():
+        pieces |= {"pool": "train", "test_from": "official"}
+    else:
+        pieces |= {"pool": "merged", "test_from": "own"}
     aligned = replace(
-        data, classes=like.classes, mean=like.mean, std=like.std, owner=None
+        with_classes(data, like), mean=like.mean, std=like.std, owner=None
     )  # every device normalises alike
     return federate(aligned, settings.model_copy(update=pieces | {"short": "redraw"}), seed)

@@ -44,7 +44,7 @@ def prepare(
     torch.set_num_threads(1)
     engine = engine or Engine()
     method = build_method(objects.method or settings.method, settings.settings)
-    dataset = objects.dataset or loaded or load_dataset(settings.data, engine.data_dir, settings.subset)
+    dataset = objects.dataset or loaded or load_dataset(settings.data, engine.data_dir, settings.subset, settings.task)
     dataset = with_task(dataset, settings.task)
     federation = federate(dataset, settings.federation, settings.seed)
     if settings.warm_start is not None and start is None:

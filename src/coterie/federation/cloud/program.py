@@ -42,7 +42,8 @@ class CloudSettings:
     min_clients: int = 2
     deadline: float = 600.0  # seconds for the answers of a round
     shape: tuple[int, ...] = ()  # shape of the items that devices have; empty: named data
-    classes: int = 0  # number of classes of the devices' data
+    classes: int = 0  # number of classes of the devices' data, or of numbers per target
+    class_names: tuple[str, ...] = ()  # names of the classes; empty: they are numbered
     data_dir: str | None = None
     run: str = ""
     keep: int = 10  # number of checkpoints
@@ -60,7 +61,8 @@ def open_session(settings: RunSettings, cloud: CloudSettings) -> Session:
         _check_quorum(cloud.min_clients, len(session.method.ctx.clients))
         return session
     task, n = settings.task or "classification", cloud.classes
-    names = tuple(map(str, range(n))) if task in ("classification", "binary", "multilabel") else ()
+    classes = cloud.class_names or tuple(map(str, range(n)))
+    names = classes if task in ("classification", "binary", "multilabel") else ()
     targets = 2 if task == "survival" else max(1, n)
     example = example_dataset(cloud.shape, names, "float32", None, None, None, task, targets)
     places = settings.federation.clients or cloud.min_clients
@@ -177,6 +179,8 @@ def reopen(out: Path) -> tuple[RunSettings, CloudSettings]:
     try:
         about = json.loads((out / "cloud.json").read_text())
         settings = json.loads((out / "settings.json").read_text())["settings"]
-        return RunSettings(**settings), CloudSettings(**{**about, "shape": tuple(about["shape"])})
+        return RunSettings(**settings), CloudSettings(
+            **{**about, "shape": tuple(about["shape"]), "class_names": tuple(about.get("class_names", ()))}
+        )
     except (OSError, ValueError, KeyError, TypeError):
         raise CoterieError(f"{out} holds no federation (cloud.json or settings.json is missing or damaged)") from None

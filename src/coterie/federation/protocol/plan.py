@@ -151,7 +151,8 @@ class FederationPlan(BaseModel):
         like = example_dataset(self.shape, self.classes, self.kind, self.vocab, self.mean, self.std, task, self.targets)
         own = None
         if data is not None:
-            dataset = with_task(load_dataset(data, data_dir), like.kind)
+            kind = "classification" if like.task.classes else like.kind
+            dataset = with_task(load_dataset(data, data_dir, task=kind), kind)
             own = only_client(dataset, like, settings.federation, settings.seed)
         return DeviceFederation(like, settings.federation, settings.seed, self.places, own, edge=data is None)
 
