@@ -1,20 +1,26 @@
 """Sweeps: finished runs are skipped, failed ones named, and killed ones resumed bit-identically."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from coterie.config import Engine, settings
+from coterie.engine import provenance
 from coterie.errors import CoterieError
+from coterie.methods import find
 from coterie.results import grid as module
 from coterie.results.grid import Cell, sweep
 from coterie.results.run import Run
 from coterie.storage.run_folder import Folder
+from coterie.testing import SmallNet
 from support import TESTS
 from support.grid_cells import SMALL, cells
 
@@ -40,9 +46,47 @@ def test_data_are_loaded_once_and_finished_cells_skipped(tmp_path: Path, monkeyp
     assert len(asked) == 1 and first.done() == first.total() == 6 and first.skipped == 0
     assert any(s is not None and s > 0 for s in seen) and seen[-1] == 0
     again = sweep(cells(tmp_path, 2), Engine(workers=2))
-    assert again.skipped == 6 and len(asked) == 1
+    assert again.skipped == 6 and len(asked) == 2  # loaded again, to see whether the data have changed
     with pytest.raises(CoterieError, match="different settings"):
         sweep(cells(tmp_path, 2, rounds=4), Engine(workers=2))
+
+
+def test_a_finished_cell_without_its_last_checkpoint_is_computed_again(tmp_path: Path) -> None:
+    mine = cells(tmp_path, 1)
+    sweep(mine, Engine(workers=1))
+    events = (mine[0].out / "events.jsonl").read_bytes()
+    for path in (mine[0].out / "checkpoints").glob("*.state"):
+        path.unlink()  # as if it had been killed between the last event and the last checkpoint
+    assert not mine[0].finished() and not sweep(mine, Engine(workers=1)).failed
+    assert (mine[0].out / "events.jsonl").read_bytes() == events and Run(mine[0].out).personal(0) is not None
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "unfinished"])
+@pytest.mark.parametrize("changed", ["data", "method", "model"])
+def test_cells_whose_data_or_code_have_changed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, finished: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    file, y = tmp_path / "mine.npz", np.arange(80) % 2
+    np.savez(file, x=rng.normal(size=(80, 1, 8, 8)).astype(np.float32), y=y)
+    mine = cells(tmp_path / "c", 1, data=str(file), partition="iid", model="coterie.testing:SmallNet")
+    sweep([replace(mine[0], until=None if finished else 1)], Engine(workers=1))
+    if changed == "data":
+        np.savez(file, x=rng.normal(size=(80, 1, 8, 8)).astype(np.float32), y=y)
+    else:
+        edited, read = {"method": find("fedavg"), "model": SmallNet}[changed].__module__, provenance._read_module
+
+        def reading(name: str) -> tuple[str, str] | None:
+            module = read(name)
+            return (f"{module[0]}\nX = 1\n", module[1]) if module is not None and name == edited else module
+
+        monkeypatch.setattr(provenance, "_read_module", reading)
+    words = f"the data of .* have changed|the code of the {changed} .* has changed"
+    if finished:
+        with pytest.raises(CoterieError, match=f"({words}).*; choose a new folder or remove it"):
+            sweep(mine, Engine(workers=1))
+    else:
+        assert re.search(words, sweep(mine, Engine(workers=1)).failed[mine[0].out])
 
 
 CHILD = """

@@ -7,6 +7,7 @@ import inspect
 import io
 import sys
 import tokenize
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -54,16 +55,29 @@ def code_digest(thing: object) -> str:
 
 
 def method_digest(method: type) -> str:
-    """Return a digest of the source code of a method, by which hosts can tell whether theirs is the same.
+    """Return a digest of the source code of a method, by which hosts can tell whether theirs is the same."""
+    return source_digest([method])
 
-    It covers the modules of the class and of its bases and, transitively, the modules that these import from
-    `coterie.methods`, `coterie.parts` and their own top-level packages. Compiled modules, comments and docstrings are
-    left out.
+
+def model_digest(module: nn.Module, made_by: object = None) -> str:
+    """Return a digest of the source code of a model: its parts' classes and the function that made it, if any."""
+    parts: list[object] = list(dict.fromkeys(type(part) for part in module.modules()))
+    made = [made_by] if isinstance(made_by, type | FunctionType) else []
+    return source_digest(parts + made)
+
+
+def source_digest(roots: Sequence[object]) -> str:
+    """Return a digest of the source code of classes and functions.
+
+    It covers their modules and those of the bases of classes and, transitively, the modules that these import from
+    `coterie.methods`, `coterie.models`, `coterie.parts` and their own top-level packages. Compiled modules, comments
+    and docstrings are left out.
     """
-    bases = [cls for cls in method.__mro__ if _top_level(cls.__module__) not in _KNOWN_BY_VERSION]
-    own = {_top_level(cls.__module__) for cls in bases} - {"coterie"}
+    things = [part for root in roots for part in (root.__mro__ if isinstance(root, type) else [root])]
+    things = [thing for thing in dict.fromkeys(things) if _top_level(_module_of(thing)) not in _KNOWN_BY_VERSION]
+    own = {_top_level(_module_of(thing)) for thing in things} - {"coterie"}
     sources: dict[str, str] = {}
-    pending = [cls.__module__ for cls in bases]
+    pending = [_module_of(thing) for thing in things]
     while pending:
         name = pending.pop()
         if name not in sources and (module := _read_module(name)) is not None:
@@ -71,22 +85,28 @@ def method_digest(method: type) -> str:
             pending += [
                 other
                 for other in _imports(sources[name], package)
-                if other.startswith(("coterie.methods.", "coterie.parts.")) or _top_level(other) in own
+                if other.startswith(_FOLLOWED) or _top_level(other) in own
             ]
     code = {name: _without_prose(source) for name, source in sources.items()}
-    code |= {f"{cls.__module__}:{cls.__qualname__}": _code(cls) for cls in bases if cls.__module__ not in sources}
+    code["names"] = " ".join(map(origin, things))
+    code |= {origin(thing): _code(thing) for thing in things if _module_of(thing) not in sources}
     digest = hashlib.sha256()
     for name in sorted(code):
         digest.update(f"{name} {len(code[name])}\n{code[name]}".encode())
     return digest.hexdigest()
 
 
+_FOLLOWED = ("coterie.methods.", "coterie.models.", "coterie.parts.")
 # top-level packages that are not digested: their versions are recorded
 _KNOWN_BY_VERSION = {"torch", *sys.stdlib_module_names}
 
 
 def _top_level(module: str) -> str:
     return module.partition(".")[0]
+
+
+def _module_of(thing: object) -> str:
+    return str(getattr(thing, "__module__", ""))
 
 
 def _read_module(name: str) -> tuple[str, str] | None:
@@ -129,8 +149,7 @@ def _without_prose(source: str) -> str:
 
 
 def _is_users(thing: object) -> bool:
-    module = str(getattr(thing, "__module__", ""))
-    return module.partition(".")[0] not in ("torch", "coterie", "builtins", "typing", "abc", "functools")
+    return _top_level(_module_of(thing)) not in ("torch", "coterie", "builtins", "typing", "abc", "functools")
 
 
 def _code(thing: object) -> str:

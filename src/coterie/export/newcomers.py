@@ -23,7 +23,7 @@ from coterie.data.arrays import convert_items
 from coterie.data.split import draw_parts
 from coterie.engine.edge_steps import preview
 from coterie.engine.personal_models import model_in_use
-from coterie.engine.session import Session
+from coterie.engine.session import Session, check_unchanged
 from coterie.errors import CoterieError
 from coterie.export.personal_model import (
     About,
@@ -127,7 +127,9 @@ def cloud_session(path: Path) -> Session | None:
         return None
     from coterie.federation.cloud.program import open_session, reopen
 
-    return open_session(*reopen(path))
+    session = open_session(*reopen(path))
+    check_unchanged(session, path)
+    return session
 
 
 def _items_of(session: Session, about: About, name: str, x: Any) -> About:

@@ -7,7 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,24 @@ from coterie.config import Engine, RunSettings
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
 from coterie.data.sources import load_dataset
+from coterie.data.target_types import with_task
 from coterie.engine.loop import Progress
 from coterie.engine.personal_models import initial_values
-from coterie.engine.session import Callbacks, Objects, bind, execute, prepare, recorded, resolved
+from coterie.engine.session import (
+    Callbacks,
+    Objects,
+    Session,
+    bind,
+    check_unchanged,
+    execute,
+    prepare,
+    recorded,
+    resolved,
+)  # fmt: skip
 from coterie.errors import CoterieError
 from coterie.methods import build
 from coterie.results.run import Run
+from coterie.storage.run_folder import checkpoints, round_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,10 @@ class Cell:
         return self.settings.rounds if self.until is None else min(self.until, self.settings.rounds)
 
     def finished(self) -> bool:
-        """True if the folder holds this run, finished and undamaged; raise CoterieError if its settings differ."""
+        """True if the folder holds this run, finished and undamaged, with its last checkpoint.
+
+        Raise CoterieError if its settings differ.
+        """
         if not (self.out / "settings.json").exists():
             return False
         run = Run(self.out)
@@ -54,7 +69,9 @@ class Cell:
         if not same:
             raise CoterieError(f"{self.out} holds a run with different settings; choose a new folder or remove it")
         try:
-            return (run.finished or run.last_round >= self.rounds) and not run.damage
+            saved = checkpoints(self.out)
+            whole = bool(saved) and round_of(saved[-1]) == run.last_round
+            return (run.finished or run.last_round >= self.rounds) and whole and not run.damage
         except CoterieError:
             return False  # damaged: resuming the run reports and recomputes it
 
@@ -95,17 +112,18 @@ def sweep(
     """
     status = SweepStatus({c.out: 0 for c in cells}, {c.out: c.rounds for c in cells})
     waiting = []
+    data = _Loaded(engine)
     for cell in cells:
         if cell.finished():
+            status.said += data.check_unchanged(cell)
             status.rounds[cell.out] = cell.rounds
             status.skipped += cell.rounds
         else:
             waiting.append(cell)
     tell(status)
     workers = engine.workers or os.cpu_count() or 1
-    data = _Loaded(engine)
     if check:
-        _check(waiting, engine, data)
+        _check(waiting, data)
     parallel = min(workers, len(waiting))
     inner = engine.model_copy(update={"workers": max(1, workers // max(1, parallel))})
     live: dict[Any, tuple[Cell, Any]] = {}
@@ -134,16 +152,10 @@ def sweep(
     return status
 
 
-def _check(cells: Sequence[Cell], engine: Engine, data: "_Loaded") -> None:
+def _check(cells: Sequence[Cell], data: "_Loaded") -> None:
     """Prepare one run of every method, on the clients of one seed; raise CoterieError if that fails."""
-    first = {c.settings.method: c for c in reversed(cells)}
-    federations: dict[str, Federation] = {}
-    for cell in first.values():
-        s = cell.settings
-        name = f"{s.data} {s.subset} {s.seed} {s.federation.model_dump_json()}"
-        if name not in federations:
-            federations[name] = federate(cell.objects.dataset or data.get(s), s.federation, s.seed)
-        bind(s, engine, build(cell.objects.method or s.method, s.settings), federations[name], cell.objects.model)
+    for cell in {c.settings.method: c for c in reversed(cells)}.values():
+        data.session(cell)
 
 
 def _receive(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: SweepStatus) -> None:
@@ -188,8 +200,6 @@ def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
         resume = (cell.out / "settings.json").exists()
         settings = recorded(Run(cell.out).description, cell.objects.method) if resume else cell.settings
         session = prepare(settings, engine, cell.objects, loaded=dataset, start=initial_values(settings))
-        if resume and Run(cell.out).description["partition"] != session.federation.identity:
-            raise CoterieError(f"the data of {cell.out} have changed since it ran; choose a new folder or remove it")
         callbacks = Callbacks(on_round=tell, on_warning=lambda text: send("said", text), should_stop=lambda: bool(stop))
         execute(session, cell.out, callbacks, resume=resume)
     except CoterieError as e:
@@ -200,15 +210,39 @@ def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
 
 
 class _Loaded:
-    """Data sets that are loaded once and inherited by the cells' processes."""
+    """Data sets that are loaded once and inherited by the cells' processes, and their federations."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.loaded: dict[tuple[str, int | str | None], Dataset] = {}
+        self.loaded: dict[tuple[str, int | str | None, str | None], Dataset] = {}
+        self.federations: dict[str, Federation] = {}
 
     def get(self, settings: RunSettings) -> Dataset:
-        key = (settings.data, settings.subset)
+        key = (settings.data, settings.subset, settings.task)
         if key not in self.loaded:
-            self.loaded[key] = load_dataset(settings.data, self.engine.data_dir, settings.subset)
+            self.loaded[key] = load_dataset(settings.data, self.engine.data_dir, settings.subset, settings.task)
             _ = self.loaded[key].digest  # computed once, here
         return self.loaded[key]
+
+    def session(self, cell: Cell) -> Session:
+        """Return the session of a cell as it would begin now; raise CoterieError if it cannot run."""
+        s = cell.settings
+        name = f"{s.data} {s.subset} {s.task} {s.seed} {s.federation.model_dump_json()}"
+        if name not in self.federations:
+            dataset = with_task(cell.objects.dataset or self.get(s), s.task)
+            self.federations[name] = federate(dataset, s.federation, s.seed)
+        method, start = build(cell.objects.method or s.method, s.settings), initial_values(s)
+        session = bind(s, self.engine, method, self.federations[name], cell.objects.model, start)
+        return replace(session, objects=cell.objects)
+
+    def check_unchanged(self, cell: Cell) -> list[str]:
+        """Raise CoterieError if data, model or code of a finished cell have changed; return what cannot be told."""
+        try:
+            check_unchanged(self.session(cell), cell.out)
+        except CoterieError as e:
+            raise CoterieError(f"{e}; choose a new folder or remove it") from e
+        about = Run(cell.out).description
+        if "method" in about.get("digests", {}):
+            return []
+        made = about.get("versions", {}).get("coterie", "unknown")
+        return [f"{cell.out.name}: taken as it is; Coterie {made} did not record the code of its method"]

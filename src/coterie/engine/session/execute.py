@@ -10,7 +10,7 @@ from safetensors.torch import save
 from coterie.engine.loop import Callbacks, Loop, Schedule
 from coterie.engine.official_test import Official
 from coterie.engine.round import Rules
-from coterie.engine.session.resume import training_engine_at_start
+from coterie.engine.session.resume import check_unchanged, training_engine_at_start
 from coterie.engine.session.spec import Session
 from coterie.errors import CoterieError
 from coterie.runtimes.base import Interrupted, Runtime
@@ -76,6 +76,8 @@ def execute(
         raise CoterieError(f"{out} already holds a run; continue it with --resume {out} or choose a different folder")
     if warning := session.extension_warning():
         callbacks.on_warning(warning)
+    if resume:
+        check_unchanged(session, out)
     choice = training_engine_at_start(session, out) if resume else choose(session.clients(), wanted)
     if wanted != "loop" or choice.engine != "loop":
         callbacks.on_warning(choice.sentence)

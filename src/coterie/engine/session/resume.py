@@ -43,22 +43,32 @@ def rebuild(
     for name, where in run["objects"].items():
         if given.get(name) != where and name != "data":  # the partition's identity covers the data
             raise CoterieError(f"{path} was made with a {name} of your own ({where}); pass the same {name} again")
-    digests = run.get("digests", {})
-    for name, digest in objects.digests().items():
-        if digests.get(name, digest) != digest:
-            raise CoterieError(f"the code of the {name} {given[name]} has changed since {path} was made")
     start = load_file(path / START) if (path / START).exists() else None
     session = prepare(recorded(run, objects.method), engine, objects, start=start, planned_rounds=run["plan"])
-    cls = type(session.method)
+    check_unchanged(session, path)
+    return session
+
+
+def check_unchanged(session: Session, path: Path) -> None:
+    """Raise CoterieError if the code of method or model, the model's tensors or the data differ from those of a run.
+
+    Runs of version 0.1 recorded the code of the user's own objects only.
+    """
+    run = read_settings(path)
+    digests, cls = run.get("digests", {}), type(session.method)
     if "method" in digests and digests["method"] not in (method_digest(cls), code_digest(cls)):  # 0.1: code_digest
         raise CoterieError(f"the code of the method {origin(cls)} has changed since {path} was made")
+    former = session.objects.digests().get("model")
+    if "model" in digests and digests["model"] not in (session.model_digest(), former):
+        default = session.settings.model or origin(session.method.ctx.net.module)
+        name = session.objects.described().get("model", default)
+        raise CoterieError(f"the code of the model {name} has changed since {path} was made")
     if run.get("tensors", mark := session.tensors()) != mark:
         raise CoterieError(f"this is not the model of {path}: tensor names, shapes or initial values differ")
     now, then = session.federation.identity, run["partition"]
     if now != then:
         changed = sorted(k for k in {*now, *then} if now.get(k) != then.get(k))
         raise CoterieError(f"the data of {path} have changed since it ran ({', '.join(changed)})")
-    return session
 
 
 def _engine_at_start(engine: Engine, run: Mapping[str, Any]) -> Engine:

@@ -17,7 +17,7 @@ from coterie.config import PUBLIC, Engine, RunSettings
 from coterie.core.method import Method
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation
-from coterie.engine.provenance import code_digest, method_digest, origin, recalled
+from coterie.engine.provenance import code_digest, method_digest, model_digest, origin, recalled
 from coterie.errors import CoterieError
 from coterie.methods import unusual_reading
 from coterie.models.per_client import PerClient, assign_models, is_assignment
@@ -47,7 +47,7 @@ class Objects:
         return {**origins, "data": self.data_from} if self.data_from else origins
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of the code of the model; the data are covered by the partition's identity."""
+        """Return digests of code as version 0.1 recorded them."""
         return {} if self.model is None else {"model": code_digest(_maker(self.model))}
 
     def _given(self) -> dict[str, object]:
@@ -166,6 +166,13 @@ class Session:
                 digest.update(v.contiguous().numpy().tobytes())
         return digest.hexdigest()
 
+    def model_digest(self) -> str:
+        """Return a digest of the source code of the model; if clients have different models, of all of them."""
+        nets = {id(m.ctx.net): m.ctx.net for m in (self.method, *self.others.values())}
+        name = self.settings.model or ""
+        made_by = _maker(self.objects.model) if self.objects.model else recalled(name) if ":" in name else None
+        return "-".join(model_digest(net.module, made_by) for net in nets.values())
+
     def cost(self, client: int) -> int:
         """Return the relative cost of computing a client, in any unit."""
         return int(self._costs[client])
@@ -188,7 +195,7 @@ class Session:
             },
             "objects": self.objects.described(),
             "task": {"name": self.method.ctx.task.name, "outputs": self.method.ctx.task.outputs},
-            "digests": {**self.objects.digests(), "method": method_digest(type(self.method))},
+            "digests": {"method": method_digest(type(self.method)), "model": self.model_digest()},
             "built": ["model"] if isinstance(self.objects.model, nn.Module | PerClient) else [],
             "tensors": self.tensors(),
             "partition": self.federation.identity,
