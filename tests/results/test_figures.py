@@ -81,7 +81,8 @@ def test_aun_is_the_logged_value(runs) -> None:
 def test_gains_are_differences_to_local_only_and_are_counted(runs) -> None:
     frame = bars.client_scores(of(runs, "Local-Only", "FedAvg"))
     per_seed = [r.clients()["personal/test"] for r in of(runs, "FedAvg")]
-    np.testing.assert_allclose(frame["FedAvg"], 100 * np.mean(per_seed, axis=0))
+    assert len(per_seed) > 1 and list(frame.index.names) == ["seed", "client"]
+    np.testing.assert_allclose(frame["FedAvg"], 100 * np.concatenate(per_seed))  # client i of two seeds: two clients
     drawn = figures.draw("clients", of(runs, "Local-Only", "FedAvg"))
     gained = frame["FedAvg"] - frame["Local-Only"]
     up, down = gain_counts(gained)

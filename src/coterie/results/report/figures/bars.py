@@ -123,19 +123,22 @@ def draw_axis(
 
 
 def client_scores(runs: Sequence[Run], view: str = "personal/test") -> pd.DataFrame:
-    """Return each client's metric (accuracies in percent), one column per title."""
+    """Return each client's metric (accuracies in percent) by seed and client, one column per title.
+
+    A seed has its own partition, so clients of different seeds are different clients.
+    """
     columns = {}
     for title in dict.fromkeys(r.title for r in runs):
-        scores = [r.clients()[view] for r in runs if r.title == title and view in r.clients()]
-        if scores:
-            columns[title] = runs[0].metric.scale * pd.concat(scores, axis=1).mean(axis=1)
+        mine = {int(r.settings["seed"]): r.clients() for r in runs if r.title == title}
+        if scores := {seed: frame[view] for seed, frame in mine.items() if view in frame}:
+            columns[title] = runs[0].metric.scale * pd.concat(scores, names=["seed", "client"])
     if not columns:
         raise CoterieError(f"none of these runs has scored {view} for every client")
     return pd.DataFrame(columns)
 
 
 def draw_clients(runs: Sequence[Run], view: str = "personal/test") -> Figure:
-    """Draw every client's metric, sorted (left), and its gain over Local-Only, sorted (right)."""
+    """Draw every client's metric, sorted (left), and its gain over Local-Only, sorted (right), over all seeds."""
     groups = list(dict.fromkeys(r.group for r in runs))
     order = list(dict.fromkeys(r.title for r in runs))
     figure, all_axes = style.panels(2 * len(groups), width=4.8, height=max(3.8, 0.2 * len(order) + 0.8))
