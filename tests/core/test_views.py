@@ -64,16 +64,16 @@ def test_tables_and_figures_lead_with_the_headline_and_keep_the_plain_number_bes
     assert shown[0] == "edge" and "personal" in shown and "received" not in shown and "clusters" not in shown
     frame = table.table()
     edge, personal = (runs[1].summary()[v] for v in ("edge", "personal"))
-    assert frame.loc["SC-FPFL (paper)", "edge"] == edge["last"]
-    assert frame.loc["SC-FPFL (paper)", "selected"] == edge["selected"]
-    assert frame.loc["SC-FPFL (paper)", "personal"] == personal["last"]
+    assert frame.loc["SC-FPFL", "edge"] == edge["last"]
+    assert frame.loc["SC-FPFL", "selected"] == edge["selected"]
+    assert frame.loc["SC-FPFL", "personal"] == personal["last"]
     assert {"clusters", "received"} <= set(Comparison(runs, also=["clusters", "received"]).readable().columns)
     assert next(iter(Comparison(runs, view="personal").readable().columns)) == "personal"
     with pytest.raises(CoterieError, match='did you mean "clusters"'):
         Comparison(runs, also=["cluster"])
     assert bars.headline_score(runs[1]) == edge["last"] and curves.best_view(runs) == "edge/test/mean"
     (pair,) = table.arena(against=["fedavg"]).pairs  # the same models: every client a tie
-    assert (pair.row.label, pair.against.label) == ("SC-FPFL (paper), edge", "FedAvg, edge")
+    assert (pair.row.label, pair.against.label) == ("SC-FPFL, edge", "FedAvg, edge")
     assert (pair.difference.gain, pair.difference.lose, pair.difference.tie) == (0, 0, 5)
 
 

@@ -17,12 +17,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import coterie
 from coterie.errors import CoterieError
 from coterie.methods import find
 from coterie.papers.presets import PAPERS
 
-_ROOT = Path(coterie.__file__).parent
+_ROOT = Path(__file__).parents[1]  # of the package
 _LIST = r"(?:(?:\s*,\s*(?:and\s+)?|\s+(?:and|to)\s+)(?:and\s+)?{0})*"
 _OWNER = r"(?:(?P<owner>[\w-]+)'s\s+)?"
 _EQUATION = re.compile(_OWNER + r"[Ee]quations?\s+(?P<list>\(\d+\)" + _LIST.format(r"\(\d+\)") + ")")
