@@ -92,9 +92,10 @@ FEDGMH: dict[str, Settings] = {
     "fedgmh": {}, "code": {"method": "fedgmh", "reading": "code"}, "fedgmh-mended": {}, "fedgmh-o": {}, "fedgmh-a": {},
     "fedgmh-oa": {}, "lg-fedavg": {}, "fedper": {}, "fedavg-ft": {}, "local": {},
 }  # fmt: skip
+ALL_TRAIN: Settings = {"train_fraction": 1.0}
 ECSFL: dict[str, Settings] = {
-    "ecs-fl": {}, "ecs-fl-invdist-all": {}, "ecs-fl-mended": {}, "ecs-fl-mended-mean-all": {},
-    "ecs-fl-mended-random": {}, "fedavg": {"final_trained": True},
+    "ecs-fl": ALL_TRAIN, "ecs-fl-invdist-all": ALL_TRAIN, "ecs-fl-mended": ALL_TRAIN,
+    "ecs-fl-mended-mean-all": ALL_TRAIN, "ecs-fl-mended-random": ALL_TRAIN, "fedavg": {"final_trained": True},
 }  # fmt: skip
 SCFPFL: dict[str, Settings] = {
     "sc-fpfl": {}, "sc-fpfl-mended": {}, "sc-fpfl-mended-cluster-only": {}, "sc-fpfl-mended-no-agent": {},

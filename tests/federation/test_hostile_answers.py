@@ -94,8 +94,6 @@ def test_a_hostile_upload_stops_neither_cloud_nor_edge(tmp_path: Path, name: str
 def test_every_method_refuses_uploads_with_huge_values(tmp_path: Path, name: str) -> None:
     """All values are too large, in the rounds that upload any."""
     full: dict[str, Any] = {"join": 1.0, "rounds": 2, "watch": False, "final_trained": False}
-    if "train_fraction" in find(name).Settings.model_fields:  # ECS-FL: all devices train
-        full["train_fraction"] = 1.0
     with federation(tmp_path, name, **full) as f:
         change = lambda tree: filled(3e38, torch.is_floating_point)(filled(2**30, is_integer)(tree))  # noqa: E731
         f.link.spoil[f"device-{BAD}"] = lying(change)

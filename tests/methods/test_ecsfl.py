@@ -27,11 +27,11 @@ SCALE = [1.0, 0.2, 3.0, 0.5, 2.0]
 
 
 def bound(cls: type[Method] = ECSFL, **own: Any) -> Any:
-    return Bench(cls, own).session().method
+    return Bench(cls, own).session(join=1.0).method
 
 
 def play(folder: Path, cls: type[Method] = ECSFL, **own: Any) -> Loop:
-    run = {k: own.pop(k) for k in ("rounds", "join", "dropout", "lr") if k in own}
+    run = {"join": 1.0} | {k: own.pop(k) for k in ("rounds", "join", "dropout", "lr") if k in own}
     return Bench(cls, own).play(folder, **run)
 
 
@@ -85,7 +85,7 @@ def test_p3_select_all_with_mean_is_fedavg_with_equal_weights(tmp_path: Path) ->
     ours = play(tmp_path / "a", select_fraction=1.0, epsilon=0.0)
     fedavg = Bench(find("fedavg"), {}).play(tmp_path / "b", join=1.0, weighting="uniform")
     assert codec.equal(ours.server["w"], fedavg.server["w"])
-    variant = Bench(find("ecs-fl-mean-all"), {"epsilon": 0.0}).play(tmp_path / "c")
+    variant = Bench(find("ecs-fl-mean-all"), {"epsilon": 0.0}).play(tmp_path / "c", join=1.0)
     assert codec.equal(variant.server["w"], fedavg.server["w"])
 
 
@@ -261,11 +261,35 @@ def test_selection_counts_add_up(tmp_path: Path) -> None:
     assert [sum(e["facts"]["selected"]) for e in events(tmp_path)] == [2, 4, 6]
 
 
-def test_train_fraction_stands_in_for_join(tmp_path: Path) -> None:
-    play(tmp_path / "a", join=0.2)
-    play(tmp_path / "b", train_fraction=0.4)
-    assert [len(e["participants"]) for e in events(tmp_path / "a")] == [5, 5, 5]
-    assert [len(e["participants"]) for e in events(tmp_path / "b")] == [2, 2, 2]
+@pytest.mark.parametrize("cls", [ECSFL, ECSFLMended, *map(find, ("ecs-fl-invdist-all", "ecs-fl-random"))])
+def test_the_runs_join_holds_and_train_fraction_stands_in_for_it(tmp_path: Path, cls: type[Method]) -> None:
+    play(tmp_path / "a", cls, join=0.2)
+    play(tmp_path / "b", cls, train_fraction=0.4)
+    play(tmp_path / "c", cls, join=0.4, train_fraction=0.2)
+    Bench(find("fedavg"), {}).play(tmp_path / "d", join=0.2)
+    drawn = {k: [e["participants"] for e in events(tmp_path / k)] for k in "abcd"}
+    assert [len(p) for p in drawn["a"]] == [1, 1, 1] and [len(p) for p in drawn["b"]] == [2, 2, 2]
+    assert drawn["a"] == drawn["c"] == drawn["d"]
+
+
+def test_a_participation_of_the_methods_own_is_said_at_the_start() -> None:
+    said = Bench(ECSFL, {"train_fraction": 0.4}).session(join=1.0).automatic_choices()
+    assert said == [
+        "ECS-FL: train_fraction = 0.4 takes the place of join = 1; comparisons with other methods are not at equal "
+        "training"
+    ]
+    for own in ({}, {"train_fraction": 1.0}):
+        assert Bench(ECSFL, own).session(join=1.0).automatic_choices() == []
+
+
+def test_the_variants_are_the_text_with_one_change() -> None:
+    text = build("ecs-fl", {}).hp.model_dump()
+    changes = {
+        "invdist": {"aggregation": "invdist"}, "invdist-all": {"aggregation": "invdist_all"},
+        "random": {"select": "random"}, "farthest": {"select": "farthest"}, "mean-all": {"select_fraction": 1.0},
+    }  # fmt: skip
+    for name, change in changes.items():
+        assert build(f"ecs-fl-{name}", {}).hp.model_dump() == {**text, **change}
 
 
 def test_the_only_selected_device_has_the_new_model_and_sits_the_next_round_out(tmp_path: Path) -> None:

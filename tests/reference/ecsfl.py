@@ -8,23 +8,24 @@ from torch import Tensor, nn
 from reference import PAPER, About, Best, Case, Result, World, average, copied, load, vector
 
 ABOUT = About(
-    f"{PAPER} (`reading = paper`), our change (`reading = mended`)",
+    f"{PAPER} (`ecs-fl-mended`: our change)",
     (
-        "where the paper contradicts itself: weights 1/d over all (6) in `paper`, the mean over the nearest (10) in "
-        "`ecs-fl-nearest`; no device stops before it has trained (8)",
+        "where the paper contradicts itself: the mean over the nearest (10) in `ecs-fl`, weights 1/d over all (6) in "
+        "`ecs-fl-invdist-all`; no device stops before it has trained (8)",
     ),
 )
 
 
 def reference(  # type: ignore[no-untyped-def]
-    world: World, aggregation: str, select: str, select_fraction: float, train_fraction: float, epsilon: float,
+    world: World, aggregation: str, select: str, select_fraction: float, train_fraction: float | None, epsilon: float,
     distance_norm: str, n_edges: int, projection: int = 256, select_least: int = 1, use: str = "received", **_,
 ) -> Result:  # fmt: skip
+    share_of = world.join if train_fraction is None else train_fraction
     server, last, chosen = world.module(), {}, [0] * len(world.clients)
     n, best = len(world.clients), Best(world)
     for t in range(1, world.rounds + 1):
         order = torch.randperm(n, generator=world.rng("sample", t)).tolist()
-        ids = sorted(order[: max(1, int(train_fraction * n + 0.5))])
+        ids = sorted(order[: max(1, int(share_of * n + 0.5))])
         local = {}
         for i in ids:
             if i not in last or (vector(last[i]) - vector(server)).norm() >= epsilon:
@@ -35,7 +36,7 @@ def reference(  # type: ignore[no-untyped-def]
             devices = list(world.clients)[e::n_edges]
             here = [i for i in devices if i in local]
             d = {i: _distance(world, i, local[i], server, distance_norm) for i in here}
-            training = max(1, int(train_fraction * len(devices) + 0.5))
+            training = max(1, int(share_of * len(devices) + 0.5))
             count = max(1, math.ceil(select_fraction * training - 1e-9), min(select_least, training))
             moved = {i: _projected(world, local[i], server, projection) for i in here}
             taken = here if aggregation == "invdist_all" else _chosen(world, t, e, here, d, count, select, moved)
@@ -115,6 +116,7 @@ CASES = [
     Case("ecs-fl-farthest", reference, TEXT | {"select": "farthest"}, long=("cnn",)),
     Case("ecs-fl-mean-all", reference, TEXT | {"select_fraction": 1.0}, long=("cnn",)),
     Case("ecs-fl", reference, TEXT),
+    Case("ecs-fl", reference, TEXT | {"train_fraction": None}, tag="join", long=("cnn",)),
     Case(
         "ecs-fl",
         reference,

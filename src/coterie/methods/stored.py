@@ -13,7 +13,7 @@ RENAMED = {
     "fedpc-code": "fedpc",
     "fedgmh-paper": "fedgmh",
     "ecs-fl-paper": "ecs-fl with aggregation = invdist_all, distance_norm = per_step and train_fraction = 0.1",
-    "ecs-fl-nearest": "ecs-fl",
+    "ecs-fl-nearest": "ecs-fl with train_fraction = 1",
     "sc-fpfl-paper": "sc-fpfl",
 }
 _PAPERS = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")

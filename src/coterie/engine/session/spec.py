@@ -137,6 +137,11 @@ class Session:
                 f"{method.card.title} needs a public set: {PUBLIC} items are set aside for it, without labels "
                 "(--set public=N changes the number)"
             )
+        if (own := getattr(method.hp, "train_fraction", None)) is not None and own != s.join:
+            sentences.append(
+                f"{method.card.title}: train_fraction = {own:g} takes the place of join = {s.join:g}; comparisons with "
+                "other methods are not at equal training"
+            )
         if "some_val" in method.needs and (few := int((federation.sizes("val") < _FEW).sum())):
             sentences.append(
                 f"{method.card.title} chooses by validation data: {few} of {len(federation.clients)} clients have "

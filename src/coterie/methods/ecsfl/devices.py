@@ -80,12 +80,15 @@ class SelectingEdges(EdgeMethod):
         return {e: list(self.ctx.clients[e :: self.hp.n_edges]) for e in range(self.hp.n_edges)}
 
     def sample(self, server: State, round: int, rng: torch.Generator) -> list[ClientId]:
+        if self.hp.train_fraction is None:
+            return super().sample(server, round, rng)
         order = torch.randperm(len(self.ctx.clients), generator=rng)
         return sorted(self.ctx.clients[i] for i in order[: self._training(len(order))])
 
     def _training(self, devices: int) -> int:
         """Return K, how many of this number of devices train in a round."""
-        return max(1, int(self.hp.train_fraction * devices + 0.5))
+        fraction = self.ctx.join if self.hp.train_fraction is None else self.hp.train_fraction
+        return max(1, int(fraction * devices + 0.5))
 
     # ---- device ------------------------------------------------------------------------------------------------------
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:

@@ -1,6 +1,6 @@
 """ECS-FL mended: devices whose mean is nearest to the mean of all. Coterie's own, 2026.
 
-After ECS-FL (Wu, Liu, Modeling and Simulation 2025). All devices train, and each first sends a random projection of its
+After ECS-FL (Wu, Liu, Modeling and Simulation 2025). Each device that trains first sends a random projection of its
 update. The edge selects the devices whose mean projection is nearest to the mean of all (herding). Only these send
 their models, which the edge averages.
 

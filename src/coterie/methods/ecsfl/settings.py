@@ -14,7 +14,9 @@ class DeviceSettings(Settings):
 
     select_fraction: float = Field(0.1, gt=0, le=1, description="fraction of the training devices that is aggregated")
     select_least: int = Field(1, ge=1, description="fewest devices of an edge that are aggregated, if as many train")
-    train_fraction: float = Field(1.0, gt=0, le=1, description="fraction of the devices that trains, in place of join")
+    train_fraction: float | None = Field(
+        None, gt=0, le=1, description="fraction of the devices that trains, in place of join; empty: join"
+    )
     epsilon: float = Field(
         1e-3, ge=0, description="a device stops if its last model is nearer than this to the new one; 0: never"
     )

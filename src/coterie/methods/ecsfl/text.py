@@ -1,7 +1,7 @@
 """ECS-FL. Wu, Liu, Modeling and Simulation 14(4), 2025, 1200-1211 (DOI 10.12677/mos.2025.144366).
 
-One model for all clients. All devices train, and each edge server averages only the devices whose models ended nearest
-(L2) to the model that it handed out, on the view that far models come from unusual data; the cloud combines the edges.
+One model for all clients. Devices train, and each edge server averages only those whose models ended nearest (L2) to
+the model that it handed out, on the view that far models come from unusual data; the cloud combines the edges.
 A device sits a round out while its last model is nearer than epsilon to the new one.
 
 - The paper contradicts itself: Algorithms 1 and 2 average the nearest devices (10), but the proof is about weights 1/d

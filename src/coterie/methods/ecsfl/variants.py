@@ -14,47 +14,25 @@ from coterie.core.tree import Tree
 from coterie.methods.ecsfl.devices import DISTANCE
 from coterie.methods.ecsfl.mended import ECSFLMended
 from coterie.methods.ecsfl.selection import Rule, ranks_by_size, select
-from coterie.methods.ecsfl.settings import ECSFLMendedSettings, ECSFLSettings
 from coterie.methods.ecsfl.text import ECSFL
-from coterie.parts.variants import with_defaults
+from coterie.parts.variants import variant
 
-PER_STEP = {"distance_norm": "per_step", "train_fraction": 0.1}  # distances per local step, a tenth of the devices
-
-
-class ECSFLInvDist(ECSFL):
-    """Weights 1/d over the selected: equation (6) on T."""
-
-    Settings = with_defaults(ECSFLSettings, aggregation="invdist")
-    card = replace(ECSFL.card, title="ECS-FL (1/d)")
-
-
-class ECSFLInvDistAll(ECSFL):
-    """Weights 1/d over all that uploaded: equation (6) as printed, with distances per local step."""
-
-    Settings = with_defaults(ECSFLSettings, aggregation="invdist_all", distance_norm="per_step")
-    card = replace(ECSFL.card, title="ECS-FL (1/d, all)")
-
+ECSFLInvDist = variant(
+    ECSFL, "ECSFLInvDist", "ECS-FL (1/d)", "Weights 1/d over the selected: equation (6) on T.", aggregation="invdist"
+)
+ECSFLInvDistAll = variant(
+    ECSFL, "ECSFLInvDistAll", "ECS-FL (1/d, all)", "Weights 1/d over all devices that trained, equations (6) and (12).",
+    aggregation="invdist_all",
+)  # fmt: skip
 
 # ---- controls of the text --------------------------------------------------------------------------------------------
-class ECSFLRandom(ECSFL):
-    """As many devices, drawn at random."""
-
-    Settings = with_defaults(ECSFLSettings, select="random", **PER_STEP)
-    card = replace(ECSFL.card, title="ECS-FL (random)")
-
-
-class ECSFLFarthest(ECSFL):
-    """The farthest devices instead of the nearest."""
-
-    Settings = with_defaults(ECSFLSettings, select="farthest", **PER_STEP)
-    card = replace(ECSFL.card, title="ECS-FL (farthest)")
-
-
-class ECSFLMeanAll(ECSFL):
-    """The plain mean of all devices."""
-
-    Settings = with_defaults(ECSFLSettings, select_fraction=1.0, **PER_STEP)
-    card = replace(ECSFL.card, title="ECS-FL (mean of all)")
+ECSFLRandom = variant(ECSFL, "ECSFLRandom", "ECS-FL (random)", "As many devices, drawn at random.", select="random")
+ECSFLFarthest = variant(
+    ECSFL, "ECSFLFarthest", "ECS-FL (farthest)", "The farthest devices instead of the nearest.", select="farthest"
+)
+ECSFLMeanAll = variant(
+    ECSFL, "ECSFLMeanAll", "ECS-FL (mean of all)", "The plain mean of all devices that trained.", select_fraction=1.0
+)
 
 
 # ---- controls of the mended version ----------------------------------------------------------------------------------
@@ -90,8 +68,7 @@ class ECSFLMendedFarthest(_ByDistance):
     rule = "farthest"
 
 
-class ECSFLMendedMeanAll(ECSFLMended):
-    """The plain mean of all devices."""
-
-    Settings = with_defaults(ECSFLMendedSettings, select_fraction=1.0)
-    card = replace(ECSFLMended.card, title="ECS-FL (mended, mean of all)")
+ECSFLMendedMeanAll = variant(
+    ECSFLMended, "ECSFLMendedMeanAll", "ECS-FL (mended, mean of all)", "The plain mean of all devices that trained.",
+    select_fraction=1.0,
+)  # fmt: skip
