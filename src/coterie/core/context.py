@@ -80,6 +80,10 @@ class Context:
         """Number of classes; 0 if the task is not a classification. A model has `task.outputs` outputs."""
         return self.task.classes
 
+    def participants(self, clients: int | None = None) -> int:
+        """Number of participants of a round among this many clients; by default all of the run."""
+        return max(1, int(self.join * (len(self.clients) if clients is None else clients) + 0.5))
+
     def lr_at(self, round: int) -> float:
         """Learning rate of a round; it decays from round 2."""
         return float(self.lr * self.lr_decay ** max(0, round - 1))

@@ -263,8 +263,7 @@ class Method:
     def sample(self, server: State, round: int, rng: torch.Generator) -> list[ClientId]:
         """Return the participants of a round; all clients in round 0."""
         clients = self.ctx.clients
-        m = len(clients) if round == 0 else max(1, int(self.ctx.join * len(clients) + 0.5))
-        picked = torch.randperm(len(clients), generator=rng)[:m]
+        picked = torch.randperm(len(clients), generator=rng)[: None if round == 0 else self.ctx.participants()]
         return sorted(clients[int(i)] for i in picked)
 
     # ---- rarely needed: evaluation and use ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from coterie.core.context import ClientData, ClientId, Context, State
 from coterie.core.method import Card, Download, Method, Phase, Settings, Start, Trained, Upload
 from coterie.core.rng import key
 from coterie.core.tree import Tree
-from coterie.parts.cluster_models import Clustered, of_cluster, vectors
+from coterie.parts.cluster_models import Clustered, vectors
 from coterie.parts.clustering import kmeans, svd_features
 from coterie.parts.similarity import cosine
 
@@ -62,10 +62,7 @@ class FedGroup(Clustered):
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         if not server["cluster"]:
             return self._join(self._found(uploads), uploads)
-        models = list(server["models"])
-        for g in range(len(models)):
-            if members := of_cluster(uploads, server["cluster"], g):  # new members are left out: they trained from w_0
-                models[g] = T.mean([u.tree for u in members], self.weights(members))
+        models = self.averaged(server["models"], uploads, server["cluster"])  # without new members, trained from w_0
         return self._join({**server, "models": across(self.ctx, models, self.hp.eta_g)}, uploads)
 
     def _join(self, server: State, uploads: Sequence[Upload]) -> State:

@@ -18,7 +18,7 @@ from coterie.core import tree as T
 from coterie.core.context import ClientId, State
 from coterie.core.method import Card, Download, Settings, Upload
 from coterie.errors import CoterieError
-from coterie.parts.cluster_models import Clustered, first_groups, of_cluster, vectors
+from coterie.parts.cluster_models import Clustered, first_groups, vectors
 from coterie.parts.clustering import assign
 
 
@@ -41,11 +41,9 @@ class FeSEM(Clustered):
     models = "centres"
 
     def check(self) -> None:
-        participants = max(1, int(self.ctx.join * len(self.ctx.clients) + 0.5))
-        if self.hp.groups > participants:  # the first grouping needs as many models as groups in one round
-            raise CoterieError(
-                f"FeSEM: groups = {self.hp.groups} is more than the {participants} participants of a round"
-            )
+        m = self.ctx.participants()
+        if self.hp.groups > m:  # the first grouping needs as many models as groups in one round
+            raise CoterieError(f"FeSEM: groups = {self.hp.groups} is more than the {m} participants of a round")
 
     def setup(self) -> State:
         w = T.drop(self.ctx.w0, self.stays)
@@ -71,9 +69,5 @@ class FeSEM(Clustered):
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         labels = self.expectation(server, uploads).tolist()
         cluster = {**server["cluster"], **{u.sender: g for u, g in zip(uploads, labels, strict=True)}}
-        centres = list(server["centres"])
-        for g in set(labels):
-            members = of_cluster(uploads, cluster, g)
-            centres[g] = T.mean([u.tree for u in members], self.weights(members))
         grouped = server["grouped"] or len(uploads) >= self.hp.groups
-        return {"centres": centres, "cluster": cluster, "grouped": grouped}
+        return {"centres": self.averaged(server["centres"], uploads, cluster), "cluster": cluster, "grouped": grouped}

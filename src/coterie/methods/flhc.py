@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from coterie.core import tree as T
 from coterie.core.context import ClientId, State
 from coterie.core.method import Card, Download, Method, Settings, Upload
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError
-from coterie.parts.cluster_models import Clustered, of_cluster, vectors
+from coterie.parts.cluster_models import Clustered, vectors
 from coterie.parts.clustering import Linkage, Metric, agglomerate, assign
 
 
@@ -57,8 +56,8 @@ class FLHC(Clustered):
             clusters.setdefault(server["cluster"].get(i, -1), []).append(i)
         picked: list[ClientId] = []
         for _, members in sorted(clusters.items()):
-            m = max(1, int(self.ctx.join * len(members) + 0.5))
-            picked += [members[int(p)] for p in torch.randperm(len(members), generator=rng)[:m]]
+            order = torch.randperm(len(members), generator=rng)[: self.ctx.participants(len(members))]
+            picked += [members[int(p)] for p in order]
         return sorted(picked)
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
@@ -72,10 +71,7 @@ class FLHC(Clustered):
             return super().aggregate(server, uploads, round)
         server = server if server["models"] else self._cluster(server, uploads)
         new = [u for u in uploads if u.sender not in server["cluster"]]
-        models = list(server["models"])
-        for c in range(len(models)):
-            if members := of_cluster(uploads, server["cluster"], c):
-                models[c] = T.mean([u.tree for u in members], self.weights(members))
+        models = self.averaged(server["models"], uploads, server["cluster"])
         nearest = assign(self._updates(server, new), server["centres"]).tolist() if new else []
         cluster = {**server["cluster"], **{u.sender: c for u, c in zip(new, nearest, strict=True)}}
         return {**server, "models": models, "cluster": cluster}

@@ -6,8 +6,8 @@ clients stays as it is. This is the paper's model averaging, without weight shar
 initial model, the others are drawn afresh.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -17,18 +17,16 @@ from coterie.core.context import ClientData, ClientId, State
 from coterie.core.method import Card, Download, Model, Moment, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
 from coterie.core.tree import Tree
-from coterie.parts.cluster_models import Clustered
-from coterie.parts.initial_models import starts
+from coterie.parts.cluster_models import SendsAllModels, numbered, sizes
 
 PICKED = "x:picked"
-V = TypeVar("V")
 
 
 class IFCASettings(Settings):
     groups: int = Field(3, ge=1, description="number of models G")
 
 
-class IFCA(Clustered):
+class IFCA(SendsAllModels):
     Settings = IFCASettings
     hp: IFCASettings
     card = Card(
@@ -36,22 +34,13 @@ class IFCA(Clustered):
     )
     weighting = "uniform"
 
-    def check(self) -> None:
-        starts(self.ctx, min(2, self.hp.groups))
-
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """Uploads hold the trained model and the number of the one picked, downloads all G models."""
-        model = self.model_schema.entries
-        if link == "down":
-            return Schema(numbered(dict.fromkeys(range(self.hp.groups), model)))
-        return Schema({**model, PICKED: Entry((), torch.int32, "control", low=0, high=self.hp.groups - 1)})
+        picked = Schema({PICKED: Entry((), torch.int32, "control", low=0, high=self.hp.groups - 1)})
+        return super().schema(link, now) if link == "down" else self.model_schema | picked
 
     def setup(self) -> State:
-        models = [T.drop(m, self.stays) for m in starts(self.ctx, self.hp.groups)]
-        return {"models": models, "picked": [0] * self.hp.groups, "trained": []}
-
-    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
-        return Download(numbered(dict(enumerate(server["models"]))))
+        return {**super().setup(), "picked": [0] * self.hp.groups, "trained": []}
 
     def deliver(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         """Let newcomers choose among trained models; the mean of these replaces the others."""
@@ -68,37 +57,26 @@ class IFCA(Clustered):
         losses = [float(self.ctx.losses(m, data.train).double().sum()) for m in models]
         return int(torch.tensor(losses).argmin())
 
-    def _best(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, int]:
-        own = state.get("own", {})
-        models = [{**T.tagged(str(g), download), **own} for g in range(self.hp.groups)]
-        best = self.pick(models, data) if len(models) > 1 else 0
-        return models[best], best
-
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
-        params, best = self._best(state, download, data)
-        return Start(params, {"picked": best})
+        models = self.received(state, download)
+        best = self.pick(models, data) if len(models) > 1 else 0
+        return Start(models[best], {"picked": best})
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, trained, data, round)
         return state, Upload({**upload.tree, PICKED: torch.tensor(trained.extras["picked"], dtype=torch.int32)})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        models, picked = list(server["models"]), [int(u.tree[PICKED]) for u in uploads]
-        for g in set(picked):
-            members = [u for u, p in zip(uploads, picked, strict=True) if p == g]
-            models[g] = T.mean([T.untagged(u.tree) for u in members], self.weights(members))
-        cluster = {**server.get("cluster", {}), **{u.sender: p for u, p in zip(uploads, picked, strict=True)}}
-        counts = [picked.count(g) for g in range(self.hp.groups)]
-        trained = sorted({*server["trained"], *picked})
-        return {"models": models, "picked": counts, "cluster": cluster, "trained": trained}
+        picked = {u.sender: int(u.tree[PICKED]) for u in uploads}
+        return {
+            "models": self.averaged(server["models"], uploads, picked),
+            "picked": sizes(picked, self.hp.groups),
+            "cluster": {**server["cluster"], **picked},
+            "trained": sorted({*server["trained"], *picked.values()}),
+        }
 
     def facts(self, server: State) -> dict[str, Any]:
         return {"picked": server["picked"]}
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
-        return Model(self._best(state, download, data)[0])
-
-
-def numbered(models: Mapping[int, Mapping[str, V]]) -> dict[str, V]:
-    """Put entries of several models into one dictionary, tagged with the models' numbers."""
-    return {f"{g}{T.MARK}{k}": v for g, model in models.items() for k, v in model.items()}
+        return Model(self.begin(state, download, data, 0).params)

@@ -29,14 +29,18 @@ class SampledBySize(Method):
         return {**super().setup(), "samples": {}} if self.opening() else super().setup()
 
     def sample(self, server: State, round: int, rng: torch.Generator) -> list[ClientId]:
-        """Sample without replacement; each draw is in proportion to the samples of the remaining clients."""
-        if not self.opening() or round == 0:
+        if round == 0:
             return super().sample(server, round, rng)
-        counts = torch.tensor([server["samples"].get(i, 0) for i in self.ctx.clients], dtype=torch.float64)
-        if not bool(counts.any()):
-            return super().sample(server, round, rng)
-        m = min(max(1, int(self.ctx.join * len(counts) + 0.5)), int((counts > 0).sum()))
-        return sorted(self.ctx.clients[i] for i in torch.multinomial(counts, m, generator=rng).tolist())
+        return sorted(self.drawn(server, self.ctx.participants(), rng))
+
+    def drawn(self, server: State, count: int, rng: torch.Generator) -> list[ClientId]:
+        """Draw clients without replacement; each draw is in proportion to the samples of the remaining clients."""
+        counts = torch.tensor([server.get("samples", {}).get(i, 0) for i in self.ctx.clients], dtype=torch.float64)
+        if bool(counts.any()):
+            order = torch.multinomial(counts, min(count, int((counts > 0).sum())), generator=rng)
+        else:
+            order = torch.randperm(len(counts), generator=rng)[:count]
+        return [self.ctx.clients[i] for i in order.tolist()]
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         return Download() if round == 0 else super().down(server, ids, round)
