@@ -3,11 +3,13 @@
 import inspect
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from coterie.config import PUBLIC, Engine, RunSettings, given_reading, method_class, owner, settings, table
@@ -36,6 +38,18 @@ log = logging.getLogger("coterie")
 _TO_LOG = Callbacks(on_info=log.info, on_warning=log.warning)
 
 
+@contextmanager
+def _torch_as_found() -> Iterator[None]:
+    """Afterwards PyTorch has the number of threads and the random state that it had before."""
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+
+
+@_torch_as_found()
 def run(
     method: str | type[Method] = "fedavg",
     data: str | Path | Dataset | DataFunction = "digits",
@@ -65,6 +79,7 @@ def run(
     return _execute(session, folder, on_round, track, callbacks)
 
 
+@_torch_as_found()
 def resume(
     path: str | Path,
     *,
@@ -131,6 +146,7 @@ def _execute(
     return finished
 
 
+@_torch_as_found()
 def compare(
     methods: Sequence[str | type[Method]],
     data: str | Path | Dataset | DataFunction = "digits",
@@ -195,6 +211,7 @@ def run_comparison(
     return ComparisonOutcome(folder, status, comparison)
 
 
+@_torch_as_found()
 def tune(
     methods: str | type[Method] | Sequence[str | type[Method]],
     data: str | Path | Dataset | DataFunction = "digits",

@@ -168,9 +168,14 @@ def settings(method: str | type[Method], **given: Any) -> RunSettings:
         fed.setdefault("public", PUBLIC)
     try:
         name = method if isinstance(method, str) else method.__name__
-        return RunSettings(method=name, settings=own, federation=PartitionSettings(**fed), **run)
+        chosen = RunSettings(method=name, settings=own, federation=PartitionSettings(**fed), **run)
     except ValidationError as e:
         raise CoterieError(sentence("settings", e)) from None
+    if chosen.momentum and chosen.optimizer != "sgd":
+        raise CoterieError(
+            f"momentum = {chosen.momentum} has no effect with optimizer = {chosen.optimizer}; leave it out"
+        )
+    return chosen
 
 
 def method_class(method: str | type[Method]) -> type[Method]:

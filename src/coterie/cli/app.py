@@ -121,6 +121,8 @@ def run(
         resumed = f"coterie run --resume {result.path}"
         typer.echo(f"stopped after round {result.last_round}; continue with: {resumed}", err=True)
         raise typer.Exit(130)
+    if result.diverged:
+        raise typer.Exit(4)
 
 
 @app.command()

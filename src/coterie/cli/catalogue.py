@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from coterie.cli import options as o
 from coterie.cli.screen import console
-from coterie.cli.words import CERTAINTY, FAMILIES, NEEDS, bounds_words, families, parents, type_words
+from coterie.cli.words import FAMILIES, NEEDS, bounds_words, families, parents, source, type_words
 
 if TYPE_CHECKING:  # the command line starts without torch
     from coterie.core.method import Method, Settings
@@ -147,7 +147,7 @@ def _methods(
         if measured:
             up, down = measured.of(name)
             row |= {"KB up": up, "KB down": down, "model": f"{measured.model} on {measured.data}"}
-        row |= {"needs": [NEEDS.get(n, n) for n in m.needs], "certainty": CERTAINTY.get(card.certainty, "")}
+        row |= {"needs": [NEEDS.get(n, n) for n in m.needs], "certainty": source(m)}
         row |= {"variants": [] if variants else [v for v in found if above[v] == name]}
         rows.append(row)
     return rows
@@ -235,7 +235,7 @@ def show(
         "personal": card.personal,
         "needs": ", ".join(NEEDS.get(n, n) for n in m.needs) or "nothing special",
         "weights": {"samples": "clients count by their samples", "uniform": "clients count alike"}[m.weighting],
-        "source": CERTAINTY.get(card.certainty, ""),
+        "source": source(m),
     } | ({"variants": ", ".join(related)} if related else {})
     fields = _fields(m.Settings)
     if as_json:

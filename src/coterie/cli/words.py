@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+if TYPE_CHECKING:  # the command line starts without torch
+    from coterie.core.method import Method
 
 FAMILIES = {
     "-": "alone",
@@ -21,6 +24,7 @@ CERTAINTY = {
     "O": "Coterie's own method",
     "C": "reconstructed from published descriptions, with open points",
 }
+
 NEEDS = {
     "bn": "a model with batch norm",
     "head": "a model whose last layer is linear",
@@ -36,13 +40,25 @@ def families(letters: str) -> list[str]:
     return [FAMILIES.get(letter.strip(), letter) for letter in (letters or "-").split(",")]
 
 
+def source(method: "type[Method]") -> str:
+    """Say what a method has been checked against; of a method of another package nothing is known."""
+    if not method.__module__.startswith("coterie.methods."):
+        return f"the module {method.__module__}"
+    return CERTAINTY.get(method.card.certainty, "")
+
+
 def parents(found: Mapping[str, type]) -> dict[str, str | None]:
-    """The method that each is a variant of: it is called NAME-... and written in the same module or folder as NAME."""
+    """The method that each is a variant of: it is called NAME-... and written in the same module or folder as NAME.
+
+    A mended method is not a variant of its paper's method but has variants of its own.
+    """
     homes = {name: cls.__module__.split(".")[:3] for name, cls in found.items()}
-    return {
-        n: min((p for p in found if n.startswith(f"{p}-") and homes[p] == homes[n]), key=len, default=None)
-        for n in found
-    }
+    above: dict[str, str | None] = {}
+    for n in found:
+        named = [p for p in found if n.startswith(f"{p}-") and homes[p] == homes[n]]
+        mended = [p for p in named if p.endswith("-mended")]
+        above[n] = None if n.endswith("-mended") else min(mended or named, key=len, default=None)
+    return above
 
 
 def type_words(annotation: Any) -> str:

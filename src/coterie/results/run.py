@@ -186,14 +186,24 @@ class Run:
         missing = rounds - {row["round"] for row in self._timing.rows}
         return f"{self.path / folder.TIMING} lacks {len(missing)} of {len(rounds)} rounds" if missing else ""
 
+    @property
+    def diverged(self) -> bool:
+        """True if personal models give NaN or infinity at the end, or no upload of the last round could be used."""
+        last = self.events[-1] if self.events else {}
+        lost = bool(last.get("nonfinite")) and len(last["nonfinite"]) == len(last.get("participants", ()))
+        return lost or bool(self.summary().get("personal", {}).get("nonfinite"))
+
     def warnings(self) -> list[str]:
         """Return warnings for a reader of the numbers, one sentence each."""
         out = [f"{sentence}; {folder.how_to_mend(self.path)}" for sentence in self.damage]
         if times := self._timing.damage or self._missing_times():
             out.append(f"{times}; seconds are incomplete")
         personal = self.summary().get("personal", {})
+        name = f"{self.title}, seed {self.settings['seed']}"
+        if broken := sum(len(e.get("nonfinite", ())) for e in self.events):
+            sent = sum(len(e.get("participants", ())) for e in self.events)
+            out.append(f"{name}: training diverged, {broken} of {sent} uploads held NaN or infinity and were left out")
         if personal.get("nonfinite"):
-            name = f"{self.title}, seed {self.settings['seed']}"
             clients = f"{personal['nonfinite']} of {personal['clients']} clients"
             out.append(f"{name}: training diverged, the personal models of {clients} give NaN or infinity")
         if personal.get("undefined"):
