@@ -10,7 +10,8 @@ import torch
 
 from coterie.core import tree as T
 from coterie.core.edges import Edge, EdgeMethod
-from coterie.core.method import Download, Method, Moment, Trained, Upload
+from coterie.core.method import Download, Method, Moment, Trained, Upload, replace
+from coterie.core.tasks import Regression
 from coterie.core.tree import Tree
 from coterie.engine import codec
 from coterie.engine.loop import Loop
@@ -21,6 +22,7 @@ from coterie.methods.ecsfl.mended import PROJECTION, ECSFLMended
 from coterie.methods.ecsfl.text import ECSFL
 from coterie.testing import Bench
 from support.refusals import refuses
+from support.toy import Toy, begin, open_toy
 
 RULES = ["mean", "invdist", "invdist_all"]
 SCALE = [1.0, 0.2, 3.0, 0.5, 2.0]
@@ -395,3 +397,40 @@ def test_a_wrong_announcement_of_a_device_is_refused() -> None:
     good = {**m.ctx.w0, PROJECTION: torch.zeros(4)}
     schema = m.schema("up", Moment(m.setup(), 0, 1))
     refuses(schema, good, ({PROJECTION: torch.zeros(5)}, "of shape"), ({DISTANCE: torch.ones(1)}, "not declared"))
+
+
+# ---- convergence on a convex problem ---------------------------------------------------------------------------------
+def descent(tmp: Path, optima: torch.Tensor, rounds: int = 160) -> tuple[torch.Tensor, Toy]:
+    """The model after every round [rounds, 4]: least squares without noise, one full-batch step, equation (12)."""
+    rng = torch.Generator().manual_seed(4)
+    parts = []
+    for w in optima:
+        x = torch.randn(30, 4, generator=rng)
+        parts.append((x, (x @ w)[:, None]))
+    torch.manual_seed(0)
+    run = {"rounds": rounds, "batch": 100, "lr": 0.05, "model": torch.nn.Linear(4, 1, bias=False)}
+    loop = begin(open_toy(find("ecs-fl-invdist-all"), tmp, {"epsilon": 0.0}, data=Toy(parts, 1), **run))
+    loop.method.ctx = replace(loop.method.ctx, task=Regression(1))
+    path = []
+    for _ in range(rounds):
+        loop.step()
+        path.append(loop.server["w"]["weight"][0].clone())
+    return torch.stack(path), Toy(parts, 1)
+
+
+def test_with_a_common_optimum_the_distance_to_it_falls_faster_than_the_papers_bound(tmp_path: Path) -> None:
+    """The bound is C / sqrt(T) for smooth, strongly convex losses."""
+    best = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    path, _ = descent(tmp_path, best.expand(5, 4))
+    scaled = (path - best).norm(dim=1) * torch.arange(1, 161).sqrt()
+    assert scaled[159] < 0.01 * scaled[9] and scaled.max() < 3 * scaled[0]
+
+
+def test_without_a_common_optimum_the_model_ends_at_a_median_and_not_at_the_least_mean_loss(tmp_path: Path) -> None:
+    """Weights 1/d count every gradient by its direction alone, so that four equal clients outvote the fifth."""
+    optima = torch.zeros(5, 4)
+    optima[4] = 8.0
+    path, data = descent(tmp_path, optima)
+    x, y = (torch.cat(v) for v in zip(*data.parts, strict=True))
+    least = torch.linalg.lstsq(x, y).solution[:, 0]
+    assert path[-1].norm() < 1e-3 and (path[-1] - least).norm() > 1

@@ -22,6 +22,8 @@ def model_distances(
 ) -> Tensor:
     """Return the L2 distances [n], float64, of n stacked models from the reference, over the names of `stacked`.
 
+    Equations (1) to (4); Algorithm 1, lines 1 to 4.
+
     per_step divides by the local steps [n]; per_param_layer counts every tensor by its mean square, so that large
     layers do not drown small ones.
     """

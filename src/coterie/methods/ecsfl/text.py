@@ -63,7 +63,10 @@ class ECSFL(SelectingEdges):
         return {trained[i].sender for i in self.selected(edge, trained, d, round)}
 
     def selected(self, edge: Edge, uploads: Sequence[Upload], d: Tensor, round: int) -> list[int]:
-        """Return the positions of T_e: the smallest d_k, ties by id, or the devices of a different rule."""
+        """Return the positions of T_e: the smallest d_k, ties by id, or the devices of a different rule.
+
+        Algorithm 1, lines 5 and 6; Algorithm 2, line 6.
+        """
         ids = ranks_by_size(uploads) if self.hp.select == "random" else [u.sender for u in uploads]
         rng = self.ctx.rng("select", round, edge.id)
         return select(d, ids, self.count(edge), self.hp.select, self.hp.d_min, rng)
@@ -78,7 +81,7 @@ class ECSFL(SelectingEdges):
             T_e = self.selected(edge, sent, d, round)
 
         chosen = [sent[i] for i in T_e]
-        if self.hp.aggregation == "mean":  # equation (10)
+        if self.hp.aggregation == "mean":  # equation (10); Algorithm 2, line 7
             return self.averaged(edge, chosen, torch.ones(len(T_e)), torch.tensor([len(T_e)], dtype=torch.int32))
-        weights = inverse_distances(d[T_e], self.hp.d_min)  # equations (5) and (6)
+        weights = inverse_distances(d[T_e], self.hp.d_min)  # equations (5), (6) and (12)
         return self.averaged(edge, chosen, weights, weights.sum().float().reshape(1))
