@@ -9,8 +9,7 @@ import coterie
 from coterie.core import tree as T
 from coterie.core.method import Batch, Client, ClientData, Split, Trained
 from coterie.errors import CoterieError
-from coterie.methods.autopilot import CANDIDATES
-from coterie.methods.autopilot.candidates import UNTRAINED
+from coterie.methods.autopilot.candidates import CANDIDATES, UNTRAINED
 from coterie.methods.autopilot.heads import fitted
 from coterie.methods.autopilot.method import PRIOR, Autopilot
 from coterie.parts.candidate_choice import TEMPERATURES, choose, is_behind, shrunk, temperatures

@@ -341,7 +341,7 @@ def test_switch_init_mean_uploads_the_classifier_once(tmp_path: Path) -> None:
 # ---- readings --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("bn_stats", ["shared", "local"])
 def test_mended_the_model_right_after_the_switch_is_the_one_right_before(bn_stats: str, tmp_path: Path) -> None:
-    bench = Bench(find("fedcpmd", "mended"), {"preparation": 2})
+    bench = Bench(find("fedcpmd-mended"), {"preparation": 2})
     session = bench.session(rounds=3, join=0.6, bn_stats=bn_stats)
     loop = open_loop(session, tmp_path / "again")
     loop.run(Callbacks(should_stop=lambda: loop.done >= 2))
@@ -614,14 +614,14 @@ def test_a_newcomer_is_served_by_the_cloud(tmp_path: Path) -> None:
     loop = open_loop(Bench(find("fedcpmd"), {}).session(newcomers=1), tmp_path)
     loop.run()
     loop.folder.close()
-    assert set(handed(loop, 4)) == set(loop.method.setup()["w"])
+    assert set(handed(loop, 4)) == set(loop.server["w"])
 
 
 # ---- who did not answer, and who answers wrongly ---------------------------------------------------------------------
 @pytest.mark.parametrize("silent", [{1}, {1, 2}, {2}, {2, 3}])
 @pytest.mark.parametrize("own", [{}, {"switch_init": "mean"}, {"unsampled_body": "keep"}], ids=str)
 def test_rounds_that_nobody_answers_do_not_stop_it(silent: set[int], own: dict[str, Any], tmp_path: Path) -> None:
-    session = Bench(find("fedcpmd", "paper"), {"preparation": 2, **own}).session(rounds=6)
+    session = Bench(find("fedcpmd"), {"preparation": 2, **own}).session(rounds=6)
     loop = open_loop(session, tmp_path)
     train = loop.runtime.train
 
