@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from coterie.cli.app import app
 from coterie.config import Engine
 from coterie.errors import CoterieError
-from coterie.papers import estimate, presets, printed_values, public_logs
+from coterie.papers import estimate, presets, printed_values, protocol, public_logs
 from coterie.results.discovery import find_runs
 from coterie.results.grid import sweep
 from coterie.results.report.figures import save_figure
@@ -52,26 +52,50 @@ def test_shorter_runs_keep_the_share_of_their_phases() -> None:
     shrink = presets.Shrink(rounds=20, subset=500, stand_in={"fmnist": "digits"})
     s = presets.cell(presets.item("fedcpmd", "table7"), "FedCPMD", "FMNIST", 0, shrink)
     assert s.settings["preparation"] == 6 and s.subset == 500 and s.data == "digits"
-    assert shrink.words(presets.narrow(presets.item("fedcpmd", "table7"), ["fmnist"], [])) == [
-        "20 rounds", "digits instead of fmnist", "500 of digits's 1,797 samples",
-        "clients of digits have at least 11 samples, not 40",
+    it = presets.narrow(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg", "FedCPMD"])
+    assert protocol.differences(it, shrink, 1) == [
+        "digits instead of fmnist", "500 samples of digits instead of 1,797", "20 rounds instead of 200",
+        "clients with at least 11 samples instead of 40", "preparation = 6 instead of 60 (FedCPMD)",
+        "FedCPMD with the JS distance; the paper prints the best of four distances",
     ]  # fmt: skip
-    assert presets.Shrink().words(presets.item("fedcpmd", "table7")) == []
     mine = presets.Shrink(subset=500, stand_in={"fmnist": "mine.npz"})  # a data set of unknown size
-    told = mine.words(presets.narrow(presets.item("fedcpmd", "table7"), ["fmnist"], []))
-    assert told == ["mine.npz instead of fmnist", "500 samples of mine.npz"]
+    one = presets.narrow(it, [], ["FedAvg"])
+    assert protocol.differences(one, mine, 1) == ["mine.npz instead of fmnist", "500 samples of mine.npz"]
+    assert protocol.differences(one, presets.Shrink(), 3) == []  # the paper states no number of seeds
+
+
+def test_as_in_the_paper_is_said_only_without_differences() -> None:
+    it = presets.narrow(presets.item("fedgmh", "table2"), ["mnist"], ["FedAvg", "FedGMH"])
+    assert it.seeds == 5 and protocol.note(it, presets.Shrink(), 5) == "as in the paper"
+    assert protocol.note(it, presets.Shrink(), 1) == "differs from the paper: 1 seed instead of 5"
+    for changes, words in (
+        ({"eval_every": 5}, "scored every 5 rounds instead of every 1"),
+        ({"join": 0.5}, "0.5 of the clients in a round instead of 0.2"),
+        ({"cap": True}, "cap = true instead of false"),
+    ):
+        assert protocol.note(it, presets.Shrink(changes=changes), 5) == f"differs from the paper: {words}"
+    ours = presets.narrow(it, [], ["FedGMH"])
+    assert "reading = code instead of paper" in protocol.note(ours, presets.Shrink(changes={"reading": "code"}), 5)
+    assert presets.item("fedpc", "table4").seeds == 3 and presets.item("ecs-fl", "table2").seeds is None
+    local = presets.narrow(presets.item("fedgmh", "table2"), [], ["local"])
+    assert protocol.note(local, presets.Shrink(), 5).endswith("the paper has none of these rows")
+    svhn = presets.narrow(presets.item("fedcpmd", "table7"), ["svhn"], ["FedAvg"])
+    assert protocol.differences(svhn, presets.Shrink(), 1) == ["99,289 samples of svhn instead of 600,000"]
+    prr = protocol.note(presets.narrow(presets.item("sc-fpfl", "fig5"), [], ["FedAvg", "PRR-FL"]), presets.Shrink(), 1)
+    assert "lr 0.01 without momentum" in prr and prr.endswith("(PRR-FL)")
 
 
 def test_a_smaller_copy_of_a_data_set_has_smaller_clients() -> None:
     it = presets.narrow(presets.item("fedcpmd", "table7"), ["cifar10"], [])
     shrink = presets.Shrink(held={"cifar10": 25_000})
     assert presets.cell(it, "FedAvg", "CIFAR10", 0, shrink).federation.min_size == 16
-    told = ["25,000 of cifar10's 60,000 samples", "clients of cifar10 have at least 16 samples, not 40"]
-    assert shrink.words(it) == told
+    it = presets.narrow(it, [], ["FedAvg"])
+    told = ["25,000 samples of cifar10 instead of 60,000", "clients with at least 16 samples instead of 40"]
+    assert protocol.differences(it, shrink, 1) == told
     fixed = replace(shrink, changes={"min_size": 40})
     assert presets.cell(it, "FedAvg", "CIFAR10", 0, fixed).federation.min_size == 40
-    assert fixed.words(it) == [told[0], "min_size = 40"]
-    assert presets.Shrink(held={"cifar10": 60_000}).words(it) == []
+    assert protocol.differences(it, fixed, 1) == [told[0]]
+    assert protocol.differences(it, presets.Shrink(held={"cifar10": 60_000}), 1) == []
     ten = presets.cell(presets.item("fedgmh", "table2"), "FedAvg", "Cifar10_ExDir(2,0.5)", 0, shrink)
     assert ten.federation.min_size == 10
 
@@ -241,7 +265,8 @@ def test_an_item_writes_table_report_and_figures(tmp_path: Path, monkeypatch: py
     assert {p.name for p in at.iterdir()} == {"item.json", "side.csv", "side.md", "report.html", "figures"}
     assert {p.stem for p in (at / "figures").iterdir()} == {"layers", "sizes", "rounds", "bars"}
     html, text = (at / "report.html").read_text(), (at / "side.md").read_text()
-    assert "digits instead of fmnist" in text and "4 rounds" in text
+    assert "digits instead of fmnist" in text and "4 rounds instead of 200" in text
+    assert "as the paper does not state it: min_size = 40, cap = true" in text
     assert "printed and measured" in html and 'class="own"' in html and "FedCPMD, distance auto" in html
     assert [r.title for r in find_runs([at])] == ["JS", "FedCPMD, distance auto"]
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("events.jsonl")}

@@ -25,7 +25,7 @@ def paper(
     item: Annotated[str | None, Argument(help="a table or figure; `coterie paper list PAPER` names them")] = None,
     data: Annotated[str | None, Option(help="comma-separated list of data sets")] = None,
     methods: Annotated[str, Option(help="comma-separated list of methods, or all")] = "all",
-    seeds: Annotated[int, Option(min=1)] = 1,
+    seeds: Annotated[int | None, Option(min=1, help="runs of each cell (default: as many as the paper, or 1)")] = None,
     rounds: Annotated[int | None, Option(min=1, help="fewer rounds than the paper")] = None,
     subset: Annotated[int | None, Option(min=1, help="use only N samples of each data set")] = None,
     instead: Annotated[str | None, Option(help="data sets to replace, such as emnist=mnist")] = None,
@@ -40,7 +40,7 @@ def paper(
     from coterie.config import engine, parse_assignment
     from coterie.data.catalogue import dataset_size
     from coterie.errors import CoterieError
-    from coterie.papers import output, presets
+    from coterie.papers import output, presets, protocol
     from coterie.results.grid import SweepStatus, sweep
     from coterie.results.run import Run
 
@@ -55,6 +55,7 @@ def paper(
     used = [(stand_in or {}).get(d, d) for d in presets.needs(chosen).data]
     shrink = presets.Shrink(rounds, subset, changes, stand_in, {d: sum(dataset_size(d, data_dir)) for d in used})
     folder = out or Path("runs") / name
+    seeds = seeds or chosen.seeds or 1
     cells = presets.cells(chosen, seeds, shrink, folder)
     distinct = list({c.out: c for c in cells.values()}.values())
     stop, status = Stop(), SweepStatus({}, {})
@@ -64,8 +65,8 @@ def paper(
             status = sweep(distinct, how, lambda s: update(s.done(), _time_left(s)), stop)
     done = {k: Run(c.out) for k, c in cells.items() if c.out not in status.failed and c.finished()}
     if done:
-        words = shrink.words(chosen)
-        note = "differs from the paper: " + ", ".join(words) if words else "as in the paper"
+        finished = min(sum((r, c, s) in done for s in range(seeds)) for r, c, _ in done)
+        note = protocol.note(chosen, shrink, finished)
         text, verdicts, missing = output.write_item(chosen, done, folder / item, note)
         if not quiet:
             console.print(frame_table(text, f"{name} {item}: {chosen.what}; {note}"))

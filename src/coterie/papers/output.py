@@ -38,6 +38,7 @@ def write_item(it: Item, runs: Cells, folder: Path, note: str) -> tuple[pd.DataF
     else:
         table = printed_values.compare_with_printed(it, runs)
         text, verdicts = printed_values.printed_text(table), printed_values.printed_verdicts(it, table)
+        verdicts += [f"chosen by us, as the paper does not state it: {presets.settings_text(it.unstated)}"]
     table.to_csv(folder / "side.csv", index=False)
     seeds = len({seed for _, _, seed in runs})
     head = f"{it.name}: {it.what}; {seeds} {'seed' if seeds == 1 else 'seeds'}; {note}."

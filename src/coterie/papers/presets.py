@@ -5,7 +5,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -51,6 +51,10 @@ class Item:
     axis_label: str = ""
     figures: tuple[str, ...] = ()
     reads_only: bool = False  # compares finished runs and starts none
+    seeds: int | None = None  # runs of a cell in the paper; None if it does not say
+    differs: Mapping[str, str] = field(default_factory=dict)  # row or "" for all -> difference that no setting removes
+    images: Mapping[str, int] = field(default_factory=dict)  # samples of a data set in the paper, if not the original's
+    unstated: Mapping[str, Any] = field(default_factory=dict)  # settings that we chose because the paper is silent
 
 
 @dataclass(frozen=True)
@@ -73,25 +77,6 @@ class Shrink:
         """Return the least samples of a client: reduced in proportion to the data set, but not below _LEAST."""
         used, original = self.samples(data)
         return max(min(_LEAST, planned), planned * used // original) if used < original else planned
-
-    def words(self, it: Item) -> list[str]:
-        """Return the differences in words."""
-        out = [f"{self.rounds} rounds"] if self.rounds else []
-        out += [f"{a} instead of {b}" for b, a in (self.stand_in or {}).items()]
-        for data, planned in sorted({_planned(it, c) for c in it.columns}):
-            data = (self.stand_in or {}).get(data, data)
-            used, original = self.samples(data)
-            out += [f"{used:,} of {data}'s {original:,} samples"] if used < original else []
-            out += [f"{self.subset:,} samples of {data}"] if self.subset and not original else []
-            if (fewer := self.least(data, planned)) < planned and "min_size" not in (self.changes or {}):
-                out.append(f"clients of {data} have at least {fewer} samples, not {planned}")
-        return out + [f"{k} = {v}" for k, v in (self.changes or {}).items()]
-
-
-def _planned(it: Item, column: str) -> tuple[str, int]:
-    """Return the data set of a column and the least samples of a client in the paper."""
-    s = cell(it, it.rows[0], column, 0, Shrink())
-    return s.data, s.federation.min_size
 
 
 @cache
@@ -128,11 +113,14 @@ def item(paper: str, name: str) -> Item:
 
 
 def _item(paper: str, name: str, body: dict[str, Any]) -> Item:
-    columns = tuple(body.get("columns") or _preset(paper)["columns"])
+    preset = _preset(paper)
+    columns = tuple(body.get("columns") or preset["columns"])
     return Item(
         paper, name, body["what"], tuple(body["rows"]), columns, body.get("settings", {}), body.get("statistic", ""),
         body.get("misprints", {}), body.get("printed", name), body.get("axis", ""), body.get("axis_label", ""),
-        tuple(body.get("figures", ())), body.get("reads_only", False),
+        tuple(body.get("figures", ())), body.get("reads_only", False), preset.get("seeds"),
+        body.get("differs", {}), preset.get("images", {}),
+        {k: preset["protocol"][k] for k in preset["unstated"]},
     )  # fmt: skip
 
 
@@ -166,6 +154,16 @@ def not_experiments(paper: str) -> str:
 def is_ours(it: Item, row: str) -> bool:
     """True if the row is a control that the paper does not have."""
     return bool(_preset(it.paper)["methods"][row].get("ours", False))
+
+
+def settings_text(given: Mapping[str, Any]) -> str:
+    """Return settings as text: 'epochs = 5, cap = true'."""
+    return ", ".join(f"{k} = {str(v).lower() if isinstance(v, bool) else v}" for k, v in given.items())
+
+
+def row_differs(it: Item, row: str) -> str:
+    """Return the difference between a row and the paper's that no setting of the reader removes; "" if none."""
+    return str(_preset(it.paper)["methods"][row].get("differs", ""))
 
 
 def statistic(it: Item, column: str) -> str:
@@ -207,7 +205,7 @@ def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSetti
     has = fields(given["method"], given)
     told = {k: v for k, v in given.pop("own", {}).items() if k in has}  # settings for methods that have them
     given = {**told, **given}
-    for name in ("statistic", "ours"):
+    for name in ("statistic", "ours", "differs"):
         given.pop(name, None)
     given["data"] = (shrink.stand_in or {}).get(given["data"], given["data"])
     given["seed"] = int(given.get("seed", 0)) + seed
