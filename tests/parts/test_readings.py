@@ -136,3 +136,14 @@ def test_a_run_keeps_the_values_of_its_reading() -> None:
     new = recorded({"settings": run, "method": {"settings": {**stored, "eta_h": 0.7}}})
     assert (new.method, new.settings["eta_h"], new.settings["beta"]) == ("fedgmh", 0.7, 0.25)
     assert recorded({"settings": settings("fedavg").model_dump(), "method": {"settings": {}}}).settings == {}
+
+
+def test_variants_of_fedcpmd_and_fedpc_keep_their_names_and_differ_in_their_defaults_alone() -> None:
+    for name, default in (
+        ("fedcpmd-auto", {"distance": "auto"}),
+        ("fedpc-mended-no-proto", {"gamma": 0, "rehearsal": 0}),
+    ):
+        made, base = find(name), find(name).__mro__[1]
+        assert BUILT_IN[name].endswith(f":{made.__name__}") and made.card.title != base.card.title and made.__doc__
+        own, before = made.Settings().model_dump(), base.Settings().model_dump()  # type: ignore[attr-defined]
+        assert {k: v for k, v in own.items() if v != before[k]} == default

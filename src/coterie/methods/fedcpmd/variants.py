@@ -13,10 +13,10 @@ from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown
 from coterie.methods.fedcpmd import mixing, votes
 from coterie.methods.fedcpmd.mended import FedCPMDMended
-from coterie.methods.fedcpmd.settings import FedCPMDMendedSettings, FedCPMDSettings
+from coterie.methods.fedcpmd.settings import FedCPMDSettings
 from coterie.methods.fedcpmd.text import FedCPMD
 from coterie.methods.fedcpmd.voting import LayerVotes
-from coterie.parts.variants import with_defaults
+from coterie.parts.variants import variant, with_defaults
 
 
 class _Random(LayerVotes):
@@ -61,18 +61,22 @@ def _accuracy(ctx: Context, params: Tree, split: Split) -> float:
     return float(torch.stack(hits).sum()) / len(split)
 
 
-class FedCPMDAuto(FedCPMD):
-    """The text with the distance whose votes agree most with the others'."""
+FedCPMDAuto = variant(
+    FedCPMD,
+    "FedCPMDAuto",
+    "FedCPMD (auto)",
+    "The text with the distance whose votes agree most with the others'.",
+    distance="auto",
+)
 
-    Settings = with_defaults(FedCPMDSettings, distance="auto")
-    card = replace(FedCPMD.card, title="FedCPMD (auto)")
 
-
-class FedCPMDClassifier(FedCPMD):
-    """The text with the classifier as the only candidate: one cluster and no switch."""
-
-    Settings = with_defaults(FedCPMDSettings, candidates="classifier")
-    card = replace(FedCPMD.card, title="FedCPMD (classifier)")
+FedCPMDClassifier = variant(
+    FedCPMD,
+    "FedCPMDClassifier",
+    "FedCPMD (classifier)",
+    "The text with the classifier as the only candidate: one cluster and no switch.",
+    candidates="classifier",
+)
 
 
 class FedCPMDRandom(_Random, FedCPMD):
@@ -83,18 +87,22 @@ class FedCPMDOracle(_Oracle, FedCPMD):
     """The text with the layers that help most on validation data."""
 
 
-class FedCPMDMendedAuto(FedCPMDMended):
-    """The mended version with the distance whose votes agree most with the others'."""
+FedCPMDMendedAuto = variant(
+    FedCPMDMended,
+    "FedCPMDMendedAuto",
+    "FedCPMD (mended, auto)",
+    "The mended version with the distance whose votes agree most with the others'.",
+    distance="auto",
+)
 
-    Settings = with_defaults(FedCPMDMendedSettings, distance="auto")
-    card = replace(FedCPMDMended.card, title="FedCPMD (mended, auto)")
 
-
-class FedCPMDMendedClassifier(FedCPMDMended):
-    """The mended version with the classifier as the only candidate: one cluster and no switch."""
-
-    Settings = with_defaults(FedCPMDMendedSettings, candidates="classifier")
-    card = replace(FedCPMDMended.card, title="FedCPMD (mended, classifier)")
+FedCPMDMendedClassifier = variant(
+    FedCPMDMended,
+    "FedCPMDMendedClassifier",
+    "FedCPMD (mended, classifier)",
+    "The mended version with the classifier as the only candidate: one cluster and no switch.",
+    candidates="classifier",
+)
 
 
 class FedCPMDMendedRandom(_Random, FedCPMDMended):
