@@ -32,6 +32,11 @@ def test_every_equation_and_algorithm_line_is_listed_once(paper: str) -> None:
     assert not [e.name for e in lines if e.functions and e.reason], "a line with a function needs no reason"
 
 
+@pytest.mark.parametrize("paper", ["fedcpmd", "fedpc"])
+def test_every_equation_and_line_has_a_function_or_a_reason(paper: str) -> None:
+    assert not [e.name for e in equation_map(paper) if not e.functions and not e.reason]
+
+
 def test_marks_are_read_as_sentences_write_them() -> None:
     assert places("see equation (5)", "") == [(0, 5)]
     assert places("Equations (5) and (6), then equations (6)\n    to (8)", "") == [(0, n) for n in (5, 6, 6, 7, 8)]

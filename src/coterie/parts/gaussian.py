@@ -72,12 +72,13 @@ def pooled(g: Gaussian) -> Gaussian:
 
 
 def w2(p: Gaussian, q: Gaussian, use_sigma: bool = True) -> Tensor:
-    """2-Wasserstein distance; without sigma it is |mu1 - mu2|, as the predecessor of FedCPMD computes it."""
+    """2-Wasserstein distance, FedCPMD's equation (9); without sigma |mu1 - mu2|, as the predecessor computes it."""
     gap = (p.mu - q.mu).abs()
     return torch.hypot(gap, p.sigma - q.sigma) if use_sigma else gap
 
 
 def bhattacharyya(p: Gaussian, q: Gaussian) -> Tensor:
+    """Bhattacharyya distance, FedCPMD's equation (11)."""
     total = p.sigma.square() + q.sigma.square()
     # log1p of the excess over 1 is exact for equal sigmas, where the plain logarithm leaves rounding noise
     spread = torch.log1p((p.sigma - q.sigma).square() / (2 * p.sigma * q.sigma)) / 2
@@ -85,11 +86,12 @@ def bhattacharyya(p: Gaussian, q: Gaussian) -> Tensor:
 
 
 def hellinger(p: Gaussian, q: Gaussian) -> Tensor:
+    """Hellinger distance, FedCPMD's equation (10)."""
     return (-torch.expm1(-bhattacharyya(p, q))).sqrt()
 
 
 def js(p: Gaussian, q: Gaussian, sqrt: bool = False) -> Tensor:
-    """Jensen-Shannon divergence in nats by quadrature (`sqrt`: its root, which is a metric).
+    """Jensen-Shannon divergence, FedCPMD's equation (8), in nats by quadrature (`sqrt`: its root, which is a metric).
 
     Both KL terms are integrated on the grid of the narrower component. There the log-ratio is smooth, and outside it
     the integrand is bounded by the narrow density, so that 4001 nodes are exact to rounding at any ratio of sigmas;
@@ -153,7 +155,7 @@ def layer_scores(to_y: Tensor, to_x: Tensor, score: Score = "eq7") -> Tensor:
 
 
 def best_layer(scores: Tensor) -> Tensor:
-    """Index [...] of the smallest score; equal scores go to the deepest layer, as in the last resort of `winner`."""
+    """Index [...] of the smallest score, FedCPMD's equation (6); of equal scores the deepest layer, as in `winner`."""
     return scores.shape[-1] - 1 - scores.flip(-1).argmin(-1)
 
 

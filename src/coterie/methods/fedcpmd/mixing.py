@@ -35,7 +35,7 @@ def rows(
     how: SimilarityMap,
     log: bool = False,
 ) -> Rows:
-    """Equation (12): for every member with a known personal layer its weights over the participants."""
+    """Return each known member's weights over the participants: equation (12), Algorithm 3, lines 10 and 11."""
     if not phi:  # nothing to compare by: all alike
         return {i: torch.full_like(mean, 1 / len(mean)) for i in members}, {}
     known, now = torch.stack(list(phi.values())), torch.stack([phi[j] for j in participants])
@@ -71,7 +71,7 @@ def spread(phi: Tensor, known: Sequence[ClientId], participants: Sequence[Client
 def layerwise(
     w: Tree, uploads: Sequence[Upload], weights: Callable[[Sequence[Upload]], Sequence[float] | None]
 ) -> Tree:
-    """Each entry of the model averaged over those who sent it; what nobody sent stays."""
+    """Each entry of the model averaged over those who sent it, equation (2); what nobody sent stays."""
     out = dict(w)
     for k in dict.fromkeys(k for u in uploads for k in u.tree if ":" not in k):
         have = [u for u in uploads if k in u.tree]

@@ -117,14 +117,17 @@ class FedCPMD(LayerVotes, EdgeMethod):
 
     # ---- cloud, down -------------------------------------------------------------------------------------------------
     def setup(self) -> State:
+        """Return the initial body; every client has the whole initial model: Algorithm 2, line 1."""
         first = self.ctx.group("head") if self.hp.phase1_personal == "classifier" else Names()
         w = T.clone(T.drop(self.ctx.w0, lambda k: self.stays(k) or k in first))
         return {**self.first_state(w), "phi": {}}
 
     def edges(self, server: State) -> dict[EdgeId, list[ClientId]] | None:
+        """Return the clusters, each with a server of its own: Algorithm 3, line 2."""
         return None if server["layer"] is None else self.clusters(server)
 
     def sample(self, server: State, round: int, rng: torch.Generator) -> list[ClientId]:
+        """Return the participants, in phase 2 gamma |M_m| of each cluster: Algorithm 3, line 5."""
         if server["layer"] is None:
             return self.voters(server, rng, self.participants(len(self.ctx.clients), 1))
         least = self.hp.min_participants
@@ -175,6 +178,7 @@ class FedCPMD(LayerVotes, EdgeMethod):
         return T.drop(w, kept.__contains__)
 
     def relay(self, edge: Edge, ids: Sequence[ClientId], round: int) -> Download:
+        """Send each member its body: Algorithm 3, line 4."""
         got = edge.download
         bodies = mixing.bodies_of(edge.state, got.edge.get(edge.id, {}), ids)
         return Download(each={i: {**bodies[i], **got.each.get(i, {})} for i in ids})
@@ -203,6 +207,7 @@ class FedCPMD(LayerVotes, EdgeMethod):
 
     # ---- cluster server ----------------------------------------------------------------------------------------------
     def merge(self, edge: Edge, uploads: Sequence[Upload], round: int) -> tuple[State, Upload]:
+        """Mix the bodies of the participants: Algorithm 3, line 11."""
         participants = [u.sender for u in uploads]
         bodies = [T.untagged(u.tree) for u in uploads]
         mean = torch.tensor(T.normalised(self.weights(uploads), len(uploads)))  # equation (5)

@@ -93,7 +93,7 @@ def distances(hp: VoteSettings) -> tuple[str, ...]:
 
 
 def scores(hp: VoteSettings, outputs: Sequence[Tensor], x: Tensor, y: Tensor, classes: int) -> Tensor:
-    """s_l [distances, L] of outputs o_0 ... o_L against inputs and labels, equation (7)."""
+    """s_l [distances, L] of outputs against inputs and labels: equation (7), Algorithm 2, lines 2, 7 and 8."""
     per_dim = hp.gaussian == "diag_mean"
     inputs = fit(x, hp.fit_normalize, hp.sigma_min, per_dim=per_dim)
     labels = fit(encode_labels(y, classes, hp.label_encoding), "none", hp.sigma_min, per_dim=per_dim)
@@ -113,7 +113,7 @@ def scores(hp: VoteSettings, outputs: Sequence[Tensor], x: Tensor, y: Tensor, cl
 
 # ---- votes -----------------------------------------------------------------------------------------------------------
 def cast(ballot: Mapping[str, Tensor] | None, scores: Tensor) -> Ballot:
-    """The ballot with one vote more per row of scores [rows, distances, layers]."""
+    """The ballot with one vote more per row of scores [rows, distances, layers]: Algorithm 2, line 9."""
     new = {"votes": F.one_hot(best_layer(scores), scores.shape[-1]).sum(0), "sums": scores.double().sum(0)}
     return new if ballot is None else {k: ballot[k] + v for k, v in new.items()}
 

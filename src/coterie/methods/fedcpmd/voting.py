@@ -60,7 +60,7 @@ class LayerVotes(Method):
 
     @property
     def prep(self) -> int:
-        """Rounds of phase 1."""
+        """Rounds of phase 1: Algorithm 2, line 3."""
         p = self.hp.preparation
         return int(p) if p >= 1 else max(1, int(p * self.ctx.planned_rounds + 0.5))
 
@@ -93,7 +93,7 @@ class LayerVotes(Method):
         return {"w": w, "votes": {}, "samples": {}, "layer": None, "distance": 0, "trained": []}
 
     def clusters(self, server: State) -> dict[EdgeId, list[ClientId]]:
-        """Return the clients by personal layer."""
+        """Return the clients by personal layer: Algorithm 3, line 1."""
         members_of: dict[EdgeId, list[ClientId]] = {}
         for m in range(len(self.layers)):
             members = [i for i, layer in server["layer"].items() if layer == m]
@@ -102,7 +102,7 @@ class LayerVotes(Method):
         return members_of
 
     def voters(self, server: State, rng: torch.Generator, count: int) -> list[ClientId]:
-        """Return the participants of a round of phase 1; with coverage every client takes part once first."""
+        """Return the participants of a round of phase 1, Algorithm 2, line 4; with coverage every client once first."""
         clients = list(self.ctx.clients)
         queue = shuffled(clients, self.ctx.rng("coverage")) if self.hp.sampler == "coverage" else []
         order = [i for i in queue if i not in server["votes"]] + shuffled(clients, rng)
@@ -120,7 +120,7 @@ class LayerVotes(Method):
         return Model(*self.composed(state, download))
 
     def composed(self, state: State, download: Tree) -> tuple[Tree, Extras]:
-        """Return the received body with the client's own part, and its layer."""
+        """Return the received body with the client's own part, and its layer: Algorithm 1, lines 1 and 2."""
         layer = int(download[LAYER]) if LAYER in download else state["layer"]
         return {**state["w"], **T.untagged(download)}, {"layer": layer}
 
@@ -131,6 +131,7 @@ class LayerVotes(Method):
         return Start(params, extras, train=not asked)
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        """Send the body: Algorithm 1, line 6; with a vote Algorithm 2, line 11, and then Algorithm 3, line 8."""
         layer = trained.extras["layer"]
         state = {**state, "w": trained.params, "layer": layer}
         if layer is not None:
@@ -162,7 +163,7 @@ class LayerVotes(Method):
 
     # ---- server, up --------------------------------------------------------------------------------------------------
     def counted(self, server: State, uploads: Sequence[Upload]) -> State:
-        """Return the state with the uploads' votes, and with each entry averaged over the clients that sent it."""
+        """Return the state with the uploads' votes, and each entry averaged over its senders: Algorithm 2, line 13."""
         voted = [u for u in uploads if VOTE in u.tree]
         return {
             **server,
@@ -176,7 +177,10 @@ class LayerVotes(Method):
         return {u.sender: int(u.tree[VOTE][server["distance"]]) for u in uploads if VOTE in u.tree}
 
     def switch(self, server: State) -> State:
-        """Make layers personal by the votes of one distance, and by `unseen` for clients that never voted."""
+        """Make layers personal by the votes of one distance, and by `unseen` for clients that never voted.
+
+        Algorithm 2, line 13.
+        """
         cast = server["votes"]
         d = votes.most_agreed(torch.tensor(list(cast.values()))) if self.hp.distance == "auto" else 0
         layer = {i: cast[i][d] for i in sorted(cast)}

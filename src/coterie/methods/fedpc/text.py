@@ -102,6 +102,7 @@ class FedPC(EdgeMethod):
         return self.mixed({"groups": {}, "largest": 0}, body, nothing)
 
     def edges(self, server: State) -> dict[EdgeId, list[ClientId]] | None:
+        """Return the groups, each with an edge of its own: Algorithm 1, line 8."""
         groups = server["groups"]
         return {j: sorted(i for i in groups if groups[i] == j) for j in sorted(set(groups.values()))} or None
 
@@ -141,6 +142,7 @@ class FedPC(EdgeMethod):
         return T.row(T.tagged(BODIES, download), j), Prototypes(download[SETS][j], download[HELD][j])
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        """Return the body of the client's group with its own classifier: Algorithm 1, line 20."""
         return Model({**self.received(download, data)[0], **state["own"]})
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
