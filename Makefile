@@ -30,7 +30,7 @@ $(ALL): $(READY)
 
 DEMO := --data digits --clients 12 --partition "rotate(2, 0.5)" --join 1 --rounds 20 --set test_share=0.4 --set public=100
 demo: $(READY)
-	$(BIN)/coterie compare local fedavg fedper ditto fedcpmd fedpc fedgmh ecs-fl sc-fpfl $(DEMO) --seeds 3 --set eval_every=5 --out runs/demo
+	$(BIN)/coterie compare local fedavg fedper ditto fedcpmd fedcpmd-mended fedpc fedpc-mended fedgmh fedgmh-mended ecs-fl ecs-fl-mended sc-fpfl sc-fpfl-mended $(DEMO) --seeds 2 --set eval_every=5 --out runs/demo
 	$(BIN)/coterie figure clients runs/demo -o runs/demo/clients.png
 	$(BIN)/coterie report runs/demo -o runs/demo/report.html
 	@echo
