@@ -37,7 +37,7 @@ def test_rows_and_columns_are_those_of_the_printed_table(paper: str, name: str) 
     it = presets.item(paper, name)
     theirs = [r for r in it.rows if not presets.is_ours(it, r)]
     found = {(r, c) for p, i, r, c in presets.printed() if (p, i) == (paper, name)}
-    assert {r for r, _ in found} == set(theirs) and {c for _, c in found} <= set(it.columns)
+    assert {r for r, _ in found} - {it.spread} == set(theirs) and {c for _, c in found} <= set(it.columns)
 
 
 def test_the_protocols_are_the_papers() -> None:
@@ -81,6 +81,12 @@ def test_as_in_the_paper_is_said_only_without_differences() -> None:
     assert protocol.note(local, presets.Shrink(), 5).endswith("the paper has none of these rows")
     svhn = presets.narrow(presets.item("fedcpmd", "table7"), ["svhn"], ["FedAvg"])
     assert protocol.differences(svhn, presets.Shrink(), 1) == ["99,289 samples of svhn instead of 600,000"]
+    fedpc = presets.narrow(presets.item("fedpc", "table4"), ["fmnist"], ["FedPC", "FedAvg", "FedPC", "loss as printed"])
+    assert protocol.differences(fedpc, presets.Shrink(), 3) == [
+        "the mean squared error instead of the printed loss (3), which cannot be trained (FedPC)"
+    ]
+    text = presets.cell(fedpc, "FedPC, loss as printed", "FMNIST beta=0.3 GM", 0, presets.Shrink())
+    assert text.settings == {"reading": "text"} and presets.is_ours(fedpc, "FedPC, loss as printed")
     prr = protocol.note(presets.narrow(presets.item("sc-fpfl", "fig5"), [], ["FedAvg", "PRR-FL"]), presets.Shrink(), 1)
     assert "lr 0.01 without momentum" in prr and prr.endswith("(PRR-FL)")
 
@@ -127,7 +133,9 @@ def test_a_table_is_rerun_and_compared(tmp_path: Path) -> None:
     first = table.iloc[0]
     assert first["printed"] == 77.701 and first["difference"] == pytest.approx(first["measured"] - 77.701)
     assert table.iloc[3]["remark"].startswith("ours") and table["std"].notna().all()
-    (verdict,) = printed_values.printed_verdicts(it, table)
+    gain, verdict = printed_values.printed_verdicts(it, table)
+    best = max(table["measured"].iloc[:2])
+    assert gain.startswith(f"FedCPMD minus the best other method: FMNIST {table['measured'].iloc[2] - best:+.3f}")
     assert "FMNIST: rank correlation" in verdict and "over 3 methods" in verdict
     assert "| FedPer | FMNIST | 95.71 |" in markdown_table(printed_values.printed_text(table))
 
@@ -141,6 +149,46 @@ def test_exact_ties_are_called_ties() -> None:
     assert verdict.endswith("best: Wasserstein in the paper, a tie of JS, Wasserstein, Hellinger here")
 
 
+def measured(item: str, rows: dict[str, list[float]]) -> tuple[presets.Item, pd.DataFrame]:
+    """Return an item and its table with these measured values, in the order of the item's columns."""
+    it = presets.item("fedcpmd", item)
+    lines = [
+        {"method": m, "column": c, "printed": presets.printed()["fedcpmd", item, m, c].value, "measured": v, "seeds": 1}
+        for m, values in rows.items()
+        for c, v in zip(it.columns, values, strict=True)
+    ]
+    return it, pd.DataFrame(lines)
+
+
+def test_printed_deviations_are_those_of_the_printed_rows() -> None:
+    for name in ("table13", "table14"):
+        it = presets.item("fedcpmd", name)
+        theirs = [r for r in it.rows if not presets.is_ours(it, r)]
+        values = {r: [presets.printed()["fedcpmd", name, r, c].value for c in it.columns] for r in theirs}
+        _, table = measured(name, values)
+        spread = printed_values._spread(it, table.to_dict("records"))
+        assert [row["method"] for row in spread] == ["Std."] * 9
+        for row in spread:
+            misprint = f"Std./{row['column']}" in it.misprints
+            assert row["difference"] == pytest.approx(-0.003 if misprint else 0, abs=0.0006)
+        assert not any("Std." in line for line in printed_values.printed_verdicts(it, table))
+
+
+def test_headline_gains_are_means_over_four_data_sets() -> None:
+    gains = []
+    for name in ("table7", "table10", "table11"):
+        it = presets.item("fedcpmd", name)
+        theirs = [r for r in it.rows if not presets.is_ours(it, r)]
+        values = {r: [presets.printed()["fedcpmd", name, r, c].value for c in it.columns] for r in theirs}
+        _, table = measured(name, values | {"FedCPMD": [v + 1 for v in values["FedCPMD"]]})
+        each, mean = printed_values.headline_gain(it, table)
+        gains.append(mean.split("mean over CIFAR100, CINIC10, SVHN, TinyImageNet: ")[1].split("; ")[:2])
+    assert gains == [["+3.190", "printed values: +2.190"], ["+3.089", "printed values: +2.089"],
+                     ["+4.963", "printed values: +3.963"]]  # fmt: skip
+    assert each.startswith("FedCPMD minus the best other method: CIFAR10 +8.400 (printed values: +7.400)")
+    assert printed_values.headline_gain(it, table[table["column"] != "SVHN"])[1:] == []  # not all four were run
+
+
 def test_columns_of_one_run_share_it(tmp_path: Path) -> None:
     cells = presets.cells(
         presets.narrow(presets.item("fedpc", "table4"), ["fmnist"], ["FedPC"]), 1, presets.Shrink(), tmp_path
@@ -152,7 +200,7 @@ def test_printed_values_are_complete() -> None:
     path = Path(presets.__file__).with_name("printed.csv")
     with path.open() as f:
         rows = list(csv.DictReader(f))
-    assert len(rows) == len(presets.printed()) == 1260
+    assert len(rows) == len(presets.printed()) == 1278
     assert presets.printed()["fedgmh", "table2", "FedGMH", "MNIST_ExDir(2,0.5)"].std == 0.15
 
 
@@ -263,7 +311,7 @@ def test_an_item_writes_table_report_and_figures(tmp_path: Path, monkeypatch: py
     assert done.exit_code == 0, done.output
     at = tmp_path / "o" / "table13"
     assert {p.name for p in at.iterdir()} == {"item.json", "side.csv", "side.md", "report.html", "figures"}
-    assert {p.stem for p in (at / "figures").iterdir()} == {"layers", "sizes", "rounds", "bars"}
+    assert {p.stem for p in (at / "figures").iterdir()} == {"sizes", "rounds", "bars"}
     html, text = (at / "report.html").read_text(), (at / "side.md").read_text()
     assert "digits instead of fmnist" in text and "4 rounds instead of 200" in text
     assert "as the paper does not state it: min_size = 40, cap = true" in text

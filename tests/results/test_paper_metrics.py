@@ -14,6 +14,7 @@ from coterie.errors import CoterieError
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedper import FedPer
 from coterie.results import paper_metrics as P
+from coterie.results.report import figures
 from coterie.results.run import Run
 from coterie.testing import SmallNet, small_data
 
@@ -107,6 +108,19 @@ def test_the_official_view_has_the_same_bits_for_any_number_of_workers_and_chang
     assert all((a[k] == v).all() for k, v in plain.items()) and "personal/official/hits" not in plain
     with pytest.raises(CoterieError, match="official = true"):
         P.official(Run(tmp_path / "2", runs[2]))
+
+
+def test_curves_of_official_statistics_are_those_of_each_evaluation(tmp_path: Path) -> None:
+    made = session(FedPer, rounds=2, eval_every=1, headline="trained")
+    execute(made, tmp_path / "r")
+    run = Run(tmp_path / "r", made)
+    curves = P.official_curves(run)
+    assert list(curves.index) == [1, 2] and set(curves) == {"GM", "PM(V)", "PM(L)"}
+    for t in (1, 2):
+        assert curves.loc[t].to_dict() == P.official(run, t, "trained") != P.official(run, t)
+    drawn = figures.draw("official", [run]).axes
+    assert [a.get_ylabel() for a in drawn] == ["GM (%)", "PM(V) (%)", "PM(L) (%)"]
+    assert list(drawn[1].lines[0].get_ydata()) == pytest.approx(list(100 * curves["PM(V)"]))
 
 
 def test_official_without_an_official_part_is_refused() -> None:

@@ -18,6 +18,7 @@ from coterie.storage import atomic as disk
 
 _CURVE = {  # the curve of a statistic
     "participants_before_last10": "participants/before/pooled",
+    "participants_before_last20": "participants/before/pooled",
     "clients_mean_best": "personal/test/mean",
     "ac": "personal/test/mean",
     "gm": "personal/test/mean",
@@ -63,26 +64,34 @@ def write_item(it: Item, runs: Cells, folder: Path, note: str) -> tuple[pd.DataF
 
 _STATISTIC_WORDS = {  # description of the measured numbers on the page
     "participants_before_last10": "the accuracy of participants before training, mean of the last ten rounds",
+    "participants_before_last20": "the accuracy of participants before training, mean of the last twenty rounds",
+    "clusters": "the mean over clusters of their clients' mean accuracy at the last evaluation",
     "clients_mean_best": "the mean accuracy over clients at its best round",
     "ac": "the mean accuracy over clients at the last evaluation",
     "gm": "the accuracy of the mean of the personal models on the official test part",
     "pm_v": "the personal models' accuracy on the official test part, classes of their training data only, PM(V)",
     "pm_l": "the personal models' accuracy on the official test part, classes weighted as in training, PM(L)",
+    "pm_v_trained": "PM(V) of the personal models after local training, on the official test part",
+    "pm_l_trained": "PM(L) of the personal models after local training, on the official test part",
     "global_final": "the accuracy of the global model on the official test part after the last round",
     "global_best": "the accuracy of the global model on the official test part, best round",
     "rounds_to_70": "the rounds until 70 percent",
     "rounds_to_75": "the rounds until 75 percent",
-    "megabytes": "the total megabytes sent",
+    "megabytes": "the megabytes that clients send and receive",
 }
 
 
 def statistics_in_words(it: Item) -> dict[str, list[str]]:
-    """Return statistic in words -> columns that show it."""
+    """Return statistic in words -> columns, or rows with a statistic of their own, that show it."""
     out: dict[str, list[str]] = {}
     for column in it.columns:
         name = presets.statistic(it, column)
         words = "the accuracy of one client" if name.startswith("client_") else _STATISTIC_WORDS.get(name, name)
         out.setdefault(words, []).append(column)
+    for row in it.rows:
+        name = presets.statistic(it, it.columns[0], row)
+        if name != presets.statistic(it, it.columns[0]):
+            out.setdefault(_STATISTIC_WORDS.get(name, name), []).append(row)
     return out
 
 
@@ -104,6 +113,7 @@ def draw_figures(it: Item, runs: Sequence[Run], folder: Path) -> list[str]:
 
 _LABELS = {
     "participants_before_last10": "accuracy of participants\nbefore training, last ten rounds (%)",
+    "participants_before_last20": "accuracy of participants\nbefore training, last twenty rounds (%)",
     "clients_mean_best": "best round of the mean accuracy\nover clients (%)",
     "ac": "accuracy, mean over clients (%)",
     "global_final": "accuracy of the global model (%)",

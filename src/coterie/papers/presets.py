@@ -55,6 +55,8 @@ class Item:
     differs: Mapping[str, str] = field(default_factory=dict)  # row or "" for all -> difference that no setting removes
     images: Mapping[str, int] = field(default_factory=dict)  # samples of a data set in the paper, if not the original's
     unstated: Mapping[str, Any] = field(default_factory=dict)  # settings that we chose because the paper is silent
+    spread: str = ""  # name of the table's row or column of standard deviations over the other rows
+    gain: Mapping[str, Any] = field(default_factory=dict)  # headline: `of` a row, mean `over` columns, as `printed`
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def _item(paper: str, name: str, body: dict[str, Any]) -> Item:
         body.get("misprints", {}), body.get("printed", name), body.get("axis", ""), body.get("axis_label", ""),
         tuple(body.get("figures", ())), body.get("reads_only", False), preset.get("seeds"),
         body.get("differs", {}), preset.get("images", {}),
-        {k: preset["protocol"][k] for k in preset["unstated"]},
+        {k: preset["protocol"][k] for k in preset["unstated"]}, body.get("spread", ""), body.get("gain", {}),
     )  # fmt: skip
 
 
@@ -152,8 +154,14 @@ def not_experiments(paper: str) -> str:
 
 
 def is_ours(it: Item, row: str) -> bool:
-    """True if the row is a control that the paper does not have."""
+    """True if the paper does not have the row."""
     return bool(_preset(it.paper)["methods"][row].get("ours", False))
+
+
+def row_remark(it: Item, row: str) -> str:
+    """Return the remark on a row that the paper does not have; "" for the paper's rows."""
+    ours = _preset(it.paper)["methods"][row].get("ours", False)
+    return ours if isinstance(ours, str) else "ours, not in the paper" if ours else ""
 
 
 def settings_text(given: Mapping[str, Any]) -> str:
@@ -166,8 +174,11 @@ def row_differs(it: Item, row: str) -> str:
     return str(_preset(it.paper)["methods"][row].get("differs", ""))
 
 
-def statistic(it: Item, column: str) -> str:
-    return str(_preset(it.paper)["columns"][column].get("statistic", it.statistic))
+def statistic(it: Item, column: str, row: str = "") -> str:
+    """Return the name of the statistic in a cell: the row's, else the column's, else the item's."""
+    preset = _preset(it.paper)
+    of_column = preset["columns"][column].get("statistic", it.statistic)
+    return str(preset["methods"].get(row, {}).get("statistic", of_column))
 
 
 def narrow(it: Item, data: Sequence[str], methods: Sequence[str]) -> Item:

@@ -6,6 +6,7 @@ Do not mix them in one table: they differ in model, data and round.
 from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 
 from coterie.errors import CoterieError
 from coterie.results.bootstrap import FloatArray, IntArray
@@ -37,7 +38,8 @@ def pm_l(hits: IntArray, total: IntArray, train: IntArray) -> float:
 def official(run: Run, round: int | None = None, view: str = "personal") -> dict[str, float]:
     """Return GM, PM(V) and PM(L) of one evaluation (default: the last) of a run with official = true.
 
-    The view `trained` scores the personal models after one more local training (last round only).
+    The view `trained` scores the personal models after one more local training: in the last round, and in all
+    evaluations of a run with headline = trained.
     """
     z = run.evaluation(round)
     if f"{view}/official/hits" not in z:
@@ -50,6 +52,13 @@ def official(run: Run, round: int | None = None, view: str = "personal") -> dict
     if "global/official/hits" in z:
         out["GM"] = gm(z["global/official/hits"][0], z["global/official/total"][0])
     return out
+
+
+def official_curves(run: Run) -> pd.DataFrame:
+    """Return GM, PM(V) and PM(L) of every evaluation, by round; of trained models if every evaluation scored them."""
+    rounds = [int(e["round"]) for e in run.events if "evaluation" in e]
+    view = "trained" if all("trained/official/hits" in run.evaluation(t) for t in rounds) else "personal"
+    return pd.DataFrame({t: official(run, t, view) for t in rounds}).T.rename_axis("round")
 
 
 def clustering_round(run: Run) -> float:

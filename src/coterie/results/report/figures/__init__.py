@@ -13,6 +13,7 @@ from coterie.results.run import Run
 
 KINDS: dict[str, tuple[Callable[..., Figure], tuple[str, ...], str]] = {  # name -> function, its options, description
     "rounds": (curves.draw_rounds, ("view",), "accuracy (or the metric of the task) against round"),
+    "official": (curves.draw_official, (), "GM, PM(V) and PM(L) on the official test part against round"),
     "loss": (curves.draw_loss, (), "training loss against round"),
     "bytes": (curves.draw_bytes, (), "cumulative bytes against round"),
     "cost": (curves.draw_cost, ("view",), "accuracy against bytes"),

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from coterie.errors import CoterieError
 from coterie.results.controls import headline_view
+from coterie.results.paper_metrics import official_curves
 from coterie.results.report.figures import style
 from coterie.results.run import Run
 from coterie.results.statistics import cumulative_bytes
@@ -75,6 +76,28 @@ def draw_rounds(runs: Sequence[Run], view: str = "") -> Figure:
     return _lines(
         runs, lambda g: over_rounds(g, view, runs[0].metric.scale), label + (", mean of ten rounds" if smooth else "")
     )
+
+
+def draw_official(runs: Sequence[Run]) -> Figure:
+    """Draw FedPC's statistics on the official test part against round: a row of panels GM, PM(V), PM(L) per group."""
+    curves = {r.path: 100 * official_curves(r) for r in runs}
+    groups, order = (list(dict.fromkeys(getattr(r, k) for r in runs)) for k in ("group", "title"))
+    names = ("GM", "PM(V)", "PM(L)")
+    figure, all_axes = style.panels(len(groups) * len(names), columns=len(names))
+    for at, axes in enumerate(all_axes):
+        group, name = groups[at // len(names)], names[at % len(names)]
+        for i, title in enumerate(order):
+            mine = [curves[r.path] for r in runs if (r.group, r.title) == (group, title)]
+            values = [c[name].dropna() for c in mine if name in c]
+            if values:
+                mean = pd.concat(values, axis=1).mean(axis=1)
+                axes.plot(mean.index, mean, label=title, markevery=_every(len(mean)), **style.line_style(i))
+        style.whole_numbers(axes.xaxis)
+        axes.set_xlabel("round")
+        axes.set_ylabel(f"{name} (%)")
+        axes.set_title(group)
+    style.legend(figure, max(all_axes, key=lambda a: len(a.get_legend_handles_labels()[1])))
+    return figure
 
 
 def draw_loss(runs: Sequence[Run]) -> Figure:

@@ -33,18 +33,14 @@ def layer_of(run: Run) -> dict[int, str]:
     return {int(i): str(layer) for i, layer in layers.items()}
 
 
-def agreement(choices: Sequence[Mapping[int, str]], truth: Mapping[int, str] | None = None) -> dict[int, int]:
-    """Return client -> number of choices equal to the truth or, without one, to the most frequent choice."""
+def agreement(choices: Sequence[Mapping[int, str]]) -> dict[int, int]:
+    """Return client -> number of choices that are equal to the most frequent one."""
     clients = sorted(set.intersection(*(set(c) for c in choices)))
-    out = {}
-    for i in clients:
-        votes = Counter(c[i] for c in choices)
-        out[i] = votes[truth[i]] if truth is not None and i in truth else max(votes.values())
-    return out
+    return {i: max(Counter(c[i] for c in choices).values()) for i in clients}
 
 
 def draw_layers(runs: Sequence[Run]) -> Figure:
-    """Draw a cell per client, coloured by its layer; the last panel counts runs that agree (with an oracle)."""
+    """Draw a cell per client, coloured by its layer; the last panel counts runs that agree, darker for more."""
     chosen = [r for r in runs if isinstance(facts(r, "layer"), Mapping)]
     if not chosen:
         layer_of(runs[0])
@@ -94,19 +90,15 @@ def _map(axes: Any, of: Mapping[int, str], code: Mapping[str, int], title: str, 
 
 
 def _agreement(axes: Any, runs: Sequence[Run]) -> None:
-    oracle = next((r for r in runs if "oracle" in str(r.settings["method"])), None)
-    others = [r for r in runs if r is not oracle]
-    truth = layer_of(oracle) if oracle is not None else None
-    same = agreement([layer_of(r) for r in others], truth)
+    same = agreement([layer_of(r) for r in runs])
     down, across = _grid(max(same) + 1)
     grid = np.full((down, across), np.nan)
     for client, n in same.items():
         grid[client // across, client % across] = n
         axes.text(client % across, client // across, str(n), ha="center", va="center", fontsize=5.5,
-                  color="white" if n < 0.6 * len(others) else "black")  # fmt: skip
-    axes.imshow(grid, cmap="cividis", vmin=0, vmax=len(others))
-    agree = f"agree with {oracle.title}" if oracle is not None else "agree with each other"
-    _bare(axes, f"number of {len(others)} runs that {agree}", down, across)
+                  color="white" if n > 0.6 * len(runs) else "black")  # fmt: skip
+    axes.imshow(grid, cmap="cividis_r", vmin=0, vmax=len(runs))
+    _bare(axes, f"number of {len(runs)} runs that agree with each other", down, across)
 
 
 def _bare(axes: Any, title: str, down: int, across: int) -> None:
