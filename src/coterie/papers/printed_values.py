@@ -27,7 +27,7 @@ def _participants(run: Run, window: int) -> float:
 
 def _clients_megabytes(run: Run) -> float:
     """Return the megabytes on the links of clients; the link between edges and cloud does not count."""
-    return sum(n for link, n in run.summary()["bytes"].items() if link.startswith("device-")) / 1e6
+    return float(sum(n for link, n in run.summary()["bytes"].items() if link.startswith("device-")) / 1e6)
 
 
 STATISTICS: dict[str, Callable[[Run], float]] = {
