@@ -28,6 +28,7 @@ from coterie.results.callbacks import OnRound, round_callbacks
 from coterie.results.comparison import Comparison
 from coterie.results.controls import CONTROLS, GENERAL
 from coterie.results.discovery import APART
+from coterie.results.equal_budget import equalised, matched_controls
 from coterie.results.grid import Cell, SweepStatus, sweep
 from coterie.results.run import Run
 from coterie.results.search import Budget, Sampler, Tuning, make_trials, search
@@ -153,17 +154,20 @@ def compare(
     model: str | Factory | None = None,
     *,
     against: str | Sequence[str] = (),
+    equal: str = "",
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
     **more: Any,
 ) -> Comparison:
     """Run several methods on the same clients; Local-Only is always included.
 
-    `against`: "controls" adds the controls that every method must beat and those that the methods declare; other names
-    are added as they are. The differences to them are in `arena()` of the returned comparison. `more` takes settings,
-    and `workers`, `engine` and `data_dir` as in `run`.
+    `against`: "controls" adds the controls that every method must beat and those that the methods declare, and runs
+    Local-Only and FedAvg + fine-tuning also with as much training as a method that trains more or less. Other names are
+    added as they are. The differences are in `arena()` of the returned comparison. `equal`: "steps", "samples", "bytes"
+    or "time" gives every method as much of it as FedAvg (or, without FedAvg, Local-Only) has in `rounds` rounds. `more`
+    takes settings, and `workers`, `engine` and `data_dir` as in `run`.
     """
-    outcome = run_comparison(methods, data, model, against=against, seeds=seeds, out=out, **more)
+    outcome = run_comparison(methods, data, model, against=against, equal=equal, seeds=seeds, out=out, **more)
     for path, reason in outcome.status.failed.items():
         raise CoterieError(f"{path.name} failed: {reason}")
     assert outcome.comparison is not None
@@ -187,6 +191,7 @@ def run_comparison(
     model: str | Factory | None = None,
     *,
     against: str | Sequence[str] = (),
+    equal: str = "",
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
     also: Sequence[str] = (),
@@ -203,12 +208,25 @@ def run_comparison(
     cells = comparison_cells(methods, data, model, seeds, folder, against, **more)
     for sentence in shared_choices(cells):
         callbacks.on_info(sentence)
+    if equal:
+        cells = equalised(cells, folder, how, equal, callbacks.should_stop)
     callbacks.on_start("compare", sum(c.settings.rounds for c in cells))
     status = sweep(cells, how, on_status, callbacks.should_stop, check=True)
-    runs = [Run(c.out, objects=c.objects) for c in cells if c.out not in status.failed and c.finished()]
+    runs = _finished(cells, status)
+    if CONTROLS in _rivals(against) and (more_cells := matched_controls(runs, cells)):
+        also_run = sweep(more_cells, how, on_status, callbacks.should_stop)
+        status.failed |= also_run.failed
+        status.said += also_run.said
+        runs += _finished(more_cells, also_run, named=True)
     asked = [m if isinstance(m, str) else m.__name__ for m in methods] if against else []
     comparison = Comparison(runs, asked, _rivals(against), also=also) if runs else None
     return ComparisonOutcome(folder, status, comparison)
+
+
+def _finished(cells: Sequence[Cell], status: SweepStatus, named: bool = False) -> list[Run]:
+    """Return the runs that finished; `named`: their titles tell the number of rounds."""
+    runs = [Run(c.out, objects=c.objects) for c in cells if c.out not in status.failed and c.finished()]
+    return [Run(r.path, title=f"{r.title} ({r.settings['rounds']} rounds)") for r in runs] if named else runs
 
 
 @_torch_as_found()

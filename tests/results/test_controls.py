@@ -27,6 +27,7 @@ class Made:
     """A run with given accuracies: hits of 100 test samples per client, by view."""
 
     group, last_round, finished, objects, headline = "g", 3, True, Objects(), "personal"
+    steps = 100
     task = Classification(1)
     metric = task.metric
 
@@ -43,6 +44,9 @@ class Made:
 
     def evaluation(self, round=None):
         return self.z
+
+    def work(self, view=""):
+        return {"steps": self.steps, "samples": 32 * self.steps}
 
 
 def test_an_interval_is_that_of_all_possible_resamples() -> None:
@@ -266,7 +270,8 @@ def test_finished_runs_are_compared_with_controls_from_their_folders(folder, cli
 
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = cli("arena", str(folder), "--against", "fedavg/trained")
-    assert code == 0 and "FedAvg, trained" in out and "gain" in out and not err
+    assert code == 0 and "FedAvg, trained" in out and "gain" in out
+    assert err == "coterie: FedRep trained 5 times as much as FedAvg, trained (198 and 40 local steps)\n"
     code, out, _ = cli("arena", str(folder), "--markdown")
     assert code == 0 and "| FedAvg, trained |" in out
     code, _, err = cli("arena", str(folder / "fedrep-s0"))
@@ -284,3 +289,13 @@ def test_figure_and_report_show_the_same_pairs(folder, tmp_path) -> None:
     assert "Against controls" in text and "FedAvg, trained" in text
     ((_, table),) = arena.readable().items()
     assert all(f">{cell.split()[0]}</td>" in text for cell in table["difference [95 %]"])
+
+
+def test_rows_with_different_training_are_named_once() -> None:
+    rivals = [Made(name, 0, personal=[50, 60]) for name in ("local", "fedrep", "fedper")]
+    method, names = Made("ditto", 0, personal=[70, 80]), ["local", "fedrep", "fedper"]
+    assert ControlTable([method, *rivals], names).warnings() == []
+    method.steps, rivals[2].steps = 210, 200
+    assert ControlTable([method, *rivals], names).warnings() == [
+        "ditto trained 2.1 times as much as local, fedrep (210 and 100 local steps)"
+    ]

@@ -133,6 +133,9 @@ def compare(
     against: Annotated[
         str | None, Option(help="controls: add what every method must beat, and what each names; or methods, by commas")
     ] = None,
+    equal: Annotated[
+        str, Option(help="steps, samples, bytes or time: give every method as much of it as FedAvg has in its rounds")
+    ] = "",
     seeds: Annotated[int, Option(min=1, help="runs per method, with seeds 0, 1, ...")] = 1,
     data_dir: o.DataDir = None,
     workers: o.WorkersOption = None,
@@ -157,8 +160,8 @@ def compare(
             on_start=progress.start, on_info=_ignore if silent else _print, on_warning=_warn, should_stop=stop
         )
         outcome = api.run_comparison(
-            names, given.pop("data", "digits"), given.pop("model", None), against=rivals, seeds=seeds, out=folder,
-            also=o.commas(also), workers=workers, engine=engine, data_dir=data_dir,
+            names, given.pop("data", "digits"), given.pop("model", None), against=rivals, equal=equal, seeds=seeds,
+            out=folder, also=o.commas(also), workers=workers, engine=engine, data_dir=data_dir,
             callbacks=callbacks, on_status=lambda s: progress.update(s.done(), _running(s)), **given,
         )  # fmt: skip
     failed = outcome.status.failed

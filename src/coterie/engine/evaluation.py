@@ -7,7 +7,7 @@ Statistics over clients: mean, std, worst decile; pooled over samples; mean over
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,9 @@ class Evaluation:
     counts: dict[str, dict[str, np.ndarray]]  # [clients, ...]
     loss: dict[str, np.ndarray]  # [clients]
     cluster: np.ndarray | None = None  # [clients], ALONE for clients without one; None if the method makes no clusters
+    adapting: Mapping[str, int] = field(
+        default_factory=dict
+    )  # steps and samples of fine-tuning all clients but newcomers
 
     @staticmethod
     def of(
@@ -93,7 +96,10 @@ class Evaluation:
                     counts[k][c][i] = v.numpy()
         clients = [a.client for a in answers]
         cluster = None if cluster_of is None else np.array([int(cluster_of.get(c, ALONE)) for c in clients])
-        return Evaluation(task, clients, np.array([c in newcomers for c in clients]), counts, loss, cluster)
+        own = [a for a in answers if a.client not in newcomers]
+        work = {"steps": sum(a.steps for a in own), "samples": sum(a.seen for a in own)}
+        new = np.array([c in newcomers for c in clients])
+        return Evaluation(task, clients, new, counts, loss, cluster, work if work["steps"] else {})
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of the evaluation file; counts are small, so they are stored in full."""

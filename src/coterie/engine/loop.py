@@ -124,7 +124,8 @@ class Loop:
             begun = time.perf_counter()
             value, nonfinite = self.step()
             seconds = time.perf_counter() - begun
-            self.folder.timing(round=t, seconds=round(seconds, 6))
+            cpu = {} if self.runtime.cpu is None else {"cpu": round(self.runtime.cpu, 6)}
+            self.folder.timing(round=t, seconds=round(seconds, 6), **cpu)
             metric, rounds = self.method.ctx.task.metric, self.schedule.rounds
             callbacks.on_round(Progress(t, rounds, value, seconds, nonfinite, self.bytes, metric, self.event))
             halt = callbacks.should_stop()
@@ -260,12 +261,14 @@ class Loop:
             failed=result.failed,
             nonfinite=result.nonfinite,
             steps=sum(a.steps for a in trained),
+            samples=sum(a.seen for a in trained),
             loss=sum(losses) / len(losses) if losses else None,
             bytes=result.bytes,
             notes=notes(trained),
             facts=self.method.facts(self.server),
             watch=watch.summary() if watch else {},
             eval=found.summary() if found else {},
+            **({"adapting": found.adapting} if found and found.adapting else {}),
             **({"reasons": result.reasons} if result.reasons else {}),
             **({"ended": self.ended} if self.ended else {}),
         )

@@ -71,6 +71,7 @@ class TrainAnswer:
     before: Score | None = None
     after: Score | None = None
     update: Tensor | None = None  # [P]
+    seen: int = 0  # samples of all steps of local training
 
 
 @register
@@ -130,6 +131,8 @@ class ScoreAnswer:
     scores: Mapping[str, Score]  # by "view/part"
     samples: int
     model: Tree | None = None  # the personal model, where the official score needs the mean of all; a simulation only
+    steps: int = 0  # of fine-tuning, for the view adapted
+    seen: int = 0  # samples of these steps
 
 
 # ---- between a runtime and its processes -----------------------------------------------------------------------------
@@ -156,6 +159,7 @@ class TrainResult:
 
     answer: TrainAnswer
     state: State | Remote
+    cpu: float = 0.0  # processor seconds of the client's training
 
 
 # ---- messages from other hosts ---------------------------------------------------------------------------------------

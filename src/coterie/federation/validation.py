@@ -47,8 +47,8 @@ def check_answer(answer: Value, request: Request, samples: int, task: Task) -> A
 
 def _check_trained(a: TrainAnswer, request: TrainRequest, samples: int, task: Task) -> TrainAnswer:
     _check_sender(a, request, samples)
-    if a.steps < 0:
-        raise CoterieError(f"it reports {a.steps} steps")
+    if a.steps < 0 or a.seen < 0:
+        raise CoterieError(f"it reports {a.steps} steps and {a.seen} samples")
     check_number(a.loss, "the loss")
     for score in (a.before, a.after):
         if score is not None:
@@ -63,6 +63,8 @@ def _check_scored(a: ScoreAnswer, request: ScoreRequest, samples: int, task: Tas
     _check_sender(a, request, samples)
     if "personal/test" not in a.scores or not a.scores.keys() <= _SCORES or a.model is not None:
         raise CoterieError("the answer contains other scores than were requested")
+    if a.steps < 0 or a.seen < 0:
+        raise CoterieError(f"it reports {a.steps} steps and {a.seen} samples")
     for score in a.scores.values():
         check_score(score, task)
     return a

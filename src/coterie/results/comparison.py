@@ -13,6 +13,7 @@ from coterie.results.controls import ControlTable, headline_view
 from coterie.results.run import Run
 from coterie.results.tables import markdown_table
 
+WORK = {"steps": "steps", "samples": "samples", "CPU s": "cpu"}  # columns of local training, and their names in a run
 HIDDEN_COLUMNS = ("clusters", "received", "edge")  # shown in tables on request only; files have them
 
 
@@ -74,6 +75,9 @@ class Comparison:
     def table(self) -> pd.DataFrame:
         """Return one row per method: means of the metric, std over seeds (`± ...`), bytes and time per round.
 
+        `steps`, `samples` and `CPU s` are the local training of all clients in the whole run, the fine-tuning of the
+        view `adapted` included where that is the headline.
+
         `diverged` is the number of the scored `clients` whose personal models give NaN or infinity; if all of them do,
         the value is missing. Further metrics of the task are those of the headline.
         """
@@ -97,6 +101,9 @@ class Comparison:
                     sum(v for k, v in s["bytes_per_round"].items() if k.endswith(direction)) for s in summaries
                 ]
                 row[f"MB {direction}"] = float(np.mean(per_round)) / 1e6
+            work = [r.work(self.view) for r in self.runs if r.title == title]
+            for name, key in WORK.items():
+                row[name] = float(np.mean([w.get(key, np.nan) for w in work]))
             row["s/round"] = float(np.mean([s.get("seconds_per_round", np.nan) for s in summaries]))
             rows[title] = row
         frame = pd.DataFrame(rows).T
@@ -116,6 +123,10 @@ class Comparison:
                 out[name] = [_text(row, name, own, metric) for _, row in frame.iterrows()]
         if frame["diverged"].any():
             out["diverged"] = [f"{d:.0f} of {n:.0f}" for d, n in zip(frame["diverged"], frame["clients"], strict=True)]
+        for name in ("steps",) if brief else WORK:
+            if frame[name].notna().any():
+                digits = 1 if name == "CPU s" else 0
+                out[name] = ["" if pd.isna(v) else f"{v:,.{digits}f}" for v in frame[name]]
         out["MB up"] = [f"{v:.3g}" for v in frame["MB up"]]
         out["MB down"] = [f"{v:.3g}" for v in frame["MB down"]]
         out["s/round"] = ["" if pd.isna(v) else f"{v:.3f}" for v in frame["s/round"]]

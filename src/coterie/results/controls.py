@@ -27,6 +27,7 @@ GENERAL: dict[str, tuple[str, ...]] = {
 }
 CONTROLS = "controls"  # name for the usual controls and those of the method
 BUDGET = ("rounds", "epochs", "batch", "lr", "lr_decay", "join", "model", "optimizer", "momentum", "weight_decay")
+UNEQUAL = 0.1  # two rows whose training differs by more than this share are named in a warning
 At = Literal["last", "selected"]
 
 
@@ -138,7 +139,9 @@ class ControlTable:
             usual += [(n, self.view) for n in own[row.title]]
             names = [*(usual if not given or (CONTROLS, "") in self._against else []), *given]
             rivals = {r.label: r for r in map(self._with_view, self._named(names)) if r.label != row.label}
-            out.append((row, [r for r in rivals.values() if r.title != row.title or _is_named(r, given)]))
+            others = [r for r in rivals.values() if r.title != row.title or _is_named(r, given)]
+            first = {r.method: r.title for r in reversed(others)}
+            out.append((row, [r for r in others if r.title == first[r.method] or not _compared_work(row, r)]))
         return out
 
     def _named(self, names: Iterable[tuple[str, str]]) -> list[Row]:
@@ -231,11 +234,17 @@ class ControlTable:
         shown = {id(r): r for p in self.pairs for row in (p.row, p.against) for r in row.runs.values()}.values()
         rounds = sorted({r.last_round for r in shown})
         notes = [*self._notes]
+        unequal: dict[str, list[str]] = defaultdict(list)
         for p in self.pairs:
             a, b = (next(iter(row.runs.values())).settings for row in (p.row, p.against))
-            if other := [k for k in BUDGET if a.get(k) != b.get(k)]:
+            known = "samples" in mean_work(p.row) and "samples" in mean_work(p.against)
+            counted = ("rounds", "join") if known else ()  # the work says what they amount to
+            if other := [k for k in BUDGET if a.get(k) != b.get(k) and k not in counted]:
                 notes.append(f"{p.row.label} and {p.against.label} were trained with different {', '.join(other)}")
-        if len(rounds) > 1:
+            if text := _compared_work(p.row, p.against):
+                unequal[text].append(p.against.label)
+        notes += [text.format(", ".join(names)) for text, names in unequal.items()]
+        if len(rounds) > 1 and not all("samples" in r.work() for r in shown):
             notes.append(f"the runs end after different rounds: {', '.join(map(str, rounds))}")
         notes += [f"{r.path} is at round {r.last_round} of {r.settings['rounds']}" for r in shown if not r.finished]
         return list(dict.fromkeys(notes))
@@ -344,6 +353,22 @@ def _has(row: Row, view: str) -> bool:
 
 def _views(run: Run) -> set[str]:
     return next((set(e["eval"]) for e in reversed(run.events) if e["eval"]), set())
+
+
+def mean_work(row: Row) -> dict[str, float]:
+    """Return the local training behind a row, as means over its seeds; numbers that a run lacks are missing."""
+    frame = pd.DataFrame([r.work(row.view) for r in row.runs.values()])
+    return {str(k): float(v) for k, v in frame.dropna(axis=1).mean().items()}
+
+
+def _compared_work(row: Row, against: Row) -> str:
+    """Return how much a row trained, if that differs by more than a tenth from the other row; otherwise ""."""
+    a, b = mean_work(row), mean_work(against)
+    key = "samples" if "samples" in a and "samples" in b else "steps"
+    if key not in a or key not in b or abs(a[key] - b[key]) <= UNEQUAL * b[key]:
+        return ""
+    often = f"trained {a[key] / b[key]:.2g} times as much as" if b[key] else "trained, which is not so for"
+    return f"{row.label} {often} {{}} ({a['steps']:,.0f} and {b['steps']:,.0f} local steps)"
 
 
 def _plain(p: Pair, group: str) -> dict[str, Any]:

@@ -131,6 +131,7 @@ class Run:
         for e in self.events:
             row: dict[str, Any] = {"round": e["round"], "loss": e["loss"], "participants": len(e["participants"])}
             row |= {"failed": len(e["failed"]), "nonfinite": len(e["nonfinite"])}
+            row |= {k: e[k] for k in ("steps", "samples") if k in e}
             for link, directions in e["bytes"].items():
                 for direction, parts in directions.items():
                     row[f"bytes/{link}/{direction}"] = sum(parts.values())
@@ -143,8 +144,9 @@ class Run:
         frame = pd.DataFrame(rows).set_index("round") if rows else pd.DataFrame()
         for name, value in self._old_cluster_means().items():
             frame.loc[frame.index[frame.index == self._evaluated["round"]], name] = value
-        if seconds := {row["round"]: row["seconds"] for row in self._timing.rows}:
-            frame["seconds"] = frame.index.map(seconds).astype(float)
+        for name in ("seconds", "cpu"):
+            if times := {row["round"]: row[name] for row in self._timing.rows if name in row}:
+                frame[name] = frame.index.map(times).astype(float)
         return frame
 
     @property
@@ -244,6 +246,16 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """Return the statistics of the evaluation protocol (see statistics.py)."""
         return summarise(self.rounds, int(self.settings["rounds"]), self.task.metrics)
+
+    def work(self, view: str = "") -> dict[str, float]:
+        """Return the local training of all clients until the last round: steps, samples, and processor seconds as cpu.
+
+        The view `adapted` (default: the headline) includes the fine-tuning of every client once. Numbers that the run
+        did not record are missing.
+        """
+        out = {k: float(self.rounds[k].sum()) for k in ("steps", "samples", "cpu") if k in self.rounds}
+        tuning = self._evaluated.get("adapting", {}) if (view or self.headline) == "adapted" else {}
+        return {k: v + tuning.get(k, 0) for k, v in out.items()}
 
     # ---- models ------------------------------------------------------------------------------------------------------
     def session(self) -> Session:

@@ -59,6 +59,7 @@ class Runtime(ABC):
 
     method: Method
     trusted = False  # True: clients are part of this program, so a wrong upload is an error of the method
+    cpu: float | None = None  # processor seconds of the clients' training in the last round, if they are known
 
     @abstractmethod
     def train(self, requests: Sequence[TrainRequest]) -> Replies[TrainAnswer]:
@@ -141,6 +142,7 @@ class Simulation(Runtime):
     def train(self, requests: Sequence[TrainRequest]) -> Replies[TrainAnswer]:
         done = self._train([Job(r, self.states.handle(r.client)) for r in requests])
         self._pending = {d.answer.client: d.state for d in done}
+        self.cpu = sum(d.cpu for d in done)
         return {d.answer.client: d.answer for d in done}, {}
 
     def score(self, requests: Sequence[ScoreRequest]) -> Replies[ScoreAnswer]:

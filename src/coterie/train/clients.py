@@ -1,5 +1,6 @@
 """The client's side of a run: trains and scores with the client's own data and state. The same in every runtime."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -136,10 +137,12 @@ class Clients:
             own = [Model({})] * len(jobs)
             if watch or requests[0].log_update:
                 own = [self._model("watched", o, round) for o in opened]
-            members = [self._member(o, round, r.share) for o, r in zip(opened, requests, strict=True)]
             before = self._watched(watch, own, opened)
+            begun = time.process_time()
+            members = [self._member(o, round, r.share) for o, r in zip(opened, requests, strict=True)]
             efforts = self._practise(phases, members, round)
             ended = [self._end(o, m, round) for o, m in zip(opened, members, strict=True)]
+            cpu = (time.process_time() - begun) / len(jobs)
             after = self._watched(watch and bool(phases), [e[3] for e in ended], opened)
             out = []
             for i, (kept, upload, note, model) in enumerate(ended):
@@ -150,9 +153,9 @@ class Clients:
                     note["train_loss"] = score(method, *model, train).loss / max(1, len(train))
                 answer = TrainAnswer(
                     requests[i].client, upload, note, len(opened[i].data.train), efforts[i].steps, efforts[i].loss,
-                    before[i], after[i], update,
+                    before[i], after[i], update, efforts[i].samples,
                 )  # fmt: skip
-                out.append(TrainResult(answer, kept))
+                out.append(TrainResult(answer, kept, cpu))
             return out
 
     def _member(self, o: Opened, round: int, share: float = 1.0) -> Member:
@@ -198,9 +201,10 @@ class Clients:
             models: list[Tree | None] = [None] * len(jobs)
             if request.official:
                 models = [self._official(m, s, known, whole) for m, s, known in zip(own, scores, same, strict=True)]
+            tuning = [Effort(0, 0, 0.0)] * len(jobs)
             if phases := method.adapt():
                 members = [_copy(m, o) for m, o in zip(own, opened, strict=True)]
-                self._practise(phases, members, round)
+                tuning = self._practise(phases, members, round)
                 put("adapted", [Model(m.params, m.extras) for m in members], everybody)
             elif "trained" in request.more and (new := [i for i in everybody if self._is_newcomer(opened[i])]):
                 members = [_copy(own[i], opened[i]) for i in new]
@@ -219,8 +223,8 @@ class Clients:
                     for found, model in zip(scores, after, strict=True):
                         found["trained/official"] = score(method, *model, split)
             return [
-                ScoreAnswer(j.request.client, s, len(o.data.train), model)
-                for j, o, s, model in zip(jobs, opened, scores, models, strict=True)
+                ScoreAnswer(j.request.client, s, len(o.data.train), model, t.steps, t.samples)
+                for j, o, s, model, t in zip(jobs, opened, scores, models, tuning, strict=True)
             ]
 
     def _is_newcomer(self, o: Opened) -> bool:
