@@ -7,6 +7,8 @@ where m is the median of the squared distances d^2 that are not zero.
 Features are the inputs of the head. A batch with fewer than two samples has the task's loss alone.
 """
 
+import math
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -51,7 +53,7 @@ def variance(p: Tensor, weight: Tensor) -> Tensor:
     w, n = weight[:, None], weight.sum()
     gap = p - (w * p).sum(0) / n
     deviation = ((w * gap.square()).sum(0) / (n - 1).clamp(min=1)).clamp(min=EPS).sqrt()
-    return (p.shape[1] ** -0.5 - deviation).relu().mean()
+    return torch.relu(1 / math.sqrt(p.shape[1]) - deviation).mean()
 
 
 def uniformity(z: Tensor, weight: Tensor) -> Tensor:
