@@ -84,7 +84,7 @@ def killed_and_resumed(method: str, tmp_path: Path, kills: int, seed: int, *more
         _, error = process.communicate()
         assert process.returncode in (0, -signal.SIGKILL), error
         command = ["run", "--resume", str(cut), "-q"]
-    assert done > 0, "the run was quicker than every knife"
+    assert 2 * done >= kills, "the run ended before most kills"
     finish("run", "--resume", str(cut), "-q")
     same_results(whole, cut)
 
@@ -94,10 +94,9 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("trial", range(7))
 @pytest.mark.parametrize("method", ["fedrep", "ditto", "cfl"])
-def test_twenty_one_kills_at_random_moments(method: str, trial: int, tmp_path: Path) -> None:
-    killed_and_resumed(method, tmp_path, 1, 100 + trial, *(CFL_SPLITS if method == "cfl" else []))
+def test_a_run_that_is_killed_seven_times_ends_with_the_same_bits(method: str, tmp_path: Path) -> None:
+    killed_and_resumed(method, tmp_path, 7, 100, *(CFL_SPLITS if method == "cfl" else []))
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:

@@ -35,6 +35,10 @@ def digest(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("events.jsonl"))}
 
 
+def rounds_done(folder: Path) -> int:
+    return sum(log.count(b"\n") for log in digest(folder).values())
+
+
 def test_the_winner_is_bit_identical_to_a_single_run(tmp_path: Path) -> None:
     data = testing.small_data(200)
     found = coterie.tune(
@@ -114,9 +118,11 @@ def test_a_killed_search_ends_with_the_same_result(sampler: str, tmp_path: Path)
         pytest.importorskip("optuna")
     call = [sys.executable, "-m", "coterie", *COMMAND, "--sampler", sampler, "--trials", "7"]
     subprocess.run([*call, "--out", tmp_path / "whole"], check=True)
-    for _ in range(3):
+    for kill in (1, 2, 3):
         process = subprocess.Popen([*call, "--out", tmp_path / "killed"], start_new_session=True)
-        time.sleep(6)
+        while rounds_done(tmp_path / "killed") < kill * rounds_done(tmp_path / "whole") // 4:
+            assert process.poll() is None
+            time.sleep(0.01)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     subprocess.run([*call, "--out", tmp_path / "killed"], check=True)
