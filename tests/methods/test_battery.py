@@ -2,10 +2,17 @@
 
 import pytest
 
-from coterie.testing import check
-from support.battery import everything
+from coterie.methods import known
+from coterie.testing import CHECKS, check
+from support.methods import METHODS
 
 
-@pytest.mark.parametrize(("method", "name"), everything())
+def marks(method):
+    """Return the marks of a method's checks: they run in one process, where they share a run."""
+    return [pytest.mark.xdist_group(method), *([] if method in METHODS else [pytest.mark.long])]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("method", [pytest.param(m, marks=marks(m)) for m in known()])
 def test_battery(method: str, name: str) -> None:
     check(method, name)
