@@ -9,7 +9,7 @@ from coterie.core.layers import Layout, layout
 from coterie.core.net import Net
 from coterie.errors import CoterieError
 from coterie.parts.layer_groups import last_layers
-from support.odd_grid import PAGE, own_methods, page, play, session
+from support.odd_grid import PAGE, own_methods, page, play, read, row, session
 from support.odd_models import ODD, SHAPE
 
 X = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(4))
@@ -167,8 +167,14 @@ def test_operations_without_a_vmap_rule_run_in_the_loop_engine(recwarn):
     assert not [w for w in recwarn if "batching rule" in str(w.message)]
 
 
-@pytest.mark.long
-def test_the_page_of_odd_models_is_up_to_date():
+def test_the_page_of_odd_models_has_a_row_for_every_method():
     text = PAGE.read_text()
-    names = [name for name in own_methods() if f"| {name} |" in text]
-    assert len(names) > 60 and page(names) == text
+    rows = read(text)
+    assert list(rows) == own_methods(), "run `python tests/support/odd_grid.py METHOD ...` for the missing methods"
+    assert page(rows) == text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", own_methods())
+def test_a_method_runs_with_odd_models_or_is_refused_as_the_page_says(method):
+    assert row(method) == read(PAGE.read_text())[method]

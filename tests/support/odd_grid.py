@@ -1,8 +1,10 @@
 """Run every method on every odd model with both training engines, and record the outcome.
 
-`python tests/support/odd_grid.py` writes docs/odd-models.md; a long test checks that the page is up to date.
+`python tests/support/odd_grid.py [METHOD ...]` writes all rows, or those of some methods, of docs/odd-models.md.
 """
 
+import re
+import sys
 import tempfile
 import warnings
 from functools import cache
@@ -15,13 +17,16 @@ from coterie.config import Engine, settings
 from coterie.data.dataset import Dataset
 from coterie.engine.session import Objects, Session, prepare
 from coterie.errors import CoterieError
-from coterie.methods import find, known
+from coterie.methods import find
 from support import ROOT
+from support.methods import METHODS
 from support.odd_models import ODD
 
 PAGE = ROOT / "docs" / "odd-models.md"
 ENGINES = ("loop", "stack")
 RUNS = "runs"
+YES, SLASH = "yes", " / "
+Row = dict[str, tuple[str, ...]]  # by model: the outcome with each training engine
 
 
 @cache
@@ -66,26 +71,45 @@ def outcome(method: str, model: str, engine: str) -> str:
     return RUNS
 
 
+def row(method: str) -> Row:
+    """Return the outcomes of a method on every odd model."""
+    title = find(method).card.title
+    return {
+        model: tuple(outcome(method, model, engine).replace(title, "The method") for engine in ENGINES) for model in ODD
+    }
+
+
 def own_methods() -> list[str]:
-    """Return the names of Coterie's own methods."""
-    return [name for name in known() if find(name).__module__.startswith("coterie.")]
+    """Return the names of Coterie's own methods without their variants, which use a model as their method does."""
+    return [name for name in METHODS if find(name).__module__.startswith("coterie.")]
 
 
-def page(names: list[str]) -> str:
-    """Return the page: the table, and the messages behind its numbers."""
+def page(rows: dict[str, Row]) -> str:
+    """Return the page: the table, and the messages that its numbers stand for."""
     errors: dict[str, int] = {}
     lines = []
-    for name in names:
+    for name, outcomes in rows.items():
         cells = []
-        for model in ODD:
-            title = find(name).card.title
-            both = [outcome(name, model, engine).replace(title, "The method") for engine in ENGINES]
-            marks = ["yes" if o == RUNS else f"({errors.setdefault(o, len(errors) + 1)})" for o in both]
-            cells.append(marks[0] if marks[0] == marks[1] else " / ".join(marks))
+        for both in outcomes.values():
+            marks = [YES if o == RUNS else f"({errors.setdefault(o, len(errors) + 1)})" for o in both]
+            cells.append(marks[0] if marks[0] == marks[1] else SLASH.join(marks))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     head = f"| method | {' | '.join(ODD)} |\n|---|{'---|' * len(ODD)}"
     notes = "\n".join(f"{i}. {sentence}" for sentence, i in errors.items())
     return f"{INTRO}\n{head}\n" + "\n".join(lines) + f"\n\n## Errors\n\n{notes}\n"
+
+
+def read(text: str) -> dict[str, Row]:
+    """Return the rows of a page."""
+    table = text.partition("\n| method |")[2]
+    meaning = {YES: RUNS} | {f"({i})": sentence for i, sentence in re.findall(r"^(\d+)\. (.*)$", table, re.M)}
+    rows: dict[str, Row] = {}
+    for line in table.splitlines()[2:]:
+        if line.startswith("| "):
+            name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            marks = [cell.split(SLASH) for cell in cells]
+            rows[name] = {m: (meaning[a[0]], meaning[a[-1]]) for m, a in zip(ODD, marks, strict=True)}
+    return rows
 
 
 INTRO = """# Odd models
@@ -93,7 +117,8 @@ INTRO = """# Odd models
 This page shows ten models that are not a plain chain of layers, each with every method, trained client by client
 (`loop`) and stacked (`stack`), with one newcomer. *yes* means that the method runs with both training engines. A number
 stands for an error before training starts; the list below the table has its text. No combination ends in a traceback or
-a warning. `python tests/support/odd_grid.py` writes this page, and a test checks that it is up to date.
+a warning. A method's variants use a model as the method does. `python tests/support/odd_grid.py` writes this page, and
+tests check that it is up to date.
 
 | model | peculiarity |
 |---|---|
@@ -113,4 +138,6 @@ a warning. `python tests/support/odd_grid.py` writes this page, and a test check
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(own_methods()))
+    written = read(PAGE.read_text())
+    chosen = sys.argv[1:] or own_methods()
+    PAGE.write_text(page({m: row(m) if m in chosen else written[m] for m in own_methods()}))
