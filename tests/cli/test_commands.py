@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from coterie.errors import unknown
 from coterie.methods import known
+from support.methods import METHODS
 
 SMALL = ["--clients", "5", "--rounds", "2", "--epochs", "1", "--workers", "1"]
 
@@ -121,7 +122,7 @@ def test_a_method_runs_with_nothing_but_its_name_and_says_what_was_chosen(name: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_runs_with_nothing_but_its_name(name: str, cli) -> None:  # type: ignore[no-untyped-def]
     code, _, err = cli("run", name, "--rounds", "2")
     assert code == 0, err

@@ -10,8 +10,8 @@ import coterie
 from coterie import testing
 from coterie.cli import app
 from coterie.errors import CoterieError
-from coterie.methods import known
 from coterie.results.run import Run
+from support.methods import METHODS
 
 FEW = {"clients": 5, "rounds": 3, "epochs": 1, "join": 1.0, "partition": "dirichlet(1)", "lr": 0.1, "workers": 1,
        "eval_every": 3, "val_share": 0.2, "public": 30, "watch": False, "final_trained": False}  # fmt: skip
@@ -59,7 +59,7 @@ def test_fedavg_welcomes_a_newcomer(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", [m for m in known() if m not in ("fedavg", "fedclip")])  # fedclip: an example
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("fedavg", "fedclip")])  # fedclip: an example
 def test_every_method_welcomes_a_newcomer(method: str, tmp_path: Path) -> None:
     welcomed(method, played(method, tmp_path / "r"), tmp_path)
 

@@ -23,6 +23,7 @@ from coterie.federation.policy.allow import ALLOWED_KINDS, GOVERNED_SETTINGS, Al
 from coterie.federation.policy.allow_example import example_policy
 from coterie.federation.protocol.version import PROTOCOL
 from coterie.methods import known
+from support.methods import METHODS
 
 RUN = "0123456789abcdef" * 2
 
@@ -265,7 +266,7 @@ def test_sizes_are_numbers_or_have_units() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["fedrep", "fedpc", *(pytest.param(n, marks=pytest.mark.long) for n in known() if n not in ("fedrep", "fedpc"))],
+    ["fedrep", "fedpc", *(pytest.param(n, marks=pytest.mark.long) for n in METHODS if n not in ("fedrep", "fedpc"))],
 )
 def test_the_example_for_a_method_allows_it_as_it_is_and_nothing_more(name: str) -> None:
     from coterie.config import settings

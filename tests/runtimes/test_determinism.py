@@ -36,6 +36,6 @@ def test_every_method_gives_the_same_bits_in_another_process(which: str) -> None
         )
         for seed in ("1", "2")
     ]
-    one, two = (json.loads(p.communicate(timeout=300)[0].splitlines()[-1]) for p in processes)
+    one, two = (json.loads(p.communicate(timeout=800)[0].splitlines()[-1]) for p in processes)
     assert one.keys() == two.keys() and len(one) > 20
     assert not [name for name in one if one[name] != two[name]]

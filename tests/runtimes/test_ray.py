@@ -19,6 +19,8 @@ from coterie.runtimes import ray as module
 from coterie.runtimes.inline import Inline
 from coterie.storage.client_states import StateLostError
 
+pytestmark = pytest.mark.xdist_group("ray")  # one cluster for all tests
+
 
 # ---- without Ray -----------------------------------------------------------------------------------------------------
 def test_without_ray_one_sentence_says_how_to_get_it(tmp_path, monkeypatch) -> None:
@@ -114,9 +116,11 @@ def cluster():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["fedrep", "fedavg", "ecs-fl", "fedgmh"])
-@pytest.mark.parametrize("state", ["memory", "disk"])
-def test_two_nodes_give_the_run_of_one_machine_to_the_bit(method, state, cluster, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("state", "method"),
+    [("memory", "fedrep"), ("memory", "fedavg"), ("memory", "ecs-fl"), ("memory", "fedgmh"), ("disk", "fedrep")],
+)
+def test_two_nodes_give_the_run_of_one_machine_to_the_bit(state, method, cluster, tmp_path) -> None:
     for place in ("local", "ray"):
         session = _session(place, cluster.address if place == "ray" else None, method)
         engine = session.engine.model_copy(update={"state": state})
