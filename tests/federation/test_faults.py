@@ -6,14 +6,12 @@ state and personal models must agree, which they cannot if a state was lost, use
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,54 +19,45 @@ pytest.importorskip("grpc", reason="a federation needs the extra federation")
 
 
 from coterie.federation.localhost import processes
-from coterie.federation.localhost.trial import LocalFederation
+from support.paced import Paced
 from support.replayed import same_as_replay
 
 pytestmark = pytest.mark.long
 
-ROUNDS = 6
-GIVEN: dict[str, Any] = {
-    "data": "digits", "subset": 600, "model": "mlp", "partition": "dirichlet(0.5)", "join": 1.0,
-    "epochs": 200, "lr": 0.001, "rounds": ROUNDS, "eval_every": ROUNDS, "watch": False, "final_trained": False,
-}  # fmt: skip
-PATIENCE = 300.0  # seconds for a whole run on a busy machine
+DEADLINE = 60.0  # seconds for an answer, on a busy machine
 
 
-def federation(folder: Path, edges: int = 0, **more: Any) -> LocalFederation:
-    given = {**GIVEN, **more}
-    return LocalFederation(folder / "federation", "fedrep", 4, edges, given, deadline=60.0, min_clients=3)
-
-
-def failures(local: LocalFederation) -> dict[int, list[int]]:
-    return {e["round"]: e["failed"] for e in local.events() if e["failed"]}
+def failures(f: Paced, since: int) -> list[list[int]]:
+    """Return the clients that failed, by round, without rounds up to `since` and those in which none failed."""
+    return [e["failed"] for e in f.events() if e["round"] > since and e["failed"]]
 
 
 def test_a_device_killed_during_a_round_is_excluded_and_returns_with_its_state(tmp_path: Path) -> None:
-    with federation(tmp_path) as f:
-        f.wait(PATIENCE, round=2)
-        os.kill(f.pids()["device-1"], signal.SIGSTOP)  # it gets its request and never answers
-        time.sleep(1)
+    f = Paced(tmp_path, devices=4, min_clients=3, deadline=DEADLINE)
+    f.modes["device-1"] = "slow"
+    with f:
+        began = f.until_failed()
+        f.until_busy("device-1")
         f.children["device-1"].kill()
-        f.wait(PATIENCE, round=4)
+        f.until_failed(1)
+        assert "device-1" in f.reason(1)
         f.launch("device-1")
-        f.wait(PATIENCE)
-    assert failures(f), "the dead device is not among the failed clients"
-    assert all(failed == [1] for failed in failures(f).values())
-    assert any("device-1" in reason for e in f.events() for reason in e.get("reasons", {}).values())
-    same_as_replay(f, tmp_path / "replay")
+        f.until_failed()
+        f.finish()
+        assert set(map(tuple, failures(f, began))) == {(1,)}
+        same_as_replay(f, tmp_path / "replay")
 
 
 def test_a_killed_cloud_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    f = federation(tmp_path)
-    f.min_clients = 4  # the resumed cloud waits until every device has returned, also on a busy machine
-    with f:
-        f.wait(PATIENCE, round=2)
-        time.sleep(0.2)  # during round 3
+    with Paced(tmp_path, devices=4, deadline=DEADLINE) as f:
+        f.until_failed()
+        f.until_busy("device-0")
         f.children["cloud"].kill()
         f.launch("cloud")
-        f.wait(PATIENCE)
-    same_as_replay(f, tmp_path / "replay")
-    assert not failures(f), "a device was excluded although all were connected"
+        f.until_failed()
+        f.finish()
+        assert not failures(f, 0), "a device was excluded although all were connected"
+        same_as_replay(f, tmp_path / "replay")
 
 
 class Proxy:
@@ -118,7 +107,7 @@ class Proxy:
 
 
 def test_a_device_disconnected_for_two_rounds_returns_with_its_state(tmp_path: Path) -> None:
-    f = federation(tmp_path)
+    f = Paced(tmp_path, devices=4, min_clients=3, deadline=DEADLINE)
     proxy = Proxy(f.ports["cloud"])
     straight = f._device
 
@@ -129,16 +118,17 @@ def test_a_device_disconnected_for_two_rounds_returns_with_its_state(tmp_path: P
     f._device = through_proxy  # type: ignore[method-assign]
     try:
         with f:
-            f.wait(PATIENCE, round=1)
+            began = f.until_failed()
             proxy.cut()
-            f.wait(PATIENCE, round=4)
+            f.until_failed(2)
+            f.until_failed(2)
             proxy.open = True
-            f.wait(PATIENCE)
+            f.until_failed()
+            f.finish()
+            assert set(map(tuple, failures(f, began))) == {(2,)}
+            same_as_replay(f, tmp_path / "replay")
     finally:
         proxy.close()
-    gone = failures(f)
-    assert len(gone) >= 2 and all(failed == [2] for failed in gone.values())
-    same_as_replay(f, tmp_path / "replay")
 
 
 @contextlib.contextmanager
@@ -153,43 +143,41 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def test_a_device_with_a_full_disk_is_excluded_until_there_is_space(tmp_path: Path) -> None:
-    f = federation(tmp_path)
+    f = Paced(tmp_path, devices=4, min_clients=3, deadline=DEADLINE)
     with small_disk(f.state(3), "8m") as disk, f:
-        f.wait(PATIENCE, round=1)
+        began = f.until_failed()
         filler = disk / "filler"
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as out:
             while True:
                 out.write(b"\0" * 4096)
-        f.wait(PATIENCE, round=4)
+        f.until_failed(3)
+        assert "device-3" in f.reason(3) and "No space left" in f.reason(3)
         filler.unlink()
-        f.wait(PATIENCE)
-        gone = failures(f)
-        assert gone and all(failed == [3] for failed in gone.values())
-        reasons = [reason for e in f.events() for reason in e.get("reasons", {}).values()]
-        assert any("device-3" in r and "No space left" in r for r in reasons), reasons
+        f.until_failed()
+        f.finish()
+        assert set(map(tuple, failures(f, began))) == {(3,)}
         same_as_replay(f, tmp_path / "replay")
 
 
 def test_a_killed_edge_is_excluded_with_its_devices_and_returns(tmp_path: Path) -> None:
-    f = federation(tmp_path, edges=2)
-    f.min_clients = 2
-    with f:
-        f.wait(PATIENCE, round=2)
-        f.children["edge-0"].kill()
-        f.wait(PATIENCE, round=4)
-        f.launch("edge-0")
-        f.wait(PATIENCE)
-    # two clients are enough to start, so the devices of the other edge may miss the first rounds
-    gone = {t: failed for t, failed in failures(f).items() if t > 2}
-    assert gone and all(set(failed) <= {0, 1} for failed in gone.values())
-    same_as_replay(f, tmp_path / "replay")
+    with Paced(tmp_path, devices=4, edges=2, min_clients=2, deadline=DEADLINE) as f:
+        began = f.until_failed()
+        f.children["edge-1"].kill()
+        f.until_failed(2, 3)
+        f.launch("edge-1")
+        f.until_failed()
+        f.finish()
+        assert all(set(failed) <= {2, 3} for failed in failures(f, began))
+        same_as_replay(f, tmp_path / "replay")
 
 
 def test_all_started_processes_are_stopped(tmp_path: Path) -> None:
-    with federation(tmp_path, edges=2, rounds=2, eval_every=2) as f:
-        f.wait(PATIENCE, round=1)
+    with Paced(tmp_path, devices=4, edges=2) as f:
+        f.until(f.events, "a round")
         pids = f.pids()
         assert {"cloud", "edge-0", "device-3"} <= set(pids)
-    time.sleep(0.5)
-    assert not [name for name, pid in pids.items() if Path(f"/proc/{pid}/cmdline").exists()]
+    end = time.monotonic() + 60
+    while left := [name for name, pid in pids.items() if Path(f"/proc/{pid}/cmdline").exists()]:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
     assert not processes._running or not any(c.alive for c in f.children.values())

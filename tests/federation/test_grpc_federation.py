@@ -4,9 +4,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,84 +15,12 @@ from safetensors.torch import load_file
 from coterie.federation.identity import admin as nodes
 from coterie.federation.identity import authority as certs
 from coterie.federation.localhost import processes
-from coterie.federation.localhost.trial import LocalFederation
 from coterie.federation.protocol.version import PROTOCOL
 from coterie.federation.replay import replay_differences
-from support import TESTS
+from support.paced import ROUNDS, Paced
 from support.replayed import same_as_replay
 
 pytestmark = pytest.mark.long
-
-GIVEN: dict[str, Any] = {
-    "data": "digits", "subset": 600, "model": "mlp", "partition": "dirichlet(0.5)", "join": 1.0, "epochs": 1,
-    "rounds": 60, "eval_every": 10, "final_trained": False,
-}  # fmt: skip
-SECONDS = 300.0
-UPGRADED = """
-import sys
-from coterie.federation.protocol import version as protocol
-protocol.PROTOCOL += int(sys.argv.pop(1))
-from coterie.federation.protocol import plan
-plan.version = protocol.version = lambda name: "9.9.9"
-from coterie.cli import main
-main()
-"""
-
-
-class Paced(LocalFederation):
-    """device-0 is slow until `finish`, so that rounds last. `modes`: kinds of hostile devices;
-    `upgraded`:
-    parties of another version of the package, and by how much their protocol differs."""
-
-    modes: dict[str, str]
-    upgraded: dict[str, int]
-
-    def __init__(self, folder: Path, method: str = "fedrep", devices: int = 3, edges: int = 0, **more: Any):
-        given = {**GIVEN, **more.pop("given", {})}
-        self.modes, self.upgraded = {"device-0": "slow"}, {}
-        super().__init__(folder / "f", method, devices, edges, given, deadline=30.0, **more)
-
-    def start(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.hold.touch()
-        super().start()
-
-    @property
-    def hold(self) -> Path:
-        return self.folder / "hold"
-
-    def finish(self) -> None:
-        self.hold.unlink(missing_ok=True)
-        self.wait(SECONDS)
-
-    def command(self, name: str) -> list[str]:
-        plain = super().command(name)
-        if name in self.modes:
-            return [sys.executable, str(TESTS / "support" / "hostile_device.py"), self.modes[name], *plain[4:]]
-        if name in self.upgraded:
-            return [sys.executable, "-c", UPGRADED, str(self.upgraded[name]), *plain[3:]]
-        return plain
-
-    def until(self, true: Callable[[], object], what: str) -> None:
-        end = time.monotonic() + SECONDS
-        while not true():
-            assert self.children["cloud"].alive, f"the cloud ended before: {what}\n{self.children['cloud'].tail()}"
-            assert time.monotonic() < end, what
-            time.sleep(0.05)
-
-    def until_failed(self, *clients: int) -> None:
-        """Exactly these are missing from a round that began after now."""
-        since = self.events()[-1]["round"] + 1 if self.events() else 1
-        self.until(
-            lambda: self.events() and self.events()[-1]["round"] > since and self.events()[-1]["failed"] == [*clients],
-            f"a round without {clients} alone",
-        )
-
-    def reason(self, client: int) -> str:
-        return str(self.events()[-1]["reasons"][str(client)])
-
-    def log(self, name: str) -> str:
-        return self.children[name].log.read_text()
 
 
 def test_a_late_device_takes_its_place_a_newcomer_gets_a_model_and_a_leaver_is_not_waited_for(tmp_path: Path) -> None:
@@ -110,7 +36,7 @@ def test_a_late_device_takes_its_place_a_newcomer_gets_a_model_and_a_leaver_is_n
         f.finish()
         times = (f.out / "timing.jsonl").read_text().splitlines()
         last = f.events()[-1]
-        assert last["participants"] == [0, 1, 2, 3] and last["failed"] == [1] and len(times) == GIVEN["rounds"]
+        assert last["participants"] == [0, 1, 2, 3] and last["failed"] == [1] and len(times) == ROUNDS
         found = last["eval"]
         assert found["personal/test"]["clients"] == 3 and found["newcomers/personal/test"]["clients"] == 1
         same_as_replay(f, tmp_path / "replay")
@@ -135,7 +61,7 @@ def test_a_freed_seat_gets_another_device_which_starts_without_the_state_of_the_
         assert {n.name: (n.client, n.state) for n in nodes.list_nodes(root, f.out)}["successor"] == (1, "active")
         assert "device-1" not in {n.name for n in nodes.list_nodes(root, f.out)}
         assert replay_differences(f.out, tmp_path / "replay", {i: f.state(i) for i in range(3)}) == []
-        last = f"{GIVEN['rounds']:06d}.state"
+        last = f"{ROUNDS:06d}.state"
         assert (f.state(1) / f.run / "1" / last).exists() and not (first(1) / f.run / "1" / last).exists()
 
 

@@ -69,10 +69,15 @@ class Labels(DeviceHandler):
 
 
 class Slow(DeviceHandler):
-    """Takes four seconds for a round while there is a file `hold` next to the folder of all states."""
+    """Takes four seconds for a round while there is a file `hold` next to the folder of all states.
+
+    A file `busy-NAME` next to it shows that a request has arrived.
+    """
 
     def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
         until = time.monotonic() + 4.0
+        if kind == "train":
+            (self.state.parent.parent / f"busy-{self.state.name}").touch()
         while kind == "train" and time.monotonic() < until and (self.state.parent.parent / "hold").exists():
             time.sleep(0.05)
         return super().answer(kind, round, job)
