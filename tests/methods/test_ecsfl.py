@@ -29,6 +29,8 @@ SCALE = [1.0, 0.2, 3.0, 0.5, 2.0]
 
 
 def bound(cls: type[Method] = ECSFL, **own: Any) -> Any:
+    if own.get("aggregation") == "invdist_all":
+        own.pop("select_fraction", None)  # it has no effect there and is refused
     return Bench(cls, own).session(join=1.0).method
 
 
@@ -304,8 +306,21 @@ def test_bad_settings_get_a_sentence() -> None:
         build("ecs-fl", {"select_fraction": 0})
     with pytest.raises(CoterieError, match="n_edges = 9"):
         bound(n_edges=9)
-    with pytest.raises(CoterieError, match="two_stage"):
-        bound(two_stage=True, aggregation="invdist_all")
+
+
+IDLE = [
+    ("ecs-fl", {"two_stage": True, "aggregation": "invdist_all"}, "two_stage = True .* aggregation = mean or invdist"),
+    ("ecs-fl-invdist-all", {"select_fraction": 0.5}, "select_fraction = 0.5 .* aggregation = mean or invdist"),
+    ("ecs-fl-mean-all", {"select": "random"}, "select = random .* a part of the devices is selected"),
+    ("ecs-fl-random", {"distance_norm": "per_step"}, "distance_norm = per_step .* devices are ranked"),
+    ("ecs-fl-mended", {"epsilon": 0, "stop": "forever"}, "stop = forever .* epsilon is above 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "words"), IDLE)
+def test_a_setting_without_effect_is_refused(name: str, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(CoterieError, match=words.replace(" .* ", " has no effect unless ")):
+        build(name, given)
 
 
 # ---- uploads that must not reach a mean ------------------------------------------------------------------------------

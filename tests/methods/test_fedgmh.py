@@ -17,14 +17,13 @@ from coterie.engine.codec import equal
 from coterie.engine.messages import Job, TrainRequest
 from coterie.errors import CoterieError
 from coterie.methods import build
-from coterie.methods.fedgmh.common import held_labels, masked_step
 from coterie.methods.fedgmh.heads import critical_mask, square_mask
-from coterie.methods.fedgmh.mended import FedGMHMended
+from coterie.methods.fedgmh.mended import FedGMHMended, held_labels
 from coterie.methods.fedgmh.text import FedGMH
 from coterie.methods.fedgmh.variants import FedGMHa, FedGMHo, FedGMHoa
 from coterie.methods.local import Local
 from coterie.models.registry import build as build_model
-from coterie.parts.linear_heads import Heads
+from coterie.parts.linear_heads import Heads, head_step
 from coterie.parts.masks import criticality
 from support.refusals import refuses
 from support.toy import Toy, begin, bind, clients, events, open_toy, play
@@ -127,7 +126,7 @@ def test_4_the_mask_has_floor_beta_l_ones_and_they_are_the_most_critical(tmp_pat
 def test_4_what_counts_is_the_change_since_the_write_in() -> None:
     method, data = bind(FedGMH), one_label().data(0)
     mask = critical_mask(head(method.ctx.w0), head(method.ctx.w0), 0.5)
-    state = {"own": method.ctx.w0, "joined": 1, "labels": torch.tensor([1]), "mask": mask}
+    state = {"own": method.ctx.w0, "labels": torch.tensor([1]), "mask": mask}
     params, extras = method.begin(state, T.tag("h", {k: v[:1] for k, v in stack().items()}), data, 2).model
     assert not same(head(params), head(state["own"]))
     trained = {**params, W: params[W] + 0.1}
@@ -290,6 +289,23 @@ def test_13_exdir_gives_at_most_c_labels_and_every_sample_once() -> None:
     assert (dealt == np.arange(2000)).all()
 
 
+IDLE = [
+    (FedGMH, {"write": "average", "beta": 0.1}, "beta = 0.1 has no effect unless write = mask"),
+    (FedGMHa, {"beta": 0.1}, "beta = 0.1 has no effect unless write = mask"),
+    (FedGMH, {"received_share": 0.3}, "received_share = 0.3 has no effect unless write = average"),
+    (FedGMHo, {"download": "all"}, "download = all has no effect unless heads = per_label"),
+    (FedGMH, {"criticality": "square", "mask_scope": "tensor"}, "no effect unless criticality = product"),
+    (FedGMHMended, {"server_steps": 0, "eta_h": 0.1}, "eta_h = 0.1 has no effect unless server_steps is above 0"),
+]
+
+
+@pytest.mark.parametrize(("cls", "given", "words"), IDLE)
+def test_a_setting_without_effect_is_refused(cls, given, words) -> None:
+    with pytest.raises(CoterieError, match=words):
+        build(cls, given)
+    assert build(FedGMHa, {"reading": "code"}).hp.received_share == 1  # values of the reading itself are no mistakes
+
+
 @pytest.mark.parametrize("beta", [-0.1, 1.5])
 @pytest.mark.parametrize("cls", [FedGMH, FedGMHo])
 def test_beta_outside_zero_to_one_is_refused_in_one_sentence(cls, beta: float) -> None:
@@ -312,8 +328,19 @@ def test_decay_counts_rounds_or_participations(tmp_path: Path) -> None:
     assert float(steps["participation"]) == pytest.approx(8 * float(steps["round"]), rel=1e-4)
 
 
-def test_independent_starts_differ_between_clients_and_a_shared_one_does_not() -> None:
+def test_feature_norm_l2_ignores_the_length_of_features() -> None:
+    method, f = bind(FedGMH, {"feature_norm": "l2"}), torch.rand(2, D)
+    server = {**method.setup(), "heads": stack()}
+    a, b = (method.aggregate(server, [sent(x, [0, 2])], 1)["heads"] for x in (f, 9 * f))
+    assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a) and not torch.equal(a[W][0], server["heads"][W][0])
+
+
+def test_independent_starts_differ_between_clients_and_heads_and_a_shared_one_does_not() -> None:
     apart, common = bind(FedGMH, {"init": "independent"}), bind(FedGMH)
+    heads, equal_heads = apart.setup()["heads"], common.setup()["heads"]
+    assert not torch.equal(heads[W][0], heads[W][1]) and torch.equal(equal_heads[W][0], equal_heads[W][1])
+    starts = [apart.init_client(clients().data(i))["own"][W] for i in range(5)]
+    assert not any(torch.equal(h, w) for h in heads[W] for w in starts)
     a, b = (apart.init_client(clients().data(i))["own"] for i in (0, 1))
     assert not torch.equal(a[W], b[W]) and equal(a, apart.init_client(clients().data(0))["own"])
     assert same(common.init_client(clients().data(0))["own"], common.ctx.w0)
@@ -380,6 +407,11 @@ def random_head(seed=0):
     return Heads(torch.randn(S, D, generator=rng), torch.randn(S, generator=rng))
 
 
+def masked_step(head, z, y, held, weight, lr):
+    stack = Heads(*(t[None] for t in head))
+    return Heads(*(t[0] for t in head_step(stack, z[None], y[None], weight[None], lr, held=held[None])))
+
+
 def test_mended_the_step_is_the_gradient_of_a_softmax_over_the_senders_labels() -> None:
     before = random_head()
     labels = [torch.tensor([0, 2], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)]
@@ -413,21 +445,21 @@ def test_mended_only_the_rows_of_a_clients_labels_travel_and_are_written() -> No
     client = data.data(0)
     state, up = method.end(method.init_client(client), Trained({}), client, 0)
     server = method.aggregate(method.setup(), [Upload(up.tree, sender=0)], 0)
-    server = {**server, "heads": stack(1, heads=1)}
+    server = {**server, "heads": T.row(stack(1), 0)}
     got = method.down(server, [0], 1).to(0)
     assert sum(v.numel() for v in got.values()) == 2 * (D + 1)  # |S| (d + 1), not |S| L (d + 1)
     method.schema("down", Moment(server, 0, 1)).check(got, "the download")
     method.schema("down").check(got, "the download, in general")
     params, _ = method.begin(state, got, client, 1).model
     for k in (W, B):
-        half = (state["own"][k] + server["heads"][k][0]) / 2
+        half = (state["own"][k] + server["heads"][k]) / 2
         assert torch.equal(params[k][[0, 2]], half[[0, 2]]) and torch.equal(params[k][1], state["own"][k][1])
 
 
 def test_mended_the_server_learns_what_the_vectors_say(tmp_path: Path) -> None:
     loop = play(FedGMHMended, tmp_path, rounds=3)
-    assert loop.server["heads"][W].shape == (1, S, D)
-    assert not torch.equal(loop.server["heads"][W][0], loop.method.ctx.w0[W])
+    assert loop.server["heads"][W].shape == (S, D)
+    assert not torch.equal(loop.server["heads"][W], loop.method.ctx.w0[W])
 
 
 def test_code_scores_the_head_right_after_it_was_written() -> None:

@@ -32,7 +32,7 @@ def test_every_equation_and_algorithm_line_is_listed_once(paper: str) -> None:
     assert not [e.name for e in lines if e.functions and e.reason], "a line with a function needs no reason"
 
 
-@pytest.mark.parametrize("paper", ["fedcpmd", "fedpc"])
+@pytest.mark.parametrize("paper", PAPERS)
 def test_every_equation_and_line_has_a_function_or_a_reason(paper: str) -> None:
     assert not [e.name for e in equation_map(paper) if not e.functions and not e.reason]
 

@@ -8,10 +8,13 @@ from typing import ClassVar
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from coterie.cli.app import app
 from coterie.config import Engine
+from coterie.data.dataset import Dataset
+from coterie.data.federation import federate
 from coterie.errors import CoterieError
 from coterie.papers import estimate, presets, printed_values, protocol, public_logs
 from coterie.results.discovery import find_runs
@@ -29,7 +32,9 @@ def test_every_cell_of_every_item_is_a_valid_run(paper: str, name: str) -> None:
     for row in it.rows:
         for column in it.columns:
             s = presets.cell(it, row, column, 0, presets.Shrink())
-            assert s.settings is not None and presets.statistic(it, column) in printed_values.STATISTICS
+            assert s.settings is not None and presets.statistic(it, column) in {
+                *printed_values.STATISTICS, *printed_values.RELATIVE
+            }  # fmt: skip
 
 
 @pytest.mark.parametrize(("paper", "name"), [x for x in ITEMS if x[1].startswith("table")])
@@ -189,6 +194,75 @@ def test_headline_gains_are_means_over_four_data_sets() -> None:
     assert printed_values.headline_gain(it, table[table["column"] != "SVHN"])[1:] == []  # not all four were run
 
 
+class Curve:
+    """A finished run of four rounds with these accuracies of the global model, and a training loss that falls."""
+
+    def __init__(self, *global_: float):
+        names = ("global/official/pooled", "global/official/loss", "note/train_loss")
+        self.rounds = pd.DataFrame(dict(zip(names, (global_, [4, 3, 2, 1.0], [0.4, 0.3, 0.2, 0.1]), strict=True)))
+        self.rounds.index = pd.RangeIndex(1, 5)
+
+    def curve(self, *name: str) -> pd.Series:
+        return self.rounds["/".join(name)]
+
+
+def test_the_figures_that_ecs_fl_prints_in_words_and_losses_are_computed() -> None:
+    it = presets.item("ecs-fl", "fig3")
+    curves = {"FedAvg": (0.5, 0.5, 0.6, 0.6), "FedProx": (0.1, 0.6, 0.5, 0.7), "ECS-FL": (0.7, 0.5, 0.65, 0.8)}
+    runs = {(row, c, 0): Curve(*curves[row]) for row in curves for c in it.columns}
+    table = printed_values.compare_with_printed(it, runs)  # type: ignore[arg-type]
+    found = {(r["method"], r["column"]): (r["printed"], r["measured"]) for _, r in table.iterrows()}
+    assert found["ECS-FL", "FashionMNIST shards ahead from round"] == (10, 3)  # not round 1, after which it fell behind
+    assert found["ECS-FL", "CIFAR10 shards lead"] == (2.5, pytest.approx(10))
+    assert ("FedAvg", "CIFAR10 shards lead") not in found  # the rivals themselves have none
+    behind = {k: Curve(*(1 - x for x in curves[k[0]])) for k in runs}
+    lost = printed_values.compare_with_printed(it, behind)  # type: ignore[arg-type]
+    assert "not ahead at the end" in set(lost["remark"])
+
+    two = presets.item("ecs-fl", "table2")
+    table = printed_values.compare_with_printed(two, {("ECS-FL", c, 0): Curve(0.1, 0.9, 0.2, 0.8) for c in two.columns})  # type: ignore[arg-type]
+    losses = {r["column"]: (r["printed"], r["measured"]) for _, r in table.iterrows() if "loss" in r["column"]}
+    assert losses["CIFAR10 loss, final"] == (0.038, 0.1) and losses["CIFAR10 loss, best"] == (0.049, 0.3)
+    assert losses["CIFAR10 test loss"][1] == 1
+    text = printed_values.printed_text(table)
+    assert set(text[text["column"] == "CIFAR10 loss, final"]["printed"]) == {"0.038"}
+
+
+def test_gains_in_words_stand_beside_the_measured_range() -> None:
+    it = presets.item("sc-fpfl", "fig4")
+    value = {"FedAvg": 80.0, "CFL": 88.0, "PRR-FL": 85.0, "SC-FPFL": 90.0}
+    lines = [(m, c, v + 2 * (c == "K=5" and m == "CFL")) for m, v in value.items() for c in ("K=1", "K=2", "K=5")]
+    lines += [("FedAvg", "K=1", 0.0)]  # K = 1 is not part of the claim
+    table = pd.DataFrame([{"method": m, "column": c, "printed": np.nan, "measured": v} for m, c, v in lines])
+    assert printed_values.printed_verdicts(it, table) == [
+        "SC-FPFL minus FedAvg, CFL, PRR-FL: +0.00 to +10.00 points (+3 to +13 in the paper)"
+    ]
+    assert presets.printed()["sc-fpfl", "fig6", "SC-FPFL", "K=4 clusters after round"].value == 30
+
+
+@pytest.mark.parametrize(
+    ("paper", "row", "column", "subset", "train", "test"),
+    [
+        ("ecs-fl", "ECS-FL", "FashionMNIST final", None, 60_000, 10_000),
+        ("sc-fpfl", "SC-FPFL", "K=2", "21000+10000", 20_000, 10_000),
+    ],
+)
+def test_runs_use_as_many_images_as_the_paper_states(
+    paper: str, row: str, column: str, subset: str | None, train: int, test: int
+) -> None:
+    name = "table2" if paper == "ecs-fl" else "fig4"
+    s = presets.cell(presets.item(paper, name), row, column, 0, presets.Shrink())
+    assert s.subset == subset
+    names = tuple(map(str, range(10)))
+    x, y = torch.zeros(70_000, 1, 2, 2, dtype=torch.uint8), torch.arange(70_000) % 10
+    pictures = Dataset("pictures", x, y, names, torch.arange(70_000) >= 60_000)
+    pictures = pictures.subset(*map(int, subset.split("+"))) if subset else pictures
+    federation = federate(pictures, s.federation, 0)
+    assert federation.sizes("train").sum() + federation.sizes("val").sum() == train
+    assert federation.sizes("test").sum() == test
+    assert (federation.public() is None) == (s.federation.public == 0)
+
+
 def test_columns_of_one_run_share_it(tmp_path: Path) -> None:
     cells = presets.cells(
         presets.narrow(presets.item("fedpc", "table4"), ["fmnist"], ["FedPC"]), 1, presets.Shrink(), tmp_path
@@ -200,7 +274,7 @@ def test_printed_values_are_complete() -> None:
     path = Path(presets.__file__).with_name("printed.csv")
     with path.open() as f:
         rows = list(csv.DictReader(f))
-    assert len(rows) == len(presets.printed()) == 1278
+    assert len(rows) == len(presets.printed()) == 1291
     assert presets.printed()["fedgmh", "table2", "FedGMH", "MNIST_ExDir(2,0.5)"].std == 0.15
 
 

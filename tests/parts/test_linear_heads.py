@@ -151,12 +151,6 @@ def test_single_head_step_does_not_depend_on_client_order() -> None:
     assert torch.equal(batches.weight, by_hand.weight)
 
 
-def test_feature_norm_l2_ignores_the_length_of_features() -> None:
-    f, ones = torch.rand(S, 2, D, generator=RNG).double(), torch.ones(S, 2).double()
-    a, b = (H.head_step(stack(), x, G.label_targets(ones), ones, 1.0, feature_norm="l2") for x in (f, 9 * f))
-    torch.testing.assert_close(a.weight, b.weight)
-
-
 def test_p11_average_in_of_an_equal_head_is_the_identity() -> None:
     own = head()
     assert all(torch.equal(average_in(own, own)[k], own[k]) for k in own)

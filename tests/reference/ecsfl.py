@@ -17,8 +17,9 @@ ABOUT = About(
 
 
 def reference(  # type: ignore[no-untyped-def]
-    world: World, aggregation: str, select: str, select_fraction: float, train_fraction: float | None, epsilon: float,
-    distance_norm: str, n_edges: int, projection: int = 256, select_least: int = 1, use: str = "received", **_,
+    world: World, aggregation: str, select: str, train_fraction: float | None, epsilon: float, distance_norm: str,
+    n_edges: int, select_fraction: float = 0.1, projection: int = 256, select_least: int = 1, use: str = "received",
+    **_,
 ) -> Result:  # fmt: skip
     share_of = world.join if train_fraction is None else train_fraction
     server, last, chosen = world.module(), {}, [0] * len(world.clients)
@@ -104,14 +105,15 @@ def mended_by(rule: str):  # type: ignore[no-untyped-def]
 
 DEVICES = {"select_fraction": 0.5, "train_fraction": 1.0, "epsilon": 0.0, "n_edges": 2}
 TEXT = DEVICES | {"aggregation": "mean", "select": "nearest", "distance_norm": "none", "two_stage": False}
-WEIGHTED = {"aggregation": "invdist_all", "distance_norm": "per_step", "train_fraction": 0.7, "epsilon": 0.3}
+ALL = {k: v for k, v in TEXT.items() if k != "select_fraction"} | {"aggregation": "invdist_all"}
+WEIGHTED = {"distance_norm": "per_step", "train_fraction": 0.7, "epsilon": 0.3}
 MENDED = DEVICES | {"select_fraction": 0.1, "select_least": 2, "use": "best"}
 CASES = [
     Case("ecs-fl-mended", mended, MENDED | {"projection": 256}),
     Case("ecs-fl-mended-random", mended_by("random"), MENDED, long=("cnn",)),
     Case("ecs-fl-mended-farthest", mended_by("farthest"), MENDED, long=("cnn",)),
     Case("ecs-fl-mended-mean-all", mended, MENDED | {"select_fraction": 1.0}, long=("cnn",)),
-    Case("ecs-fl", reference, TEXT | WEIGHTED, tag="weighted", long=("cnn",)),
+    Case("ecs-fl", reference, ALL | WEIGHTED, tag="weighted", long=("cnn",)),
     Case("ecs-fl-random", reference, TEXT | {"select": "random"}, long=("cnn",)),
     Case("ecs-fl-farthest", reference, TEXT | {"select": "farthest"}, long=("cnn",)),
     Case("ecs-fl-mean-all", reference, TEXT | {"select_fraction": 1.0}, long=("cnn",)),
@@ -125,5 +127,5 @@ CASES = [
         long=("cnn",),
     ),
     Case("ecs-fl-invdist", reference, TEXT | {"aggregation": "invdist"}, long=("cnn",)),
-    Case("ecs-fl-invdist-all", reference, TEXT | {"aggregation": "invdist_all"}, long=("cnn",)),
+    Case("ecs-fl-invdist-all", reference, ALL, long=("cnn",)),
 ]

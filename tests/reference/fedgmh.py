@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from reference import PAPER, About, Best, Case, Result, World, class_means, copied, features, head, head_tree
 
 ABOUT = About(
-    f"{PAPER} (`reading = paper`), authors' code (`reading = code`), our change (`reading = mended`)",
+    f"{PAPER} (`reading = paper`), authors' code (`reading = code`), our change (`fedgmh-mended`)",
     ("labels are sent in an opening round; the paper does not say how the server knows them",),
 )
 ALL = {
@@ -19,9 +19,10 @@ ALL = {
 
 def reference(world: World, **given) -> Result:  # type: ignore[no-untyped-def]
     s = {**ALL, **given}
-    own = {i: world.module() for i in world.clients}
+    apart = s.get("init") == "independent"
+    own = {i: world.start(i + 1) if apart else world.module() for i in world.clients}
     count = world.classes if s["heads"] == "per_label" else 1
-    heads = [copied(head(world.module())) for _ in range(count)]
+    heads = [copied(head(world.start(-1 - k) if apart else world.module())) for k in range(count)]
     labels = {i: world.train_part(i)[1].unique().tolist() for i in world.clients}
     masks: dict[int, list[Tensor]] = {}
     joined, best = dict.fromkeys(world.clients, 0), Best(world)
@@ -64,6 +65,7 @@ def reference(world: World, **given) -> Result:  # type: ignore[no-untyped-def]
         clients = {i: best.used(i, model) for i, model in clients.items()}
     names = list(head_tree(world.module()))
     stacks = [torch.stack([list(h.parameters())[k].data for h in heads]) for k in range(2)]
+    stacks = [t[0] for t in stacks] if s["heads"] == "common" else stacks
     return Result(clients, server={"heads": dict(zip(names, stacks, strict=True))})
 
 
@@ -132,11 +134,13 @@ CODE = {
     "received_share": 1.0, "score": "received", "decay_on": "participation", "server_batch": 1,
 }  # fmt: skip
 MENDED = {"received_share": 0.5, "server_steps": 3, "server_batch": 0, "eta_h": 0.5, "score": "best"}
+AVERAGE = {k: v for k, v in ALL.items() if k != "beta"} | {"write": "average"}
 CASES = [
     Case("fedgmh-mended", mended, MENDED, RUN),
     Case("fedgmh", reference, ALL, RUN),
+    Case("fedgmh", reference, ALL | {"init": "independent"}, RUN, tag="independent", long=("cnn",)),
     Case("fedgmh", reference, ALL | CODE, RUN, tag="code", long=("cnn",)),
     Case("fedgmh-o", reference, ALL | {"heads": "one"}, RUN, long=("cnn",)),
-    Case("fedgmh-a", reference, ALL | {"write": "average"}, RUN, long=("cnn",)),
-    Case("fedgmh-oa", reference, ALL | {"heads": "one", "write": "average"}, RUN, long=("cnn",)),
+    Case("fedgmh-a", reference, AVERAGE, RUN, long=("cnn",)),
+    Case("fedgmh-oa", reference, AVERAGE | {"heads": "one"}, RUN, long=("cnn",)),
 ]

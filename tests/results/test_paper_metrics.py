@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,3 +127,21 @@ def test_curves_of_official_statistics_are_those_of_each_evaluation(tmp_path: Pa
 def test_official_without_an_official_part_is_refused() -> None:
     with pytest.raises(CoterieError, match="official = true needs an official test part"):
         session(FedAvg, pool="merged")
+
+
+class Clustered:
+    """A run of five rounds whose clients are divided in round 3."""
+
+    path = Path("x")
+    events = tuple({"round": t, "facts": {"clusters": {"0": 0, "1": int(t >= 3)}}} for t in range(1, 6))
+    rounds = pd.DataFrame({"note/aun": [4.0, 2, 1, 3, 1]}, index=range(1, 6))
+
+
+def test_the_round_of_clustering_and_the_rise_of_aun_around_it() -> None:
+    run = Clustered()
+    assert P.clustering_round(run) == 3 and P.aun_rise(run) == 1.5  # type: ignore[arg-type]
+    run.events = run.events[:2]
+    assert np.isnan(P.clustering_round(run)) and np.isnan(P.aun_rise(run))  # type: ignore[arg-type]
+    run.rounds = run.rounds.drop(columns="note/aun")
+    with pytest.raises(CoterieError, match="log_updates=true"):
+        P.aun_rise(run)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from pydantic import Field
 from coterie.core.context import ClientData, State
 from coterie.core.method import Card, Method, Moment, Settings, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema, class_ids
-from coterie.parts.linear_heads import Heads, train_heads
+from coterie.parts.linear_heads import heads_of, heads_tree, train_heads
 from coterie.parts.prototypes import collect
 
 
@@ -54,12 +54,12 @@ class FedGH(Method):
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         """Train the head by SGD on the received pairs, in an order drawn for the round."""
-        weight, bias = self.ctx.net.head_names
+        names = self.ctx.net.head_names
         z = torch.cat([u.tree["x:means"] for u in uploads])
         y = torch.cat([u.tree["x:labels"] for u in uploads]).long()
         order = torch.randperm(len(y), generator=self.ctx.rng("server", round))
         z, y = z[None, order], y[None, order]
-        head = Heads(server["w"][weight][None], server["w"][bias][None] if bias else None)
+        head = heads_of(names, {k: v[None] for k, v in server["w"].items()})
         batch = self.ctx.batch if self.hp.server_batch is None else self.hp.server_batch
         new = train_heads(head, z, y, torch.ones_like(z[..., 0]), self.hp.server_lr, self.hp.server_epochs, batch)
-        return {"w": {weight: new.weight[0]} | ({bias: new.bias[0]} if bias and new.bias is not None else {})}
+        return {"w": {k: v[0] for k, v in heads_tree(names, new).items()}}

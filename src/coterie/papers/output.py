@@ -75,6 +75,14 @@ _STATISTIC_WORDS = {  # description of the measured numbers on the page
     "pm_l_trained": "PM(L) of the personal models after local training, on the official test part",
     "global_final": "the accuracy of the global model on the official test part after the last round",
     "global_best": "the accuracy of the global model on the official test part, best round",
+    "ac_edge": "the mean accuracy over clients of their edges' models after the last round",
+    "global_loss": "the loss of the global model on the official test part after the last round",
+    "train_loss_final": "the loss of the participants' models on their training data in the last round",
+    "train_loss_best": "the loss of the participants' models on their training data in the round of the best accuracy",
+    "clustering_round": "the round that ended with clusters",
+    "aun_rise": "AUN of the round after the clusters were made, divided by AUN of the round before",
+    "ahead_from": "the round from which the global model stays ahead of the rivals",
+    "lead": "the lead of the global model over the best rival after the last round, in points",
     "rounds_to_70": "the rounds until 70 percent",
     "rounds_to_75": "the rounds until 75 percent",
     "megabytes": "the megabytes that clients send and receive",
@@ -101,7 +109,7 @@ def draw_figures(it: Item, runs: Sequence[Run], folder: Path) -> list[str]:
     name = presets.statistic(it, it.columns[0])
     options: dict[str, Any] = {
         "view": _CURVE.get(name, "personal/test/mean"), "axis": it.axis, "axis_label": it.axis_label,
-        "value": printed_values.STATISTICS[name], "label": _LABELS.get(name, "accuracy (%)"),
+        "value": printed_values.STATISTICS.get(name), "label": _LABELS.get(name, "accuracy (%)"),
     }  # fmt: skip
     for kind in it.figures:
         try:

@@ -57,6 +57,8 @@ class Item:
     unstated: Mapping[str, Any] = field(default_factory=dict)  # settings that we chose because the paper is silent
     spread: str = ""  # name of the table's row or column of standard deviations over the other rows
     gain: Mapping[str, Any] = field(default_factory=dict)  # headline: `of` a row, mean `over` columns, as `printed`
+    rivals: tuple[str, ...] = ()  # rows that the statistics `ahead_from` and `lead` compare the other rows with
+    gain_range: Mapping[str, Any] = field(default_factory=dict)  # gains of a `row` `over` others, as `printed` in words
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ def _item(paper: str, name: str, body: dict[str, Any]) -> Item:
         tuple(body.get("figures", ())), body.get("reads_only", False), preset.get("seeds"),
         body.get("differs", {}), preset.get("images", {}),
         {k: preset["protocol"][k] for k in preset["unstated"]}, body.get("spread", ""), body.get("gain", {}),
+        tuple(body.get("rivals", ())), body.get("gain_range", {}),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Compare printed and measured values, with remarks on the differences."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ STATISTICS: dict[str, Callable[[Run], float]] = {
     "clusters": lambda r: float(r.rounds["personal/test/clusters"].dropna().iloc[-1]),
     "clients_mean_best": lambda r: float(r.summary()["personal"]["best"]),
     "ac": lambda r: float(r.summary()["personal"]["last"]),
+    "ac_edge": lambda r: float(r.summary().get("edge", {}).get("last", math.nan)),
     "gm": lambda r: paper_metrics.official(r).get("GM", math.nan),
     "pm_v": lambda r: paper_metrics.official(r)["PM(V)"],
     "pm_l": lambda r: paper_metrics.official(r)["PM(L)"],
@@ -43,12 +44,44 @@ STATISTICS: dict[str, Callable[[Run], float]] = {
     "pm_l_trained": lambda r: paper_metrics.official(r, view="trained")["PM(L)"],
     "global_final": lambda r: float(r.curve("global", "official", "pooled").iloc[-1]),
     "global_best": lambda r: float(r.curve("global", "official", "pooled").max()),
+    "global_loss": lambda r: float(r.curve("global", "official", "loss").iloc[-1]),
+    "train_loss_final": lambda r: float(_train_loss(r).iloc[-1]),
+    "train_loss_best": lambda r: float(_train_loss(r)[r.curve("global", "official", "pooled").idxmax()]),
+    "clustering_round": paper_metrics.clustering_round,
+    "aun_rise": paper_metrics.aun_rise,
     "rounds_to_70": lambda r: _rounds(r, 0.70),
     "rounds_to_75": lambda r: _rounds(r, 0.75),
     "megabytes": _clients_megabytes,
     **{f"client_{i}": partial(_client, i) for i in range(10)},
 }
-COUNTS = ("rounds_to_70", "rounds_to_75", "megabytes")  # not in percent, and lower is better
+RELATIVE: dict[str, Callable[[Run, Sequence[Run]], float]] = {  # of a run and its rivals with the same data and seed
+    "ahead_from": lambda r, rivals: _ahead_from(_global(r), [_global(x) for x in rivals]),
+    "lead": lambda r, rivals: float(_global(r).iloc[-1] - max(_global(x).iloc[-1] for x in rivals)),
+}
+COUNTS = (  # not in percent, and lower is better
+    "rounds_to_70", "rounds_to_75", "megabytes", "global_loss", "train_loss_final", "train_loss_best",
+    "clustering_round", "aun_rise", "ahead_from",
+)  # fmt: skip
+_WITHOUT = {  # remarks on a missing value
+    "clustering_round": "no clusters", "aun_rise": "no clusters", "ahead_from": "not ahead at the end",
+}  # fmt: skip
+
+
+def _global(run: Run) -> pd.Series:
+    return run.curve("global", "official", "pooled")
+
+
+def _train_loss(run: Run) -> pd.Series:
+    return run.rounds["note/train_loss"].dropna()
+
+
+def _ahead_from(own: pd.Series, others: Sequence[pd.Series]) -> float:
+    """Return the first round from which a curve stays above all others to the end; NaN if it is not above at last."""
+    above = (pd.concat(others, axis=1).max(axis=1).reindex(own.index) < own).to_numpy()
+    behind = np.flatnonzero(~above)
+    if len(behind) == 0:
+        return float(own.index[0])
+    return float(own.index[behind[-1] + 1]) if behind[-1] + 1 < len(own) else math.nan
 
 
 def _rounds(run: Run, target: float) -> float:
@@ -61,16 +94,16 @@ def compare_with_printed(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> 
     rows: list[dict[str, Any]] = []
     for row in it.rows:
         for column in it.columns:
-            mine = [r for (a, b, _), r in runs.items() if (a, b) == (row, column)]
-            if not mine:
-                continue
             name = statistic(it, column, row)
-            values = (1 if name in COUNTS else 100) * np.array([STATISTICS[name](r) for r in mine])
+            values = (1 if name in COUNTS else 100) * np.array(_values(it, row, column, name, runs))
+            if not len(values):
+                continue
             paper = printed().get((it.paper, it.printed_as, row, column))
             measured = float(values.mean())
             remark = row_remark(it, row) or it.misprints.get(f"{row}/{column}", "")
             if math.isnan(measured):
-                remark = remark or ("not reached" if name in COUNTS else "the method has no such model")
+                without = "not reached" if name in COUNTS else "the method has no such model"
+                remark = remark or _WITHOUT.get(name, without)
             rows.append({
                 "method": row, "column": column, "printed": paper.value if paper else math.nan, "measured": measured,
                 "std": float(values.std(ddof=1)) if len(values) > 1 else math.nan,
@@ -115,6 +148,15 @@ def headline_gain(it: Item, table: pd.DataFrame) -> list[str]:
     return out
 
 
+def _values(it: Item, row: str, column: str, name: str, runs: Mapping[tuple[str, str, int], Run]) -> list[float]:
+    """Return a statistic of the runs of a cell, one per seed; none without the runs that it needs."""
+    mine = {seed: run for (a, b, seed), run in runs.items() if (a, b) == (row, column)}
+    if name not in RELATIVE:
+        return [STATISTICS[name](run) for run in mine.values()]
+    rivals = {seed: [runs[r, column, seed] for r in it.rivals if (r, column, seed) in runs] for seed in mine}
+    return [RELATIVE[name](run, rivals[s]) for s, run in mine.items() if rivals[s] and row not in it.rivals]
+
+
 def printed_verdicts(it: Item, table: pd.DataFrame) -> list[str]:
     """Return for each column the rank correlation over the paper's methods, and the winners in the paper and here."""
     out = headline_gain(it, table)
@@ -129,7 +171,22 @@ def printed_verdicts(it: Item, table: pd.DataFrame) -> list[str]:
         rho = "not defined" if equal else f"{float(spearmanr(both['printed'], both['measured']).statistic):.2f}"
         won = f"{theirs} in the paper and here" if theirs == ours else f"{theirs} in the paper, {ours} here"
         out.append(f"{column}: rank correlation {rho} over {len(both)} methods; best: {won}")
-    return out
+    return out + _gain_verdict(it, table)
+
+
+def _gain_verdict(it: Item, table: pd.DataFrame) -> list[str]:
+    """Return the least and the largest gain of a row over other rows, beside those that the paper claims."""
+    if not it.gain_range:
+        return []
+    row, over, columns, claimed = (it.gain_range[k] for k in ("row", "over", "columns", "printed"))
+    value = {(r["method"], r["column"]): float(r["measured"]) for _, r in table.iterrows()}
+    gains: list[float] = []
+    for column in columns:
+        others = [value[r, column] for r in over if (r, column) in value]
+        if others and (row, column) in value:
+            gains += paper_metrics.gain_range(value[row, column], others)
+    words = f"{row} minus {', '.join(over)}: {min(gains):+.2f} to {max(gains):+.2f} points" if gains else ""
+    return [f"{words} ({claimed} in the paper)"] if words else []
 
 
 def _winners(both: pd.DataFrame, kind: str, lower: bool) -> str:
@@ -140,13 +197,17 @@ def _winners(both: pd.DataFrame, kind: str, lower: bool) -> str:
 
 
 def printed_text(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table as text, for a screen or Markdown."""
-    out = table[["method", "column"]].copy()
-    out["printed"] = ["" if math.isnan(v) else f"{v:.2f}" for v in table["printed"]]
-    out["measured"] = [
-        "" if math.isnan(v) else f"{v:.2f}" + ("" if math.isnan(s) else f" ± {s:.2f}")
-        for v, s in zip(table["measured"], table["std"], strict=True)
-    ]
-    out["difference"] = ["" if math.isnan(v) else f"{v:+.2f}" for v in table["difference"]]
-    out["remark"] = table["remark"]
-    return out.set_index("method")
+    """Return the table as text, for a screen or Markdown; numbers below one have three digits, others two."""
+    rows = []
+    for _, r in table.iterrows():
+        digits = 3 if np.nanmax([abs(r["printed"]), abs(r["measured"]), 0]) < 1 else 2
+
+        def text(value: float, form: str, digits: int = digits) -> str:
+            return "" if math.isnan(value) else form.format(f"{value:.{digits}f}")
+
+        rows.append({
+            "method": r["method"], "column": r["column"], "printed": text(r["printed"], "{}"),
+            "measured": text(r["measured"], "{}") + text(r["std"], " ± {}"),
+            "difference": text(r["difference"], "{}" if r["difference"] < 0 else "+{}"), "remark": r["remark"],
+        })  # fmt: skip
+    return pd.DataFrame(rows).set_index("method")

@@ -10,7 +10,7 @@ import pandas as pd
 
 from coterie.errors import CoterieError
 from coterie.results.bootstrap import FloatArray, IntArray
-from coterie.results.run import Run
+from coterie.results.run import Run, names_by_client
 
 
 def weighted_accuracy(hits: IntArray, total: IntArray, weights: IntArray | FloatArray) -> FloatArray:
@@ -62,17 +62,23 @@ def official_curves(run: Run) -> pd.DataFrame:
 
 
 def clustering_round(run: Run) -> float:
-    """Return the round that ended with clusters (SC-FPFL); NaN if no round did."""
-    rounds = [e["facts"]["clustered"] for e in run.events if "clustered" in e.get("facts", {})]
-    return float(rounds[0]) if rounds else float("nan")
+    """Return the first round that ended with two or more clusters; NaN if no round did."""
+    for event in run.events:
+        if len(set(names_by_client(event.get("facts", {}).get("clusters")).values())) > 1:
+            return float(event["round"])
+    return float("nan")
 
 
-def aun_jump(run: Run) -> float:
-    """Return the round in which the norm of the mean update (AUN) rose most; needs a run with log_updates."""
+def aun_rise(run: Run) -> float:
+    """Return AUN of the round after the clusters were made, divided by AUN of the round before; NaN without clusters.
+
+    A run needs log_updates. In the paper AUN rises when clusters are made, so that the ratio is above one.
+    """
     if "note/aun" not in run.rounds:
         raise CoterieError(f"{run.path} did not log its updates; run it with --set log_updates=true")
-    rises = run.rounds["note/aun"].diff().dropna()
-    return float(rises.idxmax()) if len(rises) else float("nan")
+    aun, made = run.rounds["note/aun"].dropna(), clustering_round(run)
+    around = [made - 1, made + 1]
+    return float(aun[around[1]] / aun[around[0]]) if all(r in aun.index for r in around) else float("nan")
 
 
 def gain_range(own: float, others: Sequence[float]) -> tuple[float, float]:

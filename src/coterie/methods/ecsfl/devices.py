@@ -74,6 +74,7 @@ class SelectingEdges(EdgeMethod):
 
     # ---- cloud, down -------------------------------------------------------------------------------------------------
     def setup(self) -> State:
+        """Start from a random model, which all devices receive; Algorithm 2, line 1."""
         return {**super().setup(), "selected": [0] * len(self.ctx.clients), "alone": -1}
 
     def edges(self, server: State) -> dict[EdgeId, list[ClientId]]:
@@ -92,12 +93,14 @@ class SelectingEdges(EdgeMethod):
 
     # ---- device ------------------------------------------------------------------------------------------------------
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        """Start from the received model unless the device has converged; Algorithm 2, lines 9, 10 and 12."""
         w = super().begin(state, download, data, round).params
         near = "last" in state and float(self.distance(state["last"], w)) < self.hp.epsilon  # equation (8)
         idle = near or state.get("stopped", False)
         return Start(w, {"start": w, "idle": idle}, train=not idle)
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        """Send the trained model to the edge; Algorithm 2, line 4."""
         if trained.extras["idle"]:
             return {**state, "stopped": self.hp.stop == "forever"}, Upload({}, {"stopped": 1.0})
         state, upload = super().end(state, trained, data, round)
@@ -149,5 +152,8 @@ class SelectingEdges(EdgeMethod):
 
 
 def of_models(uploads: Sequence[Upload]) -> list[Upload]:
-    """Return the uploads that hold a model: neither of devices that stopped nor of devices that were not called."""
+    """Return the uploads that hold a model: neither of devices that stopped nor of devices that were not called.
+
+    Algorithm 2, line 5.
+    """
     return [u for u in uploads if T.untagged(u.tree)]

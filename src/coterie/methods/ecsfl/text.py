@@ -21,7 +21,6 @@ from coterie.core.edges import Edge
 from coterie.core.method import Settings, Upload
 from coterie.core.schema import Entry
 from coterie.core.tree import Tree
-from coterie.errors import CoterieError
 from coterie.methods.ecsfl.devices import DISTANCE, SelectingEdges, of_models
 from coterie.methods.ecsfl.selection import ranks_by_size, select
 from coterie.methods.ecsfl.settings import ECSFLSettings
@@ -34,11 +33,6 @@ class ECSFL(SelectingEdges):
     Settings: ClassVar[type[Settings]] = ECSFLSettings
     hp: ECSFLSettings
     controls = ("ecs-fl-random", "ecs-fl-mean-all")
-
-    def check(self) -> None:
-        super().check()
-        if self.hp.two_stage and self.hp.aggregation == "invdist_all":
-            raise CoterieError("two_stage sends the selected models only, but aggregation = invdist_all needs all")
 
     def weight_entry(self, devices: int) -> Entry:
         if self.hp.aggregation == "mean":

@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie.core.context import ClientData
 from coterie.core.edges import Edge
-from coterie.core.method import Upload
+from coterie.core.method import Settings, Upload
 from coterie.core.schema import Entry
 from coterie.core.tree import Tree
 from coterie.methods.ecsfl.devices import DISTANCE
 from coterie.methods.ecsfl.mended import ECSFLMended
 from coterie.methods.ecsfl.selection import Rule, ranks_by_size, select
+from coterie.methods.ecsfl.settings import MendedDeviceSettings
 from coterie.methods.ecsfl.text import ECSFL
 from coterie.parts.variants import variant
 
@@ -39,7 +41,8 @@ ECSFLMeanAll = variant(
 class _ByDistance(ECSFLMended):
     """Devices announce their distance, and a rule selects as many of them as herding would."""
 
-    rule: Rule
+    Settings: ClassVar[type[Settings]] = MendedDeviceSettings
+    rule: ClassVar[Rule]
 
     def announced(self) -> dict[str, Entry]:
         return {DISTANCE: Entry((1,), kind="statistic", part="selection", low=0)}

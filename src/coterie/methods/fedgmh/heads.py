@@ -1,16 +1,15 @@
 """Heads per label in FedGMH: how a client mixes them and finds its critical entries, and how the server trains them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from coterie.core.context import Context
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown
 from coterie.methods.fedgmh.settings import FeatureSettings
-from coterie.parts.linear_heads import Heads, train_heads
+from coterie.parts.linear_heads import HeadNames, heads_of, heads_tree, train_heads
 from coterie.parts.masks import criticality, share_count, top_share
 from coterie.parts.similarity import mix
 
@@ -32,7 +31,10 @@ def mix_heads(heads: Mapping[str, Tensor], shares: Tensor) -> Tree:
 def critical_mask(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], beta: float, scope: Literal["head", "tensor"] = "head"
 ) -> Tree:
-    """Return the mask of the floor(beta * L) most critical entries of a head, equations (7) and (8)."""
+    """Return the mask of the floor(beta * L) most critical entries of a head, equations (7) and (8).
+
+    Algorithm 1, lines 1 to 7.
+    """
     if not 0 <= beta <= 1:
         raise CoterieError(f"beta must lie in [0, 1], got {beta}.")
     if scope not in ("head", "tensor"):
@@ -81,30 +83,16 @@ def label_targets(weight: Tensor) -> Tensor:
 
 
 def train_label_heads(
-    ctx: Context,
-    stack: Mapping[str, Tensor],
-    features: Sequence[Tensor],
-    labels: Sequence[Tensor],
-    counts: Sequence[Tensor] | None,
-    hp: FeatureSettings,
+    names: HeadNames, heads: Mapping[str, Tensor], z: Tensor, y: Tensor, weight: Tensor, hp: FeatureSettings
 ) -> Tree:
-    """Return heads [heads, ...] trained on what each client sent, equation (6).
+    """Return heads [heads, ...] trained on features z [v, d] of labels y [v] with weights [v], equation (6).
 
-    The clients sent features [labels, d], labels [labels] and perhaps counts [labels]. Head s learns from label s
-    alone; a single head learns from all labels. All vectors of a label have the same weight unless there are counts. A
-    head without vectors stays as it is.
+    Head s learns from label s alone; a single head learns from all labels. A head without vectors stays as it is.
     """
-    weight, bias = ctx.net.head_names
-    z = torch.cat(list(features))
-    y = torch.cat(list(labels)).long()
-    w = torch.ones(len(z)).to(z) if counts is None else torch.cat(list(counts)).to(z)
-
-    if len(stack[weight]) == 1:
-        z, y, w = z[None], y[None], w[None]
+    if len(heads[names[0]]) == 1:
+        z, y, weight = z[None], y[None], weight[None]
     else:
-        z, w = pack(y, z, len(stack[weight]), w)
-        y = label_targets(w)
-
-    heads = Heads(stack[weight], stack[bias] if bias else None)
-    new = train_heads(heads, z, y, w, hp.eta_h, hp.server_steps, hp.server_batch, hp.head_weight_decay, hp.feature_norm)
-    return {weight: new.weight} | ({bias: new.bias} if bias and new.bias is not None else {})
+        z, weight = pack(y, z, len(heads[names[0]]), weight)
+        y = label_targets(weight)
+    stack, decay = heads_of(names, heads), hp.head_weight_decay
+    return heads_tree(names, train_heads(stack, z, y, weight, hp.eta_h, hp.server_steps, hp.server_batch, decay))

@@ -14,17 +14,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from coterie.core import tree as T
 from coterie.core.context import ClientData, State
-from coterie.core.method import Download, Model, Moment, Settings, Start, Trained, Upload
-from coterie.core.schema import Entry, Link, Schema, like
+from coterie.core.method import Model, Settings, Start, Trained, Upload
 from coterie.core.tree import Tree
-from coterie.methods.fedgmh.common import rows_in, train_common_head
-from coterie.methods.fedgmh.features import HEAD, LABELS, FeatureSender, average_in, head_of, labels_of
+from coterie.methods.fedgmh.features import HEAD, LABELS, FeatureSender, average_in, head_of
 from coterie.methods.fedgmh.settings import FedGMHMendedSettings
+from coterie.parts.initial_models import start
 from coterie.parts.keep_best import best, kept
+from coterie.parts.linear_heads import heads_of, heads_tree, train_heads
 
 
 class FedGMHMended(FeatureSender):
@@ -33,57 +34,42 @@ class FedGMHMended(FeatureSender):
     Settings: ClassVar[type[Settings]] = FedGMHMendedSettings
     hp: FedGMHMendedSettings
     card = replace(FeatureSender.card, title="FedGMH (mended)", certainty="O")
-    controls = ("fedgmh-o", "fedgmh-a", "fedgmh-oa")
 
-    def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        return self.features_schema(now) if link == "up" else self._rows(now)
-
-    def _rows(self, now: Moment | None) -> Schema:
-        """The head's rows of the client's labels, once the server knows these."""
-        head = like(head_of(self.ctx, self.ctx.w0), part="heads")
-
-        def rows(count: int | str) -> dict[str, Entry]:
-            return {f"{HEAD}{T.MARK}{k}": replace(e, shape=(count, *e.shape[1:])) for k, e in head.items()}
-
-        if now is None:
-            return Schema(rows("labels"), {"labels": (1, self.ctx.classes)}, may_be_empty=True)
-        known = now.server["labels"].get(now.client)
-        return Schema({} if known is None else rows(len(known)))
+    def of_label(self, head: Tree) -> Tree:
+        return T.row(head, 0)
 
     # ---- server, down ------------------------------------------------------------------------------------------------
-    def opening(self) -> bool:
-        return True
-
     def setup(self) -> State:
-        return {"heads": T.stack([head_of(self.ctx, self.ctx.w0)]), "labels": {}}
-
-    def down(self, server: State, ids: Sequence[int], round: int) -> Download:
-        head, labels = T.tag(HEAD, server["heads"]), server["labels"]
-        return Download(each={i: {k: v[0][labels[i].long()] for k, v in head.items()} for i in ids if i in labels})
+        return {"heads": head_of(self.ctx, start(self.ctx, 0 if self.hp.init == "shared" else -1)), "labels": {}}
 
     # ---- client ------------------------------------------------------------------------------------------------------
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
-        own = head_of(self.ctx, state["own"])
-        rows = T.tagged(HEAD, download)
+        own, rows = head_of(self.ctx, state["own"]), T.tagged(HEAD, download)
         if not rows:
-            return Start({**state["own"], **own})
-        received = rows_in(own, rows, state["labels"])
+            return Start(state["own"])
+        received = {k: v.index_copy(0, state["labels"].long(), rows[k]) for k, v in own.items()}
         return Start({**state["own"], **average_in(own, received, self.hp.received_share)})
 
-    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
-        if round == 0:
-            return {**state, "labels": (labels := labels_of(data))}, Upload({LABELS: labels})
-        sent = self.mean_features(trained.params, data)
-        new = {"own": trained.params, "labels": sent[LABELS], "joined": state["joined"] + 1}
-        if self.hp.score == "best":
-            new |= kept(self.ctx, state, trained.params, data)
-        return new, Upload(sent)
+    def learned(self, state: State, trained: Trained, data: ClientData) -> State:
+        return kept(self.ctx, state, trained.params, data) if self.hp.score == "best" else {}
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         return Model(best(self.ctx, state, state["own"], data) if self.hp.score == "best" else state["own"])
 
     # ---- server, up --------------------------------------------------------------------------------------------------
-    def step(
-        self, heads: Tree, features: Sequence[Tensor], labels: Sequence[Tensor], counts: Sequence[Tensor] | None
-    ) -> Tree:
-        return train_common_head(self.ctx, heads, features, labels, counts, self.hp)
+    def step(self, heads: Tree, z: Tensor, y: Tensor, weight: Tensor, uploads: Sequence[Upload]) -> Tree:
+        """Train the head on every feature among the labels of its sender: other labels get no gradient from it."""
+        hp, names = self.hp, self.ctx.net.head_names
+        held = held_labels([u.tree[LABELS] for u in uploads], self.ctx.classes)
+        one = heads_of(names, {k: v[None] for k, v in heads.items()})
+        vectors = (z[None], y[None], weight[None])
+        new = train_heads(
+            one, *vectors, hp.eta_h, hp.server_steps, hp.server_batch, hp.head_weight_decay, held.to(z.device)[None]
+        )
+        return T.row(heads_tree(names, new), 0)
+
+
+def held_labels(labels: Sequence[Tensor], classes: int) -> Tensor:
+    """Return the labels that the sender of each vector holds [v, classes]; a client sends a vector per label."""
+    rows = [torch.zeros(classes, dtype=torch.bool).index_fill(0, own.long(), True) for own in labels]
+    return torch.cat([row.expand(len(own), -1) for row, own in zip(rows, labels, strict=True)])

@@ -1,18 +1,21 @@
 """Settings of FedGMH and of its mended version; docs/methods/fedgmh.md gives the reasons for the defaults."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from coterie.core.method import Settings
+from coterie.parts.idle_settings import refuse_idle
 from coterie.parts.readings import ReadingSettings
 
 
 class FeatureSettings(Settings):
     """Clients' models, the features they send, and the server's training on them."""
 
-    init: Literal["shared", "independent"] = Field("shared", description="whether clients start from the same model")
+    init: Literal["shared", "independent"] = Field(
+        "shared", description="whether clients and heads start from the same random model, or each from its own"
+    )
     feature_weight: Literal["uniform", "samples"] = Field(
         "uniform", description="weights of received features; samples: counts are sent too"
     )
@@ -21,6 +24,11 @@ class FeatureSettings(Settings):
     server_batch: int = Field(0, ge=0, description="features per step of one head; 0: all")
     head_weight_decay: float = Field(0.0, ge=0, description="weight decay of the server's heads")
     feature_norm: Literal["none", "l2"] = Field("none", description="l2: received features are scaled to length one")
+
+    def server_rule(self) -> tuple[str, bool, str]:
+        """Return when the settings of the server's training have an effect (parts/idle_settings.py)."""
+        names = "eta_h server_batch head_weight_decay feature_norm feature_weight"
+        return names, self.server_steps > 0, "server_steps is above 0"
 
 
 class FedGMHSettings(FeatureSettings, ReadingSettings):
@@ -52,6 +60,17 @@ class FedGMHSettings(FeatureSettings, ReadingSettings):
     received_share: float = Field(0.5, ge=0, le=1, description="average: weight of the received head")
     decay_on: Literal["round", "participation"] = Field("round", description="what lr_decay counts (exact for SGD)")
 
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        refuse_idle(
+            self, "FedGMH", self.preset(self.reading), self.server_rule(),
+            ("beta criticality mask_scope written first_psi", self.write == "mask", "write = mask"),
+            ("mask_scope", self.criticality == "product", "criticality = product"),
+            ("received_share", self.write == "average", "write = average"),
+            ("download", self.heads == "per_label", "heads = per_label"),
+        )  # fmt: skip
+        return self
+
 
 class FedGMHMendedSettings(FeatureSettings):
     """Settings of the common head."""
@@ -61,3 +80,8 @@ class FedGMHMendedSettings(FeatureSettings):
     score: Literal["own", "best"] = Field(
         "best", description="model that is scored: as training left it, or the best so far on validation data"
     )
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        refuse_idle(self, "FedGMH mended", {}, self.server_rule())
+        return self

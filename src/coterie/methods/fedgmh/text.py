@@ -11,7 +11,6 @@ entries of its own head that its last training found critical. Extractors stay p
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -19,12 +18,12 @@ from torch import Tensor
 
 from coterie.core import tree as T
 from coterie.core.context import Batch, ClientData, Extras, State
-from coterie.core.method import Download, Model, Moment, Settings, Start, Trained, Upload
-from coterie.core.schema import Entry, Link, Schema, like
+from coterie.core.method import Model, Settings, Start, Trained, Upload
 from coterie.core.tree import Tree
-from coterie.methods.fedgmh.features import HEAD, LABELS, FeatureSender, average_in, head_of, labels_of
+from coterie.methods.fedgmh.features import HEAD, FeatureSender, average_in, head_of
 from coterie.methods.fedgmh.heads import critical_mask, label_shares, mix_heads, square_mask, train_label_heads
 from coterie.methods.fedgmh.settings import FedGMHSettings
+from coterie.parts.initial_models import start
 from coterie.parts.masks import write_in
 
 
@@ -33,51 +32,35 @@ class FedGMH(FeatureSender):
 
     Settings: ClassVar[type[Settings]] = FedGMHSettings
     hp: FedGMHSettings
-    controls = ("fedgmh-o", "fedgmh-a", "fedgmh-oa")
-
-    def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        return self.features_schema(now) if link == "up" else self._heads(now)
-
-    def _heads(self, now: Moment | None) -> Schema:
-        """All heads, or those of the client's labels once the server knows these."""
-        head = like(head_of(self.ctx, self.ctx.w0), part="heads")
-
-        def stacked(count: int | str) -> dict[str, Entry]:
-            return {f"{HEAD}{T.MARK}{k}": replace(e, shape=(count, *e.shape)) for k, e in head.items()}
-
-        if not self.opening():
-            return Schema(stacked(1 if self.hp.heads == "one" else self.ctx.classes))
-        if now is None:
-            return Schema(stacked("labels"), {"labels": (1, self.ctx.classes)}, may_be_empty=True)
-        known = now.server["labels"].get(now.client)
-        return Schema({} if known is None else stacked(len(known)))
 
     # ---- server, down ------------------------------------------------------------------------------------------------
     def opening(self) -> bool:
         """True if clients are sent the heads of their labels, which the server must then know."""
         return self.hp.heads == "per_label" and self.hp.download == "own"
 
-    def setup(self) -> State:
-        h0 = head_of(self.ctx, self.ctx.w0)
-        count = self.ctx.classes if self.hp.heads == "per_label" else 1
-        return {"heads": T.stack([h0] * count), "labels": {}}
+    @property
+    def heads(self) -> int:
+        return self.ctx.classes if self.hp.heads == "per_label" else 1
 
-    def down(self, server: State, ids: Sequence[int], round: int) -> Download:
-        heads, labels = T.tag(HEAD, server["heads"]), server["labels"]
-        if not self.opening():
-            return Download(heads)
-        return Download(each={i: {k: v[labels[i].long()] for k, v in heads.items()} for i in ids if i in labels})
+    def of_label(self, head: Tree) -> Tree:
+        return head
+
+    def setup(self) -> State:
+        """Make the heads, equal or each from a random model of its own; Algorithm 2, line 1."""
+        models = [start(self.ctx, 0 if self.hp.init == "shared" else -1 - s) for s in range(self.heads)]
+        return {"heads": T.stack([head_of(self.ctx, w) for w in models]), "labels": {}}
 
     # ---- client ------------------------------------------------------------------------------------------------------
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
+        """Put the new head and the client's extractor together; Algorithm 2, line 5."""
         head = self.written(state, download, data)
         extras: Extras = {"before": head}
         if self.hp.decay_on == "participation":
-            extras["pace"] = torch.tensor(self.ctx.lr_decay ** (state["joined"] - (round - 1)))
+            extras["pace"] = torch.tensor(self.ctx.lr_decay ** (state.get("joined", 0) - (round - 1)))
         return Start({**state["own"], **head}, extras)
 
     def written(self, state: State, download: Tree, data: ClientData) -> Tree:
-        """Return the client's head with the received one written in, equation (9)."""
+        """Return the client's head with the received one written in, equation (9); Algorithm 2, line 4."""
         hp, head = self.hp, head_of(self.ctx, state["own"])
         g = self.received(state, download, data)
         if g is None:
@@ -91,7 +74,10 @@ class FedGMH(FeatureSender):
         return g if hp.first_psi == "ones" else head
 
     def received(self, state: State, download: Tree, data: ClientData) -> Tree | None:
-        """Return g, the received heads mixed by label shares, the sum in equation (9); None without heads or labels."""
+        """Return g, the received heads mixed by label shares, the sum in equation (9); None without heads or labels.
+
+        Algorithm 2, line 3.
+        """
         heads = T.tagged(HEAD, download)
         if not heads:
             return None
@@ -107,31 +93,21 @@ class FedGMH(FeatureSender):
         pace: Tensor = extras["pace"]  # scales the gradient alone, which for SGD is a scaled learning rate
         return pace * ce + (1 - pace) * ce.detach()
 
-    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
-        if round == 0:
-            return {**state, "labels": (labels := labels_of(data))}, Upload({LABELS: labels})
-        sent = self.mean_features(trained.params, data)
-        new = {
-            "own": trained.params,
-            "mask": self.critical(trained.extras["before"], head_of(self.ctx, trained.params)),
-            "labels": sent[LABELS],
-            "joined": state["joined"] + 1,
-        }
-        return new, Upload(sent)
-
-    def critical(self, before: Tree, after: Tree) -> Tree:
-        """Return the mask psi of the head's entries that training found critical, equations (7) and (8)."""
+    def learned(self, state: State, trained: Trained, data: ClientData) -> State:
+        """Return the mask psi of the head's entries that training found critical; Algorithm 2, line 7."""
+        before, after = trained.extras["before"], head_of(self.ctx, trained.params)
         if self.hp.criticality == "square":
-            return square_mask(before, after, self.hp.beta)
-        return critical_mask(before, after, self.hp.beta, self.hp.mask_scope)
+            mask = square_mask(before, after, self.hp.beta)
+        else:
+            mask = critical_mask(before, after, self.hp.beta, self.hp.mask_scope)
+        return {"mask": mask, "joined": state.get("joined", 0) + 1}
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        """Return the client's own model; Algorithm 2, line 14."""
         if self.hp.score == "own":
             return Model(state["own"])
         return Model({**state["own"], **self.written(state, download, data)})
 
     # ---- server, up --------------------------------------------------------------------------------------------------
-    def step(
-        self, heads: Tree, features: Sequence[Tensor], labels: Sequence[Tensor], counts: Sequence[Tensor] | None
-    ) -> Tree:
-        return train_label_heads(self.ctx, heads, features, labels, counts, self.hp)  # equation (6)
+    def step(self, heads: Tree, z: Tensor, y: Tensor, weight: Tensor, uploads: Sequence[Upload]) -> Tree:
+        return train_label_heads(self.ctx.net.head_names, heads, z, y, weight, self.hp)

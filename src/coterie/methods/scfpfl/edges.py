@@ -32,7 +32,6 @@ class SCFPFLServer:
     cluster: dict[ClientId, EdgeId]  # empty until there are clusters
     ask: bool  # the next round ends with clusters
     moves: movement.Movement  # empty unless clusters are made when clients are stationary
-    clustered: int | None = None  # round that ended with clusters
 
 
 @state
@@ -220,7 +219,7 @@ class ClusterEdges(EdgeMethod):
         new = replace(server, theta=theta, samples=samples, hat=self.mix(theta, samples, round))
         if asked:
             cluster = {i: of.get(i, largest(of)) for i in self.ctx.clients}
-            return replace(new, cluster=cluster, moves={}, clustered=round)
+            return replace(new, cluster=cluster, moves={})
         if not server.moves:
             return new
         moves = movement.follow(server.moves, uploads, self._counts)
@@ -265,9 +264,8 @@ class ClusterEdges(EdgeMethod):
         return name in self.ctx.net.trainable
 
     def facts(self, server: SCFPFLServer) -> dict[str, Any]:
-        """Return the clusters, the round that ended with them, and the movement of clients that waits for it."""
-        since = {} if server.clustered is None else {"clustered": server.clustered}
-        return {"clusters": server.cluster, **since, **{k: v for k, v in server.moves.items() if k != "last"}}
+        """Return the clusters, and while there are none the movement of clients."""
+        return {"clusters": server.cluster, **{k: v for k, v in server.moves.items() if k != "last"}}
 
 
 is_own = T.has_tag(OWN)
