@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from coterie.engine import codec
-from coterie.engine.messages import Score, ScoreAnswer, TrainAnswer, TrainRequest, check
+from coterie.engine.messages import Score, ScoreAnswer, TrainAnswer, TrainRequest, check_message
 from coterie.errors import CoterieError
 from coterie.federation.localhost import processes
 from coterie.federation.localhost.nodes import LocalNodes
@@ -50,8 +50,8 @@ def answer(client: int, kind: str, shared: memoryview | None, own: memoryview) -
     message = codec.unpack(own)
     if kind == "hello":
         return codec.pack(Hello(client, SAMPLES))
-    common = Common() if shared is None else check(codec.unpack(shared), Common)
-    request = with_common(common, check(message, DeviceJob)).request
+    common = Common() if shared is None else check_message(codec.unpack(shared), Common)
+    request = with_common(common, check_message(message, DeviceJob)).request
     if isinstance(request, TrainRequest):
         upload = {k: v.clone() for k, v in request.download.items()}
         return codec.pack(TrainAnswer(client, upload, {}, SAMPLES, 1, 0.5))

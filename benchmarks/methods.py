@@ -23,7 +23,7 @@ from coterie.data.sources import load_dataset
 from coterie.engine.loop import Loop
 from coterie.engine.session import prepare
 from coterie.errors import CoterieError
-from coterie.methods import find, known
+from coterie.methods import find, method_names
 from coterie.testing import close_loop, open_loop
 
 
@@ -69,7 +69,7 @@ def main() -> None:
     torch.set_num_threads(1)
     args.dataset = load_dataset(args.data, args.data_dir)
     print("| method | FedAvg's time per round | round 0, in rounds of FedAvg |\n|---|---|---|")
-    for name in args.names or known():
+    for name in args.names or method_names():
         with tempfile.TemporaryDirectory() as tmp:
             try:
                 loop, base = ready(name, args, Path(tmp) / "m"), ready("fedavg", args, Path(tmp) / "f")

@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="profile a native step")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(native.status())
+    print(native.native_status())
     print(f"{'case':<24}{'batch':>6}{'plain ms':>10}{'native ms':>11}{'native/plain':>14}{'times faster':>14}")
     for name, *case in CASES:
         if options.only not in name:

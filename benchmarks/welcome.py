@@ -23,7 +23,7 @@ import coterie.export.newcomers
 from coterie.core.rng import numpy_rng
 from coterie.data import load_dataset
 from coterie.errors import CoterieError
-from coterie.methods import find, known
+from coterie.methods import find, method_names
 
 PEOPLE = 5
 AMOUNTS = (0, 1, 5, 20, None)  # samples per class; None: all
@@ -131,7 +131,7 @@ def main() -> None:
     path = a.out / "results.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     done = {(r["method"], r["seed"]) for r in lines}
-    names = a.methods.split(",") if a.methods else known()
+    names = a.methods.split(",") if a.methods else method_names()
     for seed, name in product(map(int, a.seeds.split(",")), names):
         if (name, seed) in done:
             continue

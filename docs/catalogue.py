@@ -16,14 +16,14 @@ from coterie.cli.words import FAMILIES, bounds_words, parents, type_words
 from coterie.config import Engine, RunSettings, settings
 from coterie.core.edges import EdgeMethod
 from coterie.core.method import Context, Method
-from coterie.core.schema import LARGEST, LINKS, Entry, Link, Schema
+from coterie.core.schema import LARGEST_ENTRY, LINKS, Entry, Link, Schema
 from coterie.core.tree import Tree
 from coterie.data.arrays import from_arrays
 from coterie.data.catalogue import DATASETS
 from coterie.data.settings import PartitionSettings
 from coterie.engine.session import Objects, prepare
 from coterie.errors import CoterieError
-from coterie.methods import find, known
+from coterie.methods import find, method_names
 from coterie.models.registry import list_models
 from coterie.papers.equations import equation_map
 from coterie.papers.presets import PAPERS
@@ -62,7 +62,7 @@ PLAIN_LINKS: tuple[Link, ...] = ("up", "down")  # of methods without edges
 
 def methods() -> dict[str, type[Method]]:
     """Coterie's own, by name; other packages' methods have their own documentation."""
-    found = {name: find(name) for name in known()}
+    found = {name: find(name) for name in method_names()}
     return {name: m for name, m in found.items() if m.__module__.startswith("coterie.")}
 
 
@@ -196,8 +196,8 @@ def _names(mark: str, names: list[str], model: int) -> str:
 
 def _range(entry: Entry) -> str:
     text = str(entry.dtype).removeprefix("torch.")
-    if entry.dtype != torch.bool and (entry.low > -LARGEST or entry.high < LARGEST):
-        low, high = (f"{v:g}" if abs(v) < LARGEST else "any" for v in (entry.low, entry.high))
+    if entry.dtype != torch.bool and (entry.low > -LARGEST_ENTRY or entry.high < LARGEST_ENTRY):
+        low, high = (f"{v:g}" if abs(v) < LARGEST_ENTRY else "any" for v in (entry.low, entry.high))
         text += f", {low} to {high}" if high != "any" else f", {low} or more"
     return text + (", no value twice" if entry.distinct else "") + (", NaN: absent" if entry.nan else "")
 

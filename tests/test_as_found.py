@@ -7,7 +7,7 @@ import coterie
 from coterie.cli.words import parents, source
 from coterie.config import settings
 from coterie.errors import CoterieError
-from coterie.methods import find, known
+from coterie.methods import find, method_names
 
 SMALL = {"clients": 4, "rounds": 1, "epochs": 1, "model": "mlp", "workers": 1, "subset": 200}
 
@@ -48,6 +48,6 @@ def test_a_method_of_another_package_is_not_called_checked() -> None:
 
 
 def test_mended_methods_are_listed_and_have_variants_of_their_own() -> None:
-    above = parents({name: find(name) for name in known()})
+    above = parents({name: find(name) for name in method_names()})
     assert above["fedpc-mended"] is None and above["fedpc-mended-mean"] == "fedpc-mended"
     assert above["fedpc-mean"] == "fedpc" and above["fedcpmd-code"] == "fedcpmd"

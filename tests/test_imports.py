@@ -31,7 +31,7 @@ ROOMS = [
     ["config"],
     ["train", "engine.round"],
     ["storage.client_states"],
-    ["engine.evaluation", "engine.official_test", "runtimes", "storage.run_folder", "engine.fault_isolation"],
+    ["engine.evaluation", "runtimes", "storage.run_folder", "engine.fault_isolation"],
     ["storage.checkpoint"],
     ["engine.loop"],
     ["engine.session"],
@@ -151,3 +151,27 @@ def test_a_run_loads_neither_grpc_nor_ray() -> None:
     code = "import sys, coterie, coterie.cli.app, coterie.engine.session; print(*{'grpc', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+# Public names that several modules define: loggers, type variables, and commands named like the function they call.
+SHARED_NAMES = {"log", "M", "T", "compare", "join", "run", "tune"}
+
+
+def public_names(module: str) -> set[str]:
+    """Names of classes, functions and constants that a module defines at its top level."""
+    names = set()
+    for node in ast.parse(modules()[module].read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_no_public_name_is_defined_in_two_modules() -> None:
+    homes: dict[str, list[str]] = {}
+    for module in modules():
+        for name in public_names(module) - SHARED_NAMES:
+            homes.setdefault(name, []).append(module)
+    assert not {name: where for name, where in homes.items() if len(where) > 1}

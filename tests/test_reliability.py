@@ -24,7 +24,7 @@ from coterie.data.sources import load_dataset
 from coterie.engine import codec
 from coterie.engine.session import Callbacks, execute, prepare, rebuild
 from coterie.errors import CoterieError
-from coterie.methods import find, known
+from coterie.methods import find, method_names
 from coterie.results.report import page
 from coterie.results.run import Run
 from coterie.storage.run_folder import EVENTS, TIMING, checkpoints, read_checkpoint
@@ -345,7 +345,7 @@ NASTY: list[Any] = [
 def setting_names() -> list[tuple[str, str]]:
     """Return (method, setting) for every setting of runs, of federations and of all methods."""
     shared = [n for c in (RunSettings, PartitionSettings) for n in c.model_fields if n != "method"]
-    own = [(m, n) for m in known() for n in find(m).Settings.model_fields]
+    own = [(m, n) for m in method_names() for n in find(m).Settings.model_fields]
     return [("fedavg", n) for n in shared] + own
 
 

@@ -35,7 +35,7 @@ _MOVED = {
     "disk": "storage.atomic", "edges": "core.edges", "evaluation": "engine.evaluation",
     "exchange": "engine.edge_steps", "folder": "storage.run_folder", "folders": "storage.run_folder",
     "ledger": "engine.ledger", "loop": "engine.loop", "messages": "engine.messages", "method": "core.method",
-    "official": "engine.official_test", "origins": "engine.provenance", "personal": "export.personal_model",
+    "official": "engine.evaluation", "origins": "engine.provenance", "personal": "export.personal_model",
     "native": "train.native", "report": "results.report", "rng": "core.rng", "round": "engine.round", "runs": "results",
     "schema": "core.schema", "session": "engine.session", "tasks": "core.tasks",
     "tree": "core.tree",

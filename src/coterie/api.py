@@ -21,7 +21,7 @@ from coterie.engine.personal_models import initial_values
 from coterie.engine.provenance import origin
 from coterie.engine.session import Callbacks, Factory, Objects, Session, execute, prepare, rebuild
 from coterie.errors import CoterieError, unknown
-from coterie.methods import canonical, controls, fields, known, resolve
+from coterie.methods import controls, fields, method_names, registered_name, resolve
 from coterie.models.per_client import PerClient
 from coterie.models.registry import WITH_NORM
 from coterie.results.callbacks import OnRound, round_callbacks
@@ -343,14 +343,14 @@ def _controls(chosen: Mapping[str, str | type[Method]], against: str | Sequence[
     names = _rivals(against)
     wanted = {n.partition("/")[0]: "" for n in names if n != CONTROLS}
     if CONTROLS in names:
-        wanted |= {n: "" for n in GENERAL if n in known()}
+        wanted |= {n: "" for n in GENERAL if n in method_names()}
         wanted |= {c: name for name, m in chosen.items() for c in controls(m)}
     present = {method_class(m) for m in chosen.values()}
     added: dict[str, str] = {}
     for name, whose in wanted.items():
         if (cls := method_class(name)) not in present:
             present.add(cls)
-            added[canonical(name)] = whose
+            added[registered_name(name)] = whose
     return added
 
 

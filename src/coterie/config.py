@@ -8,18 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from coterie.core.method import Method
-from coterie.core.tasks import known
+from coterie.core.tasks import task_name
 from coterie.core.views import View
 from coterie.data.dataset import SUBSET
 from coterie.data.natural import NATURAL
 from coterie.data.settings import PartitionSettings
 from coterie.errors import CoterieError, unknown
-from coterie.methods import build, find, resolve, sentence
+from coterie.methods import build_method, find, resolve, validation_sentence
 from coterie.runtimes.registry import canonical_runtime
 
 PUBLIC = 200  # default number of unlabelled items that are set aside for a method that needs them
-LARGEST = 1e6  # of rates and epochs; larger values are typing errors
-BOUND = 1e9  # of numbers whose meaning only a method or a model knows
+LARGEST_RATE = 1e6  # of rates and epochs; larger values are typing errors
+LARGEST_NUMBER = 1e9  # of numbers whose meaning only a method or a model knows
 
 
 class RunSettings(BaseModel):
@@ -43,13 +43,15 @@ class RunSettings(BaseModel):
     model_options: dict[str, Any] = Field({}, description="arguments for the model, such as {hidden = 128}")
     rounds: int = Field(50, ge=1, le=10**9, description="communication rounds")
     join: float = Field(0.5, gt=0, le=1, description="fraction of the clients that take part in a round")
-    epochs: float = Field(5, gt=0, le=LARGEST, description="local epochs per round")
+    epochs: float = Field(5, gt=0, le=LARGEST_RATE, description="local epochs per round")
     batch: int = Field(32, ge=1, le=2**31, description="batch size of local training")
-    lr: float = Field(0.05, gt=0, le=LARGEST, description="learning rate of local training")
+    lr: float = Field(0.05, gt=0, le=LARGEST_RATE, description="learning rate of local training")
     lr_decay: float = Field(1.0, gt=0, le=1, description="factor by which lr is multiplied after every round")
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="optimiser of local training")
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd")
-    weight_decay: float = Field(0.0, ge=0, le=LARGEST, description="L2 penalty (sgd, adam) or decoupled decay (adamw)")
+    weight_decay: float = Field(
+        0.0, ge=0, le=LARGEST_RATE, description="L2 penalty (sgd, adam) or decoupled decay (adamw)"
+    )
     opt_state: Literal["reset", "keep"] = Field(
         "reset", description="keep: a client's momentum or Adam moments carry over to its next round"
     )
@@ -105,14 +107,14 @@ class RunSettings(BaseModel):
     @field_validator("task")
     @classmethod
     def _task(cls, given: str | None) -> str | None:
-        return given if given is None else known(given)
+        return given if given is None else task_name(given)
 
     @field_validator("model_options", "settings")
     @classmethod
     def _plain(cls, given: dict[str, Any]) -> dict[str, Any]:
         for name, value in given.items():
             if not _is_plain(value):
-                raise ValueError(f"{name} must be made of text, lists, tables and numbers within {BOUND:g}")
+                raise ValueError(f"{name} must be made of text, lists, tables and numbers within {LARGEST_NUMBER:g}")
         return given
 
 
@@ -145,7 +147,7 @@ def engine(**given: Any) -> Engine:
     try:
         return Engine(**{k: v for k, v in given.items() if v is not None})
     except ValidationError as e:
-        raise CoterieError(sentence("options", e)) from None
+        raise CoterieError(validation_sentence("options", e)) from None
 
 
 def settings(method: str | type[Method], **given: Any) -> RunSettings:
@@ -161,7 +163,7 @@ def settings(method: str | type[Method], **given: Any) -> RunSettings:
         {"run": run, "federation": fed, "method": own}[owner(name, has)][name] = value
     if twice := shared_names(cls):
         raise CoterieError(f'{cls.__name__} calls a setting "{twice[0]}", which runs have already; it must rename it')
-    build(method, own)
+    build_method(method, own)
     if run.get("data") in NATURAL:
         fed.setdefault("partition", "natural")
     if "public" in cls.needs:
@@ -170,7 +172,7 @@ def settings(method: str | type[Method], **given: Any) -> RunSettings:
         name = method if isinstance(method, str) else method.__name__
         chosen = RunSettings(method=name, settings=own, federation=PartitionSettings(**fed), **run)
     except ValidationError as e:
-        raise CoterieError(sentence("settings", e)) from None
+        raise CoterieError(validation_sentence("settings", e)) from None
     if chosen.momentum and chosen.optimizer != "sgd":
         raise CoterieError(
             f"momentum = {chosen.momentum} has no effect with optimizer = {chosen.optimizer}; leave it out"
@@ -225,7 +227,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, dict):
         return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
-    return value is None or isinstance(value, str) or (isinstance(value, int | float) and abs(value) <= BOUND)
+    return value is None or isinstance(value, str) or (isinstance(value, int | float) and abs(value) <= LARGEST_NUMBER)
 
 
 def from_toml(path: Path) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def test_show_names_idea_paper_and_settings(cli) -> None:  # type: ignore[no-unt
     assert code == 0 and "Collins" in out and "head_epochs" in out and "head stays on the client" in out
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", method_names())
 def test_show_speaks_of_no_python_internals(name: str, cli, columns) -> None:  # type: ignore[no-untyped-def]
     columns(200)
     code, out, _ = cli("show", name)

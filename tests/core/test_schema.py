@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.core.schema import LARGEST, Entry, NonFiniteError, Schema, class_ids, counts, like
+from coterie.core.schema import LARGEST_ENTRY, Entry, NonFiniteError, Schema, class_ids, counts, like
 from coterie.core.tree import value_bytes
 from coterie.errors import CoterieError
 
@@ -133,7 +133,7 @@ def test_entries_like_a_tree_may_be_summed_if_they_are_numbers_of_a_model():
     }  # fmt: skip
     assert not any(e.summable for e in like(tree, "statistic").values())
     assert like(tree, "update", "delta")["w"].part == "delta" and like(tree, optional=True)["w"].optional
-    assert (made["w"].low, made["w"].high) == (-LARGEST, LARGEST) == (-1e9, 1e9)
+    assert (made["w"].low, made["w"].high) == (-LARGEST_ENTRY, LARGEST_ENTRY) == (-1e9, 1e9)
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

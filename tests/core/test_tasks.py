@@ -25,7 +25,7 @@ from coterie.core.tasks import (
     TASKS,
     Binary,
     Classification,
-    Count,
+    EventCount,
     Metric,
     MultiLabel,
     Regression,
@@ -71,7 +71,7 @@ def counted(task: Task, *seeds: int, n: int = 60) -> dict[str, np.ndarray]:
     return {k: np.stack([r[k].numpy() for r in rows]) for k in rows[0]}
 
 
-ALL = [Classification(4), Binary(2), Regression(1), Regression(3), Count(1), MultiLabel(3), Survival(1)]
+ALL = [Classification(4), Binary(2), Regression(1), Regression(3), EventCount(1), MultiLabel(3), Survival(1)]
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_the_c_index_counts_ordered_pairs() -> None:
     assert Survival(1).measured(counted(Survival(1), 0, n=40))["C-index"][0] == pytest.approx(good / pairs)
 
 
-@pytest.mark.parametrize("task", [Classification(4), Regression(3), Count(1), MultiLabel(3)], ids=lambda t: t.name)
+@pytest.mark.parametrize("task", [Classification(4), Regression(3), EventCount(1), MultiLabel(3)], ids=lambda t: t.name)
 def test_pooled_counts_are_those_of_all_samples_together(task: Task) -> None:
     """All but what is ranked or compared within a client: AUC, mAP, C-index and R2."""
     (a, ya), (b, yb) = drawn(task, 60, 1), drawn(task, 60, 2)
@@ -140,8 +140,8 @@ def test_the_loss_of_survival_is_the_partial_likelihood() -> None:
 
 
 def test_the_loss_of_counts_is_half_the_poisson_deviance() -> None:
-    out, y = drawn(Count(1), 20)
-    assert float(Count(1).loss(out, y)) == pytest.approx(mean_poisson_deviance(y, out.exp()) / 2, rel=1e-5)
+    out, y = drawn(EventCount(1), 20)
+    assert float(EventCount(1).loss(out, y)) == pytest.approx(mean_poisson_deviance(y, out.exp()) / 2, rel=1e-5)
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from coterie.core.tasks import Classification
 from coterie.engine.evaluation import Evaluation, statistics
 from coterie.engine.messages import Score, ScoreAnswer
 from coterie.errors import CoterieError
-from coterie.methods import build
+from coterie.methods import build_method
 from coterie.methods.scfpfl.edges import SCFPFLServer
 from coterie.results.comparison import Comparison
 from coterie.results.report.figures import bars, curves
@@ -102,14 +102,14 @@ def test_a_client_in_no_cluster_and_newcomers_are_left_out_of_the_mean_over_clus
 
 @pytest.mark.parametrize("name", ["ifca", "cfl", "fl-hc", "fesem", "fedgroup", "cgpfl", "fedcpmd", "fedpc", "sc-fpfl"])
 def test_methods_with_clusters_say_who_is_where(name: str) -> None:
-    method = build(name)
+    method = build_method(name)
     server = {
         "cluster": {1: 0, 2: 1}, "layer": {1: 0, 2: 1}, "groups": {1: 0, 2: 1}, "hat": {0: {}, 1: {}},
     }  # fmt: skip
     if name == "sc-fpfl":
         server = SCFPFLServer(theta={}, samples={}, hat=server["hat"], cluster=server["cluster"], ask=False, moves={})
     assert method.cluster_of(server) == {1: 0, 2: 1}
-    assert build("fedavg").cluster_of({}) is None
+    assert build_method("fedavg").cluster_of({}) is None
 
 
 def test_an_old_run_that_logged_its_clusters_has_their_mean_too(tmp_path) -> None:

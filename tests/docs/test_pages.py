@@ -20,7 +20,7 @@ from coterie.config import Engine, RunSettings
 from coterie.core.edges import EdgeMethod
 from coterie.core.method import Method
 from coterie.data.settings import PartitionSettings
-from coterie.methods import known
+from coterie.methods import method_names
 from coterie.papers import presets
 from coterie.results.report.figures import KINDS
 from support import ROOT
@@ -85,7 +85,7 @@ def test_a_command_of_the_docs_parses(line) -> None:
     given = parsed.params.get("methods") or [parsed.params.get("method")]
     given = commas(given) if isinstance(given, str) else given
     for method in given:
-        assert method in (None, "all", "fedclip") or method in known()
+        assert method in (None, "all", "fedclip") or method in method_names()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -150,7 +150,7 @@ def test_every_written_page_is_in_the_navigation(catalogue) -> None:
 def test_every_method_has_a_page_with_its_settings(catalogue) -> None:
     pages = catalogue.generated()
     overview = pages["methods.md"]()
-    for name in known():
+    for name in method_names():
         if name != "fedclip":
             assert f"methods/{name}.md" in pages
             assert overview.count(f"(methods/{name}.md)") == 2, "in the tree and in the table"
@@ -208,7 +208,7 @@ def test_the_site_builds_strictly_and_needs_no_network(tmp_path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for name in known():
+    for name in method_names():
         assert name == "fedclip" or (site / "methods" / f"{name}.html").exists()
     for page in site.rglob("*.html"):
         assert not re.search(r'<(script|link|img)[^>]*(src|href)="https?://', page.read_text()), (

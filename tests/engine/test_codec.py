@@ -24,7 +24,7 @@ def test_any_value_survives_the_codec_the_arena_and_a_copy_to_the_bit(value):
     packed = codec.pack(value)
     assert codec.equal(codec.unpack(packed), value)
     assert codec.equal(ARENA.read(ARENA.write(value)), value)
-    assert codec.equal(codec.clone(value), value)
+    assert codec.equal(codec.deep_copy(value), value)
     assert bytes(codec.pack(codec.unpack(packed))) == bytes(packed)  # equal values, equal bytes
 
 
@@ -69,7 +69,7 @@ def test_a_tensor_object_that_occurs_often_is_stored_once_and_comes_back_as_one(
     assert size([big, big.clone()]) > 80_000  # equal is not the same
     back = codec.unpack(codec.pack([big, {"x": big}]))
     assert back[0] is back[1]["x"]
-    copied = codec.clone([big, {"x": big}])
+    copied = codec.deep_copy([big, {"x": big}])
     assert copied[0] is copied[1]["x"] and copied[0] is not big
     assert len(codec.tensors_of([big, {"x": big}])) == 1
 
@@ -77,7 +77,7 @@ def test_a_tensor_object_that_occurs_often_is_stored_once_and_comes_back_as_one(
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 8000])
 def test_booleans_take_one_bit_each(n):
     mask = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
-    made = codec.layout(mask)
+    made = codec.encode(mask)
     assert made.size - made.offsets[0] == -(-((n + 7) // 8) // codec.ALIGN) * codec.ALIGN
     assert torch.equal(codec.unpack(codec.pack(mask)), mask)
 
@@ -101,9 +101,9 @@ def test_damaged_or_foreign_data_get_a_sentence(tmp_path):
             codec.unpack(broken)
     (tmp_path / "f").write_bytes(blob[:-64])
     with pytest.raises(CoterieError, match="cannot be read"):
-        codec.load(tmp_path / "f")
+        codec.read_value(tmp_path / "f")
     with pytest.raises(CoterieError, match=r"none is missing$"):
-        codec.load(tmp_path / "none")
+        codec.read_value(tmp_path / "none")
 
 
 def forged(skeleton, places=()) -> bytearray:

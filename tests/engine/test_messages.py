@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coterie.core.edges import Edge
 from coterie.core.method import Download, Upload
 from coterie.core.schema import Entry, Schema, class_ids, like
-from coterie.core.states import CLASSES
+from coterie.core.states import STATE_CLASSES
 from coterie.core.tasks import Classification
 from coterie.engine import codec
 from coterie.engine.messages import (
@@ -24,7 +24,7 @@ from coterie.engine.messages import (
     TrainAnswer,
     TrainRequest,
     TrainResult,
-    check,
+    check_message,
     check_score,
 )
 from coterie.errors import CoterieError
@@ -68,7 +68,9 @@ FROM_AFAR = [
 
 def test_no_message_is_forgotten_here():
     assert {
-        n for n, cls in CLASSES.items() if cls.__module__.startswith("coterie.") and "methods" not in cls.__module__
+        n
+        for n, cls in STATE_CLASSES.items()
+        if cls.__module__.startswith("coterie.") and "methods" not in cls.__module__
     } == set(MESSAGES)
 
 
@@ -77,8 +79,8 @@ def test_a_message_survives_the_codec_to_the_bit(name):
     message = MESSAGES[name]
     back = codec.unpack(codec.pack(message))
     assert type(back) is type(message) and codec.equal(back, message)
-    assert codec.equal(codec.clone(message), message)
-    assert check(back, type(message)) is back  # fields keep their types
+    assert codec.equal(codec.deep_copy(message), message)
+    assert check_message(back, type(message)) is back  # fields keep their types
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -130,15 +132,15 @@ def test_a_field_of_the_wrong_type_gets_one_sentence(what):
     message, name = WRONG[what]
     kind = type(message)
     with pytest.raises(CoterieError) as e:
-        check(codec.unpack(codec.pack(message)), kind)
+        check_message(codec.unpack(codec.pack(message)), kind)
     assert str(e.value) == f"the field {name} of a {kind.__name__} has an impossible value"
 
 
 def test_another_message_than_expected_gets_one_sentence():
     with pytest.raises(CoterieError, match=r"^expected a TrainAnswer, got a TrainRequest$"):
-        check(TRAIN, TrainAnswer)
+        check_message(TRAIN, TrainAnswer)
     with pytest.raises(CoterieError, match=r"^expected a TrainAnswer, got a dict$"):
-        check({"client": 1}, TrainAnswer)
+        check_message({"client": 1}, TrainAnswer)
 
 
 @settings(max_examples=300, deadline=None)
@@ -148,7 +150,7 @@ def test_any_value_in_any_field_is_right_or_gets_a_sentence(kind, data):
     name = data.draw(st.sampled_from([f.name for f in fields(kind)]))
     sent = replace(message, **{name: data.draw(values)})
     try:
-        got = check(codec.unpack(codec.pack(sent)), kind)
+        got = check_message(codec.unpack(codec.pack(sent)), kind)
     except CoterieError as e:
         assert str(e) == f"the field {name} of a {kind.__name__} has an impossible value"
     else:
@@ -165,7 +167,7 @@ def test_mutated_bytes_give_a_sound_message_or_a_sentence(kind, data):
             st.sampled_from(b'0123456789-{}[]",:tdpcy nul') | st.integers(0, 255)
         )
     try:
-        got = check(codec.unpack(blob), kind)
+        got = check_message(codec.unpack(blob), kind)
     except CoterieError as e:
         assert "\n" not in str(e)
     else:

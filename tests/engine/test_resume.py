@@ -52,7 +52,7 @@ def same_results(a: Path, b: Path) -> None:
 
 
 def newest(folder: Path) -> Checkpoint:
-    saved = codec.load(checkpoints(folder)[-1])
+    saved = codec.read_value(checkpoints(folder)[-1])
     assert isinstance(saved, Checkpoint)
     return saved
 
@@ -167,7 +167,7 @@ def test_edited_settings_are_refused(paused: Path) -> None:
 
 def test_a_checkpoint_says_whose_it_is(paused: Path) -> None:
     with pytest.raises(CoterieError, match="checkpoint of FedRep, not of FedPer"):
-        checkpoint.read(checkpoints(paused)[-1], "FedPer")
+        checkpoint.load_checkpoint(checkpoints(paused)[-1], "FedPer")
 
 
 def test_a_checkpoint_of_another_method_is_passed_over(paused: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def same(a: Path, b: Path) -> None:
     assert (a / "events.jsonl").read_bytes() == (b / "events.jsonl").read_bytes()
     assert [p.name for p in evaluations(a)] == [p.name for p in evaluations(b)]
     for one, two in zip(checkpoints(a)[::-1], checkpoints(b)[::-1], strict=False):
-        left, right = checkpoint.read(one, "FedRep"), checkpoint.read(two, "FedRep")
+        left, right = checkpoint.load_checkpoint(one, "FedRep"), checkpoint.load_checkpoint(two, "FedRep")
         assert codec.equal(replace(left, timing=0), replace(right, timing=0))
 
 
@@ -63,6 +63,6 @@ def test_client_states_are_kept_for_every_kept_checkpoint_and_no_longer(tmp_path
     folder = run(tmp_path / "run", 6, keep=3)
     wanted = set()
     for path in checkpoints(folder):
-        versions = checkpoint.read(path, "FedRep").clients.version.tolist()
+        versions = checkpoint.load_checkpoint(path, "FedRep").clients.version.tolist()
         wanted |= {f"{i}-{v:06d}.state" for i, v in enumerate(versions) if v >= 0}
     assert {p.name for p in (folder / "clients").glob("*/*.state")} == wanted

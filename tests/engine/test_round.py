@@ -66,7 +66,7 @@ def closed(loop, planned, trained, **more):
 def test_plan_and_close_give_the_same_for_the_same_and_leave_what_they_are_given_alone(cls, tmp_path):
     loop, planned, answers = answered(cls, tmp_path, join=0.8)
     given = [loop.server, loop.edges, answers.trained, answers.merged]
-    before = codec.clone(given)
+    before = codec.deep_copy(given)
     again = plan(loop.method, loop.server, loop.edges, 1, RULES)
     assert codec.equal([again.direct, again.edges], [planned.direct, planned.edges])
     assert replace(again, direct=(), edges=()) == replace(planned, direct=(), edges=())
@@ -311,9 +311,9 @@ def test_a_preview_is_what_the_next_round_would_send(tmp_path):
 
 def test_a_page_of_the_ledger_adds_up():
     page: ledger.Page = {}
-    ledger.add(page, "device-cloud", "up", {"model": 80, "mask": 3})
-    ledger.add(page, "device-cloud", "up", {"model": 8})
-    ledger.add(page, "device-cloud", "down", {})
+    ledger.add_bytes(page, "device-cloud", "up", {"model": 80, "mask": 3})
+    ledger.add_bytes(page, "device-cloud", "up", {"model": 8})
+    ledger.add_bytes(page, "device-cloud", "down", {})
     assert page == {"device-cloud": {"up": {"model": 88, "mask": 3}, "down": {}}}
     other: ledger.Page = {"edge-cloud": {"up": {"model": 1}}, "device-cloud": {"up": {"mask": 2}}}
     assert ledger.total([page, other, page]) == {

@@ -115,7 +115,7 @@ def test_settings_are_held_against_their_rules() -> None:
 
 
 def test_every_governed_setting_and_no_method_has_such_a_name() -> None:
-    assert set(GOVERNED_SETTINGS) <= set(RunSettings.model_fields) and not set(GOVERNED_SETTINGS) & set(known())
+    assert set(GOVERNED_SETTINGS) <= set(RunSettings.model_fields) and not set(GOVERNED_SETTINGS) & set(method_names())
 
 
 # ---- bounds --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 
 from coterie.cli.federation import OneLine
 from coterie.engine import codec
-from coterie.engine.messages import Score, TrainAnswer, TrainRequest, check
+from coterie.engine.messages import Score, TrainAnswer, TrainRequest, check_message
 from coterie.errors import CoterieError, sentence
 from coterie.federation.cloud import status as st
 from coterie.federation.cloud.dispatch import HELLO_LINES, NAMES_SHOWN, Dispatcher
@@ -221,9 +221,9 @@ def test_an_edge_with_a_wildcard_leaves_nothing_of_names_it_does_not_say_any_mor
 @pytest.mark.parametrize("answer", [{"loss": HUGE}, {"loss": -HUGE}, {"note": {"a": HUGE}}, {"after": Score({}, HUGE)}])
 def test_numbers_that_are_no_floats_are_refused(answer: dict[str, Any]) -> None:
     honest = TrainAnswer(0, {}, {}, 1, 1, 0)
-    assert check(honest, TrainAnswer) is honest
+    assert check_message(honest, TrainAnswer) is honest
     with pytest.raises(CoterieError, match="has an impossible value"):
-        check(codec.unpack(codec.pack(replace(honest, **answer))), TrainAnswer)
+        check_message(codec.unpack(codec.pack(replace(honest, **answer))), TrainAnswer)
 
 
 def test_a_tensor_of_too_many_dimensions_is_refused() -> None:
@@ -326,7 +326,7 @@ def test_a_run_ends_with_the_result_of_a_run_without_the_liar(tmp_path: Path, wh
                 f.link.spoil[f"device-{BAD}"] = lambda a, lie=lie: lie(a) if isinstance(a, TrainAnswer) else a  # type: ignore[misc]
             assert f.loop.run()
             assert all(e["failed"] == [BAD] for e in events(folder / "run"))
-            found.append(codec.clone(f.loop.server))
+            found.append(codec.deep_copy(f.loop.server))
     assert codec.equal(*found)
 
 

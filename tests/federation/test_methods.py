@@ -10,7 +10,7 @@ pytest.importorskip("grpc", reason="a federation needs the extra federation")
 
 from coterie.core.edges import EdgeMethod
 from coterie.engine import codec
-from coterie.methods import find, known
+from coterie.methods import find, method_names
 from support.in_process_link import federation, simulated
 
 OWN: dict[str, dict[str, Any]] = {}  # settings that the small task needs
@@ -20,7 +20,7 @@ def full(name: str) -> dict[str, Any]:
     return {"join": 1.0} if "full" in find(name).needs else {}
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", method_names())
 def test_a_method_has_the_events_of_the_simulation(tmp_path: Path, name: str) -> None:
     with federation(tmp_path, name, **full(name), **OWN.get(name, {})) as f:
         assert f.loop.run()
@@ -32,7 +32,7 @@ def test_a_method_has_the_events_of_the_simulation(tmp_path: Path, name: str) ->
     )
 
 
-@pytest.mark.parametrize("name", [n for n in known() if issubclass(find(n), EdgeMethod)])
+@pytest.mark.parametrize("name", [n for n in method_names() if issubclass(find(n), EdgeMethod)])
 @pytest.mark.parametrize("edges", [1, 2])
 def test_physical_edges_change_no_event(tmp_path: Path, name: str, edges: int) -> None:
     with federation(tmp_path, name, edges, **full(name), **OWN.get(name, {})) as f:

@@ -70,7 +70,7 @@ def test_an_answer_holds_the_upload_and_no_state(device: DeviceHandler, cloud: A
     assert set(answer.upload) == {k for k in cloud.method.ctx.w0 if not cloud.method.private(k)}
     check_answer(answer, training(cloud).request, answer.samples, cloud.method.ctx.task)
     states = DeviceStates(device.state / RUN / "1")
-    assert states.rounds() == [1] and "own" in codec.load(states.path(1))
+    assert states.rounds() == [1] and "own" in codec.read_value(states.path(1))
 
 
 def test_a_repeated_round_gives_the_same_answer_and_starts_from_the_named_state(

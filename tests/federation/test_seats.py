@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coterie.core.tasks import MOST
+from coterie.core.tasks import MOST_SAMPLES
 from coterie.errors import CoterieError
 from coterie.federation.identity.roles import NodeRole, scoped
 from coterie.federation.identity.seats import MAX_NEWCOMERS, Roster, read_attached, read_hello
@@ -54,7 +54,7 @@ def test_a_hello_is_read() -> None:
 @pytest.mark.parametrize(
     ("hello", "reason"),
     [
-        (Hello(None, MOST + 1), "samples"), (Hello(None, -1), "samples"), (Hello(-1, 1), "client"),
+        (Hello(None, MOST_SAMPLES + 1), "samples"), (Hello(None, -1), "samples"), (Hello(-1, 1), "client"),
         (Hello(2**31, 1), "client"), (Hello(None, True), "impossible value"), (Hello("0", 1), "impossible value"),
         (Hello(None, 1.0), "impossible value"), (Attached({}, {}), "registered as a device and answers like an edge"),
     ],
@@ -86,7 +86,7 @@ def test_an_edge_cannot_speak_for_others() -> None:
 
 
 def test_an_edge_reports_refusals_of_its_own_devices_and_wrong_hellos_are_refused_one_by_one() -> None:
-    answer = Attached({"alice": HELLO, "ward-1": Hello(None, MOST + 1)}, {"ward-2": "no\n" + 999 * "data "})
+    answer = Attached({"alice": HELLO, "ward-1": Hello(None, MOST_SAMPLES + 1)}, {"ward-2": "no\n" + 999 * "data "})
     found = read_attached("north", EDGE, answer)
     assert set(found.hellos) == {"north/alice"}
     assert "samples 1000000001" in found.refused["north/ward-1"]

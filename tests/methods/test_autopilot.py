@@ -12,7 +12,7 @@ from coterie.errors import CoterieError
 from coterie.methods.autopilot.candidates import CANDIDATES, UNTRAINED
 from coterie.methods.autopilot.heads import fitted
 from coterie.methods.autopilot.method import PRIOR, Autopilot
-from coterie.parts.candidate_choice import TEMPERATURES, choose, is_behind, shrunk, temperatures
+from coterie.parts.candidate_choice import TEMPERATURES, choose_candidate, is_behind, shrunk, temperatures
 from support import toy
 from support.short_runs import play, same, session, state, watch
 
@@ -29,12 +29,12 @@ def test_with_little_data_the_federation_decides_and_with_much_the_client() -> N
     prior = torch.tensor([-0.5, -0.9, -0.9])
     for samples, expected in ((2, 0), (200, 1)):
         sums = samples * torch.tensor([-0.7, -0.6, -0.8])
-        assert choose(sums, prior, 20, NONE, None, 1.0) == (expected, False)
+        assert choose_candidate(sums, prior, 20, NONE, None, 1.0) == (expected, False)
     assert torch.equal(shrunk(torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -0.25]), 4), torch.tensor([-3.0, -3.0]))
 
 
 def test_the_first_of_equals_is_chosen() -> None:
-    assert choose(torch.zeros(3), torch.zeros(3), 20, NONE, None, 1.0) == (0, False)
+    assert choose_candidate(torch.zeros(3), torch.zeros(3), 20, NONE, None, 1.0) == (0, False)
 
 
 def test_a_choice_that_misses_more_than_the_own_model_beyond_noise_is_replaced_by_it() -> None:
@@ -42,10 +42,10 @@ def test_a_choice_that_misses_more_than_the_own_model_beyond_noise_is_replaced_b
     one_worse = flat([1, 1, 1, 0], [1, 1, 1, 1])
     two_worse = flat([1, 1, 0, 0], [1, 1, 1, 1])
     mixed = flat([1, 1, 0, 0], [0, 1, 1, 1])  # two lost, one won: within one standard error
-    assert choose(sums, torch.zeros(2), 0, one_worse, 1, 1.0) == (0, False)
-    assert choose(sums, torch.zeros(2), 0, two_worse, 1, 1.0) == (1, True)
-    assert choose(sums, torch.zeros(2), 0, mixed, 1, 1.0) == (0, False)
-    assert choose(sums, torch.zeros(2), 0, one_worse, 1, 0.0) == (1, True)
+    assert choose_candidate(sums, torch.zeros(2), 0, one_worse, 1, 1.0) == (0, False)
+    assert choose_candidate(sums, torch.zeros(2), 0, two_worse, 1, 1.0) == (1, True)
+    assert choose_candidate(sums, torch.zeros(2), 0, mixed, 1, 1.0) == (0, False)
+    assert choose_candidate(sums, torch.zeros(2), 0, one_worse, 1, 0.0) == (1, True)
     assert not is_behind(two_worse[1], two_worse[0], 0.0)
 
 
@@ -53,7 +53,7 @@ def test_whatever_the_scores_nobody_is_behind_the_own_model_beyond_the_margin() 
     rng = torch.Generator().manual_seed(3)
     for _ in range(200):
         errors = (torch.rand(5, 12, generator=rng) < 0.4).float()
-        best, _ = choose(torch.randn(5, generator=rng), torch.randn(5, generator=rng), 10, errors, 2, 1.0)
+        best, _ = choose_candidate(torch.randn(5, generator=rng), torch.randn(5, generator=rng), 10, errors, 2, 1.0)
         assert not is_behind(errors[best], errors[2], 1.0)
 
 

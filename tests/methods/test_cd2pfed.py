@@ -52,9 +52,9 @@ def test_cd2_sent_entries_and_private_entries_make_up_the_model(share: float) ->
     method, _ = bound(CD2pFed)
     net, one, two = method.ctx.net, method.ctx.w0, noisy(method.ctx.w0, lambda k: True)
     private = channels.masks(net, one, share)
-    packed = channels.pack(two, private)
+    packed = channels.shared_positions(two, private)
     assert same(channels.masks_of(net, packed, one), private)
-    merged = channels.unpack(packed, one, private)
+    merged = channels.with_shared(packed, one, private)
     assert all(torch.equal(v, torch.where(private[k], one[k], two[k])) for k, v in merged.items())
     assert sum(v.numel() for v in packed.values()) == sum(int((~m).sum()) for m in private.values())
     stats = {k: torch.zeros_like(v) for k, v in one.items() if k in method.ctx.group("bn_stats")}

@@ -13,7 +13,7 @@ from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedcp import FedCP
 from coterie.methods.fedgh import FedGH
 from coterie.methods.fedgroup import FedGroup
-from coterie.methods.fednh import COUNTS, FedNH
+from coterie.methods.fednh import CLASS_COUNTS, FedNH
 from coterie.methods.fedper import FedPer
 from coterie.methods.fedproto import FedProto
 from coterie.methods.fedprox import FedProx
@@ -65,7 +65,7 @@ def test_declared_bytes_of_prototype_methods_by_hand() -> None:
     ):
         method, clients = bound(cls)
         assert declared(method, labels) == (4 * up(method), 4 * down(method)), cls
-    assert isinstance(round_of(method, clients[0])[2], Upload) and COUNTS in round_of(method, clients[0])[2].tree
+    assert isinstance(round_of(method, clients[0])[2], Upload) and CLASS_COUNTS in round_of(method, clients[0])[2].tree
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from coterie.core.schema import Schema
 from coterie.core.tree import Tree
 from coterie.engine import codec
 from coterie.errors import CoterieError
-from coterie.methods import find, known
+from coterie.methods import find, method_names
 from coterie.testing import Bench, open_loop
 
 FIVE = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")  # methods with edges; their own tests check their schemas
@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # settings that change the entries
     "floco with places": {"tau": 1, "endpoints": 3},
 }
 RUNS: dict[str, dict[str, Any]] = {"fedproto weighted by samples": {"weighting": "samples"}}
-BASELINES = [n for n in known() if not n.startswith(FIVE)]
+BASELINES = [n for n in method_names() if not n.startswith(FIVE)]
 CASES = [*BASELINES, *VARIANTS, *RUNS]
 
 
@@ -67,7 +67,7 @@ def played(case: str) -> tuple[Method, list[Sent]]:
         return found
 
     def kept_aggregate(server: Any, uploads: Any, round: int) -> Any:
-        before = codec.clone(server)
+        before = codec.deep_copy(server)
         sent.extend(Sent(Moment(before, u.sender, round), u, tuple(uploads)) for u in uploads)
         return aggregate(server, uploads, round)
 
@@ -191,7 +191,7 @@ def test_no_upload_that_passes_the_check_breaks_the_server(case: str, high: bool
             uploads = [u for u in others if u.sender != s.now.client]
             uploads.append(Upload(bad, {}, s.now.client, s.upload.samples))
             uploads.sort(key=lambda u: u.sender)
-            server = method.aggregate(codec.clone(s.now.server), uploads, s.now.round)
+            server = method.aggregate(codec.deep_copy(s.now.server), uploads, s.now.round)
             assert numbers(server, absent=method.card.title in ("FedProto", "FedPAC"))
             down = method.down(server, method.ctx.clients, s.now.round + 1)
             for i in method.ctx.clients:

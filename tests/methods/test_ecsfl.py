@@ -16,7 +16,7 @@ from coterie.core.tree import Tree
 from coterie.engine import codec
 from coterie.engine.loop import Loop
 from coterie.errors import CoterieError
-from coterie.methods import build, find
+from coterie.methods import build_method, find
 from coterie.methods.ecsfl.devices import AGGREGATED, DISTANCE, WEIGHT
 from coterie.methods.ecsfl.mended import PROJECTION, ECSFLMended
 from coterie.methods.ecsfl.text import ECSFL
@@ -287,13 +287,13 @@ def test_a_participation_of_the_methods_own_is_said_at_the_start() -> None:
 
 
 def test_the_variants_are_the_text_with_one_change() -> None:
-    text = build("ecs-fl", {}).hp.model_dump()
+    text = build_method("ecs-fl", {}).hp.model_dump()
     changes = {
         "invdist": {"aggregation": "invdist"}, "invdist-all": {"aggregation": "invdist_all"},
         "random": {"select": "random"}, "farthest": {"select": "farthest"}, "mean-all": {"select_fraction": 1.0},
     }  # fmt: skip
     for name, change in changes.items():
-        assert build(f"ecs-fl-{name}", {}).hp.model_dump() == {**text, **change}
+        assert build_method(f"ecs-fl-{name}", {}).hp.model_dump() == {**text, **change}
 
 
 def test_the_only_selected_device_has_the_new_model_and_sits_the_next_round_out(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_the_only_selected_device_has_the_new_model_and_sits_the_next_round_out(
 
 def test_bad_settings_get_a_sentence() -> None:
     with pytest.raises(CoterieError, match="select_fraction"):
-        build("ecs-fl", {"select_fraction": 0})
+        build_method("ecs-fl", {"select_fraction": 0})
     with pytest.raises(CoterieError, match="n_edges = 9"):
         bound(n_edges=9)
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import coterie
 from coterie.core.method import Batch, Start
-from coterie.methods import build
+from coterie.methods import build_method
 from coterie.train.trainer import train
 from support.short_runs import HEAD, play, same, session
 
@@ -41,7 +41,7 @@ def test_lp_ft_trains_the_head_first_and_everything_after_it() -> None:
     w0, both = fine_tuned("lp-ft")
     assert all(not torch.equal(w0[k], both[k]) for k in w0)
     assert same(fine_tuned("lp-ft", head_epochs=0)[1], fine_tuned("fedavg-ft")[1])
-    assert build("lp-ft", {"head_epochs": 0, "finetune_epochs": 0}).adapt() == []
+    assert build_method("lp-ft", {"head_epochs": 0, "finetune_epochs": 0}).adapt() == []
 
 
 def test_the_fine_tuned_model_is_the_one_that_is_exported(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from coterie.engine import codec
 from coterie.engine.loop import Loop
 from coterie.engine.session import Callbacks, Objects, prepare
 from coterie.errors import CoterieError
-from coterie.methods import build, find
+from coterie.methods import build_method, find
 from coterie.methods.fedcpmd import votes
 from coterie.methods.fedcpmd.mixing import flat_layer, shared_bodies, similarity, weights_of
 from coterie.methods.fedcpmd.settings import FedCPMDSettings
-from coterie.models.registry import build as build_model
+from coterie.models.registry import build_model as build_model
 from coterie.parts import gaussian as G
 from coterie.testing import Bench, open_loop, small_data
 from support.refusals import refuses
@@ -68,7 +68,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 def lenet(clients: int = 20, **own: Any) -> Method:
     """The card's model: LeNet5 with batch norm at 3x32x32, statistics local."""
     net = Net(build_model("lenet5", (3, 32, 32), 10, seed=1), torch.zeros(2, 3, 32, 32))
-    method = build(*chosen("fedcpmd", own))
+    method = build_method(*chosen("fedcpmd", own))
     method.ctx = Context(
         net, net.state(), tuple(range(clients)), Classification(10), 200, 0.1, 5, 32, 0.01, 1, bn_stats="local"
     )

@@ -6,7 +6,7 @@ import torch
 from coterie.core import tree as T
 from coterie.core.method import Batch
 from coterie.errors import CoterieError
-from coterie.methods import build
+from coterie.methods import build_method
 from support.short_runs import CLIENTS, bound, jittered, near, play, same, session, size, state, traffic, upload, watch
 
 
@@ -74,7 +74,7 @@ def test_feddyn_weighs_participants_equally_and_divides_the_dual_by_all_clients(
 @pytest.mark.parametrize("alpha", [0, -0.1])
 def test_feddyn_rejects_an_alpha_that_is_not_positive(alpha: float) -> None:
     with pytest.raises(CoterieError, match="alpha"):
-        build("feddyn", {"alpha": alpha})
+        build_method("feddyn", {"alpha": alpha})
 
 
 def test_feddyn_can_scale_alpha_by_relative_sample_counts() -> None:

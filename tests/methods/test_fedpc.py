@@ -20,7 +20,7 @@ from coterie.methods.fedpc.mended import FedPCMended
 from coterie.methods.fedpc.text import FedPC
 from coterie.methods.fedpc.variants import FedPCJ1, FedPCMean, FedPCNoMixing, FedPCNoProto, FedPCRandom
 from coterie.methods.fedper import FedPer
-from coterie.models.registry import build as build_model
+from coterie.models.registry import build_model as build_model
 from coterie.parts.prototypes import Prototypes, class_means
 from support.refusals import refuses
 from support.toy import Toy, begin, bind, clients, events, near, open_toy, play, same
@@ -161,7 +161,7 @@ def test_a_group_without_participants_enters_with_what_it_has() -> None:
     server = {**method.mixed({}, bodies(3), sets(3)), "groups": {0: 0, 1: 1, 2: 2}}
     new = T.row(bodies(1, seed=9), 0)
     one = Prototypes(*(t[0] for t in sets(1, seed=9)))
-    up = Upload({**new, **M.pack(one, one.mask.long())}, sender=1)
+    up = Upload({**new, **M.to_payload(one, one.mask.long())}, sender=1)
     after = method.aggregate(server, [up], 1)
     assert same(T.row(after["body"], 1), new)
     assert all(same(T.row(after["body"], j), T.row(server["body"], j)) for j in (0, 2))
@@ -294,8 +294,8 @@ def test_10_absent_classes_add_nothing_to_loss_group_or_cosine() -> None:
     moved = torch.where(torch.arange(K)[:, None] == only.y[0], sets(1).value[0], junk)
     assert pull(Prototypes(moved, torch.ones(K) > 0), only)[0] == pull(Prototypes(*(t[0] for t in sets(1))), only)[0]
     two = sets(2, mask=[[True, True, False], [False, True, False]])
-    trees = [M.pack(Prototypes(v, m), m.long()) for v, m in zip(*two, strict=True)]
-    mean = M.unpack(M.group_mean(trees, K, D, False), K, D)
+    trees = [M.to_payload(Prototypes(v, m), m.long()) for v, m in zip(*two, strict=True)]
+    mean = M.from_payload(M.group_mean(trees, K, D, False), K, D)
     assert mean.mask.tolist() == [True, True, False] and torch.equal(mean.value[0], trees[0]["x:prototypes"][0])
     partly = sets(2, mask=[[True, True, False], [True, True, True]])
     noise = torch.zeros(2, K, D)
@@ -457,7 +457,8 @@ def test_samples_weigh_members_and_their_classes_if_the_run_says_so() -> None:
     method = bind(FedPC, weighting="samples")
     counts = torch.tensor([[1, 3, 0], [2, 3, 1]])
     trees = [
-        {**T.row(bodies(2), i), **M.pack(Prototypes(*(t[i] for t in sets(2))), counts[i])} for i in range(len(counts))
+        {**T.row(bodies(2), i), **M.to_payload(Prototypes(*(t[i] for t in sets(2))), counts[i])}
+        for i in range(len(counts))
     ]
     ups = [Upload(t, sender=i, samples=[1, 3][i]) for i, t in enumerate(trees)]
     got = method.merge(Edge(0, (0, 1), {}, Download()), ups, 1)[1].tree

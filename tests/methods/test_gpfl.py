@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from coterie.core.method import cross_entropy
-from coterie.methods.gpfl import CLASSES, GPFL
+from coterie.methods.gpfl import CLASS_VECTORS, GPFL
 from coterie.train.optimisers import Optimiser
 from support.head_methods import D, K, batch_of, bound, gradients, opened, round_of, value
 
@@ -18,7 +18,9 @@ def test_gpfl_lambda_weighs_the_unsquared_norm_of_the_whole_batch() -> None:
     gap = value(method, params, batch, extras) - value(plain, params, batch, extras)
     assert torch.allclose(gap, 0.3 * norm, atol=1e-4)
     with_, without = (gradients(m, params, batch, extras) for m in (method, plain))
-    assert torch.equal(with_[CLASSES], without[CLASSES])  # the term treats the received embeddings as constants
+    assert torch.equal(
+        with_[CLASS_VECTORS], without[CLASS_VECTORS]
+    )  # the term treats the received embeddings as constants
     assert not torch.equal(with_["x:gamma.weight"], without["x:gamma.weight"])
     assert torch.equal(with_["classifier.weight"], without["classifier.weight"])
 
@@ -40,7 +42,7 @@ def test_gpfl_conditions_come_from_the_embeddings_just_received() -> None:
     method, clients = bound(GPFL)
     server = method.setup()
     C = torch.randn(K, D)
-    down = {**server["w"], CLASSES: C}
+    down = {**server["w"], CLASS_VECTORS: C}
     _, extras = method.begin(method.init_client(clients[0]), down, clients[0], 2).model
     shares = clients[0].label_counts / len(clients[0].train)
     assert torch.allclose(extras["common"], C.mean(0)) and torch.allclose(extras["own"], shares @ C, atol=1e-6)
@@ -51,7 +53,9 @@ def test_gpfl_loss_is_the_personal_route_plus_the_cosine_route() -> None:
     params, extras = opened(method, clients[0])
     batch = batch_of(clients[0])
     z = method.ctx.features(params, batch.x)
-    cosine = F.cosine_similarity(method.valve(params, z, extras["common"])[:, None], params[CLASSES][None], dim=-1)
+    cosine = F.cosine_similarity(
+        method.valve(params, z, extras["common"])[:, None], params[CLASS_VECTORS][None], dim=-1
+    )
     own = cross_entropy(method.predict(params, batch.x, extras), batch)
     assert torch.allclose(value(method, params, batch, extras), own + F.cross_entropy(cosine, batch.y), atol=1e-5)
 

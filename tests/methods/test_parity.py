@@ -14,7 +14,7 @@ from coterie.core import tree as T
 from coterie.core.method import Method, Start
 from coterie.engine.loop import Loop, Schedule
 from coterie.engine.round import Rules
-from coterie.methods import build, find, known
+from coterie.methods import build_method, find, method_names
 from coterie.runtimes.inline import Inline
 from coterie.storage.client_states import ClientStates
 from coterie.storage.run_folder import Folder
@@ -280,13 +280,13 @@ def test_references_import_nothing_they_are_to_check() -> None:
 
 
 def test_every_method_has_a_reference() -> None:
-    ours = {name for name in known() if find(name).__module__.startswith("coterie.")}
+    ours = {name for name in method_names() if find(name).__module__.startswith("coterie.")}
     assert not ours - {case.method for case in cases()}, "write one in tests/reference/ (see its __init__.py)"
 
 
 def test_settings_of_every_case_are_settings_of_its_method() -> None:
     for case in cases():
-        build(case.method, dict(case.settings))
+        build_method(case.method, dict(case.settings))
 
 
 def test_the_page_of_parity_is_up_to_date() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from coterie.core import tree as T
 from coterie.core.method import Batch, Client, Moment, Trained, Upload, replace
 from coterie.errors import CoterieError
-from coterie.methods import build
+from coterie.methods import build_method
 from coterie.methods.scfpfl.edges import SCFPFLClient, accuracy
 from coterie.methods.scfpfl.mended import SCFPFLMended
 from coterie.methods.scfpfl.modularity import centred_similarity, divided, information, logit_clusters, modularity
@@ -470,7 +470,7 @@ def test_what_cannot_work_gets_a_sentence(name, changes, words) -> None:
 @pytest.mark.parametrize("bad", [{"cluster_when": "later"}, {"k0": 0}, {"k0": "many"}, {"g": 0.6}, {"lambda1": -1}])
 def test_settings_out_of_range_are_refused(bad) -> None:
     with pytest.raises(CoterieError, match=next(iter(bad))):
-        build(SCFPFL, bad)
+        build_method(SCFPFL, bad)
 
 
 @pytest.mark.parametrize(

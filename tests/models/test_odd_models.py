@@ -158,11 +158,11 @@ def test_frozen_parameters_are_neither_sent_nor_changed(method):
 
 
 def test_operations_without_a_vmap_rule_run_in_the_loop_engine(recwarn):
-    from coterie.train.engine_choice import choose
+    from coterie.train.engine_choice import choose_engine
 
     made = session("fedavg", "LSTM", "stack")
-    assert "vmap has no rule for" in choose(made.clients(), "stack").sentence
-    assert choose(made.clients(), "auto").engine == "loop"
+    assert "vmap has no rule for" in choose_engine(made.clients(), "stack").sentence
+    assert choose_engine(made.clients(), "auto").engine == "loop"
     play(made)
     assert not [w for w in recwarn if "batching rule" in str(w.message)]
 

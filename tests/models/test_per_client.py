@@ -15,7 +15,7 @@ from coterie.errors import CoterieError
 from coterie.federation.policy.allow import Allow
 from coterie.models.per_client import PerClient, assign_models
 from coterie.testing import close_loop, decided, open_loop
-from coterie.train.engine_choice import choose
+from coterie.train.engine_choice import choose_engine
 from support.in_process_link import federation, simulated
 
 MIXED = "0-1=mlp,2-4=mlp-bn"
@@ -104,9 +104,9 @@ def test_impossible_assignments_raise_a_clear_error(method: str, model: str, mes
 
 def test_stacking_and_update_logs_need_equal_models() -> None:
     clients = session("fedproto").clients()
-    assert choose(clients, "auto").engine == "loop"
+    assert choose_engine(clients, "auto").engine == "loop"
     with pytest.raises(CoterieError, match="their models differ"):
-        choose(clients, "stack")
+        choose_engine(clients, "stack")
     with pytest.raises(CoterieError, match="log_updates = true needs the same model"):
         session("fedproto", log_updates=True)
 

@@ -14,7 +14,7 @@ from coterie.core.net import Net, initial
 from coterie.errors import CoterieError
 from coterie.models import registry
 from coterie.models.blocks import Conv, ConvBlock
-from coterie.models.registry import build, default_for, list_models
+from coterie.models.registry import build_model, default_for, list_models
 from coterie.models.zoo import ZOO
 from coterie.train import native
 
@@ -76,7 +76,7 @@ TOTALS = [
 
 @pytest.mark.parametrize(("name", "shape", "classes", "options", "total"), TOTALS)
 def test_parameter_count_is_that_of_the_paper(name, shape, classes, options, total):
-    assert sum(sizes(build(name, shape, classes, options=options)).values()) == total
+    assert sum(sizes(build_model(name, shape, classes, options=options)).values()) == total
 
 
 VGG = [
@@ -121,11 +121,11 @@ LAYERS = [
 
 @pytest.mark.parametrize(("name", "shape", "classes", "options", "each"), LAYERS)
 def test_every_layer_has_the_papers_count(name, shape, classes, options, each):
-    assert list(sizes(build(name, shape, classes, options=options)).values()) == each
+    assert list(sizes(build_model(name, shape, classes, options=options)).values()) == each
 
 
 def test_layers_have_the_names_of_the_papers_and_the_classifier_is_the_head():
-    net = Net(build("lenet5", GREY, 10), torch.zeros(2, *GREY))
+    net = Net(build_model("lenet5", GREY, 10), torch.zeros(2, *GREY))
     names = ("block1.conv", "block1.bn", "block2.conv", "block2.bn", "fc1", "fc2", "classifier")
     assert net.layout.layers == names
     assert net.layout.head == "classifier" and net.width == 84
@@ -137,7 +137,7 @@ def test_every_model_has_a_head_and_gives_one_score_per_class(name):
     words = ((12,), torch.int64)
     own = {"text": words, "text-bn": words, "ratings": ((1,), torch.int64), "signal": ((6, 32), torch.float32)}
     shape, dtype = own.get(name, (GREY, torch.float32))
-    net = Net(build(name, shape, 7), torch.zeros(2, *shape, dtype=dtype))
+    net = Net(build_model(name, shape, 7), torch.zeros(2, *shape, dtype=dtype))
     assert net(net.state(), torch.ones(3, *shape, dtype=dtype)).shape == (3, 7)
     assert net.layout.head == "classifier"
 
@@ -173,19 +173,19 @@ def small_vgg(monkeypatch) -> None:
 
 def test_vgg11_pads_grey_pictures_with_zeros_to_three_channels_of_32(monkeypatch):
     small_vgg(monkeypatch)
-    net = build("vgg11", GREY, 10)
+    net = build_model("vgg11", GREY, 10)
     x = torch.randn(2, *GREY)
     seen = []
     net.block1.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
     net(x)
     assert seen[0].shape == (2, 3, 32, 32)
     assert torch.equal(seen[0], F.pad(x, (2, 2, 2, 2)).repeat(1, 3, 1, 1))
-    assert build("vgg11", GREY, 10, options={"resize": "bilinear"})(x).shape == (2, 10)
+    assert build_model("vgg11", GREY, 10, options={"resize": "bilinear"})(x).shape == (2, 10)
 
 
 def test_pretrained_weights_are_loaded_by_either_name_and_survive_initial(monkeypatch, tmp_path):
     small_vgg(monkeypatch)
-    donor = build("vgg11", RGB, 100, seed=1)
+    donor = build_model("vgg11", RGB, 100, seed=1)
     positions = (0, 3, 6, 8, 11, 13, 16, 18)
     torchvision_names = {
         f"features.{n}.{k}": v
@@ -200,7 +200,7 @@ def test_pretrained_weights_are_loaded_by_either_name_and_survive_initial(monkey
     save_file(torchvision_names, tmp_path / "vision.safetensors")
     save_file(donor.state_dict(), tmp_path / "own.safetensors")
     for file in ("vision", "own"):
-        net = build("vgg11", RGB, 10, options={"pretrained_path": str(tmp_path / f"{file}.safetensors")})
+        net = build_model("vgg11", RGB, 10, options={"pretrained_path": str(tmp_path / f"{file}.safetensors")})
         before = net.classifier.weight.clone()
         initial(net, 5)
         assert torch.equal(net.block8.conv.weight, donor.block8.conv.weight)
@@ -214,13 +214,13 @@ def test_unusable_pretrained_files_raise_a_clear_error(monkeypatch, tmp_path):
     (tmp_path / "torn.safetensors").write_bytes(b"\x00\x01")
     for file, words in [("other", "no fitting tensor for block1"), ("torn", "damaged"), ("gone", "does not exist")]:
         with pytest.raises(CoterieError, match=words):
-            build("vgg11", RGB, 10, options={"pretrained_path": str(tmp_path / f"{file}.safetensors")})
+            build_model("vgg11", RGB, 10, options={"pretrained_path": str(tmp_path / f"{file}.safetensors")})
     with pytest.raises(CoterieError, match=r"must name a \.safetensors file"):
-        build("vgg11", RGB, 10, options={"pretrained_path": str(tmp_path / "weights.pth")})
+        build_model("vgg11", RGB, 10, options={"pretrained_path": str(tmp_path / "weights.pth")})
 
 
 def test_padding_tokens_do_not_change_the_scores():
-    net = build("text", (6,), 3, vocab=20, seed=0)
+    net = build_model("text", (6,), 3, vocab=20, seed=0)
     with torch.no_grad():
         net.embedding.weight[0] = 9.0  # must not matter
     a = net(torch.tensor([[5, 7, 0, 0, 0, 0]]))
@@ -229,8 +229,8 @@ def test_padding_tokens_do_not_change_the_scores():
 
 
 def test_models_with_the_option_vocab_get_the_vocabulary_of_the_data():
-    assert build("text", (6,), 3, vocab=77).embedding.num_embeddings == 77
-    assert build("mlp", (6,), 3, vocab=77).classifier.out_features == 3
+    assert build_model("text", (6,), 3, vocab=77).embedding.num_embeddings == 77
+    assert build_model("mlp", (6,), 3, vocab=77).classifier.out_features == 3
 
 
 # ---- initial values --------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_initial_values_are_a_function_of_the_seed_and_the_global_generator_is_u
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    a, b, c = (build("lenet5", GREY, 10, seed=s).state_dict() for s in (1, 1, 2))
+    a, b, c = (build_model("lenet5", GREY, 10, seed=s).state_dict() for s in (1, 1, 2))
     assert torch.equal(torch.rand(4), expected)
     assert all(torch.equal(a[k], b[k]) for k in a)
     assert not torch.equal(a["fc1.weight"], c["fc1.weight"])
@@ -247,7 +247,7 @@ def test_initial_values_are_a_function_of_the_seed_and_the_global_generator_is_u
 def test_an_instance_keeps_its_values_and_is_not_touched():
     mine = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     before = {k: v.clone() for k, v in mine.state_dict().items()}
-    built = build(mine, (1, 8, 8), 10)
+    built = build_model(mine, (1, 8, 8), 10)
     initial(built, 1)
     assert built is not mine
     assert all(torch.equal(built.state_dict()[k], v) for k, v in before.items())
@@ -280,12 +280,12 @@ def test_a_users_factory_gets_the_arguments_that_it_names(factory, monkeypatch):
     module.factory = factory
     monkeypatch.setitem(sys.modules, "my_models", module)
     for source in (factory, "my_models:factory"):
-        net = build(source, (1, 8, 8), 10, seed=1)
+        net = build_model(source, (1, 8, 8), 10, seed=1)
         assert net(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
 def test_lazy_layers_are_drawn_from_the_seed():
-    a, b = (build(Own, (1, 8, 8), 10, seed=4, options={"width": 8}) for _ in range(2))
+    a, b = (build_model(Own, (1, 8, 8), 10, seed=4, options={"width": 8}) for _ in range(2))
     assert a.body.weight.shape == (8, 64) and torch.equal(a.body.weight, b.body.weight)
 
 
@@ -295,7 +295,7 @@ def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert isinstance(build("my_local_models:net", (1, 8, 8), 10), nn.Sequential)
+    assert isinstance(build_model("my_local_models:net", (1, 8, 8), 10), nn.Sequential)
 
 
 class Point:
@@ -316,13 +316,13 @@ class Points(list):
 
 def test_a_model_of_an_installed_package_is_built_listed_and_suggested(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: Points([Point()]) if group == "coterie.models" else [])
-    assert len(build("theirs", (1, 8, 8), 10, options={"depth": 3})) == 5
+    assert len(build_model("theirs", (1, 8, 8), 10, options={"depth": 3})) == 5
     info = {m.name: m for m in list_models()}["theirs"]
     assert (info.description, dict(info.options)) == ("A model of an installed package.", {"depth": 1})
     with pytest.raises(CoterieError, match='did you mean "theirs"'):
-        build("theirz", (1, 8, 8), 10)
+        build_model("theirz", (1, 8, 8), 10)
     with pytest.raises(CoterieError, match='did you mean "depth"'):
-        build("theirs", (1, 8, 8), 10, options={"dept": 3})
+        build_model("theirs", (1, 8, 8), 10, options={"dept": 3})
 
 
 def test_list_models_has_a_description_and_options_of_every_model():
@@ -347,8 +347,8 @@ def test_list_models_has_a_description_and_options_of_every_model():
 )
 def test_the_default_model_suits_and_fits_the_data(shape, dtype, name):
     assert default_for(shape, 5, dtype) == name
-    build(name, shape, 5)
-    normed = build(default_for(shape, 5, dtype, batch_norm=True), shape, 5)
+    build_model(name, shape, 5)
+    normed = build_model(default_for(shape, 5, dtype, batch_norm=True), shape, 5)
     assert any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in normed.modules())
 
 
@@ -380,5 +380,5 @@ def test_the_default_model_suits_and_fits_the_data(shape, dtype, name):
 )
 def test_mistakes_raise_a_clear_error(source, shape, options, words):
     with pytest.raises(CoterieError, match=words) as caught:
-        build(source, shape, 10, options=options)
+        build_model(source, shape, 10, options=options)
     assert "\n" not in str(caught.value)

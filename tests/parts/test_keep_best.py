@@ -9,7 +9,7 @@ import torch
 from coterie.core import tree as T
 from coterie.core.method import Split
 from coterie.methods import find
-from coterie.parts.keep_best import BEST, SCORE, best, kept, score
+from coterie.parts.keep_best import BEST, SCORE, best, kept, validation_score
 from coterie.testing import Bench
 
 MENDED = [("fedcpmd-mended", "use"), ("fedpc-mended", "use"), ("ecs-fl-mended", "use"), ("fedgmh-mended", "score")]
@@ -25,9 +25,9 @@ def made() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
         {k: v + 0.5 * torch.randn(v.shape, generator=rng) if k in moved else v for k, v in ctx.w0.items()}
         for _ in range(40)
     ]
-    models.sort(key=lambda m: score(ctx, m, data.val))
+    models.sort(key=lambda m: validation_score(ctx, m, data.val))
     found = [models[0], models[20], models[-1]]
-    a, b, c = (score(ctx, m, data.val) for m in found)
+    a, b, c = (validation_score(ctx, m, data.val) for m in found)
     assert a < b < c
     return ctx, data, found
 
@@ -35,7 +35,7 @@ def made() -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
 def test_the_better_model_is_kept_and_of_equals_the_newer() -> None:
     ctx, data, (bad, fair, good) = made()
     state = kept(ctx, {}, fair, data)
-    assert state[BEST] is fair and state[SCORE] == score(ctx, fair, data.val)
+    assert state[BEST] is fair and state[SCORE] == validation_score(ctx, fair, data.val)
     assert kept(ctx, state, bad, data)[BEST] is fair
     assert kept(ctx, state, good, data)[BEST] is good
     again = T.clone(fair)
@@ -66,9 +66,9 @@ def test_a_right_answer_counts_more_than_any_loss() -> None:
         right = float((ctx.forward(w, x).argmax(1) == y).float().mean())
         last = ctx.net.head_names[0]
         huge = {**w, last: 1e4 * w[last]}  # nearly the same answers, an enormous loss
-        assert right - 0.5 / len(y) <= score(ctx, w, data.val) <= right
+        assert right - 0.5 / len(y) <= validation_score(ctx, w, data.val) <= right
         hits = float((ctx.forward(huge, x).argmax(1) == y).float().mean())
-        assert hits - 0.5 / len(y) <= score(ctx, huge, Split(x, y)) <= hits
+        assert hits - 0.5 / len(y) <= validation_score(ctx, huge, Split(x, y)) <= hits
 
 
 @pytest.mark.parametrize(("name", "setting"), MENDED, ids=[n for n, _ in MENDED])
@@ -86,4 +86,4 @@ def test_clients_of_the_mended_readings_use_their_best(name: str, setting: str, 
     download = with_best.method.deliver(with_best.server, [0], 5).to(0)
     if name in ("fedcpmd-mended", "ecs-fl-mended"):
         params, _ = with_best.method.personal(states[0], download, data)
-        assert score(ctx, params, data.val) >= states[0][SCORE]
+        assert validation_score(ctx, params, data.val) >= states[0][SCORE]

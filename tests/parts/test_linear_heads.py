@@ -112,7 +112,7 @@ def test_step_is_sgd_on_the_mean_cross_entropy() -> None:
 
 def test_p8_heads_without_vectors_are_bit_identical() -> None:
     heads = stack()
-    features, weight = G.pack(torch.tensor([2, 0, 2]), torch.randn(3, D, generator=RNG).double(), S)
+    features, weight = G.padded(torch.tensor([2, 0, 2]), torch.randn(3, D, generator=RNG).double(), S)
     new = H.train_heads(heads, features, G.label_targets(weight), weight, 1.0, steps=2, decay=0.1)
     for s in (1, 3):
         assert torch.equal(new.weight[s], heads.weight[s]) and torch.equal(new.bias[s], heads.bias[s])
@@ -122,8 +122,8 @@ def test_p8_heads_without_vectors_are_bit_identical() -> None:
 
 def test_p9_the_same_vector_twice_is_the_same_step() -> None:
     heads, f = stack(), torch.randn(1, D, generator=RNG).double()
-    once, w1 = G.pack(torch.tensor([1]), f, S)
-    twice, w2 = G.pack(torch.tensor([1, 1]), f.expand(2, D), S)
+    once, w1 = G.padded(torch.tensor([1]), f, S)
+    twice, w2 = G.padded(torch.tensor([1, 1]), f.expand(2, D), S)
     a = H.head_step(heads, once, G.label_targets(w1), w1, 1.0)
     b = H.head_step(heads, twice, G.label_targets(w2), w2, 1.0)
     torch.testing.assert_close(a.weight, b.weight)
@@ -132,7 +132,7 @@ def test_p9_the_same_vector_twice_is_the_same_step() -> None:
 
 def test_packing_keeps_the_order_of_arrival_within_a_label() -> None:
     f = torch.arange(5.0)[:, None]
-    packed, weight = G.pack(torch.tensor([1, 0, 1, 3, 1]), f, S, torch.tensor([1.0, 2, 3, 4, 5]))
+    packed, weight = G.padded(torch.tensor([1, 0, 1, 3, 1]), f, S, torch.tensor([1.0, 2, 3, 4, 5]))
     assert packed[..., 0].tolist() == [[1, 0, 0], [0, 2, 4], [0, 0, 0], [3, 0, 0]]
     assert weight.tolist() == [[2, 0, 0], [1, 3, 5], [0, 0, 0], [4, 0, 0]]
 

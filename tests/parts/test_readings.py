@@ -9,14 +9,14 @@ from coterie.config import settings
 from coterie.core.method import Method
 from coterie.engine.session import recorded
 from coterie.errors import CoterieError
-from coterie.methods import BUILT_IN, READINGS, build, fields, find, known, resolve, unusual_reading
+from coterie.methods import BUILT_IN, READINGS, build_method, fields, find, method_names, resolve, unusual_reading
 from coterie.methods.restore import restored
 from coterie.methods.stored import RENAMED
 from coterie.parts.readings import ReadingSettings
 from coterie.parts.variants import with_defaults
 
 FIVE = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")
-READ = [n for n in known() if issubclass(find(n).Settings, ReadingSettings)]
+READ = [n for n in method_names() if issubclass(find(n).Settings, ReadingSettings)]
 
 
 class TwoReadings(ReadingSettings):
@@ -35,7 +35,7 @@ class Variant(OfTwo):
 
 
 def values(method: type[Method], **own: Any) -> tuple[int, int]:
-    hp = build(method, own).hp
+    hp = build_method(method, own).hp
     return hp.a, hp.b
 
 
@@ -55,9 +55,9 @@ def test_a_variant_may_fix_its_reading() -> None:
 
 def test_wrong_readings_and_values_get_a_sentence() -> None:
     with pytest.raises(CoterieError, match="reading = 'text' is invalid: it must be 'paper' or 'mended'"):
-        build(OfTwo, {"reading": "text"})
+        build_method(OfTwo, {"reading": "text"})
     with pytest.raises(CoterieError, match="a = -1 is invalid"):
-        build(OfTwo, {"a": -1})
+        build_method(OfTwo, {"a": -1})
 
 
 # ---- readings that are classes ---------------------------------------------------------------------------------------
@@ -85,21 +85,21 @@ def test_titles_are_unique() -> None:
 def test_a_reading_with_a_protocol_of_its_own_is_a_method(name: str, reading: str) -> None:
     assert resolve(name, {"reading": reading}) == (READINGS[name][reading], {})
     assert settings(name, reading=reading).method == READINGS[name][reading]
-    assert type(build(name, {"reading": reading})) is find(READINGS[name][reading])
+    assert type(build_method(name, {"reading": reading})) is find(READINGS[name][reading])
 
 
 @pytest.mark.parametrize("name", READ)
 def test_what_a_run_stores_gives_the_same_method_again(name: str) -> None:
     for reading in find(name).Settings.readings:  # type: ignore[attr-defined]
-        built = build(name, {"reading": reading})
+        built = build_method(name, {"reading": reading})
         stored = built.hp.model_dump(mode="json")
-        assert restored(name, stored) == (name, stored) and build(name, stored).hp == built.hp
+        assert restored(name, stored) == (name, stored) and build_method(name, stored).hp == built.hp
         assert unusual_reading(built) == ("" if reading == fields(name)["reading"].default else reading)
 
 
 def test_unknown_and_former_readings_and_names_get_a_sentence() -> None:
     with pytest.raises(CoterieError, match='unknown reading of fedcpmd "text"'):
-        build("fedcpmd", {"reading": "text"})
+        build_method("fedcpmd", {"reading": "text"})
     with pytest.raises(CoterieError, match=r"a method of its own .*: sc-fpfl-mended"):
         settings("sc-fpfl", reading="mended")
     for former in RENAMED:
@@ -132,7 +132,7 @@ def test_a_reading_sets_only_settings_that_the_method_has(name: str) -> None:
 
 def test_a_run_keeps_the_values_of_its_reading() -> None:
     run = settings("fedgmh", beta=0.25).model_dump(mode="json")
-    stored = build("fedgmh", {"beta": 0.25}).hp.model_dump(mode="json")
+    stored = build_method("fedgmh", {"beta": 0.25}).hp.model_dump(mode="json")
     new = recorded({"settings": run, "method": {"settings": {**stored, "eta_h": 0.7}}})
     assert (new.method, new.settings["eta_h"], new.settings["beta"]) == ("fedgmh", 0.7, 0.25)
     assert recorded({"settings": settings("fedavg").model_dump(), "method": {"settings": {}}}).settings == {}

@@ -22,7 +22,7 @@ def test_p10_phi_is_symmetric_in_01_with_unit_diagonal_and_rows_sum_to_one() -> 
 
 
 def test_cosine_matches_torch_across_chunks(monkeypatch) -> None:
-    monkeypatch.setattr(S, "CHUNK", 7)
+    monkeypatch.setattr(S, "COLUMNS", 7)
     want = torch.nn.functional.cosine_similarity(X[:, None].double(), X[None, :4].double(), dim=2)
     torch.testing.assert_close(S.cosine(X, X[:4]), want, rtol=0, atol=1e-8)
     torch.testing.assert_close(S.cosine(X)[:, :4], want, rtol=0, atol=1e-8)

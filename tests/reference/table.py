@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from coterie.methods import find, known
+from coterie.methods import find, method_names
 from reference import TOLERANCE, abouts, cases
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
@@ -33,7 +33,7 @@ descriptions. Departures are those of the default settings; a setting in bracket
 def page() -> str:
     rows, tried = [], cases()
     for name, about in sorted(abouts().items()):
-        if name not in known():
+        if name not in method_names():
             continue
         card = find(name).card
         settings = "; ".join(dict.fromkeys(_settings(c) for c in tried if c.method == name))

@@ -15,7 +15,7 @@ from coterie.config import settings
 from coterie.core.tasks import Classification
 from coterie.engine.session import Objects, prepare
 from coterie.errors import CoterieError
-from coterie.methods import controls, known
+from coterie.methods import controls, method_names
 from coterie.results.bootstrap import paired_differences, resampled
 from coterie.results.controls import ControlTable, control_tables
 from coterie.results.discovery import find_runs
@@ -172,10 +172,10 @@ def test_a_missing_view_is_reported_and_replaced_by_the_personal_one() -> None:
 
 
 def test_controls_that_methods_name_exist_and_are_their_own() -> None:
-    named = {n: controls(n) for n in known() if controls(n)}
+    named = {n: controls(n) for n in method_names() if controls(n)}
     assert {"fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl"} <= named.keys()
     for name, theirs in named.items():
-        assert set(theirs) <= set(known()) and name not in theirs
+        assert set(theirs) <= set(method_names()) and name not in theirs
     assert not controls("fedpc-random")  # not inherited
 
 

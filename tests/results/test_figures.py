@@ -137,10 +137,10 @@ def test_clients_are_sorted_by_cluster_in_the_similarity_figure(runs) -> None:
 
 
 def test_names_of_lines_keep_their_order_and_distance() -> None:
-    at = style.spread([0.5, 0.5, 0.9, 0.51], 0.1)
+    at = style.spread_apart([0.5, 0.5, 0.9, 0.51], 0.1)
     assert at[0] < at[3] < at[2] and min(np.diff(sorted(at))) >= 0.1 - 1e-9
     assert np.mean(at[:2] + at[3:]) == pytest.approx(np.mean([0.5, 0.5, 0.51])) and at[2] == 0.9
-    crowd = style.spread([1.0] * 5, 0.1)
+    crowd = style.spread_apart([1.0] * 5, 0.1)
     assert max(crowd) <= 1 + 1e-9 and min(np.diff(sorted(crowd))) >= 0.1 - 1e-9
 
 

@@ -94,7 +94,7 @@ def _same_runs(a: Path, b: Path) -> None:
     assert names == {p.relative_to(b) for p in b.rglob("*") if p.is_file()}
     for name in names - {Path("timing.jsonl"), Path("settings.json")}:  # settings name the runtime
         if name.parts[0] == "checkpoints":
-            x, y = (replace(codec.load(f / name), timing=0) for f in (a, b))
+            x, y = (replace(codec.read_value(f / name), timing=0) for f in (a, b))
             assert codec.equal(x, y), name
         elif name.suffix == ".npz":
             x, y = (dict(np.load(f / name)) for f in (a, b))

@@ -49,6 +49,6 @@ def test_the_opener_of_a_simulation_can_be_imported(name: str) -> None:
 
 def test_other_packages_add_runtimes_and_cannot_replace_a_built_in_one(with_other_package) -> None:
     assert runtime_kind("cluster") is OTHER and Engine(runtime="cluster").runtime == "cluster"
-    assert runtime_kind("local") is registry.BUILT_IN["local"]
+    assert runtime_kind("local") is registry.RUNTIMES["local"]
     with pytest.raises(CoterieError, match="runtime = cluster or ray"):
         check_address("local", "here")

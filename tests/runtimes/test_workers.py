@@ -82,7 +82,7 @@ def test_answers_do_not_share_memory_with_what_was_asked_or_is_kept(workers, tmp
     loop = begin(open_toy(Ditto, tmp_path, workers=workers))
     loop.step()
     asked = [TrainRequest(i, 2, loop.server["w"]) for i in range(5)]
-    before = codec.clone([asked, [loop.runtime.states.get(i) for i in range(5)]])
+    before = codec.deep_copy([asked, [loop.runtime.states.get(i) for i in range(5)]])
     answers, missing = loop.runtime.train(asked)
     assert sorted(answers) == [0, 1, 2, 3, 4] and missing == {}
     for answer in answers.values():

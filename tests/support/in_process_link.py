@@ -21,7 +21,7 @@ from coterie.federation.policy.allow import Allow
 from coterie.federation.policy.audit import AUDIT_FILE, AuditLog
 from coterie.federation.protocol.plan import FederationPlan
 from coterie.federation.transport import Cause, Failure, LinkBytes, NodeReplies, NoPlanError
-from coterie.methods import known
+from coterie.methods import method_names
 from coterie.models.zoo import ZOO
 from coterie.runtimes.inline import Inline
 from coterie.storage.run_folder import Folder
@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
     "eval_every": 2, "clients": 4, "partition": "dirichlet(0.5)", "val_share": 0.2, "public": 30, "seed": 3,
 }  # fmt: skip
 
-ALLOW = Allow(methods=tuple(known()), models=(NET, *ZOO))  # includes methods of other packages
+ALLOW = Allow(methods=tuple(method_names()), models=(NET, *ZOO))  # includes methods of other packages
 
 Handle = Callable[[str, int, memoryview | None, memoryview], memoryview]
 Spoil = Callable[[Any], Any]  # replaces an answer

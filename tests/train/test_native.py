@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from coterie.train import native
 from coterie.train.native import build, op
 
-needs_native = pytest.mark.skipif(not native.available(), reason=native.status())
+needs_native = pytest.mark.skipif(not native.available(), reason=native.native_status())
 
 MODES = ("none", "eval", "train")
 # in, out channels, kernel, padding, height, width, batch: LeNet5's layers, odd sizes, one lane more or less than whole
@@ -92,7 +92,7 @@ def assert_close(found: list[Tensor | None], wanted: list[Tensor | None], tolera
 
 def no_ties(leaves: list[Tensor], stats: list[Tensor | None], rest: dict[str, Any]) -> list[Tensor | None]:
     """The reference in float64."""
-    return run(op.plain, leaves, stats, rest, torch.float64)
+    return run(op.unfused, leaves, stats, rest, torch.float64)
 
 
 @needs_native
@@ -151,16 +151,16 @@ def test_non_contiguous_tensors_count_as_their_values(mode: str) -> None:
 def test_batch_norm_without_affine_or_without_running_statistics() -> None:
     leaves, stats, rest = case(SHAPES[1], "train")
     bare = run(native.conv_block, leaves[:3], stats, rest, torch.float32)
-    assert_close(bare, run(op.plain, leaves[:3], stats, rest, torch.float64))
+    assert_close(bare, run(op.unfused, leaves[:3], stats, rest, torch.float64))
     free = run(native.conv_block, leaves, [None, None], rest, torch.float32)
-    assert_close(free, run(op.plain, leaves, [None, None], rest, torch.float64))
+    assert_close(free, run(op.unfused, leaves, [None, None], rest, torch.float64))
 
 
 @needs_native
 def test_one_value_per_channel_is_refused_as_in_pytorch() -> None:
     leaves, stats, rest = case((1, 2, 5, 2, 1, 1, 1), "train")
     with pytest.raises(ValueError, match="more than 1 value per channel"):
-        op.plain(*leaves, *stats, *rest.values())
+        op.unfused(*leaves, *stats, *rest.values())
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         native.conv_block(*leaves, *stats, **rest)
 
@@ -180,8 +180,8 @@ def test_nan_spreads_as_in_pytorch() -> None:
     leaves, stats, rest = case(SHAPES[1], "none")
     leaves[0][0, 0, 5, 5] = float("nan")  # reaches the last position of some windows, the first of others
     args = (*leaves, None, None, *stats, *rest.values())
-    assert torch.equal(native.conv_block(*args).isnan(), op.plain(*args).isnan())
-    assert op.plain(*args).isnan().any()
+    assert torch.equal(native.conv_block(*args).isnan(), op.unfused(*args).isnan())
+    assert op.unfused(*args).isnan().any()
 
 
 @needs_native
@@ -189,7 +189,7 @@ def test_nan_spreads_as_in_pytorch() -> None:
 def test_whole_numbers_give_the_same_bits_and_the_first_of_equal_maxima_wins(shape: tuple[int, ...]) -> None:
     leaves, stats, rest = case(shape, "none")
     leaves = [(2 * t).round().clamp(-1, 1) for t in leaves]  # many ties, sums exact in float32
-    found, wanted = (run(f, leaves, stats, rest, torch.float32) for f in (native.conv_block, op.plain))
+    found, wanted = (run(f, leaves, stats, rest, torch.float32) for f in (native.conv_block, op.unfused))
     assert torch.equal(found[0], wanted[0])  # type: ignore[arg-type]
     assert_close(found, wanted)
 
@@ -212,7 +212,7 @@ def test_gradients_of_gradients_fall_back_to_pytorch(mode: str) -> None:
         (g,) = torch.autograd.grad(out.square().sum(), own[1], create_graph=True)
         return list(torch.autograd.grad(g.square().mean(), own[:2]))
 
-    assert_close(list(penalty(native.conv_block)), list(penalty(op.plain)), 1e-4)
+    assert_close(list(penalty(native.conv_block)), list(penalty(op.unfused)), 1e-4)
 
 
 @needs_native
@@ -343,7 +343,7 @@ def test_two_processes_that_start_at_once_share_one_library_with_the_same_bits(t
 @needs_native
 def test_a_damaged_cache_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = build.cache_dir() / f"block-{build.fingerprint(build.find_compiler())}.so"
+    path = build.cache_dir() / f"block-{build.build_digest(build.find_compiler())}.so"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"not a library")
     assert op.self_test(op._kernel(build.library())) < op.TOLERANCE
@@ -352,9 +352,9 @@ def test_a_damaged_cache_is_built_anew(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_self_test_notices_wrong_code() -> None:
     def wrong(*args: Any) -> Tensor:
-        return op.plain(*args) * 1.001
+        return op.unfused(*args) * 1.001
 
-    assert op.self_test(op.plain) == 0
+    assert op.self_test(op.unfused) == 0
     assert op.self_test(wrong) > op.TOLERANCE
 
 
@@ -362,7 +362,7 @@ def test_the_environment_switches_native_code_off(monkeypatch: pytest.MonkeyPatc
     native.enable(None)
     monkeypatch.setenv("COTERIE_NATIVE", "0")
     assert not native.enabled()
-    assert "switched off" in native.status()
+    assert "switched off" in native.native_status()
     monkeypatch.setenv("COTERIE_NATIVE", "1")
     assert native.enabled()
 
@@ -372,7 +372,7 @@ def test_code_in_a_folder_that_others_may_write_to_is_not_loaded(tmp_path, monke
     folder = build.cache_dir()
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    name = f"block-{build.fingerprint(build.find_compiler())}.so"
+    name = f"block-{build.build_digest(build.find_compiler())}.so"
     (folder / name).write_bytes(b"somebody else's code")
     build.library()
     assert (folder / name).read_bytes() == b"somebody else's code"  # neither loaded nor trusted as a place to build in

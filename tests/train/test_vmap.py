@@ -15,12 +15,12 @@ from coterie.core.tree import Tree
 from coterie.engine.loop import Loop
 from coterie.engine.session import Callbacks, Objects, Session, execute, prepare
 from coterie.engine.session.resume import training_engine_at_start
-from coterie.methods import find, known
+from coterie.methods import find, method_names
 from coterie.testing import CHECKS, Bench, SmallNet, close_loop, decided, events, open_loop, small_data
 from coterie.train import engine_choice as choose
 from coterie.train import trainer
 from coterie.train.optimisers import Optimiser
-from coterie.train.scoring import Case, Scorer, score
+from coterie.train.scoring import Case, Scorer, score_model
 from coterie.train.trainer import train
 from coterie.train.vmap import step as stack_step
 from coterie.train.vmap.phase import Member
@@ -98,7 +98,7 @@ def test_fedcac_trains_the_same_models_though_it_may_rank_entries_otherwise(tmp_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [n for n in known() if n not in QUICK and n != "fedcac"])
+@pytest.mark.parametrize("name", [n for n in method_names() if n not in QUICK and n != "fedcac"])
 def test_a_stacked_run_is_the_loops_run_for_every_method(name: str, tmp_path: Path) -> None:
     same_run(find(name), tmp_path)
 
@@ -278,20 +278,20 @@ def test_a_stack_stays_in_one_process_where_halving_it_saves_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "_timed", lambda clients: (1, 0.2, 0.1, 0.09, {}))
-    choice = choose.choose(session(FEDAVG).clients(), "auto")
+    choice = choose.choose_engine(session(FEDAVG).clients(), "auto")
     assert choice.workers == 1 and "one process" in choice.why
     many = session(FEDAVG, clients=40, partition="iid", min_size=1).clients()  # more participants than a stack holds
-    assert choose.choose(many, "auto").workers is None
+    assert choose.choose_engine(many, "auto").workers is None
     execute(session(FEDAVG, engine="auto"), tmp_path, Callbacks(should_stop=lambda: True))
     assert json.loads((tmp_path / "settings.json").read_text())["engine"]["workers"] == 1
     assert training_engine_at_start(session(FEDAVG), tmp_path).workers == 1  # a resumed run keeps that too
 
 
 def test_auto_measures_both_and_takes_the_loop_for_convolutions() -> None:
-    choice = choose.choose(session(FEDAVG, SmallNet(norm=False)).clients(), "auto")
+    choice = choose.choose_engine(session(FEDAVG, SmallNet(norm=False)).clients(), "auto")
     assert "ms stacked" in choice.why
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
-    choice = choose.choose(session(FEDAVG, net).clients(), "auto")
+    choice = choose.choose_engine(session(FEDAVG, net).clients(), "auto")
     assert choice.engine == "loop" and "convolutions" in choice.why
 
 
@@ -311,7 +311,7 @@ class Exchange(Method):
 
 
 def test_auto_plays_an_opening_that_trains_nothing_before_it_measures() -> None:
-    choice = choose.choose(session(Exchange, SmallNet(norm=False)).clients(), "auto")
+    choice = choose.choose_engine(session(Exchange, SmallNet(norm=False)).clients(), "auto")
     assert "ms stacked" in choice.why
 
 
@@ -368,7 +368,7 @@ def cases(s: Session, one: bool, sizes: list[int]) -> list[Case]:
 def test_many_clients_are_scored_at_once_as_one_by_one(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     s = session(find("fedavg"))
     many = cases(s, one, [300, 7, 0, 1, 41, 256])
-    alone = [score(s.method, *c) for c in many]
+    alone = [score_model(s.method, *c) for c in many]
     asked: list[int] = []
     predict = type(s.method).predict
     monkeypatch.setattr(type(s.method), "predict", lambda m, w, x, e: asked.append(len(x)) or predict(m, w, x, e))
@@ -385,5 +385,5 @@ def test_what_cannot_be_stacked_is_scored_one_by_one() -> None:
 
     s = session(Branches)
     many = cases(s, False, [12, 5])
-    for a, b in zip([score(s.method, *c) for c in many], Scorer(s.method)(many), strict=True):
+    for a, b in zip([score_model(s.method, *c) for c in many], Scorer(s.method)(many), strict=True):
         assert torch.equal(a.counts["hits"], b.counts["hits"]) and float(a.loss) == float(b.loss)

@@ -23,8 +23,8 @@ from coterie.board.federation import FederationStatus
 from coterie.board.guard import LOOPBACK, Guard
 from coterie.board.runs import CURVES, WatchedFolder
 from coterie.errors import CoterieError
-from coterie.methods import known
-from coterie.storage.atomic import finite
+from coterie.methods import method_names
+from coterie.storage.atomic import json_values
 
 _EVERY = 1.0  # seconds between reads of the folders
 _LARGEST = 65_536  # largest size of a request in bytes
@@ -89,7 +89,7 @@ def make_app(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -
         )
         html = templates.get_template("board.html").render(
             nonce=nonce,
-            methods=sorted(known()),
+            methods=sorted(method_names()),
             curves=CURVES,
             root=str(board.watch.root),
             federation=str(board.federation.path) if board.federation else "",
@@ -98,7 +98,7 @@ def make_app(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -
 
     async def state(request: Request) -> Response:
         await board.refresh()
-        return JSONResponse(finite({"runs": board.runs(), "federation": board.about()}))
+        return JSONResponse(json_values({"runs": board.runs(), "federation": board.about()}))
 
     async def stream(request: Request) -> Response:
         if board.readers >= _READERS:
@@ -111,7 +111,7 @@ def make_app(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -
         if run is None:
             return _no_run()
         async with board.lock:
-            return JSONResponse(finite(await run_in_threadpool(run.details)))
+            return JSONResponse(json_values(await run_in_threadpool(run.details)))
 
     async def log(request: Request) -> Response:
         """Return the log of a run that was started here, or of a node; names are looked up, never made into a path."""
@@ -192,8 +192,8 @@ async def _news(board: Board, request: Request) -> AsyncIterator[str]:
     try:
         while not board.closing and not await request.is_disconnected():
             await board.refresh()
-            runs = {str(r["id"]): json.dumps(finite(r)) for r in board.runs()}
-            about = json.dumps(finite(board.about()))
+            runs = {str(r["id"]): json.dumps(json_values(r)) for r in board.runs()}
+            about = json.dumps(json_values(board.about()))
             changed = [text for i, text in runs.items() if sent.get(i) != text]
             gone = [i for i in sent if i not in runs]
             if changed or gone or about != federation or not sent_at:

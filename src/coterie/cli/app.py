@@ -57,7 +57,7 @@ app.add_typer(tune_app)
 
 
 @app.command()
-@o.takes_settings(*o.SETTINGS)
+@o.takes_settings(*o.OPTIONS)
 def run(
     given: dict[str, Any],
     method: Annotated[str | None, Argument(help="a method; `coterie list methods` names them")] = None,
@@ -80,7 +80,7 @@ def run(
     from coterie import api
     from coterie.engine.loop import Callbacks
     from coterie.errors import CoterieError
-    from coterie.storage.atomic import finite
+    from coterie.storage.atomic import json_values
 
     given |= {} if method is None else {"method": method}
     o.check_transport(transport)
@@ -112,7 +112,7 @@ def run(
             result = api.run(given.pop("method"), given.pop("data", "digits"), given.pop("model", None),
                              out=out, **how, **given)  # fmt: skip
     if as_json:
-        typer.echo(json.dumps(finite({"run": str(result.path), "finished": result.finished, **result.summary()})))
+        typer.echo(json.dumps(json_values({"run": str(result.path), "finished": result.finished, **result.summary()})))
     elif not quiet:
         _show_run(result)
     for sentence in result.warnings():
@@ -149,10 +149,10 @@ def compare(
     from coterie import api
     from coterie.cli.arena import show_control_tables
     from coterie.engine.loop import Callbacks
-    from coterie.methods import known
+    from coterie.methods import method_names
     from coterie.storage.run_folder import fresh_folder
 
-    names = list(dict.fromkeys(m for name in methods for m in (known() if name == "all" else [name])))
+    names = list(dict.fromkeys(m for name in methods for m in (method_names() if name == "all" else [name])))
     folder = out or fresh_folder(f"compare-{given.get('data', 'digits')}")
     silent, rivals, stop = quiet or as_json, o.commas(against), Stop()
     with stop.listening(), Bar(silent) as progress:
@@ -216,7 +216,7 @@ def runs(
     from coterie.errors import CoterieError
     from coterie.results.discovery import run_folders
     from coterie.results.run import Run
-    from coterie.storage.atomic import finite
+    from coterie.storage.atomic import json_values
 
     paths = run_folders(folder)
     if not paths:
@@ -242,7 +242,7 @@ def runs(
         })  # fmt: skip
     rows.sort(key=_ORDERS[sort])
     if as_json:
-        typer.echo(json.dumps([finite(r) for r in rows]))
+        typer.echo(json.dumps([json_values(r) for r in rows]))
     elif rows:
         names = [str(Path(r["run"]).relative_to(folder)) if Path(r["run"]) != folder else r["run"] for r in rows]
         shown = pd.DataFrame([_run_row(r) for r in rows], index=names)

@@ -23,7 +23,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Fetch data, and look at data 
 catalogue.add_typer(data_app, name="data")
 
 
-class Kind(StrEnum):
+class Listing(StrEnum):
     methods = "methods"
     data = "data"
     models = "models"
@@ -31,7 +31,7 @@ class Kind(StrEnum):
 
 @catalogue.command("list")
 def list_(
-    kind: Annotated[Kind, Argument(help="methods, data or models")],
+    kind: Annotated[Listing, Argument(help="methods, data or models")],
     search: Annotated[str, Option(help="only what has this text in its name or description")] = "",
     family: Annotated[str, Option(help="methods of one family: global, fine-tuning, split, clusters, ...")] = "",
     variants: Annotated[bool, Option("--variants", help="list ablations and variants too")] = False,
@@ -42,13 +42,13 @@ def list_(
     as_json: o.Json = False,
 ) -> None:
     """List methods, data sets or models. --model or --data imply --bytes, for that model."""
-    if kind is Kind.methods:
+    if kind is Listing.methods:
         rows = _methods(family, variants, (model, data, data_dir) if traffic or model or data else None)
     else:
-        rows = _data(data_dir) if kind is Kind.data else _models()
+        rows = _data(data_dir) if kind is Listing.data else _models()
     words = search.lower()
     rows = [r for r in rows if words in " ".join(map(str, r.values())).lower()]
-    natural = _federations() if kind is Kind.data else []
+    natural = _federations() if kind is Listing.data else []
     natural = [r for r in natural if words in " ".join(map(str, r.values())).lower()]
     if as_json:
         typer.echo(json.dumps([*rows, *natural]))
@@ -60,7 +60,7 @@ def list_(
         console.print(_listing(rows))
     if natural:
         console.print(_natural_table(natural))
-    if kind is Kind.methods:
+    if kind is Listing.methods:
         _legend(rows, variants)
 
 
@@ -125,14 +125,14 @@ def _methods(
 ) -> list[dict[str, Any]]:
     from coterie.cli.traffic import Traffic
     from coterie.errors import CoterieError, unknown
-    from coterie.methods import find, known
+    from coterie.methods import find, method_names
 
     wanted = [words for words in FAMILIES.values() if family.lower() in words]
     if family and not wanted:
         raise unknown("family", family, FAMILIES.values())
     measured = Traffic(sizes[0], sizes[1] or "digits", sizes[2]) if sizes else None
     found, rows = dict[str, "type[Method]"](), list[dict[str, Any]]()
-    for name in known():
+    for name in method_names():
         try:
             found[name] = find(name)
         except CoterieError as e:  # a broken package of another author must not hide the others
@@ -224,12 +224,12 @@ def show(
         _equations(method, as_json)
         return
 
-    from coterie.methods import find, known
+    from coterie.methods import find, method_names
     from coterie.parts.readings import ReadingSettings
 
     m, card = find(method), find(method).card
     text = (inspect.getdoc(inspect.getmodule(m)) or "").partition("\n\n")[2].strip()
-    related = [v for v, above in parents({name: find(name) for name in known()}).items() if above == method]
+    related = [v for v, above in parents({name: find(name) for name in method_names()}).items() if above == method]
     facts = {
         "family": ", ".join(families(card.family)),
         "personal": card.personal,
@@ -330,7 +330,7 @@ def data_list(
     as_json: o.Json = False,
 ) -> None:
     """List known data sets, and natural federations with their clients, task and licence."""
-    list_(Kind.data, search=search, data_dir=data_dir, as_json=as_json)
+    list_(Listing.data, search=search, data_dir=data_dir, as_json=as_json)
 
 
 @data_app.command("show")

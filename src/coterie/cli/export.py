@@ -129,7 +129,7 @@ def welcome(
     from coterie.engine.session import rebuild
     from coterie.errors import CoterieError
     from coterie.results.run import Run
-    from coterie.storage.atomic import finite
+    from coterie.storage.atomic import json_values
 
     target = out or Path(f"{data.stem}.safetensors")
     if target.resolve().parent == folder.resolve():
@@ -141,7 +141,7 @@ def welcome(
     welcomed.save(target)
     if as_json:
         shown = {"model": str(target), "kept": welcomed.kept, "samples": welcomed.samples, "scores": welcomed.scores}
-        typer.echo(json.dumps(finite({**shown, "said": list(welcomed.said)})))
+        typer.echo(json.dumps(json_values({**shown, "said": list(welcomed.said)})))
         return
     parts = ", ".join(f"{n} {k}" for k, n in welcomed.samples.items())
     if welcomed.scores:

@@ -13,7 +13,7 @@ DataName = Annotated[
     str | None, Option(help="digits, cifar10, ..., a file, a folder, hub:owner/name or module:function")
 ]
 ModelName = Annotated[str | None, Option(help="lenet5, mlp, ... or module:factory (default: chosen from the data)")]
-SETTINGS: dict[str, Any] = {  # settings that have an option of their own
+OPTIONS: dict[str, Any] = {  # settings that have an option of their own
     "data": DataName,
     "task": Annotated[
         str | None, Option(help="regression, multilabel, binary, count, survival, ... (default: chosen from the data)")
@@ -66,7 +66,7 @@ def takes_settings(*names: str, **own: Any) -> Callable[[Callable[..., None]], C
 
     The command gets the settings that were given as a dictionary. `own` holds options that differ from SETTINGS.
     """
-    added = {**{name: SETTINGS[name] for name in names}, "set_": SetOption, "config": ConfigFile, **own}
+    added = {**{name: OPTIONS[name] for name in names}, "set_": SetOption, "config": ConfigFile, **own}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)

@@ -46,7 +46,7 @@ def tune(
     from coterie.engine.loop import Callbacks
     from coterie.errors import CoterieError, unknown
     from coterie.results.search import SAMPLERS
-    from coterie.storage.atomic import finite
+    from coterie.storage.atomic import json_values
     from coterie.storage.run_folder import fresh_folder
 
     fixed, space = _space(given)
@@ -79,7 +79,7 @@ def tune(
             "complete": tuning.complete,
         }
         shown |= {"rounds": tuning.spent, "full_grid": tuning.whole}
-        typer.echo(json.dumps(finite({**shown, "table": json.loads(frame.to_json(orient="records"))})))
+        typer.echo(json.dumps(json_values({**shown, "table": json.loads(frame.to_json(orient="records"))})))
     elif not quiet:
         _show(tuning, frame)
     if not tuning.complete:

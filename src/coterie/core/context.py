@@ -18,6 +18,7 @@ ClientId = int
 EdgeId = int
 State = Any  # state of a server or a client: a dictionary, or a dataclass declared with @state (states.py)
 EdgeState = dict[str, Any]
+PER_PASS = 256  # samples in one forward pass without gradients: activations of small networks stay in cache
 Extras = dict[str, Any]  # values that a client's losses need in addition to parameters and batch
 
 
@@ -124,7 +125,7 @@ class Context:
 
     @torch.no_grad()
     def outputs(
-        self, params: Tree, x: Tensor, chunk: int = 256, through: Callable[[Tree, Tensor], Tensor] | None = None
+        self, params: Tree, x: Tensor, chunk: int = PER_PASS, through: Callable[[Tree, Tensor], Tensor] | None = None
     ) -> Tensor:
         """Outputs [n, outputs] of the model on many items, without gradients, `chunk` items at a time.
 
@@ -134,7 +135,7 @@ class Context:
         return torch.cat([through(params, part) for part in torch.split(x, chunk)])
 
     @torch.no_grad()
-    def losses(self, params: Tree, split: Split, chunk: int = 256) -> Tensor:
+    def losses(self, params: Tree, split: Split, chunk: int = PER_PASS) -> Tensor:
         """Summed loss of the task on each chunk of a split [chunks], without gradients."""
         parts = zip(torch.split(split.x, chunk), torch.split(split.y, chunk), strict=True)
         return torch.stack([self.task.total(self.forward(params, x), y) for x, y in parts])

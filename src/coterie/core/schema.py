@@ -19,7 +19,7 @@ Link = Literal["up", "down", "edge_up", "edge_down"]
 LINKS: tuple[Link, ...] = get_args(Link)  # up: device to edge or cloud; edge_up: edge to cloud; the way back
 Kind = Literal["model", "update", "prototype", "statistic", "label information", "prediction", "control"]
 
-LARGEST = 1e9  # bound of a float entry without a range of its own; a model that still learns is far below
+LARGEST_ENTRY = 1e9  # bound of a float entry without a range of its own; a model that still learns is far below
 
 ROUNDING = 1e-6  # tolerance for a mean of entries at their bound
 
@@ -40,8 +40,8 @@ class Entry:
     dtype: torch.dtype = torch.float32
     kind: Kind = "model"
     part: str = "model"  # heading in the ledger
-    low: float = -LARGEST
-    high: float = LARGEST
+    low: float = -LARGEST_ENTRY
+    high: float = LARGEST_ENTRY
     distinct: bool = False  # True if no value occurs twice
     nan: bool = False  # True if NaN may mark absent values
     optional: bool = False
@@ -137,7 +137,7 @@ def _check_values(name: str, entry: Entry, v: Tensor, what: str) -> None:
     low, high = (float(x) for x in torch.aminmax(v))
     if not (math.isfinite(low) and math.isfinite(high)):
         raise NonFiniteError(f"{what} has NaN or infinity in {name}")
-    if v.is_floating_point() and max(-low, high) > LARGEST * (1 + ROUNDING):
+    if v.is_floating_point() and max(-low, high) > LARGEST_ENTRY * (1 + ROUNDING):
         raise NonFiniteError(f"{what} has {max(-low, high):g} in {name}, larger than anything that still learns")
     slack = ROUNDING * abs(entry.high) if v.is_floating_point() else 0.0
     if low < entry.low - slack * (entry.low < 0) or high > entry.high + slack:
@@ -156,7 +156,7 @@ def like(tree: Mapping[str, Tensor], kind: Kind = "model", part: str = "model", 
             v.dtype,
             kind,
             part,
-            low=0 if kind == "model" and k.rpartition(".")[2] == "running_var" else -LARGEST,
+            low=0 if kind == "model" and k.rpartition(".")[2] == "running_var" else -LARGEST_ENTRY,
             summable=summable and v.is_floating_point(),
             **more,
         )

@@ -6,15 +6,15 @@ from typing import Any, TypeVar, dataclass_transform
 from coterie.errors import CoterieError
 
 C = TypeVar("C", bound=type)
-CLASSES: dict[str, type] = {}
+STATE_CLASSES: dict[str, type] = {}
 
 
 def register(cls: C) -> C:
     """Decorate a dataclass whose instances may be part of a value; raise CoterieError if its name is taken."""
-    known = CLASSES.get(cls.__name__, cls)
+    known = STATE_CLASSES.get(cls.__name__, cls)
     if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise CoterieError(f"{cls.__module__}.{cls.__name__} cannot be stored: {known.__module__} has the same name")
-    CLASSES[cls.__name__] = cls
+    STATE_CLASSES[cls.__name__] = cls
     return cls
 
 
@@ -29,5 +29,5 @@ def typed(name: str | None, stored: Any) -> Any:
     """Return a dictionary of version 0.1 as the dataclass of this name, without keys that it has no longer."""
     if name is None or not isinstance(stored, dict):
         return stored
-    known = {f.name for f in fields(CLASSES[name])}
-    return CLASSES[name](**{k: v for k, v in stored.items() if k in known})
+    known = {f.name for f in fields(STATE_CLASSES[name])}
+    return STATE_CLASSES[name](**{k: v for k, v in stored.items() if k in known})

@@ -20,8 +20,8 @@ from coterie.errors import CoterieError, unknown
 Counts = dict[str, Tensor]  # counts of one client, summed over samples
 Shape = tuple[tuple[int, ...], torch.dtype]
 PAIRS = 1024  # rows of a table of pairs that are compared in one step
-MOST = 10**9  # largest number of samples of a client
-LARGEST = 1e18  # largest sum per sample; squares of any model that still learns are below
+MOST_SAMPLES = 10**9  # largest number of samples of a client
+LARGEST_SUM = 1e18  # largest sum per sample; squares of any model that still learns are below
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ class Task(ABC):
                 raise CoterieError(f"a score must hold {name} of shape {list(shape)}")
         n = int(self.samples({k: v[None].numpy() for k, v in counts.items()})[0])
         for name, v in counts.items():
-            if not v.is_floating_point() and not bool(((v >= 0) & (v <= MOST)).all()):
-                raise CoterieError(f"a score cannot count fewer than 0 or more than {MOST} samples")
-            if v.is_floating_point() and bool(((v < 0) | ((v > LARGEST * max(1, n)) & v.isfinite())).any()):
+            if not v.is_floating_point() and not bool(((v >= 0) & (v <= MOST_SAMPLES)).all()):
+                raise CoterieError(f"a score cannot count fewer than 0 or more than {MOST_SAMPLES} samples")
+            if v.is_floating_point() and bool(((v < 0) | ((v > LARGEST_SUM * max(1, n)) & v.isfinite())).any()):
                 raise CoterieError(f"a score has an impossible {name}")
         if why := self.wrong(counts):
             raise CoterieError(why)
@@ -267,7 +267,7 @@ class Regression(Task):
         return ranges(y[:, 0].numpy())
 
 
-class Count(Regression):
+class EventCount(Regression):
     """Numbers of events: a Poisson model whose outputs are the logarithm of the expected number."""
 
     name = "count"
@@ -395,14 +395,16 @@ class Survival(Task):
         return False
 
 
-TASKS: dict[str, type[Task]] = {t.name: t for t in (Classification, Binary, Regression, Count, MultiLabel, Survival)}
+TASKS: dict[str, type[Task]] = {
+    t.name: t for t in (Classification, Binary, Regression, EventCount, MultiLabel, Survival)
+}
 
 
 def make(name: str, outputs: int) -> Task:
-    return TASKS[known(name)](outputs)
+    return TASKS[task_name(name)](outputs)
 
 
-def known(name: str) -> str:
+def task_name(name: str) -> str:
     """Return the name if there is such a task; raise CoterieError otherwise."""
     if name not in TASKS:
         raise unknown("task", name, TASKS)

@@ -17,7 +17,7 @@ from coterie.errors import CoterieError
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
-Normalize = Literal["standard", "unit", "none"]
+InputScale = Literal["standard", "unit", "none"]
 SUBSET = r"^[1-9]\d*(\+[1-9]\d*)?$"  # N samples, or N+M training and test samples
 
 
@@ -86,7 +86,7 @@ class Dataset:
         return digest.hexdigest()
 
     def ready(
-        self, index: Tensor, normalize: Normalize = "standard", degrees: float = 0.0, interp: Interp = "bilinear"
+        self, index: Tensor, normalize: InputScale = "standard", degrees: float = 0.0, interp: Interp = "bilinear"
     ) -> Tensor:
         """Return items as the model takes them: gathered, rotated by `degrees`, scaled to 0..1 and standardised."""
         x = self.x.index_select(0, index)
@@ -141,7 +141,7 @@ def smaller_subset(subset: int | str | None, most: int) -> int | str:
 
 def prepare_items(
     x: Tensor,
-    normalize: Normalize,
+    normalize: InputScale,
     mean: tuple[float, ...] | None,
     std: tuple[float, ...] | None,
     degrees: float = 0.0,

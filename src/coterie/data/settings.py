@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coterie.data.dataset import Normalize
+from coterie.data.dataset import InputScale
 from coterie.data.partition_spec import Scheme, parse_scheme
 from coterie.data.rotation import Interp
 from coterie.errors import CoterieError, unknown
@@ -48,7 +48,9 @@ class PartitionSettings(BaseModel):
         "holdout",
         description="source of the public samples: taken from the pool, from the official test part, or random noise",
     )
-    normalize: Normalize = Field("standard", description="preprocessing of pixels: standardise, scale to 0..1, or none")
+    normalize: InputScale = Field(
+        "standard", description="preprocessing of pixels: standardise, scale to 0..1, or none"
+    )
     exdir_prior: Literal["indicator", "normalized"] = Field(
         "indicator", description="concentration for each holder of a class: alpha, or alpha / number of holders"
     )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.core.tasks import known
+from coterie.core.tasks import task_name
 from coterie.data.dataset import Array, Dataset
 from coterie.errors import CoterieError
 
@@ -26,7 +26,7 @@ class Targets(NamedTuple):
 
 def read_targets(name: str, y: Array, classes: Sequence[str] | None = None, task: str | None = None) -> Targets:
     """Convert targets [n, k] of any type to those of the task; a task of None is inferred."""
-    task = infer_task(name, y) if task is None else known(task)
+    task = infer_task(name, y) if task is None else task_name(task)
     if task in ("classification", "binary"):
         labels, names = _labels(name, y, classes)
         if task == "binary" and len(names) != 2:
@@ -94,7 +94,7 @@ def infer_task(name: str, y: Array) -> str:
 
 def with_task(data: Dataset, task: str | None) -> Dataset:
     """Return the data for a different task; classes whose names are numbers can become targets of regression."""
-    if task is None or known(task) == data.kind:
+    if task is None or task_name(task) == data.kind:
         return data
     if {task, data.kind} <= {"classification", "binary"}:
         if len(data.classes) != 2 and task == "binary":

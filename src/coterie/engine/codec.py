@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.core.states import CLASSES
+from coterie.core.states import STATE_CLASSES
 from coterie.core.tree import value_bytes
 from coterie.errors import CoterieError
 from coterie.storage.atomic import read, write_atomic
@@ -39,7 +39,7 @@ _DTYPES = {
 _NAMES = {d: name for name, d in _DTYPES.items()}
 
 
-class Layout(NamedTuple):
+class Encoding(NamedTuple):
     """A value before it is written: its header, its tensors, and their offsets."""
 
     header: bytes
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
     size: int  # total number of bytes, header included
 
 
-def layout(value: Value) -> Layout:
+def encode(value: Value) -> Encoding:
     tensors: list[Tensor] = []
     index: dict[int, int] = {}
     skeleton = _split(value, tensors, index)
@@ -63,7 +63,7 @@ def layout(value: Value) -> Layout:
         at += -(-value_bytes(t.numel(), t.dtype) // ALIGN) * ALIGN
     header = json.dumps([skeleton, places], separators=(",", ":")).encode()
     start = -(-(16 + len(header)) // ALIGN) * ALIGN
-    return Layout(header, tensors, [start + o for o in offsets], start + at)
+    return Encoding(header, tensors, [start + o for o in offsets], start + at)
 
 
 def _split(v: Value, tensors: list[Tensor], index: dict[int, int] | None) -> Any:
@@ -81,14 +81,14 @@ def _split(v: Value, tensors: list[Tensor], index: dict[int, int] | None) -> Any
         if all(isinstance(k, str) for k in v):
             return {"d": {k: _split(x, tensors, index) for k, x in v.items()}}
         return {"p": [[k, _split(x, tensors, index)] for k, x in v.items()]}
-    if is_dataclass(v) and CLASSES.get(type(v).__name__) is type(v):
+    if is_dataclass(v) and STATE_CLASSES.get(type(v).__name__) is type(v):
         return {"c": [type(v).__name__, *(_split(getattr(v, f.name), tensors, index) for f in fields(v))]}
     if isinstance(v, torch.dtype):
         return {"y": _NAMES[v]}
     raise CoterieError(f"state may hold numbers, text, tensors, lists and dictionaries, not {type(v).__name__}")
 
 
-def write(made: Layout, buffer: Any) -> None:
+def write_into(made: Encoding, buffer: Any) -> None:
     """Write a value into the first `made.size` bytes of a writable buffer."""
     view = memoryview(buffer)
     view[:8] = MAGIC
@@ -104,9 +104,9 @@ def write(made: Layout, buffer: Any) -> None:
 
 def pack(value: Value) -> memoryview:
     """Return the bytes of a value, with a single copy of its tensors."""
-    made = layout(value)
+    made = encode(value)
     raw: Any = torch.zeros(made.size, dtype=torch.uint8).numpy()  # zeros between tensors: equal values, equal bytes
-    write(made, raw)
+    write_into(made, raw)
     return memoryview(raw)
 
 
@@ -189,7 +189,7 @@ def _join(s: Any, tensors: list[Tensor]) -> Value:
     if mark == "p":
         return {k: _join(x, tensors) for k, x in held}
     if mark == "c":
-        return CLASSES[held[0]](*(_join(x, tensors) for x in held[1:]))
+        return STATE_CLASSES[held[0]](*(_join(x, tensors) for x in held[1:]))
     if mark == "y":
         return _DTYPES[held]
     raise ValueError(f"unknown mark {mark!r}")
@@ -201,7 +201,7 @@ def unpack_foreign(buffer: Any) -> Value:
 
 
 # ---- in memory -------------------------------------------------------------------------------------------------------
-def clone(value: Value) -> Value:
+def deep_copy(value: Value) -> Value:
     """Return a deep copy with tensors of its own."""
     return _clone(value, {})
 
@@ -248,7 +248,7 @@ def save(path: Path, value: Value, durable: bool = True, mode: int = 0o666) -> N
     write_atomic(path, pack(value), durable, mode)
 
 
-def load(path: Path) -> Value:
+def read_value(path: Path) -> Value:
     blob = read(path)
     try:
         return unpack(blob)

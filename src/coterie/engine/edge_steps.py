@@ -31,17 +31,23 @@ def attach(
     return found
 
 
+def downloads(
+    method: Method, server: State, edges: Edges, sent: Download, ids: Sequence[ClientId], round: int
+) -> dict[ClientId, tuple[Tree, Tree]]:
+    """Return what each client receives of `sent`, directly or through its edge: the shared part, and its own."""
+    received = {i: (sent.shared, sent.each.get(i, {})) for i in ids}
+    for edge, members in attach(method, server, edges, sent, ids):
+        assert isinstance(method, EdgeMethod)
+        relayed = method.relay(edge, members, round)
+        received |= {i: (relayed.shared, relayed.each.get(i, {})) for i in members}
+    return received
+
+
 def preview(
     method: Method, server: State, edges: Edges, ids: Sequence[ClientId], round: int
 ) -> dict[ClientId, tuple[Tree, Tree]]:
-    """Return each client's download for scoring before this round: the shared part, and its own."""
-    sent = method.deliver(server, ids, round)
-    found = {i: (sent.shared, sent.each.get(i, {})) for i in ids}
-    for edge, here in attach(method, server, edges, sent, ids):
-        assert isinstance(method, EdgeMethod)
-        handed = method.relay(edge, here, round)
-        found |= {i: (handed.shared, handed.each.get(i, {})) for i in here}
-    return found
+    """Return each client's download for scoring before this round."""
+    return downloads(method, server, edges, method.deliver(server, ids, round), ids, round)
 
 
 def relay(method: EdgeMethod, task: MergeRequest) -> tuple[list[TrainRequest], Bytes]:

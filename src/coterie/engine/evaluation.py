@@ -7,15 +7,19 @@ Statistics over clients: mean, std, worst decile; pooled over samples; mean over
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from coterie.core.context import ClientId
+from coterie.core.method import Method
 from coterie.core.tasks import Task
-from coterie.engine.messages import ScoreAnswer, TrainAnswer
+from coterie.core.tree import Tree
+from coterie.data.federation import Federation
+from coterie.engine.messages import Score, ScoreAnswer, TrainAnswer
+from coterie.train.scoring import score_model
 
 ALONE = -1  # stands for the cluster of a client without a cluster
 
@@ -165,6 +169,47 @@ class Watch:
 
     def headline(self) -> float | None:
         return float(self.summary()["before"]["mean"]) if "before" in self.when else None
+
+
+class Official:
+    """Scores on the official test part (setting `official`, for FedPC's tables): of personal models, and of one model.
+
+    A method without a global model gets one for this purpose alone: the mean of the personal models by training
+    samples, with the mean of their heads or the initial head (`gm_head`). It is never sent, so no bytes are counted. A
+    method whose models have extras or missing entries gets none.
+    """
+
+    def __init__(self, method: Method, federation: Federation, head: Literal["mean", "init"] = "mean"):
+        self.method, self.federation, self.head = method, federation, head
+
+    def added(self, answers: Sequence[ScoreAnswer], whole: Tree | None, newcomers: set[ClientId]) -> list[ScoreAnswer]:
+        """Return the answers with the score of the model for all; a global model is the personal one too."""
+        model = whole if whole is not None else self._mean([a for a in answers if a.client not in newcomers])
+        if model is None:
+            return [replace(a, model=None) for a in answers]
+        score = self._score(model)
+        alike = {} if whole is None else {"personal/official": score}
+        return [replace(a, model=None, scores={**alike, **a.scores, "global/official": score}) for a in answers]
+
+    def _score(self, model: Tree) -> Score:
+        split = self.federation.official()
+        assert split is not None
+        return score_model(self.method, model, {}, split, shared=True)
+
+    def _mean(self, answers: Sequence[ScoreAnswer]) -> Tree | None:
+        if not answers or any(a.model is None for a in answers):
+            return None
+        w0 = self.method.ctx.w0
+        sums = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in w0.items()}
+        for a in answers:
+            for k, total in sums.items():
+                assert a.model is not None
+                total.add_(a.model[k], alpha=a.samples)
+        samples = sum(a.samples for a in answers)
+        model = {k: (v / samples).to(w0[k].dtype) for k, v in sums.items()}
+        if self.head == "init":
+            model |= {k: w0[k] for k in self.method.ctx.group("head")}
+        return model
 
 
 def notes(answers: Sequence[TrainAnswer]) -> dict[str, float]:

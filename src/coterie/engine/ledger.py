@@ -7,7 +7,7 @@ Page = dict[str, dict[str, dict[str, int]]]  # link -> "up", "down" -> heading -
 DEVICE_CLOUD, DEVICE_EDGE, EDGE_CLOUD = "device-cloud", "device-edge", "edge-cloud"
 
 
-def add(page: Page, link: str, direction: str, sizes: Mapping[str, int]) -> None:
+def add_bytes(page: Page, link: str, direction: str, sizes: Mapping[str, int]) -> None:
     """Add the bytes of one payload to a page, by heading."""
     line = page.setdefault(link, {}).setdefault(direction, {})
     for part, size in sizes.items():
@@ -20,7 +20,7 @@ def total(pages: Iterable[Page]) -> Page:
     for page in pages:
         for link, directions in page.items():
             for direction, sizes in directions.items():
-                add(out, link, direction, sizes)
+                add_bytes(out, link, direction, sizes)
     return out
 
 

@@ -16,10 +16,9 @@ from coterie.core.tasks import Classification, Metric
 from coterie.core.views import ON_REQUEST, View
 from coterie.engine import ledger
 from coterie.engine.edge_steps import preview
-from coterie.engine.evaluation import Evaluation, Watch, notes
+from coterie.engine.evaluation import Evaluation, Official, Watch, notes
 from coterie.engine.fault_isolation import close_contained
 from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer
-from coterie.engine.official_test import Official
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult, Rules, close, plan
 from coterie.errors import CoterieError
 from coterie.runtimes.base import Conclusion, Runtime
@@ -104,7 +103,9 @@ class Loop:
 
     def resume(self, from_round: int | None = None) -> list[str]:
         """Continue from the newest intact checkpoint, or from that of a round; return messages about damaged ones."""
-        saved, complaints = checkpoint.resume(self.folder, self.runtime, type(self.method).__name__, from_round)
+        saved, complaints = checkpoint.restore_checkpoint(
+            self.folder, self.runtime, type(self.method).__name__, from_round
+        )
         if saved is not None:
             self.server, self.edges, self.bytes, self.done = saved.server, saved.edges, saved.bytes, saved.round
             stops = self.schedule.stop_after is not None or self.schedule.stop_at is not None
@@ -281,7 +282,7 @@ class Loop:
         def made(index: Index) -> Checkpoint:
             return Checkpoint(self.done, name, self.server, self.edges, index, self.bytes, events, timing)
 
-        checkpoint.write(self.folder, self.runtime, made)
+        checkpoint.save_checkpoint(self.folder, self.runtime, made)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
     def evaluate(self, last: bool = False) -> Evaluation | None:

@@ -166,7 +166,7 @@ class TrainResult:
 M = TypeVar("M")
 
 
-def check(message: Any, kind: type[M]) -> M:
+def check_message(message: Any, kind: type[M]) -> M:
     """Return the message; raise CoterieError unless it is of this kind and all its fields have their types."""
     if type(message) is not kind:
         raise CoterieError(f"expected a {kind.__name__}, got a {type(message).__name__}")
@@ -209,7 +209,7 @@ def _fits(v: Any, hint: Any) -> bool:
     return False
 
 
-BOUND = 1e9  # largest number that a client may report
+LARGEST_REPORTED = 1e9  # largest number that a client may report
 
 
 def check_score(score: Score, task: Task) -> None:
@@ -222,5 +222,5 @@ def check_score(score: Score, task: Task) -> None:
 
 def check_number(value: float, what: str) -> None:
     """Return a number for the log; NaN and infinity mean that training diverged."""
-    if math.isfinite(value) and abs(value) > BOUND:
+    if math.isfinite(value) and abs(value) > LARGEST_REPORTED:
         raise CoterieError(f"{what} is {value:g}")

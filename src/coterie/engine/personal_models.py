@@ -13,7 +13,7 @@ from coterie.engine.edge_steps import preview
 from coterie.engine.session import Session, rebuild
 from coterie.errors import CoterieError
 from coterie.runtimes.registry import runtime_kind
-from coterie.storage.checkpoint import Checkpoint, read
+from coterie.storage.checkpoint import Checkpoint, load_checkpoint
 from coterie.storage.client_states import ClientStates
 from coterie.storage.run_folder import checkpoints, read_events, read_settings
 from coterie.train.clients import client_state
@@ -68,7 +68,7 @@ class SavedRun:
         last = files[-1].with_name(f"{last_round:06d}.state")
         if finished and files[-1] != last:
             raise CoterieError(f"{last} is missing; `coterie run --resume {path}` recomputes it")
-        self.checkpoint: Checkpoint = read(files[-1], type(self.method).__name__)
+        self.checkpoint: Checkpoint = load_checkpoint(files[-1], type(self.method).__name__)
         self.states: ClientStates = session.states(path)
         self.states.look(self.checkpoint.clients)
 

@@ -107,16 +107,16 @@ def plan(method: Method, server: State, edges: Edges, round: int, rules: Rules) 
 def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers: RoundAnswers) -> RoundResult:
     page: ledger.Page = {}
     if plan.edges:
-        ledger.add(page, EDGE_CLOUD, "down", plan.edges_down)
-        ledger.add(page, DEVICE_EDGE, "down", summed(m.down for m in answers.merged.values()))
+        ledger.add_bytes(page, EDGE_CLOUD, "down", plan.edges_down)
+        ledger.add_bytes(page, DEVICE_EDGE, "down", summed(m.down for m in answers.merged.values()))
     if len(plan.participants) > sum(len(task.clients) for task in plan.edges):
-        ledger.add(page, DEVICE_CLOUD, "down", plan.down)
+        ledger.add_bytes(page, DEVICE_CLOUD, "down", plan.down)
 
     arrived = [answers.trained[r.client] for r in plan.direct if r.client in answers.trained]
     schemas = {a.client: method.schema("up", Moment(server, a.client, plan.round)) for a in arrived}
     direct = receive(schemas, arrived)
     if arrived:
-        ledger.add(page, DEVICE_CLOUD, "up", summed(direct.bytes.values()))
+        ledger.add_bytes(page, DEVICE_CLOUD, "up", summed(direct.bytes.values()))
 
     refused, nonfinite = {**answers.refused, **direct.refused}, list(direct.nonfinite)
     doubtful: set[ClientId] = set()
@@ -131,7 +131,7 @@ def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers:
         refused |= {i: why for i, why in answer.refused.items() if i in theirs}
         nonfinite += [i for i in answer.nonfinite if i in theirs]
         if answer.up or answer.senders:
-            ledger.add(page, DEVICE_EDGE, "up", answer.up)
+            ledger.add_bytes(page, DEVICE_EDGE, "up", answer.up)
         if not answer.senders:
             continue
         try:
@@ -141,7 +141,7 @@ def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers:
             refused |= dict.fromkeys(answer.senders, str(error))
             doubtful |= set(answer.senders) if len(answer.senders) > 1 else set()
             continue
-        ledger.add(page, EDGE_CLOUD, "up", method.schema("edge_up").parts(answer.upload))
+        ledger.add_bytes(page, EDGE_CLOUD, "up", method.schema("edge_up").parts(answer.upload))
         new_edges[e] = answer.state
         merged.append(answer.as_upload)
         accepted += [i for i in answer.senders if i in theirs]

@@ -34,10 +34,10 @@ from coterie.export.personal_model import (
     run_fingerprint,
     write_model,
 )
-from coterie.storage.checkpoint import Checkpoint, read
+from coterie.storage.checkpoint import Checkpoint, load_checkpoint
 from coterie.storage.run_folder import checkpoints
 from coterie.train.clients import newcomer_phases
-from coterie.train.scoring import score
+from coterie.train.scoring import score_model
 from coterie.train.trainer import train
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def welcome_newcomer(
     files = checkpoints(path)
     if not files:
         raise CoterieError(f"{path / 'checkpoints'} holds no checkpoint yet")
-    saved = read(files[-1], type(session.method).__name__)
+    saved = load_checkpoint(files[-1], type(session.method).__name__)
     about = About.of(session, session.federation.clients[0], saved.round, run_fingerprint(session))
     about = _items_of(session, about, name, x)
     data, test = _split(session, about, x, y, x_test, y_test)
@@ -193,7 +193,7 @@ def _better(method: Method, models: dict[str, Model], val: Split) -> str:
     """Return the model with the lower loss on validation data, or the adapted model if there are no such data."""
     if "adapted" not in models or not len(val):
         return list(models)[-1]
-    loss = {k: score(method, *model, val).loss for k, model in models.items()}
+    loss = {k: score_model(method, *model, val).loss for k, model in models.items()}
     return "received" if loss["received"] <= loss["adapted"] or not np.isfinite(loss["adapted"]) else "adapted"
 
 
@@ -203,7 +203,7 @@ def _scores(
     method, task = session.method, session.method.ctx.task
 
     def measured(model: Model, shared: bool = False) -> dict[str, float]:
-        counts = score(method, *model, test, shared=shared).counts
+        counts = score_model(method, *model, test, shared=shared).counts
         return _metrics(task, counts)
 
     out = {"personal": measured(models[kept]), **{k: measured(m) for k, m in models.items()}}
@@ -225,7 +225,7 @@ def _local_scores(session: Session, data: ClientData, test: Split) -> dict[str, 
 
     phases: Sequence[Phase] = [Phase(loss, epochs=epochs)]
     trained, _ = train(ctx, session.clients().rule, phases, Start(ctx.w0), data, 1)
-    return _metrics(ctx.task, score(method, trained.params, {}, test, shared=True).counts)
+    return _metrics(ctx.task, score_model(method, trained.params, {}, test, shared=True).counts)
 
 
 def _metrics(task: Task, counts: Mapping[str, Tensor]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from coterie.core.context import Context, Extras
+from coterie.core.context import PER_PASS, Context, Extras
 from coterie.core.method import Method
 from coterie.core.net import Net
 from coterie.core.tasks import Task
@@ -28,20 +28,19 @@ from coterie.core.tasks import make as make_task
 from coterie.core.tree import Tree
 from coterie.data import target_types as targets
 from coterie.data.arrays import items_like
-from coterie.data.dataset import Array, Normalize, prepare_items
+from coterie.data.dataset import Array, InputScale, prepare_items
 from coterie.data.rotation import Interp
 from coterie.engine.provenance import origin, recalled
 from coterie.engine.session import Session
 from coterie.errors import CoterieError
-from coterie.methods import build as build_method
-from coterie.methods import canonical, known, sentence
+from coterie.methods import build_method as build_method
+from coterie.methods import method_names, registered_name, validation_sentence
 from coterie.methods.restore import restored
 from coterie.models.registry import ModelFactory, options_of_0_1
-from coterie.models.registry import build as build_model
+from coterie.models.registry import build_model as build_model
 from coterie.storage import atomic as disk
 
 FORMAT = 2
-_CHUNK = 256  # items per forward pass
 DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
 
 
@@ -54,7 +53,7 @@ class Items(BaseModel):
     type: Literal["uint8", "float32", "int64"]  # bytes 0..255, floats, or token ids
     shape: tuple[int, ...]  # shape of one item, channels first
     vocab: int | None = None  # upper bound of token ids; texts become ids by data/text.py
-    normalize: Normalize = "standard"  # none: bytes as they are; unit: divided by 255; standard: mean and std too
+    normalize: InputScale = "standard"  # none: bytes as they are; unit: divided by 255; standard: mean and std too
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     turn: float = 0.0  # degrees by which this client's pictures are rotated
@@ -127,9 +126,9 @@ class About(BaseModel):
         """Return this description with the method that calls the model."""
         own = session.objects.method
         return self.model_copy(update={
-            "method": canonical(session.settings.method) if own is None else origin(own),
+            "method": registered_name(session.settings.method) if own is None else origin(own),
             "settings": session.method.hp.model_dump(mode="json"),
-            "names": tuple(module.names), "extras": tuple(module.given), "numbers": disk.finite(module.numbers),
+            "names": tuple(module.names), "extras": tuple(module.given), "numbers": disk.json_values(module.numbers),
         })  # fmt: skip
 
 
@@ -233,7 +232,7 @@ class Predictor(nn.Module):
     def predict(self, x: Any, y: Any = None, name: str = "the data") -> Predictions:
         """Return predictions for raw items, such as bytes 0..255 [n, H, W], and metrics if targets `y` are given."""
         raw, task, classes = self.about.items.raw(x, name), self.task, self.about.classes
-        parts = [self.network(self.about.items.ready(part)) for part in torch.split(raw, _CHUNK)]
+        parts = [self.network(self.about.items.ready(part)) for part in torch.split(raw, PER_PASS)]
         outputs = torch.cat(parts)
         scores: dict[str, float] = {}
         if y is not None:
@@ -327,7 +326,7 @@ def _about(path: Path, text: str) -> About:
             raise CoterieError(f"{path} was written by a different version of Coterie; export the model again")
         return About(**fields)
     except ValidationError as e:
-        raise CoterieError(f"{path} is damaged: {sentence('its description', e)}") from None
+        raise CoterieError(f"{path} is damaged: {validation_sentence('its description', e)}") from None
     except (ValueError, TypeError, AttributeError) as e:
         raise CoterieError(f"{path} is damaged: its description cannot be read ({e})") from None
 
@@ -348,7 +347,7 @@ def _module(path: Path, about: About, model: nn.Module | ModelFactory | None, al
 
 def _method(path: Path, name: str, allow: Sequence[str]) -> str | type[Method]:
     if ":" not in name:
-        if name not in known():
+        if name not in method_names():
             raise CoterieError(f'{path} was made with the method "{name}", which is not installed here')
         return name
     cls = _imported(path, "method", name, allow)

@@ -15,7 +15,7 @@ from coterie.core.schema import NonFiniteError
 from coterie.core.tree import value_bytes
 from coterie.data.sources import load_dataset
 from coterie.engine import codec
-from coterie.engine.messages import Job, Remote, Score, TrainAnswer, TrainRequest, check
+from coterie.engine.messages import Job, Remote, Score, TrainAnswer, TrainRequest, check_message
 from coterie.engine.personal_models import model_in_use
 from coterie.engine.session import Session
 from coterie.errors import CoterieError
@@ -66,11 +66,11 @@ class DeviceHandler:
         """Answer a message of the cloud; the transport calls this."""
         message = codec.unpack_foreign(own)
         if kind == "hello":
-            return codec.pack(self.hello(check(message, PlanText).text))
+            return codec.pack(self.hello(check_message(message, PlanText).text))
         if kind == "over":
-            return codec.pack(self.over(check(message, RunOver)))
-        common = Common() if shared is None else check(codec.unpack_foreign(shared), Common)
-        return codec.pack(self.answer(kind, round, with_common(common, check(message, DeviceJob))))
+            return codec.pack(self.over(check_message(message, RunOver)))
+        common = Common() if shared is None else check_message(codec.unpack_foreign(shared), Common)
+        return codec.pack(self.answer(kind, round, with_common(common, check_message(message, DeviceJob))))
 
     @contextmanager
     def _noting_refusal(self, run: str, round: int, kind: str) -> Iterator[None]:

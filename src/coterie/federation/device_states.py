@@ -37,7 +37,7 @@ class DeviceStates:
         if base < 0:
             return None
         if self.path(base).exists():
-            state: State = codec.load(self.path(base))
+            state: State = codec.read_value(self.path(base))
             return state or None  # empty: the method has no client state
         if not self.rounds():
             log.warning(

@@ -14,7 +14,7 @@ from typing import cast, get_args
 from coterie.core.context import ClientId
 from coterie.core.method import Method
 from coterie.engine import codec
-from coterie.engine.messages import TrainAnswer, check
+from coterie.engine.messages import TrainAnswer, check_message
 from coterie.errors import CoterieError
 from coterie.federation.cloud.dispatch import OVER_SECONDS, Dispatcher, Greeting, excluded_line
 from coterie.federation.cloud.upload_bounds import UsualSizes, judge_answers
@@ -92,11 +92,11 @@ class EdgeHandler:
         """Answer a message of the cloud; the transport calls this."""
         message = codec.unpack_foreign(own)
         if kind == "hello":
-            return codec.pack(self.hello(check(message, PlanText).text))
+            return codec.pack(self.hello(check_message(message, PlanText).text))
         if kind == "over":
-            return codec.pack(self.over(check(message, RunOver)))
-        common = Common() if shared is None else check(codec.unpack_foreign(shared), Common)
-        job = with_common(common, check(message, EdgeJob))
+            return codec.pack(self.over(check_message(message, RunOver)))
+        common = Common() if shared is None else check_message(codec.unpack_foreign(shared), Common)
+        job = with_common(common, check_message(message, EdgeJob))
         if kind not in get_args(JobKind):
             raise CoterieError(f'an edge cannot answer "{kind}"')
         return codec.pack(self.answer(cast(JobKind, kind), round, job))

@@ -8,7 +8,7 @@ from coterie.core.schema import Schema
 from coterie.core.tree import Tree, value_bytes
 from coterie.engine import codec
 from coterie.engine.ledger import summed
-from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer, check
+from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer, check_message
 from coterie.errors import CoterieError
 from coterie.federation.protocol.messages import Answer, DeviceJob, EdgeAnswer, NodeJob, Request
 
@@ -52,7 +52,7 @@ def of_job(method: Method, job: NodeJob) -> BytesByKind:
 def of_reply(method: Method, reply: object) -> BytesByKind:
     """Return the bytes of the reply of a device or an edge; empty if it is not a valid reply."""
     try:
-        check(reply, type(reply))
+        check_message(reply, type(reply))
     except (CoterieError, TypeError):
         return {}
     if isinstance(reply, TrainAnswer | ScoreAnswer):

@@ -131,7 +131,7 @@ def _device(again: Replay, client: ClientId, folder: Path, version: int) -> list
         path = DeviceStates(folder / str(client)).path(version)
         if not path.is_file():
             different.append(f"the state of round {version} is lost")
-        elif not codec.equal(codec.load(path), again.states.get(client) or {}):
+        elif not codec.equal(codec.read_value(path), again.states.get(client) or {}):
             different.append("the private state differs")
     model = folder / "model.safetensors"
     if model.is_file() and _round_of(model) == again.loop.done:

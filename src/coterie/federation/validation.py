@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from coterie.core.context import ClientId
 from coterie.core.method import Method
-from coterie.core.schema import LARGEST, Link, Schema, like
+from coterie.core.schema import LARGEST_ENTRY, Link, Schema, like
 from coterie.core.tasks import Task
 from coterie.core.views import VIEWS
 from coterie.engine import codec
@@ -21,7 +21,7 @@ from coterie.engine.messages import (
     ScoreRequest,
     TrainAnswer,
     TrainRequest,
-    check,
+    check_message,
     check_number,
     check_score,
 )
@@ -41,8 +41,8 @@ class SamplesError(CoterieError):
 def check_answer(answer: Value, request: Request, samples: int, task: Task) -> Answer:
     """Return the answer of a device whose hello announced `samples` training samples; its upload is not checked."""
     if isinstance(request, TrainRequest):
-        return _check_trained(check(answer, TrainAnswer), request, samples, task)
-    return _check_scored(check(answer, ScoreAnswer), request, samples, task)
+        return _check_trained(check_message(answer, TrainAnswer), request, samples, task)
+    return _check_scored(check_message(answer, ScoreAnswer), request, samples, task)
 
 
 def _check_trained(a: TrainAnswer, request: TrainRequest, samples: int, task: Task) -> TrainAnswer:
@@ -99,7 +99,7 @@ def check_merged(
     _check_bytes(answer.down, method.schema("down"), len(task.clients), "down")
     _check_bytes(answer.up, method.schema("up"), len(asked), "up")
     for v in codec.tensors_of(answer.state):
-        if v.is_floating_point() and v.numel() and not bool((v.isnan() | (v.abs() <= LARGEST)).all()):
+        if v.is_floating_point() and v.numel() and not bool((v.isnan() | (v.abs() <= LARGEST_ENTRY)).all()):
             raise CoterieError("the state of the edge has values that are infinite or too large")
     return answer
 

@@ -16,7 +16,7 @@ from coterie.core.method import Method
 from coterie.errors import CoterieError, unknown
 from coterie.methods.stored import RENAMED, mended_name
 
-GROUP = "coterie.methods"  # entry points of other packages
+METHOD_GROUP = "coterie.methods"  # entry points of other packages
 # name of a method: module below coterie.methods and class
 BUILT_IN = {
     "local": "local:Local",
@@ -134,21 +134,21 @@ READINGS: dict[str, dict[str, str]] = {"fedcpmd": {"paper": "fedcpmd", "code": "
 @cache
 def _points() -> dict[str, EntryPoint]:
     """All methods by name. A built-in name cannot be replaced by an entry point."""
-    others = {p.name: p for p in entry_points(group=GROUP)}
+    others = {p.name: p for p in entry_points(group=METHOD_GROUP)}
     ours = {name: _point(name, where) for name, where in BUILT_IN.items()}
     return {**others, **ours}
 
 
 def _point(name: str, where: str) -> EntryPoint:
-    return EntryPoint(name, f"coterie.methods.{where}", GROUP)
+    return EntryPoint(name, f"coterie.methods.{where}", METHOD_GROUP)
 
 
-def known() -> list[str]:
+def method_names() -> list[str]:
     """Return the names of all methods, sorted."""
     return sorted(_points())
 
 
-def canonical(name: str) -> str:
+def registered_name(name: str) -> str:
     """Return a name as it is registered; case, dashes and underscores may differ. An unknown name stays as it is."""
     plain = name.lower().replace("_", "-")
     return next((key for key in (plain, plain.replace("-", "")) if key in _points()), name)
@@ -156,7 +156,7 @@ def canonical(name: str) -> str:
 
 def find(name: str) -> type[Method]:
     """Return the class behind a name."""
-    key = canonical(name)
+    key = registered_name(name)
     if key in RENAMED and key not in _points():
         raise CoterieError(f'the method "{key}" is called {RENAMED[key]} since version 0.2')
     if key not in _points():
@@ -166,7 +166,7 @@ def find(name: str) -> type[Method]:
     except (ImportError, AttributeError) as e:
         raise CoterieError(f'the method "{key}" is registered but cannot be loaded: {e}') from e
     if not (isinstance(method, type) and issubclass(method, Method)):
-        raise CoterieError(f'the entry point "{key}" of group {GROUP} is not a Method')
+        raise CoterieError(f'the entry point "{key}" of group {METHOD_GROUP} is not a Method')
     return method
 
 
@@ -184,7 +184,7 @@ def resolve(
     own = dict(settings or {})
     if not isinstance(method, str) or "reading" not in own:
         return method, own
-    key, reading = canonical(method), own["reading"]
+    key, reading = registered_name(method), own["reading"]
     if reading == "mended" and (mended := mended_name(key)) in BUILT_IN:
         raise CoterieError(f'reading = "mended" is a method of its own since version 0.2: {mended}')
     if key not in READINGS:
@@ -199,7 +199,7 @@ def fields(method: str | type[Method], settings: Mapping[str, Any] | None = None
     """Return the settings that a method has, by name; of the given settings only the reading matters."""
     runs, _ = resolve(method, {k: v for k, v in (settings or {}).items() if k == "reading"})
     own = dict((find(runs) if isinstance(runs, str) else runs).Settings.model_fields)
-    if not isinstance(method, str) or (key := canonical(method)) not in READINGS:
+    if not isinstance(method, str) or (key := registered_name(method)) not in READINGS:
         return own
     options: Any = Literal[tuple(READINGS[key])]
     return {**own, "reading": FieldInfo(annotation=options, default="paper", description="reading of the paper")}
@@ -211,7 +211,7 @@ def unusual_reading(method: Method) -> str:
     return "" if field is None or method.hp.reading == field.default else str(method.hp.reading)
 
 
-def build(method: str | type[Method], settings: Mapping[str, Any] | None = None) -> Method:
+def build_method(method: str | type[Method], settings: Mapping[str, Any] | None = None) -> Method:
     """Return an unbound method with its settings checked."""
     method, own = resolve(method, settings)
     cls = find(method) if isinstance(method, str) else method
@@ -226,10 +226,10 @@ def build(method: str | type[Method], settings: Mapping[str, Any] | None = None)
     try:
         return cls(**own)
     except ValidationError as e:
-        raise CoterieError(sentence(cls.__name__, e)) from None
+        raise CoterieError(validation_sentence(cls.__name__, e)) from None
 
 
-def sentence(where: str, error: ValidationError) -> str:
+def validation_sentence(where: str, error: ValidationError) -> str:
     """The first error of pydantic as one sentence."""
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"])) or "settings"

@@ -17,7 +17,7 @@ from coterie.core.method import Card, Download, Upload
 from coterie.core.tree import Tree
 from coterie.methods.pfedme import PFedMe, PFedMeSettings
 from coterie.parts import model_bank as bank
-from coterie.parts.cluster_models import Clustered, first_groups, of_cluster, sizes, towards, vectors
+from coterie.parts.cluster_models import Clustered, first_groups, interpolated, of_cluster, sizes, vectors
 from coterie.parts.clustering import warm_kmeans
 
 
@@ -65,5 +65,5 @@ class CGPFL(Clustered, PFedMe):
         for g, context in enumerate(contexts):
             members = of_cluster(uploads, cluster, g)
             mean = T.mean([u.tree for u in members], self.weights(members)) if members else context
-            moved.append(towards(context, mean, self.hp.beta if members else 0.0))
+            moved.append(interpolated(context, mean, self.hp.beta if members else 0.0))
         return {"contexts": moved, "cluster": cluster, "bank": kept, "grouped": len(labels) >= self.hp.groups}

@@ -36,7 +36,7 @@ from coterie.parts import pairwise_state as pairs
 from coterie.parts.readings import ReadingSettings
 
 MODELS, AVERAGES, AFFINITY = "models", "averages", "x:affinity"
-BOUND = 1e6  # largest absolute affinity
+LARGEST_AFFINITY = 1e6  # largest absolute affinity
 
 
 class FedFomoSettings(ReadingSettings):
@@ -86,7 +86,7 @@ class FedFomo(Method):
                 lengths |= {"averages": (1, self.hp.averages + 1)} if now is None else {}
             rows = Schema(entries, lengths)
             return rows.optional() if now is None else rows
-        affinity = Entry((count,), kind="statistic", low=-BOUND, high=BOUND, optional=now is None)
+        affinity = Entry((count,), kind="statistic", low=-LARGEST_AFFINITY, high=LARGEST_AFFINITY, optional=now is None)
         return self.model_schema | Schema({AFFINITY: affinity} if count else {}, lengths)
 
     def setup(self) -> State:
@@ -137,7 +137,9 @@ class FedFomo(Method):
         if bool((raw > 0).any()):
             start = T.mean(candidates, raw.clamp(min=0))
         told = raw if self.hp.affinity == "raw" else raw / raw.sum().abs().clamp(min=1e-9)
-        return Start(start, {"start": start, "affinity": told[: len(sent[0])].clamp(-BOUND, BOUND)})
+        return Start(
+            start, {"start": start, "affinity": told[: len(sent[0])].clamp(-LARGEST_AFFINITY, LARGEST_AFFINITY)}
+        )
 
     def affinities(self, candidates: Sequence[Tree], old: Tree, data: ClientData) -> Tensor:
         """(L(old) - L(candidate)) / |candidate - old|, not clipped [candidates]."""
@@ -149,7 +151,11 @@ class FedFomo(Method):
         else:
             far = torch.stack([(T.flatten(tree, names) - T.flatten(old, names)).abs().sum() for tree in candidates])
         # bounded, so that a diverged candidate does not spoil the upload
-        return ((losses[0] - losses[1:]) / (far + 1e-5)).nan_to_num(-BOUND).clamp(-BOUND, BOUND)
+        return (
+            ((losses[0] - losses[1:]) / (far + 1e-5))
+            .nan_to_num(-LARGEST_AFFINITY)
+            .clamp(-LARGEST_AFFINITY, LARGEST_AFFINITY)
+        )
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         new = {AFFINITY: trained.extras["affinity"]} if len(trained.extras["affinity"]) else {}

@@ -23,7 +23,7 @@ from coterie.core.schema import Entry, Link, Schema
 from coterie.core.tree import Tree
 from coterie.parts.gradient import grad
 
-SCORES = "x:scores"
+PUBLIC_SCORES = "x:scores"
 
 
 class FedMDSettings(Settings):
@@ -51,17 +51,19 @@ class FedMD(Method):
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """Scores of all public items travel both ways; downloads hold NaN before the first answer."""
         shape = (self.ctx.public, self.ctx.task.outputs)
-        return Schema({SCORES: Entry(shape, kind="prediction", part="scores", nan=link == "down", summable=True)})
+        return Schema(
+            {PUBLIC_SCORES: Entry(shape, kind="prediction", part="scores", nan=link == "down", summable=True)}
+        )
 
     def setup(self) -> State:
         return {"scores": torch.full((self.ctx.public, self.ctx.task.outputs), torch.nan)}
 
     def down(self, server: State, ids: Sequence[int], round: int) -> Download:
-        return Download({SCORES: server["scores"]})
+        return Download({PUBLIC_SCORES: server["scores"]})
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         assert data.public is not None
-        scores = download[SCORES]
+        scores = download[PUBLIC_SCORES]
         rate = 0.0 if bool(scores.isnan().any()) else self.ctx.lr_at(round)
         return Start(state["own"], {"public": data.public, "scores": scores.nan_to_num(), "rate": rate})
 
@@ -84,10 +86,10 @@ class FedMD(Method):
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         scores = self.ctx.outputs(trained.params, trained.extras["public"], 512)
-        return {**state, "own": trained.params}, Upload({SCORES: scores})
+        return {**state, "own": trained.params}, Upload({PUBLIC_SCORES: scores})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        return {"scores": T.mean([u.tree for u in uploads], self.weights(uploads))[SCORES]}
+        return {"scores": T.mean([u.tree for u in uploads], self.weights(uploads))[PUBLIC_SCORES]}
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         return Model(state["own"])

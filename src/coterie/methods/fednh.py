@@ -21,7 +21,7 @@ from coterie.core.schema import Entry, Link, Schema, counts, like
 from coterie.core.tree import Tree
 from coterie.parts.prototypes import collect
 
-COUNTS, SCALE = "x:counts", "x:scale"
+CLASS_COUNTS, SCALE = "x:counts", "x:scale"
 UNIT = 1 + 1e-5  # largest entry of a unit row, with room for rounding
 
 
@@ -60,7 +60,7 @@ class FedNH(Method):
         entries = {**like(self._body()), self._weight: rows}
         if self.hp.learn_scale:
             entries[SCALE] = Entry((), summable=True)
-        return Schema({**entries, COUNTS: counts(classes, part)} if link == "up" else entries)
+        return Schema({**entries, CLASS_COUNTS: counts(classes, part)} if link == "up" else entries)
 
     def setup(self) -> State:
         w = T.clone(self._body())
@@ -92,12 +92,15 @@ class FedNH(Method):
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, trained, data, round)
         means, samples = collect(lambda x: self._direction(trained.params, x), data.train.x, data.train.y, data.classes)
-        tree = T.drop(upload.tree, self._head) | {self._weight: F.normalize(means.value, dim=1), COUNTS: samples.int()}
+        tree = T.drop(upload.tree, self._head) | {
+            self._weight: F.normalize(means.value, dim=1),
+            CLASS_COUNTS: samples.int(),
+        }
         return {**state, "model": trained.params}, Upload(tree)
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         """Average the bodies uniformly and move the prototypes of present classes on the sphere."""
-        old, special = server["w"], (self._weight, COUNTS)
+        old, special = server["w"], (self._weight, CLASS_COUNTS)
         mean = T.mean([T.drop(u.tree, lambda k: k in special) for u in uploads], self.weights(uploads))
         w = {k: torch.lerp(old[k], v, self.hp.server_lr) for k, v in mean.items()}
         directions, samples = (torch.stack([u.tree[k] for u in uploads]) for k in special)

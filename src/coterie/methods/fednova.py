@@ -17,7 +17,7 @@ from coterie.core.method import Card, Method, Moment, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
 
 STEPS = "x:steps"
-MOST = 10**6  # largest number of steps of one round that the server accepts
+MOST_STEPS = 10**6  # largest number of steps of one round that the server accepts
 
 
 class FedNova(Method):
@@ -32,12 +32,12 @@ class FedNova(Method):
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """The model travels both ways; uploads add the number of local steps."""
-        steps = Entry((1,), torch.int32, "statistic", "steps", 0, MOST)
+        steps = Entry((1,), torch.int32, "statistic", "steps", 0, MOST_STEPS)
         return self.model_schema | Schema({STEPS: steps} if link == "up" else {})
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, trained, data, round)
-        steps = torch.tensor([min(trained.steps, MOST)], dtype=torch.int32)
+        steps = torch.tensor([min(trained.steps, MOST_STEPS)], dtype=torch.int32)
         return state, Upload({**upload.tree, STEPS: steps})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:

@@ -26,9 +26,9 @@ from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.parts.prototypes import collect
 
-MEANS = "x:prototypes"
+PROTOTYPES = "x:prototypes"
 SMALL = 1e-3  # smaller weights are set to zero
-CHUNK = 512
+_CHUNK = 512  # samples of one pass and of one partial sum
 
 
 class FedPACSettings(Settings):
@@ -57,7 +57,7 @@ class FedPAC(Method):
         """Uploads: model, class means before and after training, counts, a variance. Downloads: body, head, means."""
         classes, width, part = self.ctx.classes, self.ctx.net.width, "prototypes"
         if link == "down":
-            means = Schema({MEANS: Entry((classes, width), kind="prototype", part=part, nan=True)})
+            means = Schema({PROTOTYPES: Entry((classes, width), kind="prototype", part=part, nan=True)})
             body = Schema({k: e for k, e in self.model_schema.entries.items() if not self._head(k)})
             head = Schema({k: e for k, e in self.model_schema.entries.items() if self._head(k)})
             if now is None:
@@ -77,7 +77,7 @@ class FedPAC(Method):
         return {"w": w, "heads": {}, "means": torch.full((self.ctx.classes, self.ctx.net.width), torch.nan)}
 
     def down(self, server: State, ids: Sequence[int], round: int) -> Download:
-        return Download({**server["w"], MEANS: server["means"]}, self._heads(server, ids))
+        return Download({**server["w"], PROTOTYPES: server["means"]}, self._heads(server, ids))
 
     def _heads(self, server: State, ids: Sequence[int]) -> dict[int, Tree]:
         """Return the heads of these clients; newcomers have the mean of all heads."""
@@ -89,10 +89,10 @@ class FedPAC(Method):
     def _model(self, state: State, download: Tree) -> Tree:
         """Return the body with the client's combined head (the initial head if it has none yet)."""
         first = T.keep(self.ctx.w0, self._head)
-        return {**first, **T.drop(download, MEANS.__eq__), **state.get("own", {})}
+        return {**first, **T.drop(download, PROTOTYPES.__eq__), **state.get("own", {})}
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
-        params, means = self._model(state, download), download[MEANS]
+        params, means = self._model(state, download), download[PROTOTYPES]
         (own, mask), n = collect(lambda x: self.ctx.features(params, x), data.train.x, data.train.y, data.classes)
         known = ~means.isnan().any(1, keepdim=True)
         return Start(
@@ -107,8 +107,8 @@ class FedPAC(Method):
 
     def _variance(self, params: Tree, data: ClientData, own: Tensor, n: Tensor) -> Tensor:
         """Return (mean |z|^2 - sum over classes of |p_k mu_k|^2) / n of the client's features [1]."""
-        z = self.ctx.outputs(params, data.train.x, CHUNK, self.ctx.features).double()
-        total = sum(float(part.square().sum()) for part in torch.split(z, CHUNK))
+        z = self.ctx.outputs(params, data.train.x, _CHUNK, self.ctx.features).double()
+        total = sum(float(part.square().sum()) for part in torch.split(z, _CHUNK))
         size = max(len(data.train), 1)
         shares = (n.double() / size)[:, None] * own.double()
         return torch.tensor([max(0.0, total / size - float(shares.square().sum())) / size], dtype=torch.float32)

@@ -22,7 +22,7 @@ from coterie.methods.fedproto import FedProto, FedProtoSettings
 from coterie.parts.prototypes import class_means
 from coterie.parts.small_layers import linear, run_linear
 
-EPS = 1e-6  # least distance, for a finite gradient
+SMALLEST_DISTANCE = 1e-6  # least distance, for a finite gradient
 
 
 class FedTGPSettings(FedProtoSettings):
@@ -88,7 +88,7 @@ def slope(net: Tree, z: Tensor, y: Tensor, margin: float) -> Tree:
     """
     hidden = run_linear(net, "1", net["embedding"]).relu()
     prototypes = run_linear(net, "2", hidden)
-    far = torch.cdist(z, prototypes).clamp(min=EPS)  # [batch, classes]
+    far = torch.cdist(z, prototypes).clamp(min=SMALLEST_DISTANCE)  # [batch, classes]
     own = F.one_hot(y, len(prototypes)).to(z)
     push = (own - (-far - margin * own).softmax(1)) / (far * len(z))  # d loss / d distance, over the distance
     back = push.sum(0)[:, None] * prototypes - push.T @ z  # [classes, d]

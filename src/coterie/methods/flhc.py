@@ -19,12 +19,12 @@ from coterie.core.method import Card, Download, Method, Settings, Upload
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError
 from coterie.parts.cluster_models import Clustered, vectors
-from coterie.parts.clustering import Linkage, Metric, agglomerate, assign
+from coterie.parts.clustering import Linkage, MetricName, agglomerate, assign
 
 
 class FLHCSettings(Settings):
     warmup: int = Field(10, ge=0, description="rounds of FedAvg before the clustering round (n)")
-    metric: Metric = Field("l2", description="distance between updates")
+    metric: MetricName = Field("l2", description="distance between updates")
     linkage: Linkage = Field("ward", description="linkage; ward needs l2")
     quantile: float = Field(0.9, ge=0, le=1, description="cut at this quantile of the merge heights")
     threshold: float | None = Field(None, ge=0, description="cut at this height instead")

@@ -10,7 +10,6 @@ not answer in it, or joins later, has the centre. The head's bias is shared, as 
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +23,8 @@ from coterie.core.method import Card, Client, Download, Method, Model, Moment, S
 from coterie.core.schema import Entry, Link, Schema, like
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView
+from coterie.parts.clustering import FloatMatrix
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
 ENDPOINTS, PLACE = "x:endpoints", "x:place"
 NEAREST = 1e-4  # closer clients count as this far apart
 
@@ -122,7 +121,7 @@ class Floco(Method):
         return {k: whole[k] for k in self.ctx.w0} if whole.keys() == self.ctx.w0.keys() else None
 
 
-def placed(updates: Array, corners: int) -> Array:
+def placed(updates: FloatMatrix, corners: int) -> FloatMatrix:
     """Return the clients' places [clients, corners] in the simplex, from updates [clients, P].
 
     The principal components are projected onto simplices of different sizes; the projection with the least Riesz energy
@@ -141,16 +140,16 @@ def placed(updates: Array, corners: int) -> Array:
     return best
 
 
-def on_simplex(points: Array, size: float) -> Array:
+def on_simplex(points: FloatMatrix, size: float) -> FloatMatrix:
     """Return the closest points [n, m] with non-negative entries that sum to `size`."""
     falling = -np.sort(-points, axis=1)
     excess = (falling.cumsum(1) - size) / np.arange(1, points.shape[1] + 1)
     last = (falling > excess).sum(1) - 1
-    found: Array = np.maximum(points - excess[np.arange(len(points)), last][:, None], 0)
+    found: FloatMatrix = np.maximum(points - excess[np.arange(len(points)), last][:, None], 0)
     return found
 
 
-def riesz(points: Array) -> float:
+def riesz(points: FloatMatrix) -> float:
     """Return the sum of 1 / distance^2 over all pairs."""
     gaps = np.linalg.norm(points[:, None] - points[None], axis=2)[np.triu_indices(len(points), 1)]
     return float((1 / np.maximum(gaps, NEAREST) ** 2).sum())

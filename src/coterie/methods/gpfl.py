@@ -19,7 +19,7 @@ from coterie.core.schema import Link, Schema, like
 from coterie.core.tree import Tree
 from coterie.parts import small_layers
 
-CLASSES = "x:classes"
+CLASS_VECTORS = "x:classes"
 
 
 class GPFLSettings(Settings):
@@ -42,7 +42,7 @@ class GPFL(Method):
 
     def _extras(self) -> Tree:
         d, rng = self.ctx.net.width, self.ctx.rng("valve")
-        tree = {CLASSES: torch.randn(self.ctx.classes, d, generator=rng)}
+        tree = {CLASS_VECTORS: torch.randn(self.ctx.classes, d, generator=rng)}
         for branch in ("x:gamma", "x:beta"):
             tree |= {**small_layers.linear(branch, d, d, rng), **small_layers.layer_norm(branch + ".norm", d)}
         return tree
@@ -51,7 +51,7 @@ class GPFL(Method):
         return {"w": {**super().setup()["w"], **self._extras()}}
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
-        C, counts = download[CLASSES], data.label_counts.to(download[CLASSES])
+        C, counts = download[CLASS_VECTORS], data.label_counts.to(download[CLASS_VECTORS])
         own = counts @ C / counts.sum().clamp(min=1)
         return Start({**download, **state["own"]}, {"classes": C, "common": C.mean(0), "own": own})
 
@@ -70,7 +70,7 @@ class GPFL(Method):
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         both = torch.stack([extras["own"], extras["common"]])
         own, common = self.valve(params, self.ctx.features(params, batch.x), both)
-        cosine = F.normalize(common, dim=1) @ F.normalize(params[CLASSES], dim=1).T
+        cosine = F.normalize(common, dim=1) @ F.normalize(params[CLASS_VECTORS], dim=1).T
         total = cross_entropy(self.ctx.logits(params, own), batch) + cross_entropy(cosine, batch)
         if self.hp.lam == 0:
             return total

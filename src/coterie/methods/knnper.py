@@ -14,10 +14,9 @@ from torch import Tensor
 from coterie.core.context import ClientData, Extras, State
 from coterie.core.method import Card, Method, Model, Settings
 from coterie.core.tree import Tree
-from coterie.parts.neighbours import votes
+from coterie.parts.neighbours import LEAST_PROBABILITY, votes
 
 SHARES = [i / 10 for i in range(11)]
-LEAST = 1e-12  # probability of a class that none of the neighbours has
 
 
 class KNNPerSettings(Settings):
@@ -62,4 +61,4 @@ class KNNPer(Method):
     def predict(self, params: Tree, x: Tensor, extras: Extras) -> Tensor:
         if "keys" not in extras:
             return self.ctx.forward(params, x)
-        return self.mixed(params, x, extras, extras["share"]).clamp(min=LEAST).log()
+        return self.mixed(params, x, extras, extras["share"]).clamp(min=LEAST_PROBABILITY).log()

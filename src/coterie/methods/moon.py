@@ -15,6 +15,7 @@ from coterie.core import tree as T
 from coterie.core.context import Batch, ClientData, Extras, State
 from coterie.core.method import Card, Method, Settings, Start, Trained, Upload
 from coterie.core.tree import Tree
+from coterie.parts.distill import batch_mean
 
 
 class MoonSettings(Settings):
@@ -47,15 +48,8 @@ class Moon(Method):
         if self.hp.mu == 0:
             return loss
         gap = F.cosine_similarity(z, away) - F.cosine_similarity(z, towards)
-        return loss + self.hp.mu * mean(F.softplus(gap / self.hp.tau), batch)
+        return loss + self.hp.mu * batch_mean(F.softplus(gap / self.hp.tau), batch.weight)
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, trained, data, round)
         return {**state, "last": trained.params}, upload
-
-
-def mean(each: Tensor, batch: Batch) -> Tensor:
-    """Return the mean of values [batch] over the samples with a weight."""
-    if batch.weight is None:
-        return each.mean()
-    return (each * batch.weight).sum() / batch.weight.sum().clamp(min=1)

@@ -24,8 +24,8 @@ from coterie.core.views import ModelView
 from coterie.errors import CoterieError
 from coterie.parts.prototypes import class_sums, from_sums
 
-MEANS, COVARIANCE = "x:means", "x:covariance"
-EPS = 1e-4
+CLASS_MEANS, COVARIANCE = "x:means", "x:covariance"
+RIDGE = 1e-4
 
 
 class PFedFDASettings(Settings):
@@ -57,7 +57,7 @@ class PFedFDA(Method):
         """The body with class means and covariance travels both ways."""
         d, part = self.ctx.net.width, "gaussians"
         gaussians = {
-            MEANS: Entry((self.ctx.classes, d), kind="prototype", part=part, summable=True),
+            CLASS_MEANS: Entry((self.ctx.classes, d), kind="prototype", part=part, summable=True),
             COVARIANCE: Entry((d, d), kind="statistic", part=part, summable=True),
         }
         return self.model_schema | Schema(gaussians)
@@ -65,7 +65,7 @@ class PFedFDA(Method):
     def setup(self) -> State:
         d = self.ctx.net.width
         means = torch.rand(self.ctx.classes, d, generator=self.ctx.rng("means"))
-        return {"w": {**super().setup()["w"], MEANS: means, COVARIANCE: torch.eye(d)}}
+        return {"w": {**super().setup()["w"], CLASS_MEANS: means, COVARIANCE: torch.eye(d)}}
 
     def init_client(self, data: ClientData) -> State:
         own = T.keep(self.ctx.w0, lambda k: self.stays(k) and not self.private(k))
@@ -73,8 +73,8 @@ class PFedFDA(Method):
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         params = {**T.untagged(download), **state.get("own", {})}
-        head = self._head(discriminant(download[MEANS], download[COVARIANCE], priors(data)))
-        return Start({**params, **head}, {MEANS: download[MEANS], COVARIANCE: download[COVARIANCE]})
+        head = self._head(discriminant(download[CLASS_MEANS], download[COVARIANCE], priors(data)))
+        return Start({**params, **head}, {CLASS_MEANS: download[CLASS_MEANS], COVARIANCE: download[COVARIANCE]})
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self.loss, lambda name: not self.private(name))]
@@ -88,7 +88,7 @@ class PFedFDA(Method):
     def mixture(self, params: Tree, data: ClientData, common: Tree) -> tuple[Tensor, Tensor]:
         """Return means and covariance between the client's own, under this body, and the common ones."""
         z = self.ctx.outputs(params, data.train.x, 512, self.ctx.features).double()
-        y, shared = data.train.y, (common[MEANS].double(), common[COVARIANCE].double())
+        y, shared = data.train.y, (common[CLASS_MEANS].double(), common[COVARIANCE].double())
         own = gaussians(z, y, shared[0])
         shares = self.shares(z, y, shared, priors(data).double())
         means, covariance = (s * a + (1 - s) * b for s, a, b in zip(shares, own, shared, strict=True))
@@ -119,7 +119,7 @@ class PFedFDA(Method):
         head = self._head(discriminant(means, covariance, priors(data)))
         own = T.keep(trained.params, lambda k: self.stays(k) and not self.private(k))
         return {**state, "own": own, "head": list(head.values())}, Upload(
-            {**body, MEANS: means, COVARIANCE: covariance}
+            {**body, CLASS_MEANS: means, COVARIANCE: covariance}
         )
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
@@ -141,7 +141,7 @@ class PFedFDA(Method):
 
 def priors(data: ClientData) -> Tensor:
     """Return the label shares of the training part [classes], all of them positive."""
-    shares = data.label_counts.float() / max(len(data.train), 1) + EPS
+    shares = data.label_counts.float() / max(len(data.train), 1) + RIDGE
     return shares / shares.sum()
 
 
@@ -151,13 +151,13 @@ def gaussians(z: Tensor, y: Tensor, fallback: Tensor) -> tuple[Tensor, Tensor]:
     means = torch.where(mask[:, None], means, fallback)
     centred = z - means[y]
     eye = torch.eye(z.shape[1], dtype=z.dtype)
-    return means, centred.T @ centred / max(len(z) - 1, 1) + EPS + eye
+    return means, centred.T @ centred / max(len(z) - 1, 1) + RIDGE + eye
 
 
 def definite(covariance: Tensor) -> Tensor:
     """Return the matrix if it is positive definite, else its symmetric part with eigenvalues raised to a bound."""
     values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
-    if float(values.min()) > EPS and torch.allclose(covariance, covariance.T, rtol=1e-3):
+    if float(values.min()) > RIDGE and torch.allclose(covariance, covariance.T, rtol=1e-3):
         return covariance
     mended: Tensor = (vectors * values.clamp(min=1)) @ vectors.T
     return mended
@@ -166,7 +166,7 @@ def definite(covariance: Tensor) -> Tensor:
 def regular(covariance: Tensor) -> Tensor:
     """Add a little of the mean variance in all directions, so that the matrix can be inverted."""
     d = len(covariance)
-    return (1 - EPS) * covariance + EPS * covariance.trace() / d * torch.eye(d, dtype=covariance.dtype)
+    return (1 - RIDGE) * covariance + RIDGE * covariance.trace() / d * torch.eye(d, dtype=covariance.dtype)
 
 
 def discriminant(means: Tensor, covariance: Tensor, prior: Tensor) -> tuple[Tensor, Tensor]:

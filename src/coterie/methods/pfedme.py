@@ -18,7 +18,7 @@ from coterie.core.method import Card, Client, Method, Model, Phase, Settings, St
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.errors import CoterieError
-from coterie.parts.cluster_models import towards
+from coterie.parts.cluster_models import interpolated
 from coterie.parts.gradient import grad
 
 
@@ -62,7 +62,7 @@ class PFedMe(Method):
             moved = torch._foreach_lerp([theta[k] for k in names], anchor, lr * self.hp.lam)
             torch._foreach_add_(moved, [gradient[k] for k in names], alpha=-lr)
             theta = {**theta, **dict(zip(names, moved, strict=True))}
-        w = {**w, **towards(T.keep(w, names.__contains__), theta, extras["step"])}
+        w = {**w, **interpolated(T.keep(w, names.__contains__), theta, extras["step"])}
         return {**T.tag("w", w), **T.tag("t", theta)}
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
@@ -73,7 +73,7 @@ class PFedMe(Method):
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         mean = T.mean([u.tree for u in uploads], self.weights(uploads))
-        return {**server, "w": towards(server["w"], mean, self.hp.beta)}
+        return {**server, "w": interpolated(server["w"], mean, self.hp.beta)}
 
     def model(self, view: ModelView, client: Client) -> Model | None:
         if view == "received":

@@ -20,7 +20,7 @@ from coterie.core.schema import Entry, Link, Schema
 from coterie.core.tree import Tree
 
 LOSS = "x:loss"
-EPS = 1e-10  # a loss of zero has no power below zero (the authors' constant)
+LOSS_OFFSET = 1e-10  # a loss of zero has no power below zero (the authors' constant)
 
 
 class QFFLSettings(Settings):
@@ -69,7 +69,7 @@ class QFFL(Method):
         lr, q = self.ctx.lr_at(round), self.hp.q
         factors, below = [], 0.0
         for p, u, tree in zip(share, uploads, trees, strict=True):
-            F = float(u.tree[LOSS]) + EPS
+            F = float(u.tree[LOSS]) + LOSS_OFFSET
             square = float(T.sqdist(tree, server["w"], names)) / lr**2
             factors.append(p * F**q / lr)
             below += p * (q * F ** (q - 1) * square + F**q / lr)

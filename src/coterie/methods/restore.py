@@ -11,7 +11,7 @@ from coterie.methods.stored import ALWAYS, names_today
 
 def restored(name: str | type[Method], stored: Mapping[str, Any]) -> tuple[str | type[Method], dict[str, Any]]:
     """Return the method and the settings that do today what a file says; the file may be of version 0.1."""
-    names = names_today(methods.canonical(name), stored.get("reading")) if isinstance(name, str) else []
+    names = names_today(methods.registered_name(name), stored.get("reading")) if isinstance(name, str) else []
     for key in (key for key in names if key in methods.BUILT_IN):
         has = methods.fields(key)
         always = {
@@ -34,7 +34,7 @@ def restored(name: str | type[Method], stored: Mapping[str, Any]) -> tuple[str |
 def _fits(name: str, settings: Mapping[str, Any]) -> bool:
     """True if a method can be built with these settings."""
     try:
-        methods.build(name, settings)
+        methods.build_method(name, settings)
     except CoterieError:
         return False
     return True

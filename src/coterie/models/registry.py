@@ -39,7 +39,7 @@ class ModelInfo:
     options: Mapping[str, Any]  # default values by option name
 
 
-def build(
+def build_model(
     source: ModelSource,
     shape: tuple[int, ...],
     classes: int,

@@ -18,7 +18,7 @@ from coterie.data.catalogue import DATASETS
 from coterie.data.dataset import smaller_subset
 from coterie.engine.session import recorded, resolved
 from coterie.errors import CoterieError, unknown
-from coterie.methods import build, fields
+from coterie.methods import build_method, fields
 from coterie.results.grid import Cell
 from coterie.storage.run_folder import read_settings
 
@@ -255,7 +255,7 @@ def cells(it: Item, seeds: int, shrink: Shrink, out: Path) -> dict[tuple[str, st
 
 def _written_out(s: RunSettings) -> RunSettings:
     """Return the settings with the method's defaults, so that a default given explicitly is the same run."""
-    return s.model_copy(update={"settings": build(s.method, s.settings).hp.model_dump(mode="json")})
+    return s.model_copy(update={"settings": build_method(s.method, s.settings).hp.model_dump(mode="json")})
 
 
 def _earlier(wanted: RunSettings, out: Path, name: str) -> Cell | None:

@@ -58,7 +58,7 @@ RELATIVE: dict[str, Callable[[Run, Sequence[Run]], float]] = {  # of a run and i
     "ahead_from": lambda r, rivals: _ahead_from(_global(r), [_global(x) for x in rivals]),
     "lead": lambda r, rivals: float(_global(r).iloc[-1] - max(_global(x).iloc[-1] for x in rivals)),
 }
-COUNTS = (  # not in percent, and lower is better
+LOWER_IS_BETTER = (  # not in percent, and lower is better
     "rounds_to_70", "rounds_to_75", "megabytes", "global_loss", "train_loss_final", "train_loss_best",
     "clustering_round", "aun_rise", "ahead_from",
 )  # fmt: skip
@@ -95,14 +95,14 @@ def compare_with_printed(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> 
     for row in it.rows:
         for column in it.columns:
             name = statistic(it, column, row)
-            values = (1 if name in COUNTS else 100) * np.array(_values(it, row, column, name, runs))
+            values = (1 if name in LOWER_IS_BETTER else 100) * np.array(_values(it, row, column, name, runs))
             if not len(values):
                 continue
             paper = printed().get((it.paper, it.printed_as, row, column))
             measured = float(values.mean())
             remark = row_remark(it, row) or it.misprints.get(f"{row}/{column}", "")
             if math.isnan(measured):
-                without = "not reached" if name in COUNTS else "the method has no such model"
+                without = "not reached" if name in LOWER_IS_BETTER else "the method has no such model"
                 remark = remark or _WITHOUT.get(name, without)
             rows.append({
                 "method": row, "column": column, "printed": paper.value if paper else math.nan, "measured": measured,
@@ -165,7 +165,7 @@ def printed_verdicts(it: Item, table: pd.DataFrame) -> list[str]:
         both = table[(table["column"] == column) & table["printed"].notna() & table["measured"].notna()]
         if len(both) < 3:
             continue
-        fewer = statistic(it, column) in COUNTS
+        fewer = statistic(it, column) in LOWER_IS_BETTER
         theirs, ours = (_winners(both, k, fewer) for k in ("printed", "measured"))
         equal = any(both[k].nunique() == 1 for k in ("printed", "measured"))
         rho = "not defined" if equal else f"{float(spearmanr(both['printed'], both['measured']).statistic):.2f}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from coterie.config import RunSettings
 from coterie.data.dataset import subset_size
-from coterie.methods import build
+from coterie.methods import build_method
 from coterie.papers.presets import Item, Shrink, cell, is_ours, row_differs
 
 _WORDS = {
@@ -77,4 +77,4 @@ def _images(it: Item, planned: RunSettings, actual: RunSettings, shrink: Shrink)
 def _flat(s: RunSettings) -> dict[str, Any]:
     """Return all settings of a run by name, with the method's defaults."""
     outer = s.model_dump(exclude={"federation", "settings"})
-    return {**outer, **s.federation.model_dump(), **build(s.method, s.settings).hp.model_dump()}
+    return {**outer, **s.federation.model_dump(), **build_method(s.method, s.settings).hp.model_dump()}

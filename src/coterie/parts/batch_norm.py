@@ -9,7 +9,7 @@ from torch import Tensor
 from coterie.core.net import Net
 from coterie.core.tree import Tree
 
-CHUNK = 512
+_CHUNK = 512  # samples of one pass and of one partial sum
 
 
 class Moments(NamedTuple):
@@ -21,7 +21,7 @@ class Moments(NamedTuple):
 def input_moments(net: Net, params: Tree, x: Tensor, layers: Sequence[str]) -> list[Moments]:
     """Return mean and variance per channel of each layer's input over all of x; batches are merged exactly."""
     totals: list[Tensor] = []
-    for part in torch.split(x, CHUNK):
+    for part in torch.split(x, _CHUNK):
         flat = [seen.double().transpose(0, 1).flatten(1) for seen in net.inputs(params, part, layers)[1]]
         sums = [torch.stack([torch.full((len(f),), float(f.shape[1])), f.sum(1), f.square().sum(1)]) for f in flat]
         totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 TEMPERATURES = [0.5 * 2 ** (i / 2) for i in range(7)]  # 0.5 to 4
-CERTAINTY = 2.0  # prior belief in temperature 1: penalty in nats per squared logarithm of the temperature
+TEMPERATURE_PENALTY = 2.0  # prior belief in temperature 1: penalty in nats per squared logarithm of the temperature
 
 
 def shrunk(sums: Tensor, prior: Tensor, strength: float) -> Tensor:
@@ -20,7 +20,7 @@ def is_behind(errors: Tensor, own: Tensor, margin: float) -> bool:
     return bool(gap.sum() > margin * gap.square().sum().sqrt())
 
 
-def choose(
+def choose_candidate(
     sums: Tensor, prior: Tensor, strength: float, errors: Tensor, own: int | None, margin: float
 ) -> tuple[int, bool]:
     """Return the candidate with the best shrunk score and False, or the own model and True if that candidate is behind.
@@ -39,7 +39,7 @@ def temperatures(logits: Sequence[Tensor], y: Tensor) -> list[float]:
         return [1.0] * len(logits)
     t = torch.tensor(TEMPERATURES)
     found = (torch.stack(list(logits))[None] / t[:, None, None, None]).log_softmax(-1)  # [T, models, samples, classes]
-    costs = -found[..., torch.arange(len(y)), y].sum(-1) + CERTAINTY * t.log().square()[:, None]
+    costs = -found[..., torch.arange(len(y)), y].sum(-1) + TEMPERATURE_PENALTY * t.log().square()[:, None]
     return [TEMPERATURES[i] for i in costs.argmin(0).tolist()]
 
 

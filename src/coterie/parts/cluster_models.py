@@ -112,6 +112,6 @@ def of_cluster(uploads: Sequence[Upload], cluster: Mapping[ClientId, int], c: in
     return [u for u in uploads if cluster.get(u.sender) == c]
 
 
-def towards(a: Mapping[str, Tensor], b: Mapping[str, Tensor], step: float) -> Tree:
+def interpolated(a: Mapping[str, Tensor], b: Mapping[str, Tensor], step: float) -> Tree:
     """Return (1 - step) a + step b, exact at 0 and 1."""
     return {k: torch.lerp(v, b[k], step) for k, v in a.items()}

@@ -14,8 +14,8 @@ from torch import Tensor
 from coterie.errors import CoterieError, unknown
 from coterie.parts.similarity import cosine, gram, pairwise_sqdist
 
-Array = npt.NDArray[np.float64]
-Metric = Literal["l1", "l2", "cosine"]
+FloatMatrix = npt.NDArray[np.float64]
+MetricName = Literal["l1", "l2", "cosine"]
 Linkage = Literal["single", "complete", "average", "ward"]
 
 
@@ -64,7 +64,7 @@ class Hierarchy(NamedTuple):
 
 def agglomerate(
     x: Tensor,
-    metric: Metric = "l2",
+    metric: MetricName = "l2",
     method: Linkage = "ward",
     threshold: float | None = None,
     quantile: float | None = None,
@@ -125,7 +125,7 @@ def svd_features(updates: Tensor, count: int) -> Tensor:
     return u * torch.where(sign == 0, 1.0, sign) / norms[:, None]
 
 
-def _metric_distances(x: Tensor, metric: Metric) -> Array:
+def _metric_distances(x: Tensor, metric: MetricName) -> FloatMatrix:
     if metric == "l2":
         out = pairwise_sqdist(x).sqrt()
     elif metric == "cosine":
@@ -137,7 +137,7 @@ def _metric_distances(x: Tensor, metric: Metric) -> Array:
     return np.asarray(out.numpy(), dtype=np.float64)
 
 
-def _condensed(distance: Array) -> Array:
+def _condensed(distance: FloatMatrix) -> FloatMatrix:
     symmetric = (distance + distance.T) / 2
     np.fill_diagonal(symmetric, 0.0)
     from scipy.spatial.distance import squareform  # slow to import

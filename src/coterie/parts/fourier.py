@@ -10,7 +10,7 @@ from torch import Tensor
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown
 
-Layout = Literal["tile", "kernel_major", "prrfl"]
+MatrixLayout = Literal["tile", "kernel_major", "prrfl"]
 MaskKind = Literal["symmetric", "halfopen"]
 Treatment = Literal["fourier", "mean", "keep"]
 
@@ -23,7 +23,7 @@ _ORDER: dict[str, tuple[int, int, int, int]] = {
 SILENT = 1e-12  # a coefficient below this amplitude has no phase but rounding noise: it is given phase 0
 
 
-def to_matrix(w: Tensor, layout: Layout = "tile") -> Tensor:
+def to_matrix(w: Tensor, layout: MatrixLayout = "tile") -> Tensor:
     """Return weights [k, out, in, *kernel] as matrices [k, rows, cols]; linear weights have a kernel of 1 x 1."""
     order = _order(layout)
     full = _four(w).permute(0, *(a + 1 for a in order))
@@ -31,7 +31,7 @@ def to_matrix(w: Tensor, layout: Layout = "tile") -> Tensor:
     return full.reshape(len(w), a * b, c * d)
 
 
-def from_matrix(m: Tensor, shape: torch.Size | tuple[int, ...], layout: Layout = "tile") -> Tensor:
+def from_matrix(m: Tensor, shape: torch.Size | tuple[int, ...], layout: MatrixLayout = "tile") -> Tensor:
     """Inverse of to_matrix for weights of `shape` [out, in, *kernel]."""
     order = _order(layout)
     sizes = _four(torch.empty(1, *shape, device="meta")).shape[1:]
@@ -84,7 +84,7 @@ def fourier_mean(
     w: Tensor,
     g: float,
     mask: MaskKind = "symmetric",
-    layout: Layout = "tile",
+    layout: MatrixLayout = "tile",
     weights: Tensor | None = None,
 ) -> Tensor:
     """Weights [k, out, in, *kernel] with common low amplitudes and their own phases; one alone is unchanged."""
@@ -101,7 +101,7 @@ def fourier_aggregate(
     treatment: Callable[[str], Treatment],
     g: float = 0.35,
     mask: MaskKind = "symmetric",
-    layout: Layout = "tile",
+    layout: MatrixLayout = "tile",
     weights: Tensor | None = None,
 ) -> Tree:
     """A stacked tree of k edge models, each entry by its treatment; one edge alone is unchanged."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie.errors import unknown
 
 Normalize = Literal["minmax", "none", "zscore"]
-Score = Literal["eq7", "absdiff"]
+LayerScore = Literal["eq7", "absdiff"]
 Tie = Literal["mean_score", "deepest", "fc2"]
 
 LN2 = math.log(2.0)
@@ -144,7 +144,7 @@ def diag_mean(d: Distance, p: Gaussian, q: Gaussian) -> Tensor:
     return d(p, q).mean() if p.mu.shape == q.mu.shape else d(pooled(p), pooled(q))
 
 
-def layer_scores(to_y: Tensor, to_x: Tensor, score: Score = "eq7") -> Tensor:
+def layer_scores(to_y: Tensor, to_x: Tensor, score: LayerScore = "eq7") -> Tensor:
     """Mismatch s_l [..., L] of L candidates from d(o_l, y) and d(o_l, x), both [..., L + 1] with o_0 first."""
     step_y, step_x = to_y.diff(dim=-1), to_x.diff(dim=-1)
     if score == "eq7":

@@ -13,7 +13,7 @@ from coterie.core.tree import Tree
 from coterie.errors import CoterieError
 
 
-def start(ctx: Context, number: int) -> Tree:
+def initial_model(ctx: Context, number: int) -> Tree:
     """Return the initial model of this number: 0 is the run's own, others are draws of the same module keyed by number.
 
     Pre-trained parts stay as they are; a model that the user passed as an object is re-initialised.
@@ -33,7 +33,7 @@ def start(ctx: Context, number: int) -> Tree:
 
 def starts(ctx: Context, count: int) -> list[Tree]:
     """Return `count` different models, the run's initial model first."""
-    models = [start(ctx, g) for g in range(count)]
+    models = [initial_model(ctx, g) for g in range(count)]
     if count > 1 and all(torch.equal(v, models[1][k]) for k, v in ctx.w0.items()):
         raise CoterieError("this model has nothing that can be re-initialised, so several models would all start equal")
     return models

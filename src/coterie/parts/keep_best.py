@@ -20,7 +20,7 @@ PER_LOSS = 1e-3  # weight of the loss, which decides between equally accurate mo
 
 
 @torch.no_grad()
-def score(ctx: Context, params: Tree, split: Split) -> float:
+def validation_score(ctx: Context, params: Tree, split: Split) -> float:
     """Return how good a model is on these samples: by accuracy, then by loss; by loss alone without classes.
 
     A model that has diverged scores minus infinity.
@@ -39,7 +39,7 @@ def kept(ctx: Context, state: State, params: Tree, data: ClientData) -> State:
     """Return the state entries of the best model after training `params`; of equal models the newer is kept."""
     if not len(data.val):
         return {}
-    found = score(ctx, params, data.val)
+    found = validation_score(ctx, params, data.val)
     if found == -math.inf or (BEST in state and found < state[SCORE]):
         return {k: state[k] for k in (BEST, SCORE) if k in state}
     return {BEST: params, SCORE: found}
@@ -47,7 +47,7 @@ def kept(ctx: Context, state: State, params: Tree, data: ClientData) -> State:
 
 def best(ctx: Context, state: State, params: Tree, data: ClientData) -> Tree:
     """Return the model to use: `params` if it is better than the best model kept."""
-    if BEST not in state or not len(data.val) or score(ctx, params, data.val) > state[SCORE]:
+    if BEST not in state or not len(data.val) or validation_score(ctx, params, data.val) > state[SCORE]:
         return params
     found: Tree = state[BEST]
     return found

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LEAST_PROBABILITY = 1e-12  # of a class that no neighbour and no model expects
+
 
 def votes(z: Tensor, keys: Tensor, labels: Tensor, k: int, scale: float, classes: int) -> Tensor:
     """Return probabilities [batch, classes] from the labels of the k nearest keys [n, d] of z [batch, d].

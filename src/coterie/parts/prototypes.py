@@ -13,7 +13,7 @@ from torch import Tensor
 from coterie.errors import unknown
 
 ProtoLoss = Literal["batch_mean", "per_sample", "mse"]
-EPS = 1e-12  # under the root: a finite gradient where mean and prototype coincide
+ROOT_OFFSET = 1e-12  # under the root: a finite gradient where mean and prototype coincide
 FAR = -1e9  # logit of an absent class; finite, so that a row without any class has no NaN gradient
 
 
@@ -62,9 +62,9 @@ def collect(
     return Prototypes(value.to(dtype), mask), counts
 
 
-def distances(z: Tensor, target: Tensor) -> Tensor:
+def row_distances(z: Tensor, target: Tensor) -> Tensor:
     """Euclidean distance over the last axis, with a finite gradient at 0."""
-    return ((z - target).square().sum(-1) + EPS).sqrt()
+    return ((z - target).square().sum(-1) + ROOT_OFFSET).sqrt()
 
 
 def prototype_loss(
@@ -95,9 +95,9 @@ def prototype_loss(
     else:
         raise unknown("proto.loss", kind, ("batch_mean", "per_sample", "mse"))
     target = own.to(z.dtype) @ value
-    each = (points - target).square().mean(-1) if kind == "mse" else distances(points, target)
+    each = (points - target).square().mean(-1) if kind == "mse" else row_distances(points, target)
     if repulsion:
-        logits = (-distances(points.unsqueeze(-2), value)).masked_fill(~mask, FAR)
+        logits = (-row_distances(points.unsqueeze(-2), value)).masked_fill(~mask, FAR)
         each = each - repulsion * (logits.log_softmax(-1) * own).sum(-1)
     total = (each * counts).sum()
     if reduce == "sum":

@@ -12,14 +12,14 @@ from coterie.errors import CoterieError, unknown
 
 SimilarityMap = Literal["clip", "shift01", "abs"]
 TINY = 1e-20  # lower bound of the product of two norms; adding it instead would make short updates look less similar
-CHUNK = 1 << 16  # columns converted to float64 at a time: exact sums without a second copy of all models
+COLUMNS = 1 << 16  # columns converted to float64 at a time: exact sums without a second copy of all models
 
 
 def gram(a: Tensor, b: Tensor | None = None) -> Tensor:
     """Inner products [m, n] of the rows of a [m, p] and b [n, p], summed in float64."""
     other = a if b is None else b
     total = torch.zeros(len(a), len(other), dtype=torch.float64, device=a.device)
-    for left, right in zip(torch.split(a, CHUNK, 1), torch.split(other, CHUNK, 1), strict=True):
+    for left, right in zip(torch.split(a, COLUMNS, 1), torch.split(other, COLUMNS, 1), strict=True):
         total += left.double() @ right.double().T
     return (total + total.T) / 2 if b is None else total
 
@@ -131,4 +131,4 @@ def mix(rows: Tensor, stacked: Mapping[str, Tensor]) -> Tree:
 
 def _norms(x: Tensor) -> Tensor:
     """Row norms [n] of x [n, p] in float64."""
-    return torch.stack([part.double().square().sum(1) for part in torch.split(x, CHUNK, 1)]).sum(0).sqrt()
+    return torch.stack([part.double().square().sum(1) for part in torch.split(x, COLUMNS, 1)]).sum(0).sqrt()

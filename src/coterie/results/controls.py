@@ -12,7 +12,7 @@ import pandas as pd
 from coterie.core.tasks import Classification, Metric
 from coterie.core.views import VIEWS
 from coterie.errors import CoterieError, unknown
-from coterie.methods import canonical, controls, known
+from coterie.methods import controls, method_names, registered_name
 from coterie.results.bootstrap import RESAMPLES, Difference, paired_differences
 from coterie.results.run import Run
 from coterie.results.tables import markdown_table
@@ -101,7 +101,7 @@ class ControlTable:
             else:
                 by_title[r.title][seed] = r
         return [
-            Row(title, canonical(str(next(iter(by.values())).settings["method"])), self.view, by)
+            Row(title, registered_name(str(next(iter(by.values())).settings["method"])), self.view, by)
             for title, by in by_title.items()
             if by
         ]
@@ -111,9 +111,9 @@ class ControlTable:
         if name == CONTROLS:
             return name, ""
         names = {n for r in self.rows for n in (r.title, r.method)}
-        name = name if name in names else canonical(name)
+        name = name if name in names else registered_name(name)
         plain, _, view = name.rpartition("/") if name not in names else (name, "", "")
-        plain = plain if plain in names else canonical(plain)
+        plain = plain if plain in names else registered_name(plain)
         if plain not in names:
             raise unknown("method among these runs", plain or name, names)
         return plain, _view(view or self.view)
@@ -330,7 +330,7 @@ def headline_view(runs: Sequence[Run], view: str = "") -> str:
 
 def _own(row: Row) -> tuple[str, ...]:
     """Return the controls that the method of these runs names."""
-    if row.method in known():
+    if row.method in method_names():
         return controls(row.method)
     given = next(iter(row.runs.values())).objects.method
     return controls(given) if given is not None else ()

@@ -32,7 +32,7 @@ from coterie.engine.session import (
     resolved,
 )  # fmt: skip
 from coterie.errors import CoterieError
-from coterie.methods import build
+from coterie.methods import build_method
 from coterie.results.run import Run
 from coterie.storage.run_folder import checkpoints, round_of
 
@@ -231,7 +231,7 @@ class _Loaded:
         if name not in self.federations:
             dataset = with_task(cell.objects.dataset or self.get(s), s.task)
             self.federations[name] = federate(dataset, s.federation, s.seed)
-        method, start = build(cell.objects.method or s.method, s.settings), initial_values(s)
+        method, start = build_method(cell.objects.method or s.method, s.settings), initial_values(s)
         session = bind(s, self.engine, method, self.federations[name], cell.objects.model, start)
         return replace(session, objects=cell.objects)
 

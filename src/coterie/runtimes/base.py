@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from coterie.config import Engine
 from coterie.core.context import ClientId, State
@@ -27,6 +27,7 @@ from coterie.train.clients import Clients
 
 A = TypeVar("A")
 Replies = tuple[dict[ClientId, A], dict[ClientId, str]]  # answers by client, and reasons of missing answers by client
+Work = Literal["train", "score"]  # what a worker does with its jobs
 Cost = Callable[[ClientId], int]  # expected duration of a client's work, in any unit
 
 

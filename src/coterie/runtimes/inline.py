@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coterie.engine.codec import clone
+from coterie.engine.codec import deep_copy
 from coterie.engine.messages import Job, ScoreAnswer, TrainResult
 from coterie.runtimes.base import Cost, Simulation
 from coterie.storage.client_states import ClientStates
@@ -16,11 +16,11 @@ class Inline(Simulation):
 
     def _train(self, jobs: Sequence[Job]) -> list[TrainResult]:
         ordered = [job for heap in self._balanced(jobs, 1) for job in heap]
-        return list(clone(self.clients.train(clone(ordered))))
+        return list(deep_copy(self.clients.train(deep_copy(ordered))))
 
     def _score(self, jobs: Sequence[Job]) -> list[ScoreAnswer]:
         ordered = [job for heap in self._balanced(jobs, 1) for job in heap]
-        return list(clone(self.clients.score(clone(ordered))))
+        return list(deep_copy(self.clients.score(deep_copy(ordered))))
 
     def close(self) -> None:
         pass

@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +27,12 @@ from coterie.core.states import register
 from coterie.engine.codec import Value, pack, unpack
 from coterie.engine.messages import Job, Remote, ScoreAnswer, TrainResult
 from coterie.errors import CoterieError
-from coterie.runtimes.base import Cost, Setup, Simulation
+from coterie.runtimes.base import Cost, Setup, Simulation, Work
 from coterie.storage.client_states import ClientStates, StateLostError
 from coterie.train import native
 from coterie.train.clients import Clients
 
 READY = 60.0  # seconds that a new actor has to start before its jobs go to a different one
-What = Literal["train", "score"]
 Reply = tuple[str, np.ndarray | str]  # "r", packed answers; "e", an error message for the user; "x", a traceback
 
 
@@ -62,9 +61,9 @@ class Actor:
         self.clients = clients
 
     def hello(self) -> dict[str, str]:
-        return fingerprint()
+        return versions()
 
-    def work(self, what: What, packed: np.ndarray, *held: np.ndarray) -> Any:
+    def work(self, what: Work, packed: np.ndarray, *held: np.ndarray) -> Any:
         """Return the reply, followed by one object per job with the client's new state (or None)."""
         jobs: list[Job] = _unpacked(packed)
         left: list[np.ndarray | None] = [None] * len(jobs)
@@ -85,9 +84,9 @@ class Actor:
         return [reply, *left]
 
 
-def fingerprint() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Return the versions and settings that must be equal on all machines for equal results."""
-    return {"coterie": version("coterie"), "torch": torch.__version__, "convolutions": native.status()}
+    return {"coterie": version("coterie"), "torch": torch.__version__, "convolutions": native.native_status()}
 
 
 def _packed(value: Value) -> np.ndarray:
@@ -149,7 +148,7 @@ class RayRuntime(Simulation):
     def _score(self, jobs: Sequence[Job]) -> list[ScoreAnswer]:
         return self._spread("score", jobs)
 
-    def _spread(self, what: What, jobs: Sequence[Job]) -> list[Any]:
+    def _spread(self, what: Work, jobs: Sequence[Job]) -> list[Any]:
         """Return the answers of all jobs, in any order."""
         ray = self.ray
         heaps = self._balanced(jobs, self.workers)
@@ -187,7 +186,7 @@ class RayRuntime(Simulation):
         if self._ours:
             self.ray.shutdown()
 
-    def _send(self, i: int, what: What, jobs: Sequence[Job]) -> list[Any]:
+    def _send(self, i: int, what: Work, jobs: Sequence[Job]) -> list[Any]:
         """Send jobs to an actor; return references to its reply and to each job's new state."""
         held: list[Any] = []
         sent: list[Job] = []
@@ -228,7 +227,7 @@ class RayRuntime(Simulation):
         self._members[i] = others[i % len(others)]
 
     def _check(self, there: dict[str, str]) -> None:
-        here = fingerprint()
+        here = versions()
         for name, value in here.items():
             if there[name] != value:
                 raise CoterieError(f'a machine of the cluster has "{there[name]}" ({name}) where this has "{value}"')

@@ -13,7 +13,7 @@ from typing import Any
 
 from coterie.errors import CoterieError, unknown
 
-GROUP = "coterie.runtimes"
+RUNTIME_GROUP = "coterie.runtimes"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RuntimeKind:
         return function
 
 
-BUILT_IN = {
+RUNTIMES = {
     "local": RuntimeKind("coterie.runtimes.workers:open_local", worker_processes=True),
     "ray": RuntimeKind("coterie.runtimes.ray:open_ray", uses_address=True),
     "federation": RuntimeKind(
@@ -50,8 +50,8 @@ ALIASES = {"flower": "federation"}  # names of version 0.1, in run folders and s
 
 @cache
 def _kinds() -> dict[str, RuntimeKind]:
-    others = {point.name: point.load() for point in entry_points(group=GROUP)}
-    return {**others, **BUILT_IN}
+    others = {point.name: point.load() for point in entry_points(group=RUNTIME_GROUP)}
+    return {**others, **RUNTIMES}
 
 
 def canonical_runtime(name: str) -> str:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,12 +18,10 @@ from coterie.engine import codec
 from coterie.engine.codec import Value
 from coterie.engine.messages import Job, ScoreAnswer, TrainResult
 from coterie.errors import CoterieError
-from coterie.runtimes.base import Cost, Setup, Simulation
+from coterie.runtimes.base import Cost, Setup, Simulation, Work
 from coterie.runtimes.inline import Inline
 from coterie.storage.client_states import ClientStates
 from coterie.train.clients import Clients
-
-What = Literal["train", "score"]
 
 
 class Arena:
@@ -39,10 +37,10 @@ class Arena:
 
     def write(self, value: Value) -> int:
         """Write the value and return its size, which the other process needs to read it."""
-        made = codec.layout(value)
+        made = codec.encode(value)
         if self._map is None or made.size > len(self._map):
             os.ftruncate(self._file, made.size + made.size // 4)
-        codec.write(made, self._mapped(made.size))
+        codec.write_into(made, self._mapped(made.size))
         return made.size
 
     def read(self, size: int, copy: bool = False) -> Value:
@@ -86,7 +84,7 @@ class Workers(Simulation):
         theirs.close()
         return Worker(process, ours)
 
-    def _spread(self, what: What, jobs: Sequence[Job]) -> list[Any]:
+    def _spread(self, what: Work, jobs: Sequence[Job]) -> list[Any]:
         """Return the answers of all jobs, in any order."""
         heaps = self._balanced(jobs, self.workers)
         answers: list[Any] = []
@@ -112,7 +110,7 @@ class Workers(Simulation):
                 answers += self._arenas[i][1].read(int(message), copy=True)
         return answers
 
-    def _send(self, i: int, what: What, jobs: Sequence[Job]) -> Any:
+    def _send(self, i: int, what: Work, jobs: Sequence[Job]) -> Any:
         size = self._arenas[i][0].write(jobs)
         message = f"{what} {size}".encode()
         for _ in range(3):

@@ -72,7 +72,7 @@ def digest(*parts: Blob) -> bytes:
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write readable JSON that ends in a checksum of its content."""
-    plain = finite(content)
+    plain = json_values(content)
     text = json.dumps({**plain, "checksum": fingerprint(plain)}, indent=2, allow_nan=False)
     write_atomic(path, text.encode() + b"\n")
 
@@ -97,7 +97,7 @@ def fingerprint(content: dict[str, Any]) -> str:
 
 def seal(fields: dict[str, Any], before: int = 0) -> tuple[bytes, int]:
     """Return a line of JSON with a checksum that continues the previous line's, so that no line can be lost."""
-    body = json.dumps(finite(fields), allow_nan=False).encode()
+    body = json.dumps(json_values(fields), allow_nan=False).encode()
     crc = zlib.crc32(body, before)
     return body[:-1] + _MARK + b'%08x"}\n' % crc, crc
 
@@ -121,12 +121,12 @@ def stated(line: bytes) -> int:
         return 0
 
 
-def finite(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     """Return plain JSON values: lists for arrays, and None for NaN and infinity, which other languages cannot read."""
     if hasattr(value, "tolist"):  # an array of torch or numpy, which are not imported here because that takes seconds
         value = value.tolist()
     if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
+        return {k: json_values(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
+        return [json_values(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

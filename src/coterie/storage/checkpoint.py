@@ -35,14 +35,14 @@ class Checkpoint:
     timing: int
 
 
-def write(folder: Folder, runtime: Runtime, made: Callable[[Index], Checkpoint]) -> None:
+def save_checkpoint(folder: Folder, runtime: Runtime, made: Callable[[Index], Checkpoint]) -> None:
     """Write client states first, then the file that names them, so that a crash keeps the previous checkpoint valid."""
     saved = made(runtime.save())
     kept = folder.write_checkpoint(saved.round, codec.pack(saved))
     runtime.forget(min(kept))
 
 
-def resume(
+def restore_checkpoint(
     folder: Folder, runtime: Runtime, method: str, from_round: int | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
     """Go back to the newest sound checkpoint, or to that of `from_round`; return one message for each damaged one.
@@ -52,11 +52,13 @@ def resume(
     complaints: list[str] = []
     paths = checkpoints(folder.path)
     if from_round is not None:
-        return _roll_back(folder, runtime, read(_of_round(paths, from_round, folder.path), method), method), []
+        return _roll_back(
+            folder, runtime, load_checkpoint(_of_round(paths, from_round, folder.path), method), method
+        ), []
     for i in range(len(paths) - 1, -1, -1):
         older = _indexes(paths[:i], method)
         try:
-            saved = read(paths[i], method)
+            saved = load_checkpoint(paths[i], method)
             runtime.restore(saved.clients, older)
             folder.open_logs(saved.events, saved.timing)
         except WrongMethodError:
@@ -76,7 +78,7 @@ def _indexes(paths: Sequence[Path], method: str) -> list[Index]:
     found = []
     for path in paths:
         with suppress(CoterieError):
-            found.append(read(path, method).clients)
+            found.append(load_checkpoint(path, method).clients)
     return found
 
 
@@ -100,7 +102,7 @@ def _roll_back(folder: Folder, runtime: Runtime, saved: Checkpoint, method: str)
     return saved
 
 
-def read(path: Path, method: str) -> Checkpoint:
+def load_checkpoint(path: Path, method: str) -> Checkpoint:
     try:
         saved = codec.unpack(read_checkpoint(path))
     except CoterieError as e:
@@ -117,7 +119,7 @@ def newest(path: Path, method: str) -> Checkpoint:
     complaint: CoterieError | None = None
     for file in reversed(checkpoints(path)):
         try:
-            return read(file, method)
+            return load_checkpoint(file, method)
         except WrongMethodError:
             raise
         except CoterieError as e:

@@ -157,7 +157,7 @@ class Folder:
                 os.fsync(f.fileno())
         disk.sync(self._unsynced)
         self._unsynced.clear()
-        run = fingerprint(self.path)
+        run = settings_fingerprint(self.path)
         sealed = [blob, run, disk.digest(blob, run, b"%d" % round)]
         disk.write_atomic(self.path / "checkpoints" / f"{round:06d}.state", sealed)
         for old in checkpoints(self.path)[: -self.keep]:
@@ -187,7 +187,7 @@ def extend(path: Path, rounds: int) -> None:
     disk.write_json(path / EXTENDED, {"rounds": rounds})
 
 
-def fingerprint(path: Path) -> bytes:
+def settings_fingerprint(path: Path) -> bytes:
     """Return the fingerprint of a run's settings, which its checkpoints carry too."""
     return bytes.fromhex(disk.fingerprint(_written(path))) if (path / SETTINGS).exists() else bytes(32)
 
@@ -213,7 +213,7 @@ def read_checkpoint(path: Path) -> bytearray:
     content, whose, found = (memoryview(blob)[a:b] for a, b in ((0, -64), (-64, -32), (-32, None)))
     if len(blob) < 64 or disk.digest(content, whose, b"%d" % round_of(path)) != found:
         raise CoterieError(f"{path} is damaged: its checksum does not fit")
-    if whose != fingerprint(path.parent.parent):
+    if whose != settings_fingerprint(path.parent.parent):
         raise CoterieError(f"{path} is a checkpoint of another run, or of one with other settings")
     for view in (content, whose, found):
         view.release()

@@ -23,7 +23,7 @@ from coterie.engine.messages import TrainAnswer, TrainRequest
 from coterie.engine.round import RoundAnswers, close
 from coterie.engine.session import Callbacks, Objects
 from coterie.errors import CoterieError
-from coterie.methods import build, find
+from coterie.methods import build_method, find
 from coterie.runtimes.base import Replies
 from coterie.testing.fixtures import Bench, SmallNet, close_loop, decided, events, open_loop, small_numbers
 from coterie.testing.spies import Watched, standard
@@ -337,7 +337,7 @@ def bad_settings_get_a_sentence(bench: Bench, tmp: Path) -> None:
             bad += [{name: "many"}, {name: float("inf")}, {name: float("nan")}]
     for one in bad:
         try:
-            build(bench.method, one)
+            build_method(bench.method, one)
         except CoterieError as e:
             assert next(iter(one)) in str(e) and "\n" not in str(e)
         else:
@@ -356,7 +356,10 @@ def a_newcomer_gets_a_model(bench: Bench, tmp: Path) -> None:
         assert z["newcomer"].sum() == 1
         assert np.isfinite(z["personal/test/loss"][z["newcomer"]]).all()
     left = left_untrained(loop)
-    assert not left, f"a newcomer has the initial {left[0]}, although clients have sent trained values of it"
+    assert not left, (
+        f"a newcomer has the initial {left[0]}, although clients have sent trained values of it; "
+        'let model(view, client) return the received values for the view "newcomer"'
+    )
 
 
 def left_untrained(loop: Loop) -> list[str]:

@@ -117,4 +117,4 @@ def events(folder: Path) -> list[dict[str, Any]]:
 def decided(loop: Loop) -> codec.Value:
     """Return all results of a run, for comparisons to the bit."""
     states = {i: loop.runtime.states.get(i) for i in loop.method.ctx.clients}  # type: ignore[attr-defined]
-    return codec.clone({"server": loop.server, "edges": loop.edges, "clients": states, "bytes": loop.bytes})
+    return codec.deep_copy({"server": loop.server, "edges": loop.edges, "clients": states, "bytes": loop.bytes})

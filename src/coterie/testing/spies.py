@@ -54,7 +54,7 @@ class _Spy(Inline):
     requests: dict[ClientId, TrainRequest]
 
     def train(self, requests: Sequence[TrainRequest]) -> Replies[TrainAnswer]:
-        self.requests = {r.client: codec.clone(r) for r in requests}
+        self.requests = {r.client: codec.deep_copy(r) for r in requests}
         return super().train(requests)
 
 
@@ -81,14 +81,14 @@ def _standard(bench: Bench) -> Standard:
     with _guarded(session.method, made.changed, made.plan_used):
         loop.start()
         while loop.done < session.settings.rounds:
-            server, edges = codec.clone(loop.server), codec.clone(loop.edges)
-            states = codec.clone({i: runtime.states.get(i) for i in session.method.ctx.clients})
+            server, edges = codec.deep_copy(loop.server), codec.deep_copy(loop.edges)
+            states = codec.deep_copy({i: runtime.states.get(i) for i in session.method.ctx.clients})
             seen: list[tuple[RoundPlan, RoundAnswers]] = []
             run, before = runtime.run, loop.bytes
 
             def spy(planned: RoundPlan, run: Any = run, seen: Any = seen) -> RoundAnswers:
                 answers = run(planned)
-                seen.append((planned, codec.clone(answers)))
+                seen.append((planned, codec.deep_copy(answers)))
                 return answers  # type: ignore[no-any-return]
 
             runtime.run = spy  # type: ignore[method-assign, assignment]
@@ -136,7 +136,7 @@ def _guarded(method: Method, changed: list[str], plan_used: list[str]) -> Iterat
     def guard(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any) -> Any:
             held = [v for a in args for v in _values(a)]
-            before = codec.clone(held)
+            before = codec.deep_copy(held)
             running.append(name)
             try:
                 out = hook(*args)

@@ -28,7 +28,7 @@ from coterie.engine.messages import (
 from coterie.errors import CoterieError
 from coterie.methods.stored import CLIENTS
 from coterie.train.optimisers import Optimiser
-from coterie.train.scoring import TOGETHER, Case, Scorer, score
+from coterie.train.scoring import TOGETHER, Case, Scorer, score_model
 from coterie.train.trainer import Effort, train
 from coterie.train.vmap.phase import Member
 from coterie.train.vmap.trainer import Stacker
@@ -124,7 +124,7 @@ class Clients:
     def _scores(self, cases: Sequence[Case], shared: bool = False) -> list[Score]:
         if self.stacker is not None:
             return self._scorer(cases, shared)
-        return [score(self.method, *case, shared=shared) for case in cases]
+        return [score_model(self.method, *case, shared=shared) for case in cases]
 
     # ---- a round -------------------------------------------------------------------------------------------------
     def _train(self, jobs: Sequence[Job]) -> list[TrainResult]:
@@ -150,7 +150,7 @@ class Clients:
                 if requests[i].log_update:
                     update = self._update(own[i][0], model[0])
                     train = opened[i].data.train
-                    note["train_loss"] = score(method, *model, train).loss / max(1, len(train))
+                    note["train_loss"] = score_model(method, *model, train).loss / max(1, len(train))
                 answer = TrainAnswer(
                     requests[i].client, upload, note, len(opened[i].data.train), efforts[i].steps, efforts[i].loss,
                     before[i], after[i], update, efforts[i].samples,
@@ -221,7 +221,7 @@ class Clients:
                     split = self.federation.official()
                     assert split is not None
                     for found, model in zip(scores, after, strict=True):
-                        found["trained/official"] = score(method, *model, split)
+                        found["trained/official"] = score_model(method, *model, split)
             return [
                 ScoreAnswer(j.request.client, s, len(o.data.train), model, t.steps, t.samples)
                 for j, o, s, model, t in zip(jobs, opened, scores, models, tuning, strict=True)
@@ -270,7 +270,7 @@ class Clients:
         split = self.federation.official()
         assert split is not None
         if not same:
-            scores["personal/official"] = score(self.method, *model, split)
+            scores["personal/official"] = score_model(self.method, *model, split)
         names = self.method.ctx.w0
         params, extras = model
         return (

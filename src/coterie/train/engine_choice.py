@@ -7,14 +7,13 @@ from typing import Literal
 import torch
 
 from coterie.core.context import ClientData, ClientId, State
-from coterie.core.edges import Edge, EdgeMethod
-from coterie.core.method import Method, Phase, Start, Trained, started
+from coterie.core.method import Phase, Start, Trained, started
 from coterie.core.rng import torch_rng
-from coterie.core.tree import Tree
+from coterie.engine.edge_steps import downloads
 from coterie.errors import CoterieError
 from coterie.train.clients import Clients
 from coterie.train.trainer import train
-from coterie.train.vmap.phase import LARGEST, Member
+from coterie.train.vmap.phase import LARGEST_STACK, Member
 from coterie.train.vmap.trainer import Stacker
 
 Asked = Literal["loop", "stack", "auto"]
@@ -35,7 +34,7 @@ class Choice:
         return f"engine {self.engine}: {self.why}"
 
 
-def choose(clients: Clients, asked: Asked) -> Choice:
+def choose_engine(clients: Clients, asked: Asked) -> Choice:
     """Return the engine of a new run; engines agree only up to rounding, so a resumed run keeps its own."""
     if asked == "loop":
         return Choice("loop", "as asked")
@@ -57,7 +56,7 @@ def choose(clients: Clients, asked: Asked) -> Choice:
         return Choice("loop", f"stacking could not be tried ({(str(e).splitlines() or [type(e).__name__])[0][:80]})")
     left = f"; phase {min(alone) + 1} client by client: {alone[min(alone)]}" if alone else ""
     ctx = clients.method.ctx
-    one = half > SPLIT * stack and ctx.join * len(ctx.clients) <= LARGEST
+    one = half > SPLIT * stack and ctx.join * len(ctx.clients) <= LARGEST_STACK
     left += "; one process, because half of the clients take nearly as long as all" if one else ""
     if asked == "stack":
         return Choice("stack", f"as asked{left}", 1 if one else None)
@@ -103,13 +102,14 @@ def _first_training(clients: Clients) -> tuple[int, list[tuple[Start, ClientData
         trains = bool(method.phases(t))
         ids = sorted(set(method.sample(server, t, torch_rng(ctx.seed, "sample", t))))
         ids = ids[: TRIED if trains else EXCHANGED]
-        downloads = _downloads(method, server, ids, t)
+        received = downloads(method, server, {}, method.down(server, ids, t), ids, t)
         starts: list[tuple[Start, ClientData]] = []
         uploads = []
         for i in ids:
             data = clients.federation.data(i)
             state = states[i] if i in states else method.init_client(data)
-            start = started(method, state, downloads[i], data, t)
+            shared, own = received[i]
+            start = started(method, state, {**shared, **own}, data, t)
             starts.append((start, data))
             if not trains:
                 with torch.no_grad():
@@ -119,18 +119,6 @@ def _first_training(clients: Clients) -> tuple[int, list[tuple[Start, ClientData
             return t, starts
         server = method.aggregate(server, uploads, t)
     raise ValueError("it trains nothing")
-
-
-def _downloads(method: Method, server: State, ids: list[ClientId], t: int) -> dict[ClientId, Tree]:
-    """Return the download of each of these clients, from the cloud or through its edge."""
-    sent = method.down(server, ids, t)
-    found = {i: sent.to(i) for i in ids}
-    if isinstance(method, EdgeMethod):
-        for edge, members in (method.edges(server) or {}).items():
-            if here := [i for i in ids if i in members]:
-                handed = method.relay(Edge(edge, tuple(members), {}, sent), here, t)
-                found |= {i: handed.to(i) for i in here}
-    return found
 
 
 def _short(phase: Phase) -> Phase:

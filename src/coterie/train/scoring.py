@@ -6,13 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coterie.core.context import Extras, Split
+from coterie.core.context import PER_PASS, Extras, Split
 from coterie.core.method import Method
 from coterie.core.tree import Tree
 from coterie.engine.messages import Score
 from coterie.train.vmap.step import Extra, UnstackableError, truly_batched
 
-CHUNK = 256  # pictures per forward pass: activations of small networks stay in cache
 TOGETHER = 32  # models in one stacked pass
 
 
@@ -25,12 +24,12 @@ class Case(NamedTuple):
 
 
 @torch.no_grad()
-def score(method: Method, params: Tree, extras: Extras, split: Split, shared: bool = False) -> Score:
+def score_model(method: Method, params: Tree, extras: Extras, split: Split, shared: bool = False) -> Score:
     """Score one model on one split; `shared`: the tree is the global model and predict_global is used."""
     task, loss = method.ctx.task, torch.zeros((), dtype=torch.float64)
     found = [torch.zeros(0, task.outputs)]
-    for a in range(0, len(split), CHUNK):
-        x, y = split.x[a : a + CHUNK], split.y[a : a + CHUNK]
+    for a in range(0, len(split), PER_PASS):
+        x, y = split.x[a : a + PER_PASS], split.y[a : a + PER_PASS]
         found.append(method.predict_global(params, x) if shared else method.predict(params, x, extras))
         if not task.whole:
             loss += task.total(found[-1], y).double()
@@ -63,13 +62,13 @@ class Scorer:
                     part = group[a : a + TOGETHER]
                     for i, s in zip(part, self._stacked([cases[i] for i in part]), strict=False):
                         out[i] = s
-        return [s or score(self.method, *c, shared=shared) for s, c in zip(out, cases, strict=True)]
+        return [s or score_model(self.method, *c, shared=shared) for s, c in zip(out, cases, strict=True)]
 
     @torch.no_grad()
     def _one_pass(self, cases: Sequence[Case], shared: bool) -> list[Score]:
         params, extras, _ = cases[0]
         x, y, who = _joined([c.split for c in cases])
-        parts = torch.split(x, CHUNK)
+        parts = torch.split(x, PER_PASS)
         logits = [
             self.method.predict_global(params, p) if shared else self.method.predict(params, p, extras) for p in parts
         ]
@@ -100,8 +99,8 @@ class Scorer:
             return self.method.predict(tree, x, like.with_values(more))
 
         longest, logits = max(len(c.split) for c in cases), []
-        for a in range(0, longest, CHUNK):
-            rows = [c.split.x[a : a + CHUNK] for c in cases]
+        for a in range(0, longest, PER_PASS):
+            rows = [c.split.x[a : a + PER_PASS] for c in cases]
             real = [len(r) for r in rows]
             active = sum(n > 0 for n in real)  # cases come longest first
             x = torch.nn.utils.rnn.pad_sequence(rows[:active], batch_first=True)  # [cases, samples, ...]

@@ -17,12 +17,11 @@ from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, federate
 from coterie.data.sources import load_dataset
 from coterie.data.target_types import with_task
-from coterie.engine import official_test as official
 from coterie.engine.session.spec import Factory, Objects, Session, fitting_options, model_name
 from coterie.errors import CoterieError
-from coterie.methods import build as build_method
+from coterie.methods import build_method as build_method
 from coterie.models.per_client import PerClient, assign_models, is_assignment
-from coterie.models.registry import build as build_model
+from coterie.models.registry import build_model as build_model
 from coterie.train import native
 
 
@@ -90,8 +89,10 @@ def bind(
         momentum=settings.momentum if settings.optimizer == "sgd" else 0.0,
     )
     _check_needs(method, federation)
-    if settings.official:
-        official.check(federation)
+    if settings.official and federation.official() is None:
+        raise CoterieError(
+            "official = true needs an official test part that is not dealt out: data that have one, and pool = train"
+        )
     for name in ("stop_after", "stop_at"):
         if getattr(settings, name) is not None and not federation.sizes("val").any():
             raise CoterieError(f"{name} needs a validation part, and no client has one (set val_share)")

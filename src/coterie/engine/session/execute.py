@@ -7,8 +7,8 @@ from pathlib import Path
 
 from safetensors.torch import save
 
+from coterie.engine.evaluation import Official
 from coterie.engine.loop import Callbacks, Loop, Schedule
-from coterie.engine.official_test import Official
 from coterie.engine.round import Rules
 from coterie.engine.session.resume import check_unchanged, training_engine_at_start
 from coterie.engine.session.spec import Session
@@ -18,7 +18,7 @@ from coterie.runtimes.registry import check_address, runtime_kind
 from coterie.storage import atomic as disk
 from coterie.storage.client_states import StateLostError
 from coterie.storage.run_folder import EVENTS, START, Folder, extend, read_log, read_settings
-from coterie.train.engine_choice import Choice, choose
+from coterie.train.engine_choice import Choice, choose_engine
 
 Opener = Callable[[Session, Path, Callable[[], bool]], AbstractContextManager[Runtime]]
 
@@ -78,7 +78,7 @@ def execute(
         callbacks.on_warning(warning)
     if resume:
         check_unchanged(session, out)
-    choice = training_engine_at_start(session, out) if resume else choose(session.clients(), wanted)
+    choice = training_engine_at_start(session, out) if resume else choose_engine(session.clients(), wanted)
     if wanted != "loop" or choice.engine != "loop":
         callbacks.on_warning(choice.sentence)
     workers = session.engine.workers or (choice.workers if kind.worker_processes else None)

@@ -13,7 +13,7 @@ from coterie.engine.provenance import code_digest, method_digest, origin
 from coterie.engine.session.build import prepare
 from coterie.engine.session.spec import Objects, Session
 from coterie.errors import CoterieError
-from coterie.methods import build as build_method
+from coterie.methods import build_method as build_method
 from coterie.methods import fields
 from coterie.methods.restore import restored
 from coterie.methods.stored import names_today
@@ -116,7 +116,7 @@ def training_engine_at_start(session: Session, path: Path) -> Choice:
     Raise CoterieError if convolutions are computed differently now, or if the runtime cannot reach the client states.
     """
     run = read_settings(path)
-    then, now = run["versions"]["convolutions"], native.status()
+    then, now = run["versions"]["convolutions"], native.native_status()
     if session.method.ctx.net.layout.of_kind("conv") and then != now:
         raise CoterieError(f'{path} began with "{then}" and cannot be continued bit-identically with "{now}"')
     began = canonical_runtime(run["engine"].get("runtime", "local"))

@@ -213,7 +213,7 @@ class Session:
                 "torch": torch.__version__,
                 "python": platform.python_version(),
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-                "convolutions": native.status(),
+                "convolutions": native.native_status(),
             },
         }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from coterie.core.method import Method
 from coterie.engine import codec
 from coterie.engine.codec import Value
-from coterie.engine.messages import check
+from coterie.engine.messages import check_message
 from coterie.errors import CoterieError, sentence
 from coterie.federation.identity.seats import MAX_ATTACHED_BYTES, MAX_HELLO_BYTES
 from coterie.federation.payload_kinds import of_job, of_reply
@@ -90,7 +90,7 @@ class Dispatcher:
         values: dict[str, Value] = {}
         for name, value in came.items():
             try:
-                values[name] = check(value, Attached if isinstance(value, Attached) else Hello)
+                values[name] = check_message(value, Attached if isinstance(value, Attached) else Hello)
             except CoterieError as e:
                 failures[name] = Failure(Cause.WRONG, f"{name}: {e}")
                 continue

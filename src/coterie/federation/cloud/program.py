@@ -25,7 +25,7 @@ from coterie.federation.device_data import DeviceFederation, example_dataset
 from coterie.federation.identity.authority import Certs
 from coterie.federation.protocol.plan import FederationPlan
 from coterie.federation.transport import listening
-from coterie.methods import build
+from coterie.methods import build_method
 from coterie.runtimes.base import Runtime
 from coterie.storage.atomic import write_atomic
 
@@ -68,7 +68,7 @@ def open_session(settings: RunSettings, cloud: CloudSettings) -> Session:
     places = settings.federation.clients or cloud.min_clients
     _check_quorum(cloud.min_clients, places)
     federation = DeviceFederation(example, settings.federation, settings.seed, places)
-    return bind(settings, engine, build(settings.method, settings.settings), federation)
+    return bind(settings, engine, build_method(settings.method, settings.settings), federation)
 
 
 def _check_quorum(min_clients: int, places: int) -> None:

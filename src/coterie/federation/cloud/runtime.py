@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from coterie.core.context import ClientId
 from coterie.core.method import Method
-from coterie.engine.messages import MergeRequest, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest, check
+from coterie.engine.messages import MergeRequest, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest, check_message
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult
 from coterie.errors import CoterieError, sentence
 from coterie.federation.cloud.admission import Admission, AdmissionRules
@@ -145,7 +145,7 @@ class FederationRuntime(Runtime):
                 continue
             try:
                 if isinstance(job, EdgeJob):
-                    reply = check(replies.values[node], EdgeAnswer)
+                    reply = check_message(replies.values[node], EdgeAnswer)
                     self.wire.count("device-edge", check_wire(reply.wire))
                     self.admission.take_edge(collected, node, asked, job, reply)
                 else:

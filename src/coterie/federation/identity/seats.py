@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from coterie.core.context import ClientId
-from coterie.core.tasks import MOST
+from coterie.core.tasks import MOST_SAMPLES
 from coterie.engine.codec import Value
-from coterie.engine.messages import check
+from coterie.engine.messages import check_message
 from coterie.errors import CoterieError, sentence
 from coterie.federation.identity.roles import NodeRole, scoped
 from coterie.federation.protocol.messages import Attached, Hello
@@ -35,7 +35,7 @@ def read_hello(value: Value) -> Hello:
             "it is registered as a device and answers like an edge; edges are added with "
             "coterie nodes add --edge --devices"
         )
-    return _check_range(check(value, Hello))
+    return _check_range(check_message(value, Hello))
 
 
 def read_attached(edge: str, role: NodeRole, value: Value) -> EdgeDevices:
@@ -44,7 +44,7 @@ def read_attached(edge: str, role: NodeRole, value: Value) -> EdgeDevices:
         raise CoterieError(f'"{edge}" is not registered as an edge')
     if isinstance(value, Hello):
         raise CoterieError(f'"{edge}" is registered as an edge and answers like a device')
-    answer = check(value, Attached)
+    answer = check_message(value, Attached)
     devices, strangers = EdgeDevices({}, {}), list[str]()
     names = answer.devices.keys() | answer.refused.keys()
     if len(names) > MAX_DEVICES_OF_EDGE:
@@ -68,7 +68,7 @@ def read_attached(edge: str, role: NodeRole, value: Value) -> EdgeDevices:
 
 
 def _check_range(hello: Hello) -> Hello:
-    for name, value, highest in (("client", hello.client or 0, 2**31 - 1), ("samples", hello.samples, MOST)):
+    for name, value, highest in (("client", hello.client or 0, 2**31 - 1), ("samples", hello.samples, MOST_SAMPLES)):
         if not 0 <= value <= highest:
             raise CoterieError(f"its hello has {name} {value}, which must be a whole number from 0 to {highest}")
     return hello

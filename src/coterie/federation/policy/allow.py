@@ -157,7 +157,7 @@ class Allow:
         if self.settings is not None:
             defaults = {name: RunSettings.model_fields[name].default for name in GOVERNED_SETTINGS}
             _check_rules(self.settings, {name: getattr(settings, name) for name in GOVERNED_SETTINGS}, defaults)
-        if (rules := self.method_settings.get(m.canonical(settings.method))) is not None:
+        if (rules := self.method_settings.get(m.registered_name(settings.method))) is not None:
             _check_rules(rules, *_chosen_and_default(settings.method, settings.settings))
         if settings.rounds > self.rounds:
             raise CoterieError(f"the plan asks for {settings.rounds} rounds, this host allows {self.rounds:g}")
@@ -171,10 +171,10 @@ class Allow:
     def _check_method(self, name: str) -> None:
         if not _PLAIN_NAME.fullmatch(name):
             raise CoterieError(f"the plan's method {name[:80]!r} is not the name of an installed method")
-        key = m.canonical(name)
-        if key not in m.known():
-            raise unknown("method", name, m.known())
-        if self.methods is None and _is_foreign(m.GROUP, key):
+        key = m.registered_name(name)
+        if key not in m.method_names():
+            raise unknown("method", name, m.method_names())
+        if self.methods is None and _is_foreign(m.METHOD_GROUP, key):
             raise CoterieError(f'the method "{key}" is not one of Coterie\'s own, and this host does not allow it')
         if self.methods is not None and key not in self.methods:
             raise CoterieError(f'this host does not allow the method "{key}"')
@@ -296,8 +296,8 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _method(name: str) -> str:
-    key = m.canonical(name)
-    _check_known("method", [key], m.known())
+    key = m.registered_name(name)
+    _check_known("method", [key], m.method_names())
     return key
 
 
@@ -316,12 +316,12 @@ def _settings(table: Mapping[str, Any]) -> tuple[SettingRules, dict[str, Setting
     for name, value in table.items():
         if name in GOVERNED_SETTINGS:
             run_rules[name] = _rule(name, value, RunSettings.model_fields[name])
-        elif m.canonical(name) in m.known():
+        elif m.registered_name(name) in m.method_names():
             fields, rules = m.fields(name), _table(f"settings.{name}", value)
             _check_known(f"setting of {name}", rules, fields)
-            method_rules[m.canonical(name)] = {k: _rule(k, v, fields[k]) for k, v in rules.items()}
+            method_rules[m.registered_name(name)] = {k: _rule(k, v, fields[k]) for k, v in rules.items()}
         else:
-            raise unknown("setting", name, [*GOVERNED_SETTINGS, *m.known()])
+            raise unknown("setting", name, [*GOVERNED_SETTINGS, *m.method_names()])
     return run_rules, method_rules
 
 
@@ -341,7 +341,7 @@ def _rule(name: str, value: Any, about: FieldInfo) -> SettingRule:
         try:
             return adapter.validate_python(item, strict=True)
         except ValidationError as e:
-            raise _invalid(name, item, m.sentence(name, e).partition("is invalid: ")[2]) from None
+            raise _invalid(name, item, m.validation_sentence(name, e).partition("is invalid: ")[2]) from None
 
     return SettingRule(tuple(map(validated, value if isinstance(value, list) else [value])))
 
@@ -388,7 +388,7 @@ def _check_rules(rules: SettingRules, chosen: Mapping[str, Any], defaults: Mappi
 def _chosen_and_default(method: str, chosen: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of a method in a plan, and the defaults of the chosen reading of its paper."""
     reading = {name: value for name, value in chosen.items() if name == "reading"}
-    settings, defaults = (m.build(method, own).hp.model_dump(mode="json") for own in (chosen, reading))
+    settings, defaults = (m.build_method(method, own).hp.model_dump(mode="json") for own in (chosen, reading))
     if "reading" in defaults:
         defaults["reading"] = m.fields(method)["reading"].default
     return settings, defaults

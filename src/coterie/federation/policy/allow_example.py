@@ -16,7 +16,7 @@ _SAMPLES = 1000  # training samples of a device, by which steps are converted to
 
 def example_policy(name: str) -> str:
     """Return the text of a policy file for a method; operators edit it for their hosts."""
-    key = methods.canonical(name)
+    key = methods.registered_name(name)
     given = {"partition": "iid", "clients": 10, "join": 1.0, "val_share": 0.2, "public": 100}
     session = prepare(settings(key, data="digits", **given))
     method = session.method
@@ -36,7 +36,7 @@ def example_policy(name: str) -> str:
         "",
     ]
     if fields := methods.fields(key):
-        lines += [f"[settings.{key}]", *_values(fields, methods.build(key).hp.model_dump(mode="json")), ""]
+        lines += [f"[settings.{key}]", *_values(fields, methods.build_method(key).hp.model_dump(mode="json")), ""]
     lines += [
         "[bounds]",
         f"rounds = {session.settings.rounds}",

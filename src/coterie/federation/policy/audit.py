@@ -66,7 +66,7 @@ class AuditLog:
         with self._lock:
             last, chunks = self._last, [b"\n"] if self._torn else []
             for line in lines:
-                body = json.dumps(disk.finite(line.fields())).encode()
+                body = json.dumps(disk.json_values(line.fields())).encode()
                 last = _chain_hash(last, body)
                 chunks.append(body[:-1] + _HASH_MARK + last.encode() + b'"}\n')
             blob = b"".join(chunks)

@@ -23,7 +23,7 @@ from coterie.errors import sentence as one_line
 from coterie.federation.device_data import DeviceFederation, example_dataset, only_client
 from coterie.federation.policy.allow import Allow
 from coterie.federation.protocol.version import PROTOCOL, check_protocol
-from coterie.methods import build, find, sentence
+from coterie.methods import build_method, find, validation_sentence
 
 RUN_ID = re.compile("[0-9a-f]{32}")
 _MAX_CHARACTERS = 2**24  # length of a plan
@@ -94,7 +94,7 @@ class FederationPlan(BaseModel):
             plan.check_moments()
             return plan
         except (ValidationError, ValueError, TypeError, RecursionError) as e:
-            reason = sentence("plan", e) if isinstance(e, ValidationError) else str(e)
+            reason = validation_sentence("plan", e) if isinstance(e, ValidationError) else str(e)
             raise CoterieError(f"the cloud's plan cannot be read: {one_line(reason)}") from e
 
     @property
@@ -109,7 +109,7 @@ class FederationPlan(BaseModel):
         try:
             return RunSettings(**self.settings)
         except ValidationError as e:
-            raise CoterieError(sentence("the cloud's settings", e)) from None
+            raise CoterieError(validation_sentence("the cloud's settings", e)) from None
 
     def check(self, allow: Allow) -> RunSettings:
         """Return the settings; raise CoterieError if the policy forbids the plan or the method's code differs."""
@@ -138,7 +138,10 @@ class FederationPlan(BaseModel):
             raise CoterieError("the cloud uses a named data set in this run; set the client of this device (--client)")
         else:
             session = bind(
-                settings, engine, build(settings.method, settings.settings), self._federation(settings, data, data_dir)
+                settings,
+                engine,
+                build_method(settings.method, settings.settings),
+                self._federation(settings, data, data_dir),
             )
         if _tree_digest(session.method.ctx.w0) != self.w0:
             raise CoterieError(f"the initial model differs from the cloud's (torch {torch.__version__} here)")
@@ -147,7 +150,7 @@ class FederationPlan(BaseModel):
 
     def _federation(self, settings: RunSettings, data: str | None, data_dir: Path | None) -> DeviceFederation:
         """Return the federation as a device with its own data, or an edge without data, knows it."""
-        task = tasks.known(self.task)
+        task = tasks.task_name(self.task)
         like = example_dataset(self.shape, self.classes, self.kind, self.vocab, self.mean, self.std, task, self.targets)
         own = None
         if data is not None:

@@ -38,7 +38,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import Batch, ClientData, ClientId, Extras, State
+from coterie.core.context import PER_PASS, Batch, ClientData, ClientId, Extras, State
 from coterie.core.method import Card, Client, Download, Method, Model, Moment, Phase, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema
 from coterie.core.tree import Tree
@@ -46,15 +46,13 @@ from coterie.core.views import ModelView
 from coterie.errors import CoterieError, unknown
 from coterie.methods.autopilot.candidates import CANDIDATES, HEADS, UNINFORMED, UNTRAINED
 from coterie.methods.autopilot.heads import fitted
-from coterie.parts.candidate_choice import choose, mixed, temperatures
-from coterie.parts.neighbours import votes
+from coterie.parts.candidate_choice import choose_candidate, mixed, temperatures
+from coterie.parts.neighbours import LEAST_PROBABILITY, votes
 
-SHARED, OWN = "g", "p"  # tags in the tree of a local training
+SHARED, PERSONAL = "g", "p"  # tags in the tree of a local training
 SCORES, CHOICE, VALIDATED, PRIOR = "x:scores", "x:choice", "x:validated", "x:prior"
-BOUND = 1e6  # largest absolute mean log-likelihood
-CHUNK = 256  # samples per forward pass
+LARGEST_SCORE = 1e6  # largest absolute mean log-likelihood
 KEYS = 1024  # training samples for fitted heads and for neighbours
-LEAST = 1e-12  # probability of a class that no member expects
 
 
 class AutopilotSettings(Settings):
@@ -111,7 +109,7 @@ class Autopilot(Method):
     # ---- what crosses a link -------------------------------------------------------------------------------------
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         n = len(self.names)
-        scores = Entry((n,), kind="statistic", part="choice", low=-BOUND, high=0)
+        scores = Entry((n,), kind="statistic", part="choice", low=-LARGEST_SCORE, high=0)
         if link in ("down", "edge_down"):
             return self.model_schema | Schema({PRIOR: scores})
         choice = Entry((1,), torch.int32, "statistic", "choice", 0, n - 1)
@@ -173,22 +171,22 @@ class Autopilot(Method):
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         w = self._global(state, download)
-        own = T.tag(OWN, state["alone"]) if self._is_trained(state) else {}
+        own = T.tag(PERSONAL, state["alone"]) if self._is_trained(state) else {}
         return Start({**T.tag(SHARED, w), **own}, {"received": w, "prior": download[PRIOR]})
 
     def phases(self, round: int) -> list[Phase]:
         shared = Phase(self.loss, T.has_tag(SHARED))
         # a tree without an own model has nothing to train in the second, and takes no step
-        return [shared, Phase(self.own_loss, T.has_tag(OWN))] if self.hp.own_every else [shared]
+        return [shared, Phase(self.own_loss, T.has_tag(PERSONAL))] if self.hp.own_every else [shared]
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         return self.ctx.loss(T.tagged(SHARED, params), batch)
 
     def own_loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        return self.ctx.loss(T.tagged(OWN, params), batch)
+        return self.ctx.loss(T.tagged(PERSONAL, params), batch)
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
-        w, own = T.tagged(SHARED, trained.params), T.tagged(OWN, trained.params)
+        w, own = T.tagged(SHARED, trained.params), T.tagged(PERSONAL, trained.params)
         state, upload = super().end(state, replace(trained, params=w), data, round)
         new = {**state, "tuned": w, "turns": state["turns"] + 1, **({"alone": own} if own else {})}
         if self._scores_now(new["turns"]):
@@ -230,7 +228,7 @@ class Autopilot(Method):
     @torch.no_grad()
     def outputs(self, members: Mapping[str, Tree], near: Extras, x: Tensor) -> dict[str, Tensor]:
         """Return the outputs [batch, outputs] of each member, and probabilities by neighbours if `near` has samples."""
-        parts = [self._each(members, near, part) for part in torch.split(x, CHUNK)]
+        parts = [self._each(members, near, part) for part in torch.split(x, PER_PASS)]
         return {m: torch.cat([p[m] for p in parts]) for m in parts[0]}
 
     def _each(self, members: Mapping[str, Tree], near: Extras, x: Tensor) -> dict[str, Tensor]:
@@ -255,7 +253,7 @@ class Autopilot(Method):
             return mixed(list(outputs), shares)
         last = len(outputs) - 1
         found = [v if near and i == last else (v / temperatures[i]).softmax(1) for i, v in enumerate(outputs)]
-        return mixed(found, shares).clamp(min=LEAST).log()
+        return mixed(found, shares).clamp(min=LEAST_PROBABILITY).log()
 
     def _temperatures(self, outputs: Mapping[str, Tensor], y: Tensor) -> dict[str, float]:
         if not self.ctx.classes:
@@ -296,12 +294,14 @@ class Autopilot(Method):
         names = [n for n in names if CANDIDATES[n].keys() <= outputs.keys()]
         warm = self._temperatures(outputs, y)
         found = [self.candidate(n, outputs, warm) for n in names]
-        sums = torch.stack([-task.total(out, y) for out in found]).float().nan_to_num(-BOUND, 0.0, -BOUND)
+        sums = (
+            torch.stack([-task.total(out, y) for out in found]).float().nan_to_num(-LARGEST_SCORE, 0.0, -LARGEST_SCORE)
+        )
         errors = torch.stack([self._errors(out, y) for out in found])
         at = [self.names.index(n) for n in names]
         own = names.index("own") if "own" in names else None
-        best, _ = choose(sums, prior[at], self.hp.strength, errors, own, self.hp.margin)
-        each = (sums / len(y)).clamp(-BOUND, 0)
+        best, _ = choose_candidate(sums, prior[at], self.hp.strength, errors, own, self.hp.margin)
+        each = (sums / len(y)).clamp(-LARGEST_SCORE, 0)
         scores = torch.full((len(self.names),), float(each.min()))  # the lowest score for missing candidates
         scores[at] = each
         new = {"choice": at[best], "scores": scores, "validated": len(y), "temperatures": warm}

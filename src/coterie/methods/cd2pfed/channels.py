@@ -44,12 +44,12 @@ def masks(net: Net, like: Mapping[str, Tensor], share: float) -> Tree:
     return out
 
 
-def pack(tree: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> Tree:
+def shared_positions(tree: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> Tree:
     """Return the shared positions of each tensor as a vector; tensors without any are omitted."""
     return {k: tree[k][~mask] for k, mask in private.items() if not bool(mask.all())}
 
 
-def unpack(packed: Mapping[str, Tensor], own: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> Tree:
+def with_shared(packed: Mapping[str, Tensor], own: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> Tree:
     """Return `own` with its shared positions replaced."""
     return {k: v.masked_scatter(~private[k], packed[k]) if k in packed else v.clone() for k, v in own.items()}
 
@@ -69,7 +69,7 @@ def masks_of(net: Net, packed: Mapping[str, Tensor], like: Mapping[str, Tensor])
     return out
 
 
-def divided(net: Net, private: Mapping[str, Tensor]) -> bool:
+def divides_every_layer(net: Net, private: Mapping[str, Tensor]) -> bool:
     """True if every layer has both private and shared channels; else one of the sub-networks is disconnected."""
     split = [m for k, m in private.items() if split_axis(net, k) is not None]
     return bool(split) and all(bool(m.any()) and not bool(m.all()) for m in split)

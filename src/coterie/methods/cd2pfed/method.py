@@ -59,13 +59,13 @@ class CD2pFed(Method):
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """The shared positions of each tensor travel as a vector, which gets shorter from round to round."""
         if now is not None:
-            return Schema(like(channels.pack(self.ctx.w0, self._masks(now.round))))
+            return Schema(like(channels.shared_positions(self.ctx.w0, self._masks(now.round))))
         sizes = {k: v.numel() for k, v in T.drop(self.ctx.w0, self.stays).items()}
         entries = {k: Entry((f"shared of {k}",), self.ctx.w0[k].dtype, optional=True, summable=True) for k in sizes}
         return Schema(entries, {f"shared of {k}": (1, n) for k, n in sizes.items()}, may_be_empty=True)
 
     def down(self, server: State, ids: Sequence[int], round: int) -> Download:
-        return Download(shared=channels.pack(server["w"], self._masks(round)))
+        return Download(shared=channels.shared_positions(server["w"], self._masks(round)))
 
     def global_model(self, server: State) -> None:
         return None
@@ -75,11 +75,11 @@ class CD2pFed(Method):
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         private = channels.masks_of(self.ctx.net, download, T.drop(self.ctx.w0, self.stays))
-        return Model(channels.unpack(download, state["w"], private), {"private": private})
+        return Model(channels.with_shared(download, state["w"], private), {"private": private})
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         params, extras = self.personal(state, download, data)
-        distil = self.hp.distil > 0 and channels.divided(self.ctx.net, extras["private"])
+        distil = self.hp.distil > 0 and channels.divides_every_layer(self.ctx.net, extras["private"])
         blend = self.hp.average * min(1.0, round / self.hp.average_ramp)
         return Start(params, {**extras, "distil": distil, "blend": blend, "previous": params})
 
@@ -103,10 +103,10 @@ class CD2pFed(Method):
         return new, {**extras, "previous": new}
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
-        return {"w": trained.params}, Upload(channels.pack(trained.params, trained.extras["private"]))
+        return {"w": trained.params}, Upload(channels.shared_positions(trained.params, trained.extras["private"]))
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         """Average the shared positions; positions that have become private keep their last value on the server."""
         mean = T.mean([u.tree for u in uploads], self.weights(uploads)) if uploads[0].tree else {}
         private = channels.masks_of(self.ctx.net, mean, server["w"])
-        return {"w": channels.unpack(mean, server["w"], private)}
+        return {"w": channels.with_shared(mean, server["w"], private)}

@@ -11,7 +11,7 @@ from coterie.core.method import Upload
 from coterie.core.tree import Tree
 from coterie.parts.gaussian import best_layer, fit, layer_scores, w2, winner
 
-VOTE = "x:vote"
+BALLOT = "x:vote"
 
 
 def voting_loss(
@@ -48,7 +48,7 @@ def most_voted(votes: Sequence[int]) -> int:
 
 def round_winner(uploads: Sequence[Upload], votes: Sequence[int]) -> list[int]:
     """Return the votes [layers] with one more for the layer that most clients named; abstentions do not count."""
-    ballots = [int(u.tree[VOTE]) for u in uploads]
+    ballots = [int(u.tree[BALLOT]) for u in uploads]
     counts = [ballots.count(layer) for layer in range(len(votes))]
     best = most_voted(counts) if any(counts) else -1
     return [v + (layer == best) for layer, v in enumerate(votes)]

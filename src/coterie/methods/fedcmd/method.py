@@ -22,7 +22,7 @@ from coterie.core.method import Card, Download, Method, Model, Moment, Phase, Se
 from coterie.core.schema import Entry, Link, Schema
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError
-from coterie.methods.fedcmd.election import VOTE, around, client_vote, most_voted, round_winner, voting_loss
+from coterie.methods.fedcmd.election import BALLOT, around, client_vote, most_voted, round_winner, voting_loss
 from coterie.parts import model_bank as bank
 from coterie.parts import pairwise_state as pairs
 from coterie.parts.similarity import cosine_rows, softmax_rows
@@ -63,7 +63,7 @@ class FedCMD(Method):
             candidates = len(self._candidates())  # also the vote of a client that abstains
             vote = Entry((1,), torch.uint8, "statistic", low=0, high=candidates, optional=now is None)
             voting = now is None or now.round <= self._election_rounds()
-            return self.model_schema | Schema({VOTE: vote} if voting else {})
+            return self.model_schema | Schema({BALLOT: vote} if voting else {})
         if now is None:
             layers = {k for layer in self._candidates() for k in self.ctx.group(f"layer:{layer}")}
             entries = self.model_schema.entries.items()
@@ -105,7 +105,7 @@ class FedCMD(Method):
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         voting = round <= self._election_rounds()
-        vote = {VOTE: client_vote(trained.aux, len(self._candidates()))} if voting else {}
+        vote = {BALLOT: client_vote(trained.aux, len(self._candidates()))} if voting else {}
         return {"w": trained.params, "apart": not voting}, Upload({**T.drop(trained.params, self.stays), **vote})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:

@@ -146,4 +146,4 @@ class FedCPMDMended(LayerVotes):
         self, known: mixing.Layers, members: list[ClientId], participants: list[ClientId], mean: Tensor
     ) -> mixing.Rows:
         """Return the weights over the participants of every client whose classifier is known."""
-        return mixing.rows(known, members, participants, mean, True, self.hp.phi_map, log=True)
+        return mixing.mixing_rows(known, members, participants, mean, True, self.hp.phi_map, log=True)

@@ -26,7 +26,7 @@ def flat_layer(tree: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     return torch.cat([tree[k].flatten(1) if tree[k].ndim > 1 else tree[k][:, None] for k in names], 1)
 
 
-def rows(
+def mixing_rows(
     phi: Layers,
     members: Sequence[ClientId],
     participants: Sequence[ClientId],

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from coterie.core.method import Settings
-from coterie.parts.gaussian import Normalize, Score, Tie
+from coterie.parts.gaussian import LayerScore, Normalize, Tie
 from coterie.parts.keep_best import USE, Use
 from coterie.parts.similarity import SimilarityMap
 
@@ -28,7 +28,7 @@ class VoteSettings(Settings):
     fit_normalize: Normalize = Field("minmax", description="scaling of inputs and layer outputs before the fit")
     label_encoding: Literal["index", "onehot"] = Field("index", description="labels as numbers")
     sigma_min: float = Field(1e-3, gt=0, description="floor of fitted deviations")
-    score: Score = Field("eq7", description="mismatch of a layer: equation (7) or the predecessor's code")
+    score: LayerScore = Field("eq7", description="mismatch of a layer: equation (7) or the predecessor's code")
     js_sqrt: bool = Field(False, description="the root of the JS divergence instead of it")
     w2_sigma: bool = Field(True, description="false compares means only, as the predecessor's code does")
     sampler: Literal["coverage", "uniform"] = Field(

@@ -27,7 +27,7 @@ from coterie.methods.fedcpmd.settings import FedCPMDSettings
 from coterie.methods.fedcpmd.voting import LAYER, PHI, VOTE, LayerVotes, byte, shuffled
 from coterie.parts.similarity import sketch
 
-IDS = "x:ids"  # participants of a cluster server
+MEMBERS = "x:ids"  # participants of a cluster server
 
 
 class FedCPMD(LayerVotes, EdgeMethod):
@@ -56,7 +56,7 @@ class FedCPMD(LayerVotes, EdgeMethod):
         if link == "edge_up":
             members = list(self.ctx.clients) if now is None else self.clusters(now.server)[now.client]
             ids = Entry(("ids",), torch.int32, "control", "log", min(members), max(members), distinct=True)
-            return Schema({IDS: ids}, {"ids": (1, len(members))})
+            return Schema({MEMBERS: ids}, {"ids": (1, len(members))})
         if now is None:
             model = like(T.drop(self.ctx.w0, self.stays), part="body")
             return Schema({**model, LAYER: self._layer_entry()}).optional()
@@ -219,14 +219,16 @@ class FedCPMD(LayerVotes, EdgeMethod):
 
         start = edge.download.edge.get(edge.id, {})
         state = mixing.renewed({**edge.state, "phi": phi}, start, bodies, mean, rows, self.hp.unsampled_body)
-        return state, Upload({IDS: torch.tensor(participants, dtype=torch.int32)}, note)
+        return state, Upload({MEMBERS: torch.tensor(participants, dtype=torch.int32)}, note)
 
     def rows(
         self, phi: mixing.Layers, members: list[ClientId], participants: list[ClientId], mean: Tensor
     ) -> mixing.Rows:
         """Weights of equation (12) for every member whose personal layer is known; mean and deviation of Phi."""
         hp = self.hp
-        return mixing.rows(phi, members, participants, mean, hp.phi_of == "rows", hp.phi_map, hp.phi_weight == "log")
+        return mixing.mixing_rows(
+            phi, members, participants, mean, hp.phi_of == "rows", hp.phi_map, hp.phi_weight == "log"
+        )
 
     # ---- cloud, up ---------------------------------------------------------------------------------------------------
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
@@ -238,9 +240,9 @@ class FedCPMD(LayerVotes, EdgeMethod):
 
         trained = {*server["trained"]}
         for u in uploads:
-            if IDS in u.tree:
-                trained |= {i for i in u.tree[IDS].tolist() if layer.get(i) == u.sender}
+            if MEMBERS in u.tree:
+                trained |= {i for i in u.tree[MEMBERS].tolist() if layer.get(i) == u.sender}
             elif VOTE not in u.tree:
                 trained.add(u.sender)
-        phi = {u.sender: dict(u.note) for u in uploads if IDS in u.tree and u.note}
+        phi = {u.sender: dict(u.note) for u in uploads if MEMBERS in u.tree and u.note}
         return {**server, "layer": {**layer, **late}, "trained": sorted(trained), "phi": {**server["phi"], **phi}}

@@ -16,7 +16,7 @@ from coterie.parts.prototypes import Prototypes, collect, from_sums
 
 Feature = Literal["post_relu", "pre_relu"]
 ROWS, IDS, COUNTS = "x:prototypes", "x:ids", "x:counts"  # of the classes present: [labels, d], [labels], [labels]
-MOST = 2**31 - 1  # largest count
+LARGEST_COUNT = 2**31 - 1  # largest count
 
 
 # ---- where they are taken --------------------------------------------------------------------------------------------
@@ -57,14 +57,14 @@ def count_entry(rows: int | str) -> Entry:
     return replace(counts(rows, "prototypes"), low=1)
 
 
-def pack(prototypes: Prototypes, counts: Tensor | None = None) -> Tree:
+def to_payload(prototypes: Prototypes, counts: Tensor | None = None) -> Tree:
     """A set [classes, d] as a payload, with counts [classes] if given."""
     value, mask = prototypes
     tree = {ROWS: value[mask], IDS: mask.nonzero()[:, 0].int()}
     return tree if counts is None else {**tree, COUNTS: counts[mask].int()}
 
 
-def unpack(tree: Mapping[str, Tensor], classes: int, width: int) -> Prototypes:
+def from_payload(tree: Mapping[str, Tensor], classes: int, width: int) -> Prototypes:
     """Inverse of pack; a payload without prototypes is the empty set."""
     mask = torch.zeros(classes, dtype=torch.bool)
     if IDS not in tree:
@@ -75,7 +75,7 @@ def unpack(tree: Mapping[str, Tensor], classes: int, width: int) -> Prototypes:
 
 def unpack_all(trees: Sequence[Mapping[str, Tensor]], classes: int, width: int) -> Prototypes:
     """Sets [n, classes, d] of n payloads."""
-    sets = [unpack(t, classes, width) for t in trees]
+    sets = [from_payload(t, classes, width) for t in trees]
     return Prototypes(torch.stack([s.value for s in sets]), torch.stack([s.mask for s in sets]))
 
 
@@ -89,4 +89,4 @@ def group_mean(trees: Sequence[Mapping[str, Tensor]], classes: int, width: int, 
     n = torch.stack([nothing.index_copy(0, t[IDS].long(), t[COUNTS].long()) for t in trees])  # [n, classes]
     share = (n if by_counts else mask).to(value)
     mean = from_sums((value * share[..., None]).sum(0), share.sum(0))
-    return pack(mean, n.sum(0).clamp(max=MOST))
+    return to_payload(mean, n.sum(0).clamp(max=LARGEST_COUNT))

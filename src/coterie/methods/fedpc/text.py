@@ -115,7 +115,7 @@ class FedPC(EdgeMethod):
         if round == 0:
             return Download(self.ctx.w0)
         sets = map(Prototypes, server["value"], server["mask"])
-        to = {j: {k: v[j] for k, v in server["body"].items()} | P.pack(own) for j, own in enumerate(sets)}
+        to = {j: {k: v[j] for k, v in server["body"].items()} | P.to_payload(own) for j, own in enumerate(sets)}
         alone = [i for i in ids if i not in server["groups"]]
         return Download(edge=to, each={i: self.ctx.w0 if self.asks(server, i, round) else to[0] for i in alone})
 
@@ -134,7 +134,7 @@ class FedPC(EdgeMethod):
     def received(self, download: Tree, data: ClientData) -> tuple[Tree, Prototypes]:
         """Return the body and the prototypes of the client's group; without a group those of the nearest one."""
         if CENTRES not in download:
-            return T.untagged(download), P.unpack(download, data.classes, self.ctx.net.width)
+            return T.untagged(download), P.from_payload(download, data.classes, self.ctx.net.width)
         j = int(download[LARGEST])
         if len(data.train):
             own, _ = P.own_prototypes(self.ctx, self.ctx.w0, data, self.hp.feature)
@@ -170,9 +170,9 @@ class FedPC(EdgeMethod):
         """Send the client's prototypes, equation (2) and Algorithm 1, line 4; after training also its extractor."""
         own, counts = P.own_prototypes(self.ctx, trained.params, data, self.hp.feature)
         if trained.extras["asked"]:
-            return state, Upload(P.pack(own))  # a warm-up serves the clustering alone
+            return state, Upload(P.to_payload(own))  # a warm-up serves the clustering alone
         state, upload = super().end(state, trained, data, round)
-        return state, Upload({**upload.tree, **P.pack(own, counts)})
+        return state, Upload({**upload.tree, **P.to_payload(own, counts)})
 
     # ---- edge: inside a group ----------------------------------------------------------------------------------------
     def merge(self, edge: Edge, uploads: Sequence[Upload], round: int) -> tuple[State, Upload]:

@@ -11,7 +11,7 @@ from coterie.core import tree as T
 from coterie.core.context import Batch, ClientData, ClientId, Context, EdgeId, Extras, Split
 from coterie.core.edges import EdgeMethod
 from coterie.core.method import Card, Client, Download, Model, Moment, Phase, Start, Trained, Upload
-from coterie.core.schema import LARGEST, Entry, Link, Schema
+from coterie.core.schema import LARGEST_ENTRY, Entry, Link, Schema
 from coterie.core.states import state
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView
@@ -79,7 +79,7 @@ class ClusterEdges(EdgeMethod):
         if link == "down":
             more = Schema({ASK: Entry((1,), torch.bool, "control", "ask")})
         else:
-            low, high = (0.0, 1.0) if self.form == "softmax" else (-LARGEST, LARGEST)
+            low, high = (0.0, 1.0) if self.form == "softmax" else (-LARGEST_ENTRY, LARGEST_ENTRY)
             shape = (self.ctx.public, self.ctx.classes)
             more = Schema({PREDICTIONS: Entry(shape, kind="prediction", part="predictions", low=low, high=high)})
         return (more.optional() if now is None else more) | model

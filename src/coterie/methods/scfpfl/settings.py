@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from coterie.core.method import Settings
 from coterie.errors import CoterieError
-from coterie.parts.fourier import Layout, MaskKind, Treatment
+from coterie.parts.fourier import MaskKind, MatrixLayout, Treatment
 
 Count = Annotated[int, Field(ge=1)]
 Condition = tuple[str, Callable[[Any], bool]]  # in words, and as a function of the settings
@@ -58,7 +58,7 @@ class FourierSettings(StepSettings):
     )
     fourier_bias: Treatment = Field("mean", description="treatment of biases and batch norm")
     fourier_mask: MaskKind = Field("symmetric", description="which frequencies are low")
-    fourier_layout: Layout = Field("tile", description="how a kernel becomes a matrix")
+    fourier_layout: MatrixLayout = Field("tile", description="how a kernel becomes a matrix")
     fourier_weight: Literal["uniform", "samples"] = Field("uniform", description="weight of an edge")
 
 

@@ -105,7 +105,7 @@ def environment() -> Environment:
 
 def as_json(value: Any) -> str:
     """Return JSON that cannot end the script element around it."""
-    return json.dumps(disk.finite(value), separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(disk.json_values(value), separators=(",", ":")).replace("<", "\\u003c")
 
 
 def render(

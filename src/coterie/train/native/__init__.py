@@ -12,7 +12,7 @@ from threading import Lock
 from torch import Tensor, nn
 
 from coterie.train.native import op
-from coterie.train.native.op import eligible, plain
+from coterie.train.native.op import eligible, unfused
 
 __all__ = ["available", "block", "conv_block", "enable", "enabled", "plain", "status", "switched_off"]
 
@@ -49,7 +49,7 @@ def available() -> bool:
     return _load() is not None
 
 
-def status() -> str:
+def native_status() -> str:
     """Return one line that says which code computes the convolutions."""
     if not enabled():
         return "native convolutions: switched off"
@@ -78,7 +78,7 @@ def conv_block(
     args = (x, weight, bias, gamma, beta, running_mean, running_var, training, momentum, eps, padding)
     if enabled() and eligible(*args) and (kernel := _kernel or _load()) is not None:
         return kernel(*args)
-    return plain(*args)
+    return unfused(*args)
 
 
 def block(conv: nn.Conv2d, bn: nn.BatchNorm2d | None, x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def _load() -> op.Kernel | None:
         return _kernel
     with _lock:
         if _status is None:
-            _kernel, _status = op.load()
+            _kernel, _status = op.load_kernel()
             if _kernel is None:
                 logging.getLogger("coterie").warning("native convolutions: %s", _status)
     return _kernel

@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL:
     cache = cache_dir()
     try:
         _own(cache)
-        path = cache / f"block-{fingerprint(compiler)}.so"
+        path = cache / f"block-{build_digest(compiler)}.so"
         if path.exists():
             with suppress(OSError, AttributeError):  # a damaged file is built again
                 return _open(path)
@@ -89,7 +89,7 @@ def _own(folder: Path) -> None:
         raise PermissionError(f"{folder} belongs to another user")
 
 
-def fingerprint(compiler: str) -> str:
+def build_digest(compiler: str) -> str:
     """Return a digest of the sources, the flags, the compiler and the processor's features."""
     digest = hashlib.sha256(repr((FLAGS, TUNING, NATIVE, platform.machine(), platform.system())).encode())
     for source in sorted(HERE.glob("*.c")):

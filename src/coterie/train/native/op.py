@@ -26,7 +26,7 @@ def pool(x: Tensor) -> Tensor:
     return F.relu(F.max_pool2d(x, 2))  # ReLU last: the same values and gradients on a quarter of the entries
 
 
-def plain(
+def unfused(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -95,7 +95,7 @@ def _known_shape(x: torch.Size, weight: torch.Size, padding: int) -> bool:
     )
 
 
-def load() -> tuple[Kernel | None, str]:
+def load_kernel() -> tuple[Kernel | None, str]:
     """Return the operation or None, and one line that explains the choice."""
     try:
         kernel = _kernel(library())
@@ -116,7 +116,7 @@ def self_test(kernel: Kernel) -> float:
                 shapes = [(3, ic, side, side), (oc, ic, k, k), (oc,)] + [(oc,)] * (0 if mode == PLAIN else 2)
                 leaves = [torch.randn(s, generator=draw).requires_grad_() for s in shapes]
                 results = []
-                reference: Kernel = plain
+                reference: Kernel = unfused
                 for function in (kernel, reference):
                     stats: list[Tensor | None] = (
                         [None, None] if mode == PLAIN else [torch.full((oc,), 0.3), torch.full((oc,), 2.0)]
@@ -233,7 +233,7 @@ def _kernel(lib: ctypes.CDLL) -> Kernel:
 def _differentiable(inputs: Any, rest: Any, needed: Any, dy: Tensor) -> list[Tensor | None]:
     """Return gradients computed with PyTorch's own operations, so that they are differentiable themselves."""
     stats = [None if t is None else t.detach().clone() for t in rest[:2]]  # forward has already updated the originals
-    out = plain(*inputs, *stats, *rest[2:])
+    out = unfused(*inputs, *stats, *rest[2:])
     wanted = [i for i, t in enumerate(inputs) if t is not None and needed[i]]
     found = torch.autograd.grad(out, [inputs[i] for i in wanted], dy, create_graph=True)
     grads: list[Tensor | None] = [None] * len(inputs)

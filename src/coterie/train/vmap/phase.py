@@ -14,7 +14,7 @@ from coterie.train.trainer import Effort
 from coterie.train.vmap.step import Extra, Recipe, Steps
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32)  # sizes of stacks: few shapes need few traces
-LARGEST = SIZES[-1]  # clients in one stack
+LARGEST_STACK = SIZES[-1]  # clients in one stack
 Draws = tuple[Tensor, list[int]]  # samples of each step [steps, width], and the number of real ones per step
 
 

@@ -17,7 +17,7 @@ from coterie.core.context import Batch
 from coterie.core.method import Loss, Method
 from coterie.train.optimisers import Optimiser
 
-Step = Callable[..., Sequence[Tensor]]
+StackedStep = Callable[..., Sequence[Tensor]]
 TRACE_AFTER = 12  # a trace costs some 100 ms, as much as a few dozen untraced steps
 MOST_TRACES = 96
 
@@ -188,7 +188,7 @@ class Recipe:
         return moved, [*first, *second]
 
 
-def traced(step: Step, flat: Sequence[Tensor]) -> Step:
+def traced(step: StackedStep, flat: Sequence[Tensor]) -> StackedStep:
     """Return the step as straight-line calls for these shapes, without Python in between."""
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
@@ -234,9 +234,9 @@ class Steps:
     def __init__(self, patient: bool = True) -> None:
         self._rare = TRACE_AFTER if patient else 0
         self._uses: dict[Any, int] = {}
-        self._traced: dict[Any, Step] = {}
+        self._traced: dict[Any, StackedStep] = {}
 
-    def __call__(self, key: Any, step: Step, flat: Sequence[Tensor]) -> Sequence[Tensor]:
+    def __call__(self, key: Any, step: StackedStep, flat: Sequence[Tensor]) -> Sequence[Tensor]:
         at = (key, flat[0].shape[:1], flat[-5].shape)  # the stack, and x
         if (ready := self._traced.get(at)) is not None:
             return ready(*flat)

@@ -22,7 +22,7 @@ from coterie.core.tree import Tree
 from coterie.parts.gradient import clipped
 from coterie.train.optimisers import Optimiser, stepper
 from coterie.train.trainer import orders, phase_lr, run_phase, starts_of, trained_names, weight_decays
-from coterie.train.vmap.phase import LARGEST, Draws, Member, Stack
+from coterie.train.vmap.phase import LARGEST_STACK, Draws, Member, Stack
 from coterie.train.vmap.step import Extra, Recipe, Steps, UnstackableError, identity, truly_batched
 
 PADDING = 8  # short batches are filled up to a multiple of this
@@ -62,8 +62,8 @@ class Stacker:
             self._alone(at, phase, members, round, str(e))
             return
         for signature, group in groups.items():
-            for a in range(0, len(group), LARGEST):
-                part = group[a : a + LARGEST]
+            for a in range(0, len(group), LARGEST_STACK):
+                part = group[a : a + LARGEST_STACK]
                 try:
                     self._together((name, signature), phase, part, round)
                 except UnstackableError as e:

@@ -58,7 +58,7 @@ def name_lines(axes: Axes, ends: Mapping[str, float], order: Sequence[str]) -> N
     """Write names with a piece of each line right of the axes, at the height where it ends, without overlaps."""
     low, high = axes.get_ylim()
     heights = [(max(low, min(high, y)) - low) / (high - low) for y in ends.values()]
-    placed = spread(heights, 0.058 if len(ends) < 16 else 0.9 / len(ends))
+    placed = spread_apart(heights, 0.058 if len(ends) < 16 else 0.9 / len(ends))
     for (name, y), at in zip(ends.items(), placed, strict=True):
         look = line_style(list(order).index(name))
         axes.annotate(
@@ -71,7 +71,7 @@ def name_lines(axes: Axes, ends: Mapping[str, float], order: Sequence[str]) -> N
         axes.text(1.13, at, name, transform=axes.transAxes, va="center", fontsize=8, color=look["color"])
 
 
-def spread(heights: Sequence[float], gap: float) -> list[float]:
+def spread_apart(heights: Sequence[float], gap: float) -> list[float]:
     """Return heights within 0..1 that are at least `gap` apart, moved as little as possible (least squares)."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     steps = np.arange(len(heights)) * gap
