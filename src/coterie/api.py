@@ -16,6 +16,7 @@ from coterie.config import PUBLIC, Engine, RunSettings, given_reading, method_cl
 from coterie.config import engine as engine_of
 from coterie.core.method import Method
 from coterie.data.dataset import Dataset
+from coterie.data.sources import call_data_function
 from coterie.engine.loop import Progress
 from coterie.engine.personal_models import initial_values
 from coterie.engine.provenance import origin
@@ -41,7 +42,7 @@ _TO_LOG = Callbacks(on_info=log.info, on_warning=log.warning)
 
 @contextmanager
 def _torch_as_found() -> Iterator[None]:
-    """Afterwards PyTorch has the number of threads and the random state that it had before."""
+    """Restore PyTorch's number of threads and its random state afterwards."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     try:
         yield
@@ -182,7 +183,7 @@ class ComparisonOutcome:
 
     folder: Path
     status: SweepStatus
-    comparison: Comparison | None  # of the finished runs; None if there are none
+    comparison: Comparison | None  # comparison of the finished runs; None if no run has finished
 
 
 def run_comparison(
@@ -251,9 +252,9 @@ def tune(
     """Search settings and methods by successive halving on validation data, up to `rounds` for the best.
 
     `space` has a list of values for each setting. One of every `eta` trials is promoted to `eta` times as many rounds.
-    `budget` bounds the rounds of all trials together, `minutes` the time, `trials` the number of combinations. The
-    same call with the same `out` continues an unfinished search. `on_status` is called with the progress of all trials.
-    `more` takes settings, and `workers` and `data_dir` as in `run`.
+    `budget` bounds the rounds of all trials together, `minutes` the time, `trials` the number of combinations. A
+    repeated call with the same `out` continues an unfinished search. `on_status` is called with the progress of all
+    trials. `more` takes settings, and `workers` and `data_dir` as in `run`.
     """
     names, objects = _named(data, model)
     how = _engine(more, "workers", "data_dir")
@@ -392,33 +393,24 @@ def _seeds(seeds: Any) -> list[int]:
 def _objects(
     method: type[Method] | None, data: Dataset | DataFunction | None, model: nn.Module | Factory | None
 ) -> Objects:
-    dataset, source = _call_data_function(data) if data is not None else (None, "")
+    dataset, source = _loaded(data) if data is not None else (None, "")
     if not (dataset is None or isinstance(dataset, Dataset)):
         raise CoterieError(f"data = {data!r} is invalid: it must be a Dataset or a function that returns one")
     return Objects(method, dataset, model, source)
 
 
-def _call_data_function(data: Any) -> tuple[Any, str]:
+def _loaded(data: Any) -> tuple[Any, str]:
     """Call a data function of the user; return its data set and module:name. Other data are returned as they are."""
     if isinstance(data, str | Path | Dataset) or not callable(data):
         return data, ""
-    try:
-        dataset = data()
-    except CoterieError:
-        raise
-    except Exception as e:  # a user's code may raise anything
-        raise CoterieError(f"the data function {origin(data)} failed: {type(e).__name__}: {e}") from e
-    if not isinstance(dataset, Dataset):
-        kind = type(dataset).__name__
-        raise CoterieError(f"the data function {origin(data)} returned {kind}; it must return a Dataset")
-    return dataset, origin(data)
+    return call_data_function(data, f"the data function {origin(data)}"), origin(data)
 
 
 def _named(
     data: str | Path | Dataset | DataFunction, model: str | nn.Module | Factory | PerClient | None
 ) -> tuple[dict[str, Any], Objects]:
     """Return names for the settings, and the objects behind names that cannot be looked up."""
-    loaded, source = _call_data_function(data)
+    loaded, source = _loaded(data)
     data = cast(str | Path | Dataset, loaded)
     own_data, own_model = isinstance(data, Dataset), not (model is None or isinstance(model, str))
     if not own_data and not isinstance(data, str | Path):

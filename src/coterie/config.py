@@ -18,8 +18,8 @@ from coterie.methods import build_method, find, resolve, validation_sentence
 from coterie.runtimes.registry import canonical_runtime
 
 PUBLIC = 200  # default number of unlabelled items that are set aside for a method that needs them
-LARGEST_RATE = 1e6  # of rates and epochs; larger values are typing errors
-LARGEST_NUMBER = 1e9  # of numbers whose meaning only a method or a model knows
+LARGEST_RATE = 1e6  # largest rate or number of epochs; larger values are typing errors
+LARGEST_NUMBER = 1e9  # largest number that only a method or a model interprets
 
 
 class RunSettings(BaseModel):
@@ -154,7 +154,7 @@ def settings(method: str | type[Method], **given: Any) -> RunSettings:
     """Check settings; each name may belong to the run, the federation or the method."""
     own, fed = (table(name, given.pop(name, None)) for name in ("settings", "federation"))
     own |= {"reading": given.pop("reading")} if "reading" in given else {}
-    method_class(method)  # raises if there is no such method
+    method_class(method)  # raises CoterieError for an unknown method
     method, own = resolve(method, own)
     cls = method_class(method)
     run: dict[str, Any] = {}

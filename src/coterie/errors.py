@@ -9,17 +9,17 @@ class CoterieError(Exception):
 
 
 def sentence(text: str, most: int = 300) -> str:
-    """Words of another host in one line, without anything that a terminal would obey."""
+    """Return text from a different host as one line without control characters, cut to `most` characters."""
     return printable(" ".join(text[:most].split()))
 
 
 def printable(text: str) -> str:
-    """Without line breaks and control characters."""
+    """Return the text with "?" in place of line breaks and control characters."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> CoterieError:
-    """'unknown method "fedrp"; did you mean "fedrep"?', or all choices when none is close."""
+    """Return the error 'unknown method "fedrp"; did you mean "fedrep"?', with all choices if none is close."""
     names = sorted(set(known))
     spelled = {n.lower().replace("_", "-"): n for n in names}
     typed = name.lower().replace("_", "-")

@@ -52,7 +52,7 @@ def test_a_run_that_went_back_is_the_run_that_never_went_past(tmp_path: Path, st
 def test_going_back_needs_a_checkpoint_that_is_kept(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", 6, keep=3)
     before = (folder / "events.jsonl").read_bytes()
-    with pytest.raises(CoterieError, match=r"no checkpoint of round 2; there are those of rounds 4, 5, 6"):
+    with pytest.raises(CoterieError, match=r"no checkpoint of round 2; it has those of rounds 4, 5, 6"):
         execute(rebuild(folder, Engine(workers=1)), folder, resume=True, from_round=2)
     assert (folder / "events.jsonl").read_bytes() == before
     with pytest.raises(CoterieError, match="name the run with --resume"):

@@ -18,7 +18,7 @@ def main() -> None:
     except OSError as e:
         if e.filename is None:
             raise
-        where = e.filename if e.filename2 is None else e.filename2  # of a file that is moved, where to
+        where = e.filename if e.filename2 is None else e.filename2  # the target of a file that is moved
         print(f"coterie: {printable(str(where))} cannot be used ({e.strerror})", file=sys.stderr)
         sys.exit(2)
 

@@ -103,7 +103,7 @@ class Bar:
 
 @contextmanager
 def download_bar(quiet: bool) -> Iterator[Any]:
-    """Progress of files as tell(file, bytes there, bytes in all); nothing on something that is no terminal."""
+    """Yield a function tell(file, bytes done, bytes in total) that shows the progress of downloads on a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda file, done, total: None
         return
@@ -120,7 +120,7 @@ def download_bar(quiet: bool) -> Iterator[Any]:
 
 
 def say(text: str) -> None:
-    """Print text as it is: brackets are no markup, and long lines are for the terminal to wrap."""
+    """Print text without markup or highlighting; the terminal wraps long lines."""
     console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 

@@ -41,7 +41,7 @@ def families(letters: str) -> list[str]:
 
 
 def source(method: "type[Method]") -> str:
-    """Say what a method has been checked against; of a method of another package nothing is known."""
+    """Return what a method was checked against, or the module of a method from a different package."""
     if not method.__module__.startswith("coterie.methods."):
         return f"the module {method.__module__}"
     return CERTAINTY.get(method.card.certainty, "")

@@ -50,7 +50,7 @@ class Settings(BaseModel):
 class Card:
     """Description of a method, for tables, pages and `coterie show`."""
 
-    title: str = ""  # as the papers write it
+    title: str = ""  # spelling of the papers
     paper: str = ""  # authors, venue, year, DOI or arXiv number
     year: int = 0
     family: str = ""  # letters: G global, F fine-tuning, S split, R regularised, M mixing, C clusters, P prototypes
@@ -183,7 +183,7 @@ class Method:
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """Declare the entries of a payload on a link.
 
-        With `now` the schema is exact for one client and round; without it, it covers every payload of the run.
+        With `now` the schema is exact for one client and round. If `now` is None, it covers every payload of the run.
         """
         return self.model_schema
 

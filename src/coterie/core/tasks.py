@@ -447,7 +447,7 @@ def ranges(values: np.ndarray, most: int = 10) -> tuple[np.ndarray, tuple[str, .
 
 
 def _known_mean(values: np.ndarray) -> np.ndarray:
-    """Return the mean over the last axis of all values but NaN; NaN if there are no other values."""
+    """Return the mean over the last axis, ignoring NaN; NaN if all values are NaN."""
     there = ~np.isnan(values)
     return share(np.where(there, values, 0).sum(-1), there.sum(-1))
 

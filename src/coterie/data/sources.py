@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -139,14 +140,19 @@ def _call(name: str) -> Dataset:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as e:
         raise CoterieError(f'data "{name}" cannot be imported: {e}') from e
+    return call_data_function(make, f'data "{name}"')
+
+
+def call_data_function(make: Callable[[], object], name: str) -> Dataset:
+    """Call a user's function; raise CoterieError with `name` if it fails or returns anything but a Dataset."""
     try:
         data = make()
     except CoterieError:
         raise
     except Exception as e:  # a user's code may raise anything
-        raise CoterieError(f'data "{name}" failed: {type(e).__name__}: {e}') from e
+        raise CoterieError(f"{name} failed: {type(e).__name__}: {e}") from e
     if not isinstance(data, Dataset):
-        raise CoterieError(f'data "{name}" returned {type(data).__name__}; it must return a coterie.data.Dataset')
+        raise CoterieError(f"{name} returned {type(data).__name__}; it must return a Dataset")
     return data
 
 

@@ -25,7 +25,7 @@ from coterie.storage.atomic import read, write_atomic
 Value = Any
 
 MAGIC = b"COTERIE1"
-ALIGN = 64  # as PyTorch's own allocator, so that every runtime computes on equally aligned tensors
+ALIGN = 64  # alignment of PyTorch's own allocator, so that every runtime computes on equally aligned tensors
 FOREIGN = 2**23  # largest header from another host, in bytes
 LEVELS = 64  # deepest nesting of a value from another host
 DIMENSIONS = 32  # largest number of dimensions of a tensor in NumPy and PyTorch

@@ -1,34 +1,16 @@
 """The steps of a round between the cloud and its clients, at the cloud or at an edge."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from coterie.core import tree as T
-from coterie.core.context import ClientId, EdgeId, State
-from coterie.core.edges import ANNOUNCE, Edge, EdgeMethod
+from coterie.core.context import ClientId, State
+from coterie.core.edges import ANNOUNCE, EdgeMethod
 from coterie.core.method import Download, Method, Upload
-from coterie.core.schema import NonFiniteError, Schema
 from coterie.core.tree import Tree
 from coterie.engine.ledger import summed
 from coterie.engine.messages import Bytes, MergeAnswer, MergeRequest, TrainAnswer, TrainRequest
-from coterie.errors import CoterieError
-
-Edges = Mapping[EdgeId, State]
-
-
-def attach(
-    method: Method, server: State, edges: Edges, sent: Download, ids: Sequence[ClientId]
-) -> list[tuple[Edge, tuple[ClientId, ...]]]:
-    """Return the edges that serve these clients, each with its download and its clients among them."""
-    layout = method.edges(server) if isinstance(method, EdgeMethod) else None
-    wanted = set(ids)
-    found = []
-    for e, members in sorted((layout or {}).items()):
-        if here := tuple(i for i in members if i in wanted):
-            each = {i: sent.each[i] for i in members if i in sent.each}
-            its = Download(sent.shared, each, {e: sent.edge[e]} if e in sent.edge else {})
-            found.append((Edge(e, tuple(members), edges.get(e, {}), its), here))
-    return found
+from coterie.engine.round import Edges, attach, receive
 
 
 def downloads(
@@ -59,7 +41,7 @@ def relay(method: EdgeMethod, task: MergeRequest) -> tuple[list[TrainRequest], B
 
 
 def merge(method: EdgeMethod, task: MergeRequest, answers: Sequence[TrainAnswer], down: Bytes) -> MergeAnswer:
-    """Merge the answers of an edge's clients; of clients that are not called, only the announcement counts."""
+    """Merge the answers of an edge's clients; clients that are not called send only their announcement."""
     got = receive(task.schemas, sorted(answers, key=lambda a: a.client))
     ahead = [replace(u, tree=T.keep(u.tree, lambda k: k.startswith(ANNOUNCE))) for u in got.uploads]
     called = method.calls(task.edge, ahead, task.round)
@@ -78,32 +60,3 @@ def merge(method: EdgeMethod, task: MergeRequest, answers: Sequence[TrainAnswer]
         refused=got.refused,
         nonfinite=tuple(got.nonfinite),
     )
-
-
-@dataclass
-class Received:
-    """Uploads after their check."""
-
-    uploads: list[Upload] = field(default_factory=list)
-    refused: dict[ClientId, str] = field(default_factory=dict)  # why
-    nonfinite: list[ClientId] = field(default_factory=list)
-    bytes: dict[ClientId, Bytes] = field(default_factory=dict)  # bytes of all uploads: they have crossed the link
-
-
-def receive(schemas: Mapping[ClientId, Schema], answers: Sequence[TrainAnswer]) -> Received:
-    """Keep the uploads that are what their schemas declare."""
-    got = Received()
-    for a in answers:
-        schema = schemas[a.client]
-        try:
-            schema.check(a.upload, "the upload", a.samples)
-        except NonFiniteError:
-            got.nonfinite.append(a.client)
-        except CoterieError as e:
-            got.refused[a.client] = str(e)
-            got.bytes[a.client] = {"refused": T.nbytes(a.upload)}
-            continue
-        else:
-            got.uploads.append(Upload(a.upload, a.note, a.client, a.samples))
-        got.bytes[a.client] = schema.parts(a.upload)
-    return got

@@ -153,7 +153,7 @@ class Watch:
         return Watch(task, when)
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Return `pooled` over all samples and `mean` over participants; with classes also hits and samples of each."""
+        """Return `pooled` over samples and `mean` over participants; for accuracy also each one's hits and samples."""
         return {name: self._stats(counts) for name, counts in self.when.items()}
 
     def _stats(self, counts: Mapping[str, np.ndarray]) -> dict[str, Any]:

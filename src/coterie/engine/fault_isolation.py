@@ -10,8 +10,7 @@ from typing import Generic, TypeVar
 
 from coterie.core.context import ClientId, State
 from coterie.core.method import Method
-from coterie.engine.edge_steps import Edges
-from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult, close
+from coterie.engine.round import Edges, RoundAnswers, RoundPlan, RoundResult, close
 from coterie.errors import CoterieError
 
 log = logging.getLogger("coterie.cloud")

@@ -1,4 +1,4 @@
-"""Where a user's own classes and functions come from, what their code is, and how they are found again."""
+"""Origin of a user's own classes and functions: their names, digests of their code, and importing them again."""
 
 import ast
 import hashlib
@@ -17,18 +17,18 @@ from torch import nn
 
 
 def origin(thing: object) -> str:
-    """module:name of a class or function, or of the class of anything else."""
+    """Return module:name of a class or function, or of the class of any other object."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}:{getattr(named, '__qualname__', '')}"
 
 
 def recalled(path: str) -> Any:
-    """What module:name names; None where nobody could import it (a notebook, a function's inside, a lost file)."""
+    """Import module:name; return None if that fails (a notebook, a local function, a lost file)."""
     module, _, name = path.partition(":")
     if module == "__main__" or "<" in name or not name:
         return None
     if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # as for models by name; last, so that it hides nothing
+        sys.path.append(str(Path.cwd()))  # models by name are found here too; last, so that it hides no module
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
@@ -39,9 +39,9 @@ def recalled(path: str) -> Any:
 
 
 def code_digest(thing: object) -> str:
-    """Of the code of a function, or of a class and its bases; of a module also of its parts' classes.
+    """Return a digest of the code of a function, of a class and its bases, or of the classes of a module's parts.
 
-    Classes of Coterie, PyTorch and Python themselves are left out: their versions are recorded.
+    Classes of Coterie, PyTorch and Python are left out, because their versions are recorded.
     """
     found = hashlib.blake2b(digest_size=16)
     roots = [type(m) for m in thing.modules()] if isinstance(thing, nn.Module) else [thing]
@@ -110,7 +110,7 @@ def _module_of(thing: object) -> str:
 
 
 def _read_module(name: str) -> tuple[str, str] | None:
-    """Return a module's source code, read again from its file, and its package; None if there is no source."""
+    """Return a module's source code, read again from its file, and its package; None for a module without source."""
     try:
         spec = importlib.util.find_spec(name)
         source: str | None = spec.loader.get_source(name)  # type: ignore[union-attr]  # AttributeError: no source
@@ -121,7 +121,7 @@ def _read_module(name: str) -> tuple[str, str] | None:
 
 @cache
 def _imports(source: str, package: str) -> tuple[str, ...]:
-    """Return the names of everything that source code in a package imports: modules, and what may be in them."""
+    """Return the names of everything that source code in a package imports: modules, and names that may be modules."""
     names: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -153,7 +153,7 @@ def _is_users(thing: object) -> bool:
 
 
 def _code(thing: object) -> str:
-    """The source without comments at its ends, or the bytecode where there is no source."""
+    """Return the source code, or the bytecode of an object without source."""
     try:
         return inspect.cleandoc(inspect.getsource(thing))  # type: ignore[arg-type]  # raises for unknown objects
     except (OSError, TypeError):

@@ -4,19 +4,23 @@
 server state from them. Nothing here opens a file, knows a process or holds the state of a client.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from coterie.core import tree as T
 from coterie.core.context import ClientId, EdgeId, State
-from coterie.core.method import Method, Moment, Upload
+from coterie.core.edges import Edge, EdgeMethod
+from coterie.core.method import Download, Method, Moment, Upload
 from coterie.core.rng import torch_rng
+from coterie.core.schema import NonFiniteError, Schema
 from coterie.engine import ledger
-from coterie.engine.edge_steps import Edges, attach, receive
 from coterie.engine.ledger import DEVICE_CLOUD, DEVICE_EDGE, EDGE_CLOUD, summed
 from coterie.engine.messages import Bytes, MergeAnswer, MergeRequest, TrainAnswer, TrainRequest
 from coterie.errors import CoterieError
+
+Edges = Mapping[EdgeId, State]
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,21 @@ def plan(method: Method, server: State, edges: Edges, round: int, rules: Rules) 
     )
 
 
+def attach(
+    method: Method, server: State, edges: Edges, sent: Download, ids: Sequence[ClientId]
+) -> list[tuple[Edge, tuple[ClientId, ...]]]:
+    """Return the edges that serve these clients, each with its download and its clients among them."""
+    layout = method.edges(server) if isinstance(method, EdgeMethod) else None
+    wanted = set(ids)
+    attached = []
+    for e, members in sorted((layout or {}).items()):
+        if served := tuple(i for i in members if i in wanted):
+            each = {i: sent.each[i] for i in members if i in sent.each}
+            its = Download(sent.shared, each, {e: sent.edge[e]} if e in sent.edge else {})
+            attached.append((Edge(e, tuple(members), edges.get(e, {}), its), served))
+    return attached
+
+
 def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers: RoundAnswers) -> RoundResult:
     page: ledger.Page = {}
     if plan.edges:
@@ -161,6 +180,35 @@ def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers:
         bytes=page,
         doubtful=frozenset(doubtful),
     )
+
+
+@dataclass
+class Received:
+    """Uploads after their check."""
+
+    uploads: list[Upload] = field(default_factory=list)
+    refused: dict[ClientId, str] = field(default_factory=dict)  # why
+    nonfinite: list[ClientId] = field(default_factory=list)
+    bytes: dict[ClientId, Bytes] = field(default_factory=dict)  # bytes of all uploads: they have crossed the link
+
+
+def receive(schemas: Mapping[ClientId, Schema], answers: Sequence[TrainAnswer]) -> Received:
+    """Keep the uploads that are what their schemas declare."""
+    got = Received()
+    for a in answers:
+        schema = schemas[a.client]
+        try:
+            schema.check(a.upload, "the upload", a.samples)
+        except NonFiniteError:
+            got.nonfinite.append(a.client)
+        except CoterieError as e:
+            got.refused[a.client] = str(e)
+            got.bytes[a.client] = {"refused": T.nbytes(a.upload)}
+            continue
+        else:
+            got.uploads.append(Upload(a.upload, a.note, a.client, a.samples))
+        got.bytes[a.client] = schema.parts(a.upload)
+    return got
 
 
 def _drawn(seed: int, what: str, round: int, client: ClientId, share: float) -> bool:

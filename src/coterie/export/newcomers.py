@@ -190,7 +190,7 @@ def _client(session: Session, train: Split, val: Split) -> ClientData:
 
 
 def _better(method: Method, models: dict[str, Model], val: Split) -> str:
-    """Return the model with the lower loss on validation data, or the adapted model if there are no such data."""
+    """Return the model with the lower loss on validation data; without validation data, the adapted model."""
     if "adapted" not in models or not len(val):
         return list(models)[-1]
     loss = {k: score_model(method, *model, val).loss for k, model in models.items()}

@@ -25,7 +25,7 @@ from coterie.core.method import Method
 from coterie.core.net import Net
 from coterie.core.tasks import Task
 from coterie.core.tasks import make as make_task
-from coterie.core.tree import Tree
+from coterie.core.tree import Tree, plain
 from coterie.data import target_types as targets
 from coterie.data.arrays import items_like
 from coterie.data.dataset import Array, InputScale, prepare_items
@@ -146,7 +146,7 @@ class PersonalModel(nn.Module):
         self.numbers = {k: v for k, v in extras.items() if not isinstance(v, Tensor)}
         self.model, self.extras, self.frozen = nn.Module(), nn.Module(), nn.Module()
         for name, v in params.items():
-            moves = v.is_floating_point() and name.rsplit(":", 1)[-1] not in net.fixed
+            moves = v.is_floating_point() and plain(name) not in net.fixed
             _hold(self.model, name, v.detach().clone(), moves)
         for name, v in extras.items():
             if isinstance(v, Tensor):

@@ -196,7 +196,7 @@ def resolve(
 
 
 def fields(method: str | type[Method], settings: Mapping[str, Any] | None = None) -> dict[str, FieldInfo]:
-    """Return the settings that a method has, by name; of the given settings only the reading matters."""
+    """Return the settings that a method has, by name; only the reading among the given settings matters."""
     runs, _ = resolve(method, {k: v for k, v in (settings or {}).items() if k == "reading"})
     own = dict((find(runs) if isinstance(runs, str) else runs).Settings.model_fields)
     if not isinstance(method, str) or (key := registered_name(method)) not in READINGS:
@@ -230,7 +230,7 @@ def build_method(method: str | type[Method], settings: Mapping[str, Any] | None 
 
 
 def validation_sentence(where: str, error: ValidationError) -> str:
-    """The first error of pydantic as one sentence."""
+    """Return the first error of pydantic as one sentence."""
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"])) or "settings"
     text = first["msg"].removeprefix("Value error, ")

@@ -7,8 +7,8 @@ The model after local training is scored; a client that has never trained is sco
 Two departures from the authors' code have settings that undo them. The part of the data is a random subset, as the
 paper says, not a random window of the data in their order (`draw = window`). Only participants receive the model and
 merge it, so that traffic and work are those of FedAvg; the authors' server sends it to all clients in every round, and
-all merge it and are scored with the result (`merge = everybody`). Learning A stops after `max_epochs`; in the authors'
-code it may never stop.
+all merge it and are scored with the result (`merge = everybody`). Learning A stops after `max_epochs`; the authors'
+code has no such limit.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class FedALA(Method):
 
     # ---- with merge = everybody ----------------------------------------------------------------------------------
     def _trains(self, server: State, round: int) -> list[ClientId]:
-        """The participants that train."""
+        """Return the participants that train."""
         return super().sample(server, round, self.ctx.rng("sample", round))
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:

@@ -44,7 +44,7 @@ class FedAP(FedBN):
     plans_ahead = True
 
     def _exchange(self) -> int:
-        """The number of the exchange round; 0, the opening round, if there are no warm rounds."""
+        """Return the number of the exchange round; without warm rounds it is 0, the opening round."""
         warm = int(self.hp.warm * self.ctx.planned_rounds)
         return warm + 1 if warm else 0
 

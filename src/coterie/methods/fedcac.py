@@ -2,8 +2,8 @@
 
 Entries of the model whose change in local training had most effect are critical: they are averaged only over clients
 whose critical entries lie in the same places; all other entries are averaged over all clients. The threshold for "same
-places" rises with the rounds, until no two clients share critical entries. With partial participation, masks and models
-of absent clients are kept. A client merges both models itself, so it downloads two models; batch-norm statistics have
+places" rises with the rounds, until no two clients share critical entries. Masks and models of absent
+clients are kept. A client merges both models itself, so it downloads two models; batch-norm statistics have
 no mask and follow the global model.
 """
 

@@ -104,7 +104,7 @@ class FedCP(Method):
         return loss + self.hp.lam * mmd(z, frozen, weight=batch.weight)
 
     def _reference(self, received: Tree) -> Tree:
-        """Return the received model; in training mode its batch-norm layers count as trained."""
+        """Return the received model; its batch-norm layers count as trained if it is used in training mode."""
         if self.hp.reference == "evaluation" or not self.ctx.net.has_batch_norm:
             return received
         norms = {k: received[k] for k in self.ctx.group("bn") if k in received}

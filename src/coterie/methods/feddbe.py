@@ -3,7 +3,7 @@
 The bias of a client's domain is kept out of the shared features: a vector of the client's own is added to them before
 the head, and their mean is drawn to the mean over all clients, kappa/2 |mean of the batch - mean of all|^2 / dim. That
 mean is computed once, in round 0, in which every client trains a copy for a round and sends its mean feature.
-Means of round 0 come from one clean pass over the training part; in the authors' code they come from the last training
+Means of round 0 come from one clean pass over the training part; the authors take them from the last training
 batches. The mean of a batch is not smoothed over batches (the authors' momentum 1, which they use on Fashion-MNIST).
 """
 

@@ -62,7 +62,7 @@ class FedGroup(Clustered):
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         if not server["cluster"]:
             return self._join(self._found(uploads), uploads)
-        models = self.averaged(server["models"], uploads, server["cluster"])  # without new members, trained from w_0
+        models = self.averaged(server["models"], uploads, server["cluster"])  # new members started from w_0
         return self._join({**server, "models": across(self.ctx, models, self.hp.eta_g)}, uploads)
 
     def _join(self, server: State, uploads: Sequence[Upload]) -> State:

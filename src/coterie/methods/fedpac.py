@@ -160,7 +160,7 @@ class FedPAC(Method):
 
     def model(self, view: ModelView, client: Client) -> Model | None:
         if view == "trained" and client.trained is not None:
-            return Model(client.trained.params)  # without extras, whose shapes differ from client to client
+            return Model(client.trained.params)  # no extras: their shapes differ from client to client
         return super().model(view, client)
 
 

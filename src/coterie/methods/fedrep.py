@@ -5,9 +5,10 @@ frozen. Departs from the authors' code:
 - Batch norm inside the frozen body is not updated in the head phase.
 - It ends with a round in which all clients fit their heads for 10 epochs or more. Here clients are scored as they are,
   as in every other method; `final_epochs` adds that round as the view `adapted`.
-- A client that was never sampled holds the initial head; in the authors' code it holds the mean of the other heads,
-  which would have to leave their clients.
-- With the PyTorch of that time, zeroed gradients let the head drift by momentum in the body phase. It is frozen here.
+- A client that was never sampled holds the initial head. The authors' code gives it the mean of the other heads, which
+  would have to leave their clients.
+- The authors' PyTorch let the head drift by momentum in the body phase, because its gradients were zero, not None. It
+  is frozen here.
 - The mean is by samples as in their general code; for CIFAR and MNIST they average uniformly (`weighting = uniform`).
 """
 

@@ -3,7 +3,7 @@
 The head's weight is a point of a simplex spanned by M endpoints, all of them shared: a solution region instead of one
 solution. Every batch draws a point, and body and endpoints are trained under it. After `tau` rounds the server places
 the clients in the simplex by their last updates of the endpoints (principal components, projected so that the clients
-spread most evenly); in later rounds a client draws from a small ball around its own place, and is scored at it.
+spread most evenly). Afterwards a client draws from a small ball around its own place, and is scored at it.
 All clients take part in round `tau` (the authors add a training of all clients that is not averaged). A client that did
 not answer in it, or joins later, has the centre. The head's bias is shared, as in the authors' code.
 """

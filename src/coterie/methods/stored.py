@@ -1,6 +1,6 @@
 """Names that files of version 0.1 use for methods, settings of methods and classes.
 
-In version 0.1 one class held all readings of a paper, with settings that chose between protocols, and the paper's name
+Version 0.1 had one class for all readings of a paper, with settings that chose between protocols, and the paper's name
 ran the mended method. Files of that version hold every setting, so that the class that does the same today is found.
 """
 

@@ -2,7 +2,7 @@
 
 A mark such as "equations (6) to (8)" or "Algorithm 2, line 4" in the folder of a paper's method belongs to the
 innermost function or class around it. In other folders a mark names the method: "FedCPMD's equation (8)". The files
-in the folder `equations` list what the papers number, and why some of it has no function.
+in the folder `equations` list the papers' numbers, with the reason where a number has no function.
 """
 
 import ast
@@ -21,7 +21,7 @@ from coterie.errors import CoterieError
 from coterie.methods import find
 from coterie.papers.presets import PAPERS
 
-_ROOT = Path(__file__).parents[1]  # of the package
+_ROOT = Path(__file__).parents[1]  # folder of the package
 _LIST = r"(?:(?:\s*,\s*(?:and\s+)?|\s+(?:and|to)\s+)(?:and\s+)?{0})*"
 _OWNER = r"(?:(?P<owner>[\w-]+)'s\s+)?"
 _EQUATION = re.compile(_OWNER + r"[Ee]quations?\s+(?P<list>\(\d+\)" + _LIST.format(r"\(\d+\)") + ")")
@@ -38,7 +38,7 @@ class Line:
     place: Place
     words: str
     functions: tuple[str, ...]  # "text.py: FedCPMD.merge"
-    reason: str  # why there is no function
+    reason: str  # reason for a missing function
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ def equation_map(paper: str) -> list[Line]:
 
 
 def paper_of(method: str) -> str:
-    """Return the paper of a method or of the method that it varies; raise CoterieError if it is none of the five."""
+    """Return the paper of a method or of the method that it varies; raise CoterieError for other methods."""
     module = find(method).__module__
     for paper in PAPERS:
         if f"{module}.".startswith(f"coterie.methods.{_folder(paper)}."):
@@ -104,7 +104,7 @@ def _marks(paper: str) -> dict[Place, list[str]]:
     for path in [*sorted(own.glob("*.py")), *sorted(p for p in _ROOT.rglob("*.py") if p.parent != own)]:
         source = path.read_text()
         inside = path.parent == own
-        if (not inside and f"{title}'s" not in source) or path.stem == "mended":  # what is ours is not the paper's
+        if (not inside and f"{title}'s" not in source) or path.stem == "mended":  # mended methods are Coterie's own
             continue
         for function, text in _texts(source):
             if not function:

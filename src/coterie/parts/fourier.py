@@ -121,7 +121,7 @@ def fourier_aggregate(
 
 
 def prrfl_window(round: int, rounds: int, start: float = 0.7, end: float = 0.95) -> float:
-    """Relative size r of PRR-FL's window, growing linearly; as a half-open mask it is g = r / 2."""
+    """Return the relative size r of PRR-FL's window, which grows linearly; a half-open mask has g = r / 2."""
     return start + round / rounds * (end - start)
 
 

@@ -72,7 +72,7 @@ def pooled(g: Gaussian) -> Gaussian:
 
 
 def w2(p: Gaussian, q: Gaussian, use_sigma: bool = True) -> Tensor:
-    """2-Wasserstein distance, FedCPMD's equation (9); without sigma |mu1 - mu2|, as the predecessor computes it."""
+    """2-Wasserstein distance, FedCPMD's equation (9); |mu1 - mu2| if sigma is ignored, as in the predecessor."""
     gap = (p.mu - q.mu).abs()
     return torch.hypot(gap, p.sigma - q.sigma) if use_sigma else gap
 
@@ -155,7 +155,7 @@ def layer_scores(to_y: Tensor, to_x: Tensor, score: LayerScore = "eq7") -> Tenso
 
 
 def best_layer(scores: Tensor) -> Tensor:
-    """Index [...] of the smallest score, FedCPMD's equation (6); of equal scores the deepest layer, as in `winner`."""
+    """Index [...] of the smallest score, FedCPMD's equation (6); the deepest layer wins ties, as in `winner`."""
     return scores.shape[-1] - 1 - scores.flip(-1).argmin(-1)
 
 

@@ -14,8 +14,8 @@ G = TypeVar("G", Tensor, Tensor | None)
 def grad(loss: Callable[[Tree], Tensor], params: Tree, names: Iterable[str]) -> Tree:
     """Gradient of `loss` at `params` by the entries `names`; entries the loss does not touch get zeros.
 
-    In training mode, batch norm among `names` uses batch statistics and moves the running ones in `params` itself;
-    hand over clones of those (`still`) if they are to stand.
+    Batch norm among `names` is in training mode: it uses batch statistics and updates the running ones in `params` in
+    place. Pass clones of those (`still`) if they must not change.
     """
     leaves = {k: params[k].detach().requires_grad_() for k in names}
     with torch.enable_grad():
@@ -32,5 +32,5 @@ def clipped(gradients: Sequence[G], largest: float) -> list[G]:
 
 
 def still(params: Tree, names: Iterable[str]) -> Tree:
-    """The same tree with these entries (batch-norm statistics) as clones, which a forward pass may move unseen."""
+    """Return the tree with clones of these entries (batch-norm statistics), which a forward pass may change."""
     return {**params, **{k: params[k].clone() for k in names}}

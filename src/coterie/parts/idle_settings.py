@@ -1,4 +1,4 @@
-"""Settings that have no effect beside other settings: a value that is not the default is refused in one sentence."""
+"""Settings that other settings leave without effect: a value that is not the default raises CoterieError."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -36,7 +36,7 @@ def validation_score(ctx: Context, params: Tree, split: Split) -> float:
 
 
 def kept(ctx: Context, state: State, params: Tree, data: ClientData) -> State:
-    """Return the state entries of the best model after training `params`; of equal models the newer is kept."""
+    """Return the state entries of the best model after training `params`; the newer of two equal models is kept."""
     if not len(data.val):
         return {}
     found = validation_score(ctx, params, data.val)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST_PROBABILITY = 1e-12  # of a class that no neighbour and no model expects
+LEAST_PROBABILITY = 1e-12  # probability of a class that no neighbour and no model expects
 
 
 def votes(z: Tensor, keys: Tensor, labels: Tensor, k: int, scale: float, classes: int) -> Tensor:

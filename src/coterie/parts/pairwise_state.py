@@ -15,7 +15,7 @@ from coterie.parts import model_bank as bank
 
 
 def opened(tree: Mapping[str, Tensor], clients: Sequence[ClientId]) -> State:
-    """Return the state in which all clients have the same model and there are no similarities yet."""
+    """Return the initial state: all clients have the same model, and no similarity is known."""
     n = len(clients)
     return {"bank": bank.fill(tree, clients), "similarity": torch.zeros(n, n, dtype=torch.float64), "answered": []}
 

@@ -53,7 +53,7 @@ def map_similarity(cosines: Tensor, how: SimilarityMap = "clip") -> Tensor:
 
 
 def sketch(x: Tensor, dims: int, rng: torch.Generator) -> Tensor:
-    """Random projection [..., dims] of x [..., p]; with equal generators inner products are kept in expectation."""
+    """Random projection [..., dims] of x [..., p]; equal generators preserve inner products in expectation."""
     if dims < 1:
         raise CoterieError(f"a sketch needs at least one dimension, got {dims}.")
     matrix = torch.randn(x.shape[-1], dims, generator=rng) / math.sqrt(dims)

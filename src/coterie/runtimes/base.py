@@ -27,7 +27,7 @@ from coterie.train.clients import Clients
 
 A = TypeVar("A")
 Replies = tuple[dict[ClientId, A], dict[ClientId, str]]  # answers by client, and reasons of missing answers by client
-Work = Literal["train", "score"]  # what a worker does with its jobs
+Work = Literal["train", "score"]  # kind of work of a worker process
 Cost = Callable[[ClientId], int]  # expected duration of a client's work, in any unit
 
 
@@ -56,7 +56,7 @@ class Conclusion(Enum):
 
 
 class Runtime(ABC):
-    """A runtime returns answers in any order, or reasons why there are none; the round does not depend on its kind."""
+    """A runtime returns answers, or reasons for missing ones, in any order; the round does not depend on its kind."""
 
     method: Method
     trusted = False  # True: clients are part of this program, so a wrong upload is an error of the method

@@ -82,7 +82,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(read(path))
     except (ValueError, RecursionError):  # neither JSON nor UTF-8
-        raise CoterieError(f"{path} is damaged: it is no JSON") from None
+        raise CoterieError(f"{path} is damaged: it is not JSON") from None
     if not isinstance(found, dict) or "checksum" not in found:
         raise CoterieError(f"{path} was damaged, edited or written by another version of Coterie: it has no checksum")
     if found.pop("checksum") != fingerprint(found):

@@ -89,7 +89,7 @@ def _of_round(paths: Sequence[Path], round: int, folder: Path) -> Path:
     there = ", ".join(str(round_of(p)) for p in paths)
     raise CoterieError(
         f"{folder} has no checkpoint of round {round}; "
-        + (f"there are those of rounds {there}" if there else "there is none at all")
+        + (f"it has those of rounds {there}" if there else "it has no checkpoint")
     )
 
 

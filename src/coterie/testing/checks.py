@@ -17,10 +17,10 @@ from coterie.core.edges import ANNOUNCE, EdgeMethod
 from coterie.core.method import Client, Method, Moment
 from coterie.core.schema import Entry, Schema
 from coterie.engine import codec
-from coterie.engine.edge_steps import merge, preview, receive, relay
+from coterie.engine.edge_steps import merge, preview, relay
 from coterie.engine.loop import Loop
 from coterie.engine.messages import TrainAnswer, TrainRequest
-from coterie.engine.round import RoundAnswers, close
+from coterie.engine.round import RoundAnswers, close, receive
 from coterie.engine.session import Callbacks, Objects
 from coterie.errors import CoterieError
 from coterie.methods import build_method, find
@@ -60,7 +60,7 @@ def an_unsampled_client_keeps_its_state(bench: Bench, tmp: Path) -> None:
 
 
 def permuting_ids_permutes_results(bench: Bench, tmp: Path) -> None:
-    """With whole batches and the same clients in every round, a client's result depends on its data, not on its id.
+    """A client's result depends on its data, not on its id, if batches are whole and the participants always the same.
 
     A method may draw fewer participants than `join` asks for, so the permuted run takes those of the plain run.
     """

@@ -1,4 +1,4 @@
-"""The client's side of a run: trains and scores with the client's own data and state. The same in every runtime."""
+"""The client's side of a run, equal in every runtime: it trains and scores with the client's own data and state."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,13 +45,13 @@ class Opened:
     test: Split
     state: State
     download: Tree
-    memory: Tree | None  # of its optimisers; a dictionary of its own, because training renews it
+    memory: Tree | None  # state of its optimisers; a separate dictionary, because training replaces its entries
     fresh: bool  # it has never taken part
 
 
 @dataclass(frozen=True)
 class Clients:
-    """Does the work of any client of the federation it can see; on a real device that is one."""
+    """Does the work of any client of its federation; a real device has one client."""
 
     method: Method
     federation: Federation
@@ -64,7 +64,7 @@ class Clients:
         return Scorer(self.method)
 
     def train(self, jobs: Sequence[Job]) -> list[TrainResult]:
-        """Local training of these clients, in the order of the jobs."""
+        """Train these clients locally; results are in the order of the jobs."""
         if self.others:
             return [done for j in jobs for done in self._of(j.request.client)._train([j])]
         step = max(1, len(jobs)) if self.stacker else 1
@@ -79,13 +79,13 @@ class Clients:
         return [answer for part in parts for answer in self._score(part)]
 
     def _of(self, client: ClientId) -> "Clients":
-        """The same with the client's own model."""
+        """Return these clients with the method that is bound to the client's own model."""
         return replace(self, method=self.others.get(client, self.method), others={})
 
     # ---- one client, or many at once -----------------------------------------------------------------------------
     @contextmanager
     def _named(self, what: str, jobs: Sequence[Job]) -> Iterator[None]:
-        """An error inside says where it happened."""
+        """Add method, clients and round to the message of an error."""
         try:
             yield
         except CoterieError:
@@ -243,7 +243,7 @@ class Clients:
     def _edge(
         self, opened: Sequence[Opened], scores: list[dict[str, Score]], put: Callable[..., None], round: int
     ) -> None:
-        """The model of each client's cluster or edge; where there is none, the global model's scores."""
+        """Score the model of each client's cluster or edge; clients without one get the global model's scores."""
         models = [self.method.model("edge", Client(o.state, o.download, o.data, round)) for o in opened]
         found = {i: Model(*m) for i, m in enumerate(models) if m is not None}
         put("edge", list(found.values()), list(found))
@@ -252,7 +252,7 @@ class Clients:
                 s |= {k.replace("global", "edge"): v for k, v in s.items() if k.startswith("global/")}
 
     def _after_training(self, opened: Sequence[Opened], round: int) -> list[Model]:
-        """Every client's own model after the local training of this round; nothing of it is kept."""
+        """Return every client's own model after the local training of this round, which is not kept."""
         members = [self._member(o, round) for o in opened]
         self._practise(self.method.phases(round), members, round)
         return [self._end(o, m, round)[3] for o, m in zip(opened, members, strict=True)]
@@ -263,9 +263,9 @@ class Clients:
         return whole is not None and plain and not model[1] and _same(whole, model[0])
 
     def _official(self, model: Model, scores: dict[str, Score], same: bool, whole: Tree | None) -> Tree | None:
-        """Adds the personal model's score on the official test part, unless it is the global model (scored once).
+        """Add the personal model's score on the official test part, unless it is the global model (scored once).
 
-        Where there is no global model, the personal model itself is returned, for the mean of all.
+        If the method has no global model, the personal model itself is returned, for the mean of all.
         """
         split = self.federation.official()
         assert split is not None

@@ -164,7 +164,7 @@ def _updates(
 
 def _trainable(ctx: Context, name: str) -> bool:
     """False for batch-norm statistics, other buffers and frozen parameters; tags of further models are ignored."""
-    return name.rsplit(":", 1)[-1] not in ctx.net.fixed
+    return T.plain(name) not in ctx.net.fixed
 
 
 def _epochs(

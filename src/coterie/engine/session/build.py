@@ -172,7 +172,7 @@ def _net(
 ) -> Net:
     """Build the model with initial values drawn from the seed; a module instance of the user keeps its own values.
 
-    Without a name, the default model for the data is built, with batch norm if the method needs it.
+    If the model has no name, the default for the data is built, with batch norm if the method needs it.
     """
     data = federation.dataset
     example = data.ready(torch.arange(2), federation.settings.normalize)

@@ -94,7 +94,7 @@ def execute(
         except Interrupted:
             return False
         except OSError as e:
-            raise CoterieError(f"writing to {out} failed ({e.strerror or e}); what was written before is kept") from e
+            raise CoterieError(f"writing to {out} failed ({e.strerror or e}); earlier files are kept") from e
 
 
 def _extend(session: Session, out: Path) -> None:
@@ -132,6 +132,6 @@ def _drive(
         from_round = None
         try:
             return loop.run(callbacks)
-        except StateLostError as e:  # on a cluster only; repeated rounds give the same result
+        except StateLostError as e:  # only on a cluster; repeated rounds give the same result
             callbacks.on_warning(f"{e}; continuing from the newest checkpoint")
             resume = True

@@ -16,4 +16,4 @@ CANDIDATES: dict[str, dict[str, float]] = {  # members of each candidate, with t
 }
 HEADS = {"head": 10, "long-head": 30}  # steps of fitting
 UNTRAINED = ("global", "head", "long-head", "neighbours", "head+neighbours")  # candidates without local training
-UNINFORMED = ("head", "tuned", "global")  # the first available one is used while there are no scores yet
+UNINFORMED = ("head", "tuned", "global")  # before any scores, the first available one is used

@@ -346,7 +346,7 @@ class Autopilot(Method):
         near = store if "near" in of else {}
         parts = {m: members[m] for m in members if m in of}
         if not of.keys() <= {*parts, *(("near",) if near else ())}:
-            return Model(w)  # without training samples there are neither heads nor neighbours
+            return Model(w)  # a client without training samples has neither heads nor neighbours
         if len(of) == 1:
             return Model(parts[name])
         marked = {k: v for m, tree in parts.items() for k, v in T.tag(m, tree).items()}

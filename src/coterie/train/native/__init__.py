@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from coterie.train.native import op
 from coterie.train.native.op import eligible, unfused
 
-__all__ = ["available", "block", "conv_block", "enable", "enabled", "plain", "status", "switched_off"]
+__all__ = ["available", "block", "conv_block", "enable", "enabled", "native_status", "switched_off", "unfused"]
 
 _lock = Lock()
 _kernel: op.Kernel | None = None
@@ -76,7 +76,7 @@ def conv_block(
     mode, as in F.batch_norm.
     """
     args = (x, weight, bias, gamma, beta, running_mean, running_var, training, momentum, eps, padding)
-    if enabled() and eligible(*args) and (kernel := _kernel or _load()) is not None:
+    if enabled() and eligible(x, weight, args[2:7], training, padding) and (kernel := _kernel or _load()) is not None:
         return kernel(*args)
     return unfused(*args)
 

@@ -58,7 +58,7 @@ def library() -> ctypes.CDLL:
         try:
             return _open(path)
         except (OSError, AttributeError) as e:
-            raise BuildError(f"what {compiler} made cannot be loaded ({e})") from None
+            raise BuildError(f"the library that {compiler} made cannot be loaded ({e})") from None
     finally:
         if made != path:
             made.unlink(missing_ok=True)
@@ -70,7 +70,7 @@ def find_compiler() -> str:
     for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
         if path := shutil.which(name):
             return path
-    raise BuildError("there is no C compiler (cc, gcc or clang)")
+    raise BuildError("no C compiler (cc, gcc or clang) was found")
 
 
 def cache_dir() -> Path:

@@ -46,28 +46,20 @@ def unfused(
     return pool(x)
 
 
-def eligible(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    padding: int,
-) -> bool:
-    """True for plain float32 CPU tensors of a supported shape, outside vmap, grad transforms and compilers."""
+def eligible(x: Tensor, weight: Tensor, vectors: Sequence[Tensor | None], training: bool, padding: int) -> bool:
+    """True for plain float32 CPU tensors of a supported shape, outside vmap, grad transforms and compilers.
+
+    `vectors` [channels] are bias, gamma, beta, running mean and running variance.
+    """
     if peek_interpreter_stack() is not None or torch.compiler.is_compiling():
         return False
     if not (_plain_tensor(x) and _plain_tensor(weight) and _known_shape(x.shape, weight.shape, padding)):
         return False
     channels = weight.shape[0]
-    for t in (bias, gamma, beta, running_mean, running_var):
+    for t in vectors:
         if t is not None and not (_plain_tensor(t) and t.numel() == channels):
             return False
+    _, gamma, beta, running_mean, running_var = vectors
     if (running_mean is None) != (running_var is None):
         return False
     return training or running_mean is not None or (gamma is None and beta is None)

@@ -108,9 +108,7 @@ class Stacker:
         if not trains:
             return None
         assert phase.loss is not None
-        moves = tuple(
-            k for k, v in first.params.items() if v.is_floating_point() and k.rsplit(":", 1)[-1] in self.ctx.net.fixed
-        )
+        moves = tuple(k for k, v in first.params.items() if v.is_floating_point() and T.plain(k) in self.ctx.net.fixed)
         recipe = Recipe(
             phase.loss,
             tuple(first.params),
