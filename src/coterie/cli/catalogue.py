@@ -239,8 +239,8 @@ def show(
     } | ({"variants": ", ".join(related)} if related else {})
     fields = _fields(m.Settings)
     if as_json:
-        found = {"name": method, "title": card.title, "paper": card.paper, "idea": text, **facts}
-        typer.echo(json.dumps({**found, "settings": fields}, default=str))
+        about = {"name": method, "title": card.title, "paper": card.paper, "idea": text, **facts}
+        typer.echo(json.dumps({**about, "settings": fields}, default=str))
         return
     console.print(f"[bold]{escape(card.title)}[/bold] ({escape(card.paper)})", highlight=False)
     console.print(f"\n{text}\n", markup=False, highlight=False)
@@ -298,11 +298,11 @@ def _fields(settings: "type[Settings]") -> list[dict[str, Any]]:
 def _readings(settings: "type[ReadingSettings]") -> Table:
     """Return the settings of each reading; a variant's own defaults stand in all of them."""
     table = Table(title="readings (--set reading=NAME)", title_justify="left")
-    found = {name: settings(**{"reading": name}) for name in settings.readings}
-    for column in ("setting", *found):
+    presets = {name: settings(**{"reading": name}) for name in settings.readings}
+    for column in ("setting", *presets):
         table.add_column(column)
-    for name in dict.fromkeys(name for reading in found for name in settings.preset(reading)):
-        table.add_row(name, *(_text(getattr(hp, name)) for hp in found.values()))
+    for name in dict.fromkeys(name for reading in presets for name in settings.preset(reading)):
+        table.add_row(name, *(_text(getattr(hp, name)) for hp in presets.values()))
     return table
 
 
@@ -318,9 +318,9 @@ def data_get(
 
     for name in names:
         with download_bar(quiet) as tell:
-            found = fetch_dataset(name, data_dir, tell)
+            files = fetch_dataset(name, data_dir, tell)
         if not quiet:
-            console.print(f"{name}: {found[0].parent}", soft_wrap=True, highlight=False)
+            console.print(f"{name}: {files[0].parent}", soft_wrap=True, highlight=False)
 
 
 @data_app.command("list")

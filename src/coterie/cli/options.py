@@ -93,12 +93,12 @@ def gather(config: Path | None, assignments: list[str] | None, **options: Any) -
     """Merge file, options and --set; later ones override earlier ones."""
     from coterie.config import from_toml, parse_assignment, table
 
-    found: dict[str, Any] = from_toml(config) if config else {}
+    chosen: dict[str, Any] = from_toml(config) if config else {}
     for name in ("federation", "settings"):  # flat, so that an option can override an entry of a table
-        found = {**table(name, found.pop(name, None)), **found}
-    found |= {k: v for k, v in options.items() if v is not None}
-    found |= dict(parse_assignment(a) for a in assignments or [])
-    return found
+        chosen = {**table(name, chosen.pop(name, None)), **chosen}
+    chosen |= {k: v for k, v in options.items() if v is not None}
+    chosen |= dict(parse_assignment(a) for a in assignments or [])
+    return chosen
 
 
 def commas(text: str | None) -> list[str]:

@@ -220,8 +220,8 @@ class _Probe:
         if not tensors or not result.requires_grad:
             return set()
         with torch.enable_grad():  # a caller may load a model in torch.no_grad
-            found = torch.autograd.grad(result.sum(), tensors, allow_unused=True)
-        return {id(t) for t, g in zip(tensors, found, strict=True) if g is not None}
+            gradients = torch.autograd.grad(result.sum(), tensors, allow_unused=True)
+        return {id(t) for t, g in zip(tensors, gradients, strict=True) if g is not None}
 
     def is_idle(self, path: str) -> bool:
         """True if the layer's output is not used, as that of an auxiliary output which is discarded.

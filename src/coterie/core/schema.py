@@ -97,7 +97,7 @@ class Schema:
         for name, e in self.entries.items():
             if name not in tree and not e.optional:
                 raise CoterieError(f"{what} lacks {name}")
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for name, v in tree.items():
             entry = self.entries.get(name)
             if entry is None:
@@ -106,7 +106,7 @@ class Schema:
                 raise CoterieError(f"{what} has {name} that is not a tensor")
             if v.dtype != entry.dtype:
                 raise CoterieError(f"{what} has {name} of type {_word(v.dtype)}, not {_word(entry.dtype)}")
-            self._check_shape(name, entry, v, found, what)
+            self._check_shape(name, entry, v, sizes, what)
         for name, v in tree.items():  # checked last, so that NonFiniteError means that all other checks passed
             _check_values(name, self.entries[name], v, what)
             if samples is not None and self.entries[name].counted and (n := int(v.sum(dtype=torch.int64))) > samples:

@@ -185,8 +185,8 @@ class Classification(Task):
         return [{"hits": h, "total": t} for h, t in zip(hits, total, strict=True)]
 
     def samples(self, counts: Mapping[str, np.ndarray]) -> np.ndarray:
-        found: np.ndarray = counts["total"].sum(1)
-        return found
+        totals: np.ndarray = counts["total"].sum(1)
+        return totals
 
     def measured(self, counts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {"accuracy": share(counts["hits"].sum(1), counts["total"].sum(1))}
@@ -295,13 +295,13 @@ class MultiLabel(Task):
 
     def count(self, outputs: Tensor, y: Tensor) -> Counts:
         true, guess = y > 0.5, outputs > 0
-        found = [average_precision(outputs[:, k], true[:, k]) for k in range(self.outputs)]
+        precisions = [average_precision(outputs[:, k], true[:, k]) for k in range(self.outputs)]
         return {
             "samples": torch.tensor(len(y)),
             "hits": (true & guess).sum(0),
             "guessed": guess.sum(0),
             "positives": true.sum(0),
-            "precision": torch.stack(found),
+            "precision": torch.stack(precisions),
         }
 
     def samples(self, counts: Mapping[str, np.ndarray]) -> np.ndarray:

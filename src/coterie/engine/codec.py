@@ -137,7 +137,7 @@ def unpack(buffer: Any, copy: bool = False, header: int | None = None, levels: i
 
 def _tensors(places: Any, buffer: Any, length: int, start: int, copy: bool) -> list[Tensor]:
     """Return views of the tensors; each must lie inside the buffer and after the previous one."""
-    found = []
+    tensors = []
     first, end = -(-start // ALIGN) * ALIGN, 0
     for name, shape, at in places:
         dtype = _DTYPES[name]
@@ -159,8 +159,8 @@ def _tensors(places: Any, buffer: Any, length: int, start: int, copy: bool) -> l
         else:
             t = torch.frombuffer(buffer, dtype=dtype, count=count, offset=first + at).view(shape)
             t = t.clone() if copy else t
-        found.append(t)
-    return found
+        tensors.append(t)
+    return tensors
 
 
 def _check_levels(s: Any, levels: int) -> None:
@@ -222,9 +222,9 @@ def _clone(v: Value, done: dict[int, Tensor]) -> Value:
 
 def tensors_of(value: Value) -> list[Tensor]:
     """Yield every tensor of a value once."""
-    found: list[Tensor] = []
-    _split(value, found, {})
-    return found
+    tensors: list[Tensor] = []
+    _split(value, tensors, {})
+    return tensors
 
 
 def equal(a: Value, b: Value) -> bool:

@@ -38,8 +38,8 @@ def statistics(
     seen = n > 0
     if not seen.any():
         return {}
-    here = {k: v[seen] for k, v in counts.items()}
-    each, pooled = task.measured(here), task.measured({k: v.sum(0, keepdims=True) for k, v in here.items()})
+    present = {k: v[seen] for k, v in counts.items()}
+    each, pooled = task.measured(present), task.measured({k: v.sum(0, keepdims=True) for k, v in present.items()})
     name, *others = (m.name for m in task.metrics)
     broken, values = ~np.isfinite(loss[seen]), each[name]
     absent = np.isnan(values) & ~broken

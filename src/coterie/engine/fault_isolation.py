@@ -52,13 +52,13 @@ def contain(groups: Sequence[Group], compute: Callable[[Group], T]) -> Contained
             log.debug("still %s without clients %s", e, sorted(left_out))
             return None
 
-    cures = [(group, found) for group in groups if (found := attempt(group)) is not None]
+    cures = [(group, result) for group in groups if (result := attempt(group)) is not None]
     if cures:
-        group, found = cures[0]
-        return replace(found, left_out=(group,), certain=len(cures) == 1)
+        group, result = cures[0]
+        return replace(result, left_out=(group,), certain=len(cures) == 1)
     alone = [group for group in groups if attempt(everybody - group) is None]
-    if 0 < len(alone) < len(groups) and (found := attempt(frozenset[ClientId]().union(*alone))) is not None:
-        return replace(found, left_out=tuple(alone))
+    if 0 < len(alone) < len(groups) and (result := attempt(frozenset[ClientId]().union(*alone))) is not None:
+        return replace(result, left_out=tuple(alone))
     raise error
 
 
@@ -85,30 +85,30 @@ def close_contained(
 
     title = method.card.title or type(method).__name__
     try:
-        found = contain(groups, compute)
+        contained = contain(groups, compute)
     except Exception as e:
         raise MethodFailedError(
             f"{title} failed in round {plan.round}, whoever is left out: {type(e).__name__}: {e}"
         ) from e
-    if not found.left_out:
-        return found.result
-    error = found.error
+    if not contained.left_out:
+        return contained.result
+    error = contained.error
     log.error("%s failed in round %s and works without some clients", title, plan.round, exc_info=error)
-    doubtful = set(found.result.doubtful)
+    doubtful = set(contained.result.doubtful)
     reasons: dict[ClientId, str] = {}
-    for group in found.left_out:
+    for group in contained.left_out:
         why = f"{title} failed on the upload: {type(error).__name__}: {error}"
         if len(group) > 1:
             why = f"{title} failed on the merged upload of clients {sorted(group)}: {type(error).__name__}: {error}"
-        if len(group) > 1 or not found.certain:
+        if len(group) > 1 or not contained.certain:
             doubtful |= group
         reasons |= dict.fromkeys(group, " ".join(why[:400].split()))
-    refused = {**found.result.refused, **reasons}
+    refused = {**contained.result.refused, **reasons}
     return replace(
-        found.result,
+        contained.result,
         refused=refused,
-        reasons=dict(sorted({**found.result.reasons, **reasons}.items())),
-        failed=sorted({*found.result.failed, *reasons}),
+        reasons=dict(sorted({**contained.result.reasons, **reasons}.items())),
+        failed=sorted({*contained.result.failed, *reasons}),
         doubtful=frozenset(doubtful),
     )
 

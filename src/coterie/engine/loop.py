@@ -150,19 +150,19 @@ class Loop:
         watch = Watch.of(self.method.ctx.task, trained) if schedule.rules.watch else None
         self._plans = [(s, p) for s, p in self._plans if s is self.server and p.round > t]
         last = t == schedule.rounds
-        found = self.evaluate(last) if self._evaluates(t) else None
-        if found is not None and not last and self._stops(found):
-            found = self.evaluate(True)
-        self._record(result, planned.participants, trained, watch, found)
-        if found is not None:
-            return found.headline(self.schedule.headline), found.nonfinite()
+        evaluation = self.evaluate(last) if self._evaluates(t) else None
+        if evaluation is not None and not last and self._stops(evaluation):
+            evaluation = self.evaluate(True)
+        self._record(result, planned.participants, trained, watch, evaluation)
+        if evaluation is not None:
+            return evaluation.headline(self.schedule.headline), evaluation.nonfinite()
         return (watch.headline() if watch else None), 0
 
     def _validated(self, summary: Mapping[str, Mapping[str, float | None]]) -> float | None:
         """Return the value for early stopping: the headline view's, or else the personal one's; NaN if undefined."""
         for view in (self.schedule.headline, "personal"):
-            if (found := summary.get(f"{view}/val")) is not None:
-                return math.nan if (value := found["mean"]) is None else value
+            if (scores := summary.get(f"{view}/val")) is not None:
+                return math.nan if (value := scores["mean"]) is None else value
         return None
 
     def _stops(self, found: Evaluation) -> bool:
@@ -182,8 +182,8 @@ class Loop:
             best = t if metric.better(v, self.validation[best]) or math.isnan(self.validation[best]) else best
         since = sum(t > best for t in self.validation)
         if since >= patience:
-            many = "the last evaluation" if since == 1 else f"the last {since} evaluations"
-            self.ended = f"{metric.name} on validation data was best in round {best} and no better in {many}"
+            since_when = "the last evaluation" if since == 1 else f"the last {since} evaluations"
+            self.ended = f"{metric.name} on validation data was best in round {best} and no better in {since_when}"
         return bool(self.ended)
 
     def _settled(self, planned: RoundPlan) -> tuple[RoundAnswers, RoundResult]:

@@ -30,12 +30,12 @@ def recalled(path: str) -> Any:
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # models by name are found here too; last, so that it hides no module
     try:
-        found: Any = importlib.import_module(module)
+        thing: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            thing = getattr(thing, part)
     except Exception:  # whatever a user's module raises: it cannot be found again
         return None
-    return found
+    return thing
 
 
 def code_digest(thing: object) -> str:
@@ -43,15 +43,15 @@ def code_digest(thing: object) -> str:
 
     Classes of Coterie, PyTorch and Python are left out, because their versions are recorded.
     """
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     roots = [type(m) for m in thing.modules()] if isinstance(thing, nn.Module) else [thing]
     seen: list[object] = []
     for root in roots:
         for part in root.__mro__ if isinstance(root, type) else [root]:
             if part not in seen and _is_users(part):
                 seen.append(part)
-                found.update(_code(part).encode())
-    return found.hexdigest()
+                digest.update(_code(part).encode())
+    return digest.hexdigest()
 
 
 def method_digest(method: type) -> str:

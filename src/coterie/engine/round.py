@@ -90,10 +90,10 @@ def plan(method: Method, server: State, edges: Edges, round: int, rules: Rules) 
     served = {i for edge, _ in attached for i in edge.clients}
     asked = [i for i in ids if i not in failing]
     tasks = []
-    for edge, here in attached:
-        requests = tuple(request(i) for i in here if i not in failing)
+    for edge, members in attached:
+        requests = tuple(request(i) for i in members if i not in failing)
         schemas = {r.client: method.schema("up", Moment(server, r.client, round)) for r in requests}
-        tasks.append(MergeRequest(edge, round, here, requests, schemas))
+        tasks.append(MergeRequest(edge, round, members, requests, schemas))
     down, edges_down = method.schema("down"), method.schema("edge_down")
     return RoundPlan(
         round=round,

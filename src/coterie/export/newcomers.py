@@ -105,20 +105,20 @@ def welcome_newcomer(
     except Exception as e:  # a hook of a method that fails without samples
         count = f"{len(data.train)} labelled training samples"
         raise CoterieError(f"{about.title} cannot make a model from {count} ({type(e).__name__}: {e})") from e
-    kept = _better(method, models, data.val)
+    chosen = _better(method, models, data.val)
     if not len(data.train):
         remarks.append("there are no labels, so this is the method's model for newcomers, without adaptation")
     elif not len(data.val):
         remarks.append("there are too few samples for a validation part, so the adapted model is taken as it is")
-    elif kept == "received":
+    elif chosen == "received":
         remarks.append("adaptation did not help on the validation part, so this is the model as it was received")
-    scores = _scores(session, saved, models, kept, data, test) if test is not None else {}
+    scores = _scores(session, saved, models, chosen, data, test) if test is not None else {}
     if test is not None and method.global_model(saved.server) is None:
         remarks.append(f"{about.title} has no global model to compare with")
-    module = as_module(method, *models[kept])
+    module = as_module(method, *models[chosen])
     about = about.calling(session, module) if isinstance(module, PersonalModel) else about
     sizes = {"train": len(data.train), "val": len(data.val), "test": 0 if test is None else len(test)}
-    return Welcome(Predictor(module, about).eval(), sizes, scores, kept, tuple(remarks))
+    return Welcome(Predictor(module, about).eval(), sizes, scores, chosen, tuple(remarks))
 
 
 def cloud_session(path: Path) -> Session | None:

@@ -49,21 +49,21 @@ class CGPFL(Clustered, PFedMe):
         return Download(each={i: server["contexts"][server["cluster"].get(i, largest)] for i in ids})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
-        kept = bank.put(
+        new_bank = bank.put(
             server["bank"], {u.sender: T.keep(u.tree, self.ctx.net.trainable.__contains__) for u in uploads}
         )
         contexts = list(server["contexts"])
         if server["grouped"]:
-            labels = warm_kmeans(kept["flat"], vectors(self.ctx, contexts))[0].tolist()
-        elif len(kept["ids"]) >= self.hp.groups:
-            labels = first_groups(self.ctx, kept["flat"], self.hp.groups).tolist()
+            labels = warm_kmeans(new_bank["flat"], vectors(self.ctx, contexts))[0].tolist()
+        elif len(new_bank["ids"]) >= self.hp.groups:
+            labels = first_groups(self.ctx, new_bank["flat"], self.hp.groups).tolist()
             contexts = [contexts[0]] * self.hp.groups  # until now all clients were in the first context
         else:
-            labels = [0] * len(kept["ids"])
-        cluster = dict(zip(kept["ids"], labels, strict=True))
+            labels = [0] * len(new_bank["ids"])
+        cluster = dict(zip(new_bank["ids"], labels, strict=True))
         moved: list[Tree] = []
         for g, context in enumerate(contexts):
             members = of_cluster(uploads, cluster, g)
             mean = T.mean([u.tree for u in members], self.weights(members)) if members else context
             moved.append(interpolated(context, mean, self.hp.beta if members else 0.0))
-        return {"contexts": moved, "cluster": cluster, "bank": kept, "grouped": len(labels) >= self.hp.groups}
+        return {"contexts": moved, "cluster": cluster, "bank": new_bank, "grouped": len(labels) >= self.hp.groups}

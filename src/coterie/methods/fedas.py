@@ -85,8 +85,8 @@ class FedAS(Method):
         pairs = zip(*(torch.split(t, self.ctx.batch) for t in data.train), strict=True)
         for x, y in pairs:
             batch = Batch(x, y)
-            found = grad(lambda p, batch=batch: self.ctx.ce(p, batch), params, names)  # type: ignore[misc]
-            total += T.dot(found, found)
+            gradient = grad(lambda p, batch=batch: self.ctx.ce(p, batch), params, names)  # type: ignore[misc]
+            total += T.dot(gradient, gradient)
         return total
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:

@@ -136,9 +136,9 @@ class FedFomo(Method):
         start = own if self.hp.nobody == "own" else old
         if bool((raw > 0).any()):
             start = T.mean(candidates, raw.clamp(min=0))
-        told = raw if self.hp.affinity == "raw" else raw / raw.sum().abs().clamp(min=1e-9)
+        reported = raw if self.hp.affinity == "raw" else raw / raw.sum().abs().clamp(min=1e-9)
         return Start(
-            start, {"start": start, "affinity": told[: len(sent[0])].clamp(-LARGEST_AFFINITY, LARGEST_AFFINITY)}
+            start, {"start": start, "affinity": reported[: len(sent[0])].clamp(-LARGEST_AFFINITY, LARGEST_AFFINITY)}
         )
 
     def affinities(self, candidates: Sequence[Tree], old: Tree, data: ClientData) -> Tensor:
@@ -190,10 +190,10 @@ class FedFomo(Method):
         if groups == 1 or len(affinity) <= groups:
             return [0] * len(affinity)
         near = torch.exp(-((1 - affinity) ** 2) / 2)
-        found = SpectralClustering(
+        clusters = SpectralClustering(
             groups, affinity="precomputed", assign_labels="discretize", random_state=key(self.ctx.seed, "fomo") % 2**32
         ).fit_predict(((near + near.T) / 2).numpy())
-        return [int(c) for c in found]
+        return [int(c) for c in clusters]
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         return Model(state["w"])

@@ -129,9 +129,9 @@ class FedPAC(Method):
         (own, mask), n = collect(
             lambda x: self.ctx.features(trained.params, x), data.train.x, data.train.y, data.classes
         )
-        found = {"x:before": trained.extras["before"], "x:means": own[mask], "x:variance": trained.extras["variance"]}
+        sent = {"x:before": trained.extras["before"], "x:means": own[mask], "x:variance": trained.extras["variance"]}
         labels = {"x:labels": mask.nonzero()[:, 0].int(), "x:counts": n[mask].int()}
-        return state, Upload({**upload.tree, **found, **labels})
+        return state, Upload({**upload.tree, **sent, **labels})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         w = T.mean([{k: u.tree[k] for k in server["w"]} for u in uploads], self.weights(uploads))

@@ -104,8 +104,8 @@ class Floco(Method):
         if round != self.hp.tau:
             return new
         updates = np.stack([(u.tree[ENDPOINTS] - server["w"][ENDPOINTS]).flatten().numpy() for u in uploads])
-        found = torch.from_numpy(placed(updates, self.hp.endpoints)).float()
-        return {**new, "places": {u.sender: p for u, p in zip(uploads, found, strict=True)}}
+        places = torch.from_numpy(placed(updates, self.hp.endpoints)).float()
+        return {**new, "places": {u.sender: p for u, p in zip(uploads, places, strict=True)}}
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
         start = self.begin(state, download, data, 0)
@@ -132,11 +132,11 @@ def placed(updates: FloatMatrix, corners: int) -> FloatMatrix:
     m = min(corners, n, updates.shape[1])
     if n > 1:
         points[:, :m] = PCA(m, svd_solver="full").fit_transform(updates.astype(np.float64))
-    best, least = np.full((n, corners), 1 / corners), np.inf
+    best, lowest = np.full((n, corners), 1 / corners), np.inf
     for size in np.linspace(1e-4, 1, 1000) if n > 1 else ():
-        found = on_simplex(points, float(size)) / size
-        if (energy := riesz(found)) < least:
-            best, least = found, energy
+        candidate = on_simplex(points, float(size)) / size
+        if (energy := riesz(candidate)) < lowest:
+            best, lowest = candidate, energy
     return best
 
 
@@ -145,8 +145,8 @@ def on_simplex(points: FloatMatrix, size: float) -> FloatMatrix:
     falling = -np.sort(-points, axis=1)
     excess = (falling.cumsum(1) - size) / np.arange(1, points.shape[1] + 1)
     last = (falling > excess).sum(1) - 1
-    found: FloatMatrix = np.maximum(points - excess[np.arange(len(points)), last][:, None], 0)
-    return found
+    projected: FloatMatrix = np.maximum(points - excess[np.arange(len(points)), last][:, None], 0)
+    return projected
 
 
 def riesz(points: FloatMatrix) -> float:

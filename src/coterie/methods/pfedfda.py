@@ -205,5 +205,5 @@ class Fold:
         bias = self.prior - (means * weight).sum(2) / 2
         logits = self.z @ weight.transpose(1, 2) + bias[:, None]  # [pairs, n, classes]
         picked = self.y[None, :, None].expand(len(shares), -1, 1)
-        found: Tensor = -logits.log_softmax(2).gather(2, picked).mean((1, 2))
-        return found
+        losses: Tensor = -logits.log_softmax(2).gather(2, picked).mean((1, 2))
+        return losses

@@ -25,13 +25,13 @@ def differences(it: Item, shrink: Shrink, seeds: int) -> list[str]:
     rows = [r for r in it.rows if not is_ours(it, r)]
     if not rows:
         return ["the paper has none of these rows"]
-    found: dict[str, list[tuple[str, str]]] = {}
+    cells_by_words: dict[str, list[tuple[str, str]]] = {}
     for row in rows:
         for column in it.columns:
             for words in _of_cell(it, row, column, shrink):
-                found.setdefault(words, []).append((row, column))
+                cells_by_words.setdefault(words, []).append((row, column))
     out = [f"{seeds} seed{'s' * (seeds != 1)} instead of {it.seeds}"] if it.seeds not in (None, seeds) else []
-    for words, cells in found.items():
+    for words, cells in cells_by_words.items():
         mine, columns = dict.fromkeys(r for r, _ in cells), dict.fromkeys(c for _, c in cells)
         names = [*(mine if len(mine) < len(rows) else ()), *(columns if len(columns) < len(it.columns) else ())]
         out.append(f"{words} ({', '.join(names)})" if names else words)

@@ -40,6 +40,6 @@ def recalibrated(net: Net, params: Tree, x: Tensor) -> Tree:
     for layer in net.layout.of_kind("bn"):
         mean, var = (f"{layer}.{name}" for name in ("running_mean", "running_var"))
         if mean in out and var in out:
-            found = input_moments(net, out, x, [layer])[0]
-            out[mean], out[var] = found.mean.to(out[mean]), found.var.to(out[var])
+            moments = input_moments(net, out, x, [layer])[0]
+            out[mean], out[var] = moments.mean.to(out[mean]), moments.var.to(out[var])
     return out

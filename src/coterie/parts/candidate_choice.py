@@ -38,8 +38,9 @@ def temperatures(logits: Sequence[Tensor], y: Tensor) -> list[float]:
     if not len(y):
         return [1.0] * len(logits)
     t = torch.tensor(TEMPERATURES)
-    found = (torch.stack(list(logits))[None] / t[:, None, None, None]).log_softmax(-1)  # [T, models, samples, classes]
-    costs = -found[..., torch.arange(len(y)), y].sum(-1) + TEMPERATURE_PENALTY * t.log().square()[:, None]
+    scaled = torch.stack(list(logits))[None] / t[:, None, None, None]  # [T, models, samples, classes]
+    log_p = scaled.log_softmax(-1)
+    costs = -log_p[..., torch.arange(len(y)), y].sum(-1) + TEMPERATURE_PENALTY * t.log().square()[:, None]
     return [TEMPERATURES[i] for i in costs.argmin(0).tolist()]
 
 

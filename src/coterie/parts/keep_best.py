@@ -39,15 +39,15 @@ def kept(ctx: Context, state: State, params: Tree, data: ClientData) -> State:
     """Return the state entries of the best model after training `params`; the newer of two equal models is kept."""
     if not len(data.val):
         return {}
-    found = validation_score(ctx, params, data.val)
-    if found == -math.inf or (BEST in state and found < state[SCORE]):
+    score = validation_score(ctx, params, data.val)
+    if score == -math.inf or (BEST in state and score < state[SCORE]):
         return {k: state[k] for k in (BEST, SCORE) if k in state}
-    return {BEST: params, SCORE: found}
+    return {BEST: params, SCORE: score}
 
 
 def best(ctx: Context, state: State, params: Tree, data: ClientData) -> Tree:
     """Return the model to use: `params` if it is better than the best model kept."""
     if BEST not in state or not len(data.val) or validation_score(ctx, params, data.val) > state[SCORE]:
         return params
-    found: Tree = state[BEST]
-    return found
+    kept_model: Tree = state[BEST]
+    return kept_model

@@ -227,8 +227,8 @@ class RayRuntime(Simulation):
         self._members[i] = others[i % len(others)]
 
     def _check(self, there: dict[str, str]) -> None:
-        here = versions()
-        for name, value in here.items():
+        own_versions = versions()
+        for name, value in own_versions.items():
             if there[name] != value:
                 raise CoterieError(f'a machine of the cluster has "{there[name]}" ({name}) where this has "{value}"')
 

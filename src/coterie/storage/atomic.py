@@ -63,10 +63,10 @@ def read(path: Path) -> bytearray:
 
 
 def digest(*parts: Blob) -> bytes:
-    found = hashlib.blake2b(digest_size=32)
+    hashed = hashlib.blake2b(digest_size=32)
     for part in parts:
-        found.update(part)
-    return found.digest()
+        hashed.update(part)
+    return hashed.digest()
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
@@ -80,14 +80,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the content of `write_json` without the checksum; raise CoterieError if the file has changed."""
     try:
-        found = json.loads(read(path))
+        content = json.loads(read(path))
     except (ValueError, RecursionError):  # neither JSON nor UTF-8
         raise CoterieError(f"{path} is damaged: it is not JSON") from None
-    if not isinstance(found, dict) or "checksum" not in found:
+    if not isinstance(content, dict) or "checksum" not in content:
         raise CoterieError(f"{path} was damaged, edited or written by another version of Coterie: it has no checksum")
-    if found.pop("checksum") != fingerprint(found):
+    if content.pop("checksum") != fingerprint(content):
         raise CoterieError(f"{path} was damaged or edited: its checksum does not fit")
-    return found
+    return content
 
 
 def fingerprint(content: dict[str, Any]) -> str:

@@ -75,11 +75,11 @@ def restore_checkpoint(
 
 def _indexes(paths: Sequence[Path], method: str) -> list[Index]:
     """Return the indexes of the sound checkpoints among these."""
-    found = []
+    indices = []
     for path in paths:
         with suppress(CoterieError):
-            found.append(load_checkpoint(path, method).clients)
-    return found
+            indices.append(load_checkpoint(path, method).clients)
+    return indices
 
 
 def _of_round(paths: Sequence[Path], round: int, folder: Path) -> Path:

@@ -168,11 +168,11 @@ class Folder:
 # ---- reading, which locks nothing ------------------------------------------------------------------------------------
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the content of settings.json in a run's folder."""
-    found = _written(path)
+    written = _written(path)
     if not (path / EXTENDED).exists():
-        return found
+        return written
     rounds = disk.read_json(path / EXTENDED)["rounds"]
-    return {**found, "plan": found["settings"]["rounds"], "settings": {**found["settings"], "rounds": rounds}}
+    return {**written, "plan": written["settings"]["rounds"], "settings": {**written["settings"], "rounds": rounds}}
 
 
 def _written(path: Path) -> dict[str, Any]:
@@ -210,12 +210,12 @@ def round_of(path: Path) -> int:
 def read_checkpoint(path: Path) -> bytearray:
     """Return the value of `write_checkpoint`; raise CoterieError if it is damaged or of a run with other settings."""
     blob = disk.read(path)
-    content, whose, found = (memoryview(blob)[a:b] for a, b in ((0, -64), (-64, -32), (-32, None)))
-    if len(blob) < 64 or disk.digest(content, whose, b"%d" % round_of(path)) != found:
+    content, whose, checksum = (memoryview(blob)[a:b] for a, b in ((0, -64), (-64, -32), (-32, None)))
+    if len(blob) < 64 or disk.digest(content, whose, b"%d" % round_of(path)) != checksum:
         raise CoterieError(f"{path} is damaged: its checksum does not fit")
     if whose != settings_fingerprint(path.parent.parent):
         raise CoterieError(f"{path} is a checkpoint of another run, or of one with other settings")
-    for view in (content, whose, found):
+    for view in (content, whose, checksum):
         view.release()
     del blob[-64:]
     return blob
@@ -237,13 +237,13 @@ def read_log(path: Path, length: int | None = None) -> Log:
         lines.append(rest)
     rows, crc = [], 0
     for number, line in enumerate(lines, 1):
-        found = disk.unseal(line, crc)
-        if found is None:
+        row = disk.unseal(line, crc)
+        if row is None:
             damage = damage or f"{path} is damaged in line {number}"
             crc = disk.stated(line)
         else:
-            rows.append(found[0])
-            crc = found[1]
+            rows.append(row[0])
+            crc = row[1]
     return Log(rows, crc, damage)
 
 
@@ -280,11 +280,11 @@ def more_log(path: Path, before: Log, at: int) -> tuple[Log, int]:
         *lines, rest = fresh.split(b"\n")
         rows, crc = list(before.rows), before.crc
         for line in lines:
-            found = disk.unseal(line, crc)
-            if found is None:
+            row = disk.unseal(line, crc)
+            if row is None:
                 break
-            rows.append(found[0])
-            crc = found[1]
+            rows.append(row[0])
+            crc = row[1]
         else:
             return Log(rows, crc), at + len(fresh) - len(rest)
     length = disk.read(path).rfind(b"\n") + 1 if path.exists() else 0
@@ -299,19 +299,19 @@ def writer(path: Path) -> int | None:
     fields = (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET) if mac else (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         with (path / "lock").open("rb") as f:
-            found = struct.unpack(layout, fcntl.fcntl(f, fcntl.F_GETLK, struct.pack(layout, *fields)))
+            lock = struct.unpack(layout, fcntl.fcntl(f, fcntl.F_GETLK, struct.pack(layout, *fields)))
     except OSError:
         return None
-    kind, pid = (found[3], found[2]) if mac else (found[0], found[4])
+    kind, pid = (lock[3], lock[2]) if mac else (lock[0], lock[4])
     return None if kind == fcntl.F_UNLCK else int(pid)
 
 
 def read_timing(path: Path) -> Log:
     """Return all sound rows of timing.jsonl."""
     lines = bytes(disk.read(path)).split(b"\n") if path.exists() else []
-    found = [disk.unseal(line, _TIMES) for line in lines]
-    bad = [n for n, (line, row) in enumerate(zip(lines, found, strict=True), 1) if row is None and line]
-    return Log([row[0] for row in found if row], 0, f"{path} is damaged in line {bad[0]}" if bad else "")
+    unsealed = [disk.unseal(line, _TIMES) for line in lines]
+    bad = [n for n, (line, row) in enumerate(zip(lines, unsealed, strict=True), 1) if row is None and line]
+    return Log([row[0] for row in unsealed if row], 0, f"{path} is damaged in line {bad[0]}" if bad else "")
 
 
 def evaluation_file(path: Path, round: int) -> Path:

@@ -194,8 +194,8 @@ class Clients:
             put("personal", own, everybody)
             same = [self._is_global(whole, model) for model in own]
             if whole is not None:
-                for found in (s for s, known in zip(scores, same, strict=True) if known):
-                    found |= {k.replace("personal", "global"): v for k, v in found.items()}
+                for score in (s for s, known in zip(scores, same, strict=True) if known):
+                    score |= {k.replace("personal", "global"): v for k, v in score.items()}
                 rest = [i for i in everybody if not same[i]]
                 put("global", [Model(whole)] * len(rest), rest, shared=True)
             models: list[Tree | None] = [None] * len(jobs)
@@ -220,8 +220,8 @@ class Clients:
                 if request.official:
                     split = self.federation.official()
                     assert split is not None
-                    for found, model in zip(scores, after, strict=True):
-                        found["trained/official"] = score_model(method, *model, split)
+                    for score, model in zip(scores, after, strict=True):
+                        score["trained/official"] = score_model(method, *model, split)
             return [
                 ScoreAnswer(j.request.client, s, len(o.data.train), model, t.steps, t.samples)
                 for j, o, s, model, t in zip(jobs, opened, scores, models, tuning, strict=True)
@@ -234,8 +234,8 @@ class Clients:
         def put(view: str, models: Sequence[Model], who: Sequence[int], shared: bool = False) -> None:
             for part, splits in (("test", [o.test for o in opened]), ("val", [o.data.val for o in opened])):
                 at = [(m, i) for m, i in zip(models, who, strict=True) if part == "test" or len(splits[i])]
-                found = self._scores([Case(*m, splits[i]) for m, i in at], shared)
-                for (_, i), s in zip(at, found, strict=True):
+                new_scores = self._scores([Case(*m, splits[i]) for m, i in at], shared)
+                for (_, i), s in zip(at, new_scores, strict=True):
                     scores[i][f"{view}/{part}"] = s
 
         return put
@@ -245,10 +245,10 @@ class Clients:
     ) -> None:
         """Score the model of each client's cluster or edge; clients without one get the global model's scores."""
         models = [self.method.model("edge", Client(o.state, o.download, o.data, round)) for o in opened]
-        found = {i: Model(*m) for i, m in enumerate(models) if m is not None}
-        put("edge", list(found.values()), list(found))
+        by_index = {i: Model(*m) for i, m in enumerate(models) if m is not None}
+        put("edge", list(by_index.values()), list(by_index))
         for i, s in enumerate(scores):
-            if i not in found:
+            if i not in by_index:
                 s |= {k.replace("global", "edge"): v for k, v in s.items() if k.startswith("global/")}
 
     def _after_training(self, opened: Sequence[Opened], round: int) -> list[Model]:

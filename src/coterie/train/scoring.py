@@ -27,13 +27,13 @@ class Case(NamedTuple):
 def score_model(method: Method, params: Tree, extras: Extras, split: Split, shared: bool = False) -> Score:
     """Score one model on one split; `shared`: the tree is the global model and predict_global is used."""
     task, loss = method.ctx.task, torch.zeros((), dtype=torch.float64)
-    found = [torch.zeros(0, task.outputs)]
+    parts = [torch.zeros(0, task.outputs)]
     for a in range(0, len(split), PER_PASS):
         x, y = split.x[a : a + PER_PASS], split.y[a : a + PER_PASS]
-        found.append(method.predict_global(params, x) if shared else method.predict(params, x, extras))
+        parts.append(method.predict_global(params, x) if shared else method.predict(params, x, extras))
         if not task.whole:
-            loss += task.total(found[-1], y).double()
-    outputs = torch.cat(found)
+            loss += task.total(parts[-1], y).double()
+    outputs = torch.cat(parts)
     if task.whole:
         loss = task.total(outputs, split.y).double()
     return Score(task.count(outputs, split.y), float(loss))
@@ -76,15 +76,15 @@ class Scorer:
 
     def _groups(self, cases: Sequence[Case]) -> list[list[int]]:
         """Group cases whose trees and extras have the same shapes, longest splits first to limit padding."""
-        found: dict[object, list[int]] = {}
+        by_shape: dict[object, list[int]] = {}
         for i, (params, extras, split) in enumerate(cases):
             try:
                 key = Extra.of(extras).key
             except UnstackableError:
                 continue
             tree = tuple((k, tuple(v.shape), v.dtype) for k, v in params.items())
-            found.setdefault((tree, key, tuple(split.x.shape[1:])), []).append(i)
-        groups = [sorted(g, key=lambda i: -len(cases[i].split)) for g in found.values()]
+            by_shape.setdefault((tree, key, tuple(split.x.shape[1:])), []).append(i)
+        groups = [sorted(g, key=lambda i: -len(cases[i].split)) for g in by_shape.values()]
         return [g for g in groups if len(g) > 1]
 
     @torch.no_grad()
@@ -104,10 +104,10 @@ class Scorer:
             real = [len(r) for r in rows]
             active = sum(n > 0 for n in real)  # cases come longest first
             x = torch.nn.utils.rnn.pad_sequence(rows[:active], batch_first=True)  # [cases, samples, ...]
-            here = {k: v[:active] for k, v in params.items()}
+            active_params = {k: v[:active] for k, v in params.items()}
             try:
                 with truly_batched():
-                    out = torch.vmap(predict)(here, [e[:active] for e in extras], x)
+                    out = torch.vmap(predict)(active_params, [e[:active] for e in extras], x)
             except Exception:  # random numbers or a branch on a value: score one by one instead
                 self._failed = True
                 return []

@@ -125,8 +125,8 @@ def recall(memory: Memory, names: Sequence[str], tree: Tree, mark: str) -> None:
     """Fill an optimiser's blank memory from `tree`; entries that the tree lacks stay blank."""
     for kind, entries in memory.items():
         for i, name in enumerate(names):
-            if (found := tree.get(f"{mark}{kind}/{name}")) is not None:
-                entries[i] = found.clone()  # steps work in place
+            if (stored := tree.get(f"{mark}{kind}/{name}")) is not None:
+                entries[i] = stored.clone()  # steps work in place
 
 
 def remember(memory: Memory, names: Sequence[str], tree: Tree, mark: str) -> None:

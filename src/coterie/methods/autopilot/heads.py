@@ -23,14 +23,14 @@ def fitted(ctx: Context, w: Tree, store: Extras) -> dict[str, Tree]:
     a = torch.cat([z, ones], 1) if bias else z  # [n, d + 1]
     now = torch.cat([w[weight], w[bias][:, None]], 1) if bias else w[weight]  # [outputs, d + 1]
     rate = (1.0 if ctx.classes else 0.4) / float(a.square().sum(1).mean().clamp(min=1e-6))
-    speed, found = torch.zeros_like(now), {}
+    speed, heads = torch.zeros_like(now), {}
     for step in range(1, max(HEADS.values()) + 1):
         slope = _slope(ctx, a @ (now + MOMENTUM * speed).T, y)
         speed = MOMENTUM * speed - rate * (slope.T @ a)
         now = now + speed
         for name in (m for m, steps in HEADS.items() if steps == step):
-            found[name] = {weight: now[:, :-1], bias: now[:, -1]} if bias else {weight: now}
-    return {m: T.clone(tree) for m, tree in found.items()}
+            heads[name] = {weight: now[:, :-1], bias: now[:, -1]} if bias else {weight: now}
+    return {m: T.clone(tree) for m, tree in heads.items()}
 
 
 def _slope(ctx: Context, outputs: Tensor, y: Tensor) -> Tensor:

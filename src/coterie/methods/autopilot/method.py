@@ -124,10 +124,10 @@ class Autopilot(Method):
         """Return the mean scores per validation sample over clients with scores [candidates]; 0 before the first."""
         rows = [(server["validated"][i], s) for i, s in server["scores"].items() if server["validated"][i]]
         total = sum(n for n, _ in rows)
-        found = torch.zeros(len(self.names))
+        means = torch.zeros(len(self.names))
         for n, s in rows:
-            found += s * (n / total)
-        return found
+            means += s * (n / total)
+        return means
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         return Download(shared={**server["w"], PRIOR: self.prior(server)})
@@ -136,8 +136,8 @@ class Autopilot(Method):
         models = [Upload(T.drop(u.tree, _is_told), u.note, u.sender, u.samples) for u in uploads]
         new = super().aggregate(server, models, round)
         for name, entry in (("scores", SCORES), ("choice", CHOICE), ("validated", VALIDATED)):
-            told = {u.sender: u.tree[entry] if name == "scores" else int(u.tree[entry]) for u in uploads}
-            new[name] = dict(sorted({**server[name], **told}.items()))
+            reported = {u.sender: u.tree[entry] if name == "scores" else int(u.tree[entry]) for u in uploads}
+            new[name] = dict(sorted({**server[name], **reported}.items()))
         return new
 
     def facts(self, server: State) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Autopilot(Method):
         names, scored = self.names, [i for i, s in server["scores"].items() if bool((s != 0).any())]
         if not scored:
             return {}
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "chosen": {str(i): names[server["choice"][i]] for i in scored},
             "validated": {str(i): server["validated"][i] for i in scored},
             "expected": {k: round(float(v), 4) for k, v in zip(names, self.prior(server), strict=True)},
@@ -153,8 +153,8 @@ class Autopilot(Method):
         if "own" in names:
             own = names.index("own")
             ahead = {i: float(server["scores"][i][server["choice"][i]] - server["scores"][i][own]) for i in scored}
-            found["ahead_of_own"] = {str(i): round(v, 4) for i, v in ahead.items()}
-        return found
+            facts["ahead_of_own"] = {str(i): round(v, 4) for i, v in ahead.items()}
+        return facts
 
     # ---- client: a round -------------------------------------------------------------------------------------------
     def init_client(self, data: ClientData) -> State:
@@ -191,12 +191,12 @@ class Autopilot(Method):
         new = {**state, "tuned": w, "turns": state["turns"] + 1, **({"alone": own} if own else {})}
         if self._scores_now(new["turns"]):
             new |= self._chosen(new, trained.extras["received"], trained.extras["prior"], data, self.names)[0]
-        told = {
+        entries = {
             SCORES: new["scores"],
             CHOICE: torch.tensor([new["choice"]], dtype=torch.int32),
             VALIDATED: torch.tensor([new["validated"]], dtype=torch.int32),
         }
-        return new, Upload({**upload.tree, **told})
+        return new, Upload({**upload.tree, **entries})
 
     def _scores_now(self, turns: int) -> bool:
         """True in the client's rounds first, 2 * first, 4 * first, ..., because models change less and less."""
@@ -216,14 +216,14 @@ class Autopilot(Method):
     def members(self, state: State, w: Tree, names: Sequence[str], store: Extras) -> dict[str, Tree]:
         """Return the models that these candidates consist of, as far as they exist, with w as the global one."""
         wanted = {m for name in names for m in CANDIDATES[name]}
-        found = {"global": w} if "global" in wanted else {}
+        models = {"global": w} if "global" in wanted else {}
         if store and wanted & HEADS.keys():
-            found |= {m: {**w, **head} for m, head in fitted(self.ctx, w, store).items() if m in wanted}
+            models |= {m: {**w, **head} for m, head in fitted(self.ctx, w, store).items() if m in wanted}
         if "tuned" in state:
-            found |= {"tuned": state["tuned"]} if "tuned" in wanted else {}
-            found |= {"halfway": T.mean([w, state["tuned"]])} if "halfway" in wanted else {}
-            found |= {"own": state["alone"]} if "own" in wanted else {}
-        return found
+            models |= {"tuned": state["tuned"]} if "tuned" in wanted else {}
+            models |= {"halfway": T.mean([w, state["tuned"]])} if "halfway" in wanted else {}
+            models |= {"own": state["alone"]} if "own" in wanted else {}
+        return models
 
     @torch.no_grad()
     def outputs(self, members: Mapping[str, Tree], near: Extras, x: Tensor) -> dict[str, Tensor]:
@@ -252,15 +252,15 @@ class Autopilot(Method):
         if not self.ctx.classes:
             return mixed(list(outputs), shares)
         last = len(outputs) - 1
-        found = [v if near and i == last else (v / temperatures[i]).softmax(1) for i, v in enumerate(outputs)]
-        return mixed(found, shares).clamp(min=LEAST_PROBABILITY).log()
+        probabilities = [v if near and i == last else (v / temperatures[i]).softmax(1) for i, v in enumerate(outputs)]
+        return mixed(probabilities, shares).clamp(min=LEAST_PROBABILITY).log()
 
     def _temperatures(self, outputs: Mapping[str, Tensor], y: Tensor) -> dict[str, float]:
         if not self.ctx.classes:
             return dict.fromkeys(outputs, 1.0)
         models = [m for m in outputs if m != "near"]
-        found = temperatures([outputs[m] for m in models], y)
-        return {**dict(zip(models, found, strict=True)), **({"near": 1.0} if "near" in outputs else {})}
+        values = temperatures([outputs[m] for m in models], y)
+        return {**dict(zip(models, values, strict=True)), **({"near": 1.0} if "near" in outputs else {})}
 
     def candidate(self, name: str, outputs: Mapping[str, Tensor], temperatures: Mapping[str, float]) -> Tensor:
         """Return the outputs [batch, outputs] of a candidate from those of its members."""
@@ -293,11 +293,10 @@ class Autopilot(Method):
         outputs = self.outputs(members, near, data.val.x)
         names = [n for n in names if CANDIDATES[n].keys() <= outputs.keys()]
         warm = self._temperatures(outputs, y)
-        found = [self.candidate(n, outputs, warm) for n in names]
-        sums = (
-            torch.stack([-task.total(out, y) for out in found]).float().nan_to_num(-LARGEST_SCORE, 0.0, -LARGEST_SCORE)
-        )
-        errors = torch.stack([self._errors(out, y) for out in found])
+        candidates = [self.candidate(n, outputs, warm) for n in names]
+        sums = torch.stack([-task.total(out, y) for out in candidates]).float()
+        sums = sums.nan_to_num(-LARGEST_SCORE, 0.0, -LARGEST_SCORE)
+        errors = torch.stack([self._errors(out, y) for out in candidates])
         at = [self.names.index(n) for n in names]
         own = names.index("own") if "own" in names else None
         best, _ = choose_candidate(sums, prior[at], self.hp.strength, errors, own, self.hp.margin)
@@ -306,9 +305,9 @@ class Autopilot(Method):
         scores[at] = each
         new = {"choice": at[best], "scores": scores, "validated": len(y), "temperatures": warm}
         if own is not None:
-            lowest, here = state.get("lowest"), -float(sums[own]) / len(y)
-            better = lowest is None or here < lowest
-            new |= {"lowest": here if better else lowest, "waits": 0 if better else state["waits"] + 1}
+            lowest, loss = state.get("lowest"), -float(sums[own]) / len(y)
+            better = lowest is None or loss < lowest
+            new |= {"lowest": loss if better else lowest, "waits": 0 if better else state["waits"] + 1}
         return new, members, store
 
     def _errors(self, outputs: Tensor, y: Tensor) -> Tensor:

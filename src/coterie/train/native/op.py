@@ -227,8 +227,8 @@ def _differentiable(inputs: Any, rest: Any, needed: Any, dy: Tensor) -> list[Ten
     stats = [None if t is None else t.detach().clone() for t in rest[:2]]  # forward has already updated the originals
     out = unfused(*inputs, *stats, *rest[2:])
     wanted = [i for i, t in enumerate(inputs) if t is not None and needed[i]]
-    found = torch.autograd.grad(out, [inputs[i] for i in wanted], dy, create_graph=True)
+    gradients = torch.autograd.grad(out, [inputs[i] for i in wanted], dy, create_graph=True)
     grads: list[Tensor | None] = [None] * len(inputs)
-    for i, g in zip(wanted, found, strict=True):
+    for i, g in zip(wanted, gradients, strict=True):
         grads[i] = g
     return grads

@@ -116,8 +116,8 @@ class Stack:
     def _leave(self, i: int) -> None:
         """Give the member its row; steps make new tensors, so the row does not change afterwards."""
         m, n, recipe = self.members[i], self.lengths[i], self.recipe
-        found = dict(zip([*recipe.trains, *recipe.moves, *recipe.rest], self.state, strict=True))
-        m.params = {k: found[k][i].clone() for k in m.params}
+        stacked = dict(zip([*recipe.trains, *recipe.moves, *recipe.rest], self.state, strict=True))
+        m.params = {k: stacked[k][i].clone() for k in m.params}
         m.steps, m.samples = m.steps + n, m.samples + self.samples[i]
         m.loss = m.loss + self.loss[:n, i].sum()
         if self.aux:

@@ -88,8 +88,8 @@ class Extra:
         return [v for v in self.leaves if isinstance(v, Tensor | float)]
 
     def with_values(self, values: Sequence[Tensor]) -> Any:
-        found = iter(values)
-        whole = [next(found) if isinstance(v, Tensor | float) else v for v in self.leaves]
+        remaining = iter(values)
+        whole = [next(remaining) if isinstance(v, Tensor | float) else v for v in self.leaves]
         return tree_unflatten(whole, self.spec)
 
 
@@ -224,8 +224,8 @@ def _simplify(graph: Graph) -> None:
 
 
 def _shape(node: Node) -> Any:
-    found: Any = node.meta.get("tensor_meta")
-    return (tuple(found.shape), found.dtype) if hasattr(found, "shape") else None
+    meta: Any = node.meta.get("tensor_meta")
+    return (tuple(meta.shape), meta.dtype) if hasattr(meta, "shape") else None
 
 
 class Steps:

@@ -131,15 +131,15 @@ def _draws(ctx: Context, phase: Phase, m: Member, round: int, width: int) -> Dra
     """Return the samples of each step of a client [steps, width], padded with its first, and counts of real ones."""
     n = len(m.data.train)
     starts = starts_of(ctx, n)
-    found = list(orders(ctx, phase, m.data, round, m.share))
-    if not found:
+    batches = list(orders(ctx, phase, m.data, round, m.share))
+    if not batches:
         return torch.zeros(0, width, dtype=torch.int64), []
-    steps, whole = sum(limit for _, limit in found), len(starts) * ctx.batch
-    order = torch.stack([o for o, _ in found])  # [epochs, n]
+    steps, whole = sum(limit for _, limit in batches), len(starts) * ctx.batch
+    order = torch.stack([o for o, _ in batches])  # [epochs, n]
     if n < whole:
         order = torch.cat([order, order[:, :1].expand(-1, whole - n)], 1)
     rows = order[:, :whole].reshape(-1, ctx.batch)[:steps, :width]  # only the last epoch may be cut short
-    return rows, ([min(ctx.batch, n - a) for a in starts] * len(found))[:steps]
+    return rows, ([min(ctx.batch, n - a) for a in starts] * len(batches))[:steps]
 
 
 def _check(recipe: Recipe, m: Member, drawn: Tensor, real: int) -> tuple[bool, tuple[str, ...]]:
