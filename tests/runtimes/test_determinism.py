@@ -12,10 +12,10 @@ import hashlib, json, sys, tempfile
 from pathlib import Path
 from coterie.engine import codec
 from coterie.cli.words import parents
-from coterie.methods import find, known
+from coterie.methods import find, method_names
 from coterie.testing import Bench, decided
 
-out, above = {}, parents({name: find(name) for name in known()})
+out, above = {}, parents({name: find(name) for name in method_names()})
 for name in (n for n in above if bool(above[n]) == (sys.argv[1] == "variants")):
     with tempfile.TemporaryDirectory() as tmp:
         loop = Bench(find(name), {}).play(Path(tmp))
