@@ -23,7 +23,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> CoterieError:
     names = sorted(set(known))
     spelled = {n.lower().replace("_", "-"): n for n in names}
     typed = name.lower().replace("_", "-")
-    near = get_close_matches(typed, spelled, 1, 0.8)  # a slip of the keyboard, then an abbreviation, then anything alike
+    # a slip of the keyboard, then an abbreviation, then a name that is somewhat alike
+    near = get_close_matches(typed, spelled, 1, 0.8)
     near = near or [form for form in spelled if len(typed) > 2 and form.startswith(typed)]
     near = near or get_close_matches(typed, spelled, 1, 0.5 if len(typed) < 3 else 0.65)
     hint = f'did you mean "{spelled[near[0]]}"?' if near else "known: " + ", ".join(names) + "."

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from coterie.errors import unknown
-from coterie.methods import known
+from coterie.methods import method_names
 from support.methods import METHODS
 
 SMALL = ["--clients", "5", "--rounds", "2", "--epochs", "1", "--workers", "1"]

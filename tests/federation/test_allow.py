@@ -22,7 +22,7 @@ from coterie.federation.edge import EdgeHandler
 from coterie.federation.policy.allow import ALLOWED_KINDS, GOVERNED_SETTINGS, Allow, ByteBudget
 from coterie.federation.policy.allow_example import example_policy
 from coterie.federation.protocol.version import PROTOCOL
-from coterie.methods import known
+from coterie.methods import method_names
 from support.methods import METHODS
 
 RUN = "0123456789abcdef" * 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coterie.methods import known
+from coterie.methods import method_names
 from coterie.testing import CHECKS, check
 from support.methods import METHODS
 
@@ -13,6 +13,6 @@ def marks(method):
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("method", [pytest.param(m, marks=marks(m)) for m in known()])
+@pytest.mark.parametrize("method", [pytest.param(m, marks=marks(m)) for m in method_names()])
 def test_battery(method: str, name: str) -> None:
     check(method, name)

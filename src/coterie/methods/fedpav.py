@@ -19,7 +19,7 @@ from coterie.core.method import Card, Method, Moment, Settings, Start, Trained, 
 from coterie.core.schema import Entry, Link, Schema
 from coterie.core.tree import Tree
 
-DISTANCE = "x:distance"
+MODEL_DISTANCE = "x:distance"
 
 
 class FedPavSettings(Settings):
@@ -39,7 +39,7 @@ class FedPav(Method):
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """Everything but the classifier travels both ways; with cosine_weight uploads add a distance."""
-        distance = Schema({DISTANCE: Entry((1,), kind="statistic", part="distance", low=0, high=2)})
+        distance = Schema({MODEL_DISTANCE: Entry((1,), kind="statistic", part="distance", low=0, high=2)})
         return self.model_schema | distance if link == "up" and self.hp.cosine_weight else self.model_schema
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
@@ -56,12 +56,12 @@ class FedPav(Method):
             return state, upload
         after = self.ctx.outputs(trained.params, trained.extras["x"])
         far = (1 - F.cosine_similarity(trained.extras["before"], after)).mean().clamp(0, 2)
-        return state, Upload({**upload.tree, DISTANCE: far[None]})
+        return state, Upload({**upload.tree, MODEL_DISTANCE: far[None]})
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         trees = [{k: u.tree[k] for k in server["w"]} for u in uploads]
         weights: Sequence[float] | None = self.weights(uploads)
         if self.hp.cosine_weight:
-            far = [float(u.tree[DISTANCE]) for u in uploads]
+            far = [float(u.tree[MODEL_DISTANCE]) for u in uploads]
             weights = far if sum(far) > 0 else weights  # no output changed: by samples
         return {**server, "w": T.mean(trees, weights)}

@@ -17,7 +17,7 @@ from coterie.core.context import Batch, Extras
 from coterie.core.method import Card, Method, Settings
 from coterie.core.tree import Tree
 
-EPS = 1e-12  # least variance, for a finite gradient
+LEAST_VARIANCE = 1e-12  # least variance, for a finite gradient
 
 
 class FedUVSettings(Settings):
@@ -52,7 +52,7 @@ def variance(p: Tensor, weight: Tensor) -> Tensor:
     """Return the mean hinge of the deviations of probabilities [batch, classes] from 1/sqrt(classes)."""
     w, n = weight[:, None], weight.sum()
     gap = p - (w * p).sum(0) / n
-    deviation = ((w * gap.square()).sum(0) / (n - 1).clamp(min=1)).clamp(min=EPS).sqrt()
+    deviation = ((w * gap.square()).sum(0) / (n - 1).clamp(min=1)).clamp(min=LEAST_VARIANCE).sqrt()
     return torch.relu(1 / math.sqrt(p.shape[1]) - deviation).mean()
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from coterie.config import Engine
 from coterie.errors import CoterieError, unknown
-from coterie.methods import canonical
+from coterie.methods import registered_name
 from coterie.results.controls import GENERAL, UNEQUAL
 from coterie.results.grid import Cell, sweep
 from coterie.results.run import Run
@@ -96,7 +96,7 @@ def _rounds(cells: Sequence[Cell], costs: Mapping[str, Cost], kind: str) -> dict
     for c in cells:
         of.setdefault(_method(c), []).append(c)
     mean = {m: np.mean([costs[c.out.name] for c in mine], axis=0) for m, mine in of.items()}
-    by_name = {canonical(mine[0].settings.method): m for m, mine in reversed(of.items())}
+    by_name = {registered_name(mine[0].settings.method): m for m, mine in reversed(of.items())}
     reference = next((by_name[name] for name in REFERENCES if name in by_name), next(iter(of)))
     asked = of[reference][0].settings.rounds
     budget = mean[reference][0] + mean[reference][1] * asked
@@ -122,7 +122,7 @@ def matched_controls(runs: Sequence[Run], cells: Sequence[Cell]) -> list[Cell]:
     by_out = {c.out: c for c in cells}
     by_method: dict[str, list[Run]] = {}
     for r in runs:
-        by_method.setdefault(canonical(r.settings["method"]), []).append(r)
+        by_method.setdefault(registered_name(r.settings["method"]), []).append(r)
     out: dict[Path, Cell] = {}
     for control, view in MATCHED.items():
         for name, theirs in by_method.items():

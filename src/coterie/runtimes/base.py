@@ -28,7 +28,7 @@ from coterie.train.clients import Clients
 A = TypeVar("A")
 Replies = tuple[dict[ClientId, A], dict[ClientId, str]]  # answers by client, and reasons of missing answers by client
 Work = Literal["train", "score"]  # kind of work of a worker process
-Cost = Callable[[ClientId], int]  # expected duration of a client's work, in any unit
+JobCost = Callable[[ClientId], int]  # expected duration of a client's work, in any unit
 
 
 class Setup(Protocol):
@@ -129,7 +129,7 @@ class Simulation(Runtime):
 
     trusted = True
 
-    def __init__(self, method: Method, states: ClientStates, cost: Cost = lambda client: 1):
+    def __init__(self, method: Method, states: ClientStates, cost: JobCost = lambda client: 1):
         self.method, self.states, self.cost = method, states, cost
         self._pending: dict[ClientId, State | Remote] = {}
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from coterie.engine.codec import deep_copy
 from coterie.engine.messages import Job, ScoreAnswer, TrainResult
-from coterie.runtimes.base import Cost, Simulation
+from coterie.runtimes.base import JobCost, Simulation
 from coterie.storage.client_states import ClientStates
 from coterie.train.clients import Clients
 
 
 class Inline(Simulation):
-    def __init__(self, clients: Clients, states: ClientStates, cost: Cost = lambda client: 1):
+    def __init__(self, clients: Clients, states: ClientStates, cost: JobCost = lambda client: 1):
         super().__init__(clients.method, states, cost)
         self.clients = clients
 

@@ -27,7 +27,7 @@ from coterie.core.states import register
 from coterie.engine.codec import Value, pack, unpack
 from coterie.engine.messages import Job, Remote, ScoreAnswer, TrainResult
 from coterie.errors import CoterieError
-from coterie.runtimes.base import Cost, Setup, Simulation, Work
+from coterie.runtimes.base import JobCost, Setup, Simulation, Work
 from coterie.storage.client_states import ClientStates, StateLostError
 from coterie.train import native
 from coterie.train.clients import Clients
@@ -122,7 +122,7 @@ class RayRuntime(Simulation):
         states: ClientStates,
         workers: int | None,
         address: str | None = None,
-        cost: Cost = lambda client: 1,
+        cost: JobCost = lambda client: 1,
     ):
         super().__init__(clients.method, states, cost)
         self.ray = _ray()

@@ -18,7 +18,7 @@ from coterie.engine import codec
 from coterie.engine.codec import Value
 from coterie.engine.messages import Job, ScoreAnswer, TrainResult
 from coterie.errors import CoterieError
-from coterie.runtimes.base import Cost, Setup, Simulation, Work
+from coterie.runtimes.base import JobCost, Setup, Simulation, Work
 from coterie.runtimes.inline import Inline
 from coterie.storage.client_states import ClientStates
 from coterie.train.clients import Clients
@@ -64,7 +64,7 @@ class Worker(NamedTuple):
 class Workers(Simulation):
     """Forked workers; a worker that dies is replaced and its jobs are run again (same keys, same bits)."""
 
-    def __init__(self, clients: Clients, states: ClientStates, workers: int, cost: Cost = lambda client: 1):
+    def __init__(self, clients: Clients, states: ClientStates, workers: int, cost: JobCost = lambda client: 1):
         super().__init__(clients.method, states, cost)
         self.clients, self.workers = clients, workers
         self._fork = multiprocessing.get_context("fork")
