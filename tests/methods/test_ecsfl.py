@@ -320,7 +320,7 @@ IDLE = [
 @pytest.mark.parametrize(("name", "given", "words"), IDLE)
 def test_a_setting_without_effect_is_refused(name: str, given: dict[str, Any], words: str) -> None:
     with pytest.raises(CoterieError, match=words.replace(" .* ", " has no effect unless ")):
-        build(name, given)
+        build_method(name, given)
 
 
 # ---- uploads that must not reach a mean ------------------------------------------------------------------------------

@@ -16,13 +16,13 @@ from coterie.data.federation import federate
 from coterie.engine.codec import equal
 from coterie.engine.messages import Job, TrainRequest
 from coterie.errors import CoterieError
-from coterie.methods import build
+from coterie.methods import build_method
 from coterie.methods.fedgmh.heads import critical_mask, square_mask
 from coterie.methods.fedgmh.mended import FedGMHMended, held_labels
 from coterie.methods.fedgmh.text import FedGMH
 from coterie.methods.fedgmh.variants import FedGMHa, FedGMHo, FedGMHoa
 from coterie.methods.local import Local
-from coterie.models.registry import build as build_model
+from coterie.models.registry import build_model
 from coterie.parts.linear_heads import Heads, head_step
 from coterie.parts.masks import criticality
 from support.refusals import refuses
@@ -302,15 +302,17 @@ IDLE = [
 @pytest.mark.parametrize(("cls", "given", "words"), IDLE)
 def test_a_setting_without_effect_is_refused(cls, given, words) -> None:
     with pytest.raises(CoterieError, match=words):
-        build(cls, given)
-    assert build(FedGMHa, {"reading": "code"}).hp.received_share == 1  # values of the reading itself are no mistakes
+        build_method(cls, given)
+    assert (
+        build_method(FedGMHa, {"reading": "code"}).hp.received_share == 1
+    )  # values of the reading itself are no mistakes
 
 
 @pytest.mark.parametrize("beta", [-0.1, 1.5])
 @pytest.mark.parametrize("cls", [FedGMH, FedGMHo])
 def test_beta_outside_zero_to_one_is_refused_in_one_sentence(cls, beta: float) -> None:
     with pytest.raises(CoterieError, match=rf"beta = {beta} is invalid") as e:
-        build(cls, {"beta": beta})
+        build_method(cls, {"beta": beta})
     assert "\n" not in str(e.value)
 
 

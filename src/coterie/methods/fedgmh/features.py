@@ -14,11 +14,12 @@ from coterie.core.method import Card, Download, Method, Moment, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema, class_ids, counts, like
 from coterie.core.tree import Tree
 from coterie.methods.fedgmh.settings import FeatureSettings
-from coterie.parts.initial_models import start
+from coterie.parts.initial_models import initial_model
 from coterie.parts.prototypes import collect
 
 HEAD = "h"  # tag of the heads in a download
-MEANS, LABELS, COUNTS = "x:means", "x:labels", "x:counts"  # mean features [labels, d] of the labels a client holds
+# mean features [labels, d] of the labels that a client holds
+MEANS, LABELS, LABEL_COUNTS = "x:means", "x:labels", "x:counts"
 LARGEST_FEATURE = 1e6  # the server's heads learn from means, so these are bounded more closely than models
 
 
@@ -61,7 +62,7 @@ class FeatureSender(Method):
                 ("labels", width), kind="prototype", part="prototypes", low=-bound, high=bound, optional=later
             )
             if self.hp.feature_weight == "samples":
-                entries[COUNTS] = replace(counts("labels", "prototypes"), low=1, optional=later)
+                entries[LABEL_COUNTS] = replace(counts("labels", "prototypes"), low=1, optional=later)
         return Schema(entries, {"labels": (1, classes)})
 
     def _heads(self, now: Moment | None) -> Schema:
@@ -101,7 +102,7 @@ class FeatureSender(Method):
     # ---- client ------------------------------------------------------------------------------------------------------
     def init_client(self, data: ClientData) -> State:
         """Every client starts from the same random model, or from one of its own; Algorithm 2, line 1."""
-        own = start(self.ctx, 0 if self.hp.init == "shared" else data.client + 1)
+        own = initial_model(self.ctx, 0 if self.hp.init == "shared" else data.client + 1)
         return {"own": own, "labels": labels_of(data)}
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
@@ -117,7 +118,7 @@ class FeatureSender(Method):
         (value, mask), count = collect(lambda x: self.ctx.features(params, x), *data.train, data.classes)
         sent = {MEANS: value[mask], LABELS: labels_of(data)}
         if self.hp.feature_weight == "samples":
-            sent[COUNTS] = count[mask].int()
+            sent[LABEL_COUNTS] = count[mask].int()
         return sent
 
     def learned(self, state: State, trained: Trained, data: ClientData) -> State:
@@ -133,7 +134,7 @@ class FeatureSender(Method):
         z, y = (torch.cat([u.tree[name] for u in uploads]) for name in (MEANS, LABELS))
         z = F.normalize(z, dim=-1) if self.hp.feature_norm == "l2" else z
         sampled = self.hp.feature_weight == "samples"
-        weight = torch.cat([u.tree[COUNTS] for u in uploads]).to(z) if sampled else torch.ones(len(z)).to(z)
+        weight = torch.cat([u.tree[LABEL_COUNTS] for u in uploads]).to(z) if sampled else torch.ones(len(z)).to(z)
         return {"heads": self.step(server["heads"], z, y.long(), weight, uploads), "labels": labels}
 
     def step(self, heads: Tree, z: Tensor, y: Tensor, weight: Tensor, uploads: Sequence[Upload]) -> Tree:

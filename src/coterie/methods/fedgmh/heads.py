@@ -60,7 +60,7 @@ def square_mask(before: Mapping[str, Tensor], after: Mapping[str, Tensor], beta:
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------
-def pack(labels: Tensor, features: Tensor, classes: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def padded(labels: Tensor, features: Tensor, classes: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Vectors [v, d] sorted by label [v] into [classes, most, d] with weights [classes, most], 0 for padding."""
     order = labels.sort(stable=True).indices
     sorted_labels = labels[order]
@@ -92,7 +92,7 @@ def train_label_heads(
     if len(heads[names[0]]) == 1:
         z, y, weight = z[None], y[None], weight[None]
     else:
-        z, weight = pack(y, z, len(heads[names[0]]), weight)
+        z, weight = padded(y, z, len(heads[names[0]]), weight)
         y = label_targets(weight)
     stack, decay = heads_of(names, heads), hp.head_weight_decay
     return heads_tree(names, train_heads(stack, z, y, weight, hp.eta_h, hp.server_steps, hp.server_batch, decay))

@@ -23,7 +23,7 @@ from coterie.core.method import Model, Settings, Start, Trained, Upload
 from coterie.core.tree import Tree
 from coterie.methods.fedgmh.features import HEAD, LABELS, FeatureSender, average_in, head_of
 from coterie.methods.fedgmh.settings import FedGMHMendedSettings
-from coterie.parts.initial_models import start
+from coterie.parts.initial_models import initial_model
 from coterie.parts.keep_best import best, kept
 from coterie.parts.linear_heads import heads_of, heads_tree, train_heads
 
@@ -40,7 +40,10 @@ class FedGMHMended(FeatureSender):
 
     # ---- server, down ------------------------------------------------------------------------------------------------
     def setup(self) -> State:
-        return {"heads": head_of(self.ctx, start(self.ctx, 0 if self.hp.init == "shared" else -1)), "labels": {}}
+        return {
+            "heads": head_of(self.ctx, initial_model(self.ctx, 0 if self.hp.init == "shared" else -1)),
+            "labels": {},
+        }
 
     # ---- client ------------------------------------------------------------------------------------------------------
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:

@@ -23,7 +23,7 @@ from coterie.core.tree import Tree
 from coterie.methods.fedgmh.features import HEAD, FeatureSender, average_in, head_of
 from coterie.methods.fedgmh.heads import critical_mask, label_shares, mix_heads, square_mask, train_label_heads
 from coterie.methods.fedgmh.settings import FedGMHSettings
-from coterie.parts.initial_models import start
+from coterie.parts.initial_models import initial_model
 from coterie.parts.masks import write_in
 
 
@@ -47,7 +47,7 @@ class FedGMH(FeatureSender):
 
     def setup(self) -> State:
         """Make the heads, equal or each from a random model of its own; Algorithm 2, line 1."""
-        models = [start(self.ctx, 0 if self.hp.init == "shared" else -1 - s) for s in range(self.heads)]
+        models = [initial_model(self.ctx, 0 if self.hp.init == "shared" else -1 - s) for s in range(self.heads)]
         return {"heads": T.stack([head_of(self.ctx, w) for w in models]), "labels": {}}
 
     # ---- client ------------------------------------------------------------------------------------------------------
