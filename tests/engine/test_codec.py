@@ -1,4 +1,4 @@
-"""The one serialiser: what comes back is what was written, to the bit; what was tampered with gets a sentence."""
+"""The one serialiser: what comes back is what was written, to the bit; manipulated bytes raise CoterieError."""
 
 import json
 import math

@@ -61,7 +61,7 @@ def test_wrong_readings_and_values_get_a_sentence() -> None:
 
 
 # ---- readings that are classes ---------------------------------------------------------------------------------------
-# what version 0.1 stored with a run: all settings of a class that held several protocols
+# settings that version 0.1 stored with a run: all those of a class that held several protocols
 ECSFL = {
     "reading": "mended", "aggregation": "mean", "select": "herding", "select_fraction": 0.1, "select_least": 8,
     "train_fraction": 1.0, "epsilon": 0.001, "stop": "round", "d_min": 1e-12, "distance_norm": "none", "n_edges": 1,
