@@ -129,6 +129,8 @@ def _execute(
     from_round: int | None = None,
 ) -> Run:
     given = callbacks or _TO_LOG
+    for sentence in session.warnings():
+        given.on_warning(sentence)
     given.on_start(session.method.card.title, session.settings.rounds)
     with round_callbacks(on_round, track, session, folder) as after_round:
 
@@ -144,7 +146,8 @@ def _execute(
     finished = Run(folder, session)
     if callbacks is None:  # otherwise the caller shows them with the results
         for sentence in finished.warnings():
-            log.warning(sentence)
+            if sentence not in session.warnings():  # said before
+                log.warning(sentence)
     return finished
 
 
@@ -395,7 +398,8 @@ def _objects(
 ) -> Objects:
     dataset, source = _loaded(data) if data is not None else (None, "")
     if not (dataset is None or isinstance(dataset, Dataset)):
-        raise CoterieError(f"data = {data!r} is invalid: it must be a Dataset or a function that returns one")
+        kind = type(data).__name__
+        raise CoterieError(f"data of type {kind} is invalid: it must be a Dataset or a function that returns one")
     return Objects(method, dataset, model, source)
 
 
@@ -414,7 +418,11 @@ def _named(
     data = cast(str | Path | Dataset, loaded)
     own_data, own_model = isinstance(data, Dataset), not (model is None or isinstance(model, str))
     if not own_data and not isinstance(data, str | Path):
-        raise CoterieError(f"data = {data!r} is invalid: it must be a name, a path or a Dataset")
+        kind = type(data).__name__
+        raise CoterieError(
+            f"data of type {kind} is invalid: it must be a name, a path, a function or a Dataset; arrays and data "
+            "frames become one with coterie.data.from_arrays(x, y, client=...)"
+        )
     if own_model and not callable(model) and not isinstance(model, PerClient):
         raise CoterieError(
             f"model = {model!r} is invalid: it must be a name, an nn.Module or a function that returns one"

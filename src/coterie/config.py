@@ -85,7 +85,10 @@ class RunSettings(BaseModel):
         True, description="after the last round, also evaluate all clients after local training"
     )
     headline: View = Field(
-        "personal", description="the view that tables lead with; received, trained and edge are scored more often then"
+        "personal",
+        description="the view that tables lead with, by default the model that a client of the method would use "
+        "(adapted for methods that fine-tune, otherwise personal); received, trained and edge are then scored more "
+        "often",
     )
     official: bool = Field(False, description="also evaluate every personal model on the whole official test part")
     gm_head: Literal["mean", "init"] = Field("mean", description="head of GM, the mean of the personal models")
@@ -103,6 +106,11 @@ class RunSettings(BaseModel):
             if name not in cls.model_fields:
                 raise unknown("setting", str(name), cls.model_fields)
         return given
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _optimizer(cls, given: Any) -> Any:
+        return given.lower() if isinstance(given, str) else given
 
     @field_validator("task")
     @classmethod
@@ -163,7 +171,7 @@ def settings(method: str | type[Method], **given: Any) -> RunSettings:
         {"run": run, "federation": fed, "method": own}[owner(name, has)][name] = value
     if twice := shared_names(cls):
         raise CoterieError(f'{cls.__name__} calls a setting "{twice[0]}", which runs have already; it must rename it')
-    build_method(method, own)
+    run.setdefault("headline", build_method(method, own).in_use)
     if run.get("data") in NATURAL:
         fed.setdefault("partition", "natural")
     if "public" in cls.needs:

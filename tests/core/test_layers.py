@@ -146,5 +146,5 @@ def test_a_model_that_does_not_fit_gets_one_sentence():
     with pytest.raises(CoterieError, match="does not fit the data: one item has shape 1x6x6") as caught:
         layout(nn.Linear(7, 3), PICTURES)
     assert "\n" not in str(caught.value)
-    with pytest.raises(CoterieError, match="must return logits"):
+    with pytest.raises(CoterieError, match="must return a tensor of shape"):
         layout(nn.Conv2d(1, 2, 3), PICTURES)

@@ -234,8 +234,9 @@ def test_classes_that_are_numbers_can_be_targets_and_others_not() -> None:
     assert d.y[:, 0].tolist() == [3, 7, 3, 9, 7, 3] and d.task == Regression(1) and d.classes == ()
     with pytest.raises(CoterieError, match=r"the classes of arrays have names \(a, ...\)"):
         with_task(from_arrays(X, list("abcabc")), "regression")
+    assert with_task(d, "classification").classes == ("3", "7", "9")  # whole numbers can be classes again
     with pytest.raises(CoterieError, match="one class per item, and arrays is for regression"):
-        with_task(d, "classification")
+        with_task(from_arrays(X, RNG.normal(size=6)), "classification")
     with pytest.raises(CoterieError, match="needs two classes, and arrays has 3"):
         with_task(from_arrays(X, list("abcabc")), "binary")
 

@@ -49,12 +49,14 @@ def test_a_split_without_validation_gets_one_from_the_training_items():
     assert natural(fed.dataset, val_share=0).sizes("val").sum() == 0
 
 
-def test_test_from_own_draws_a_new_split_and_other_partitions_draw_by_default():
+def test_test_from_own_draws_a_new_split_and_other_partitions_keep_the_given_one():
     x, y, owner = arrays()
     data = from_arrays(x, y, client=owner, split=split())
     assert not np.array_equal(natural(data, test_from="own").indices(0, "test"), natural(data).indices(0, "test"))
     dealt = federate(data, PartitionSettings(partition="iid", clients=3), seed=0)
-    assert dealt.identity["test_from"] == "own" and dealt.names == ("0", "1", "2") and not dealt.named
+    assert dealt.identity["test_from"] == "given" and dealt.names == ("0", "1", "2") and not dealt.named
+    tests = torch.cat([dealt.indices(i, "test") for i in dealt.clients]).sort().values
+    assert torch.equal(tests, (data.part == 2).nonzero().flatten())
 
 
 def test_a_split_may_be_kept_by_any_partition():

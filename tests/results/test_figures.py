@@ -56,6 +56,7 @@ def test_participants_are_drawn_as_running_means_of_ten_rounds() -> None:
 
     class Long:
         title, group = "x", ""
+        column = staticmethod(str)
         rounds = pd.DataFrame({"participants/before/pooled": np.arange(40) / 40}, index=range(1, 41))
 
     frame = curves.over_rounds([Long()], "participants/before/pooled", 100)

@@ -18,7 +18,7 @@ _DEPTH = 6  # levels of folders below the board's root that are searched
 _POINTS = 300  # points of a curve
 _RECENT = 20  # rounds that the remaining time is estimated from
 CURVES = {
-    "personal": "personal model, mean over clients",
+    "personal": "model in use (personal or adapted), mean over clients",
     "participants": "participants before training, mean",
     "loss": "training loss",
     "megabytes": "sent so far (MB)",
@@ -100,6 +100,12 @@ class WatchedRun:
         return make(str(task["name"]), int(task["outputs"])).metric
 
     @property
+    def headline(self) -> str:
+        """The test scores of the run's headline, or of personal models if it was not scored."""
+        name = f"{self.run.get('headline', 'personal')}/test"
+        return name if any(name in e["eval"] for e in self.rows) else "personal/test"
+
+    @property
     def round(self) -> int:
         return int(self.rows[-1]["round"]) if self.rows else 0
 
@@ -125,22 +131,26 @@ class WatchedRun:
 
     def _describe(self) -> dict[str, Any]:
         federation, metric = self.run.get("federation") or {}, self.metric
+        own = (self.settings.get("partition") or {}).get("partition") == "own"  # devices with data of their own
         times = [self.seconds[r] for r in sorted(self.seconds)[-_RECENT:]]
         rounds = int(self.run.get("rounds", 0))
         each = statistics.median(times) if times else None
-        last = next((e for e in reversed(self.rows) if "personal/test" in e["eval"]), None)
+        view = self.headline
+        last = next((e for e in reversed(self.rows) if view in e["eval"]), None)
         return {
             "id": self.id,
             "version": self.version,
             "title": str((self.settings.get("method") or {}).get("title", "")) or self.id,
             "method": str(self.run.get("method", "")),
-            "data": str(self.run.get("data", "")),
-            "partition": str(federation.get("partition", "")),
+            "data": "own data" if own else str(self.run.get("data", "")),
+            "partition": "by device" if own else str(federation.get("partition", "")),
             "clients": federation.get("clients"),
             "seed": self.run.get("seed"),
             "round": self.round,
             "rounds": rounds,
-            "score": None if last is None else metric.scale * float(last["eval"]["personal/test"]["mean"]),
+            "score": None if last is None else metric.scale * float(last["eval"][view]["mean"]),
+            "headline": view.partition("/")[0],
+            "warnings": [str(w) for w in self.settings.get("warnings") or ()],
             "metric": {"name": metric.name, "label": metric.label, "percent": metric.percent},
             "evaluated": None if last is None else last["round"],
             "bytes": sum(_bytes(e) for e in self.rows),
@@ -158,7 +168,7 @@ class WatchedRun:
     def curves(self) -> dict[str, dict[str, list[float]]]:
         """Return curve -> rounds, values and cumulative megabytes, with fewer points where there are many."""
         points: dict[str, list[tuple[int, float, float]]] = {name: [] for name in CURVES}
-        sent, scale = 0, self.metric.scale
+        sent, scale, view = 0, self.metric.scale, self.headline
 
         def add(name: str, at: int, value: float | None) -> None:
             if value is not None:
@@ -169,8 +179,8 @@ class WatchedRun:
             at = int(e["round"])
             add("megabytes", at, sent / 1e6)
             add("loss", at, e["loss"])
-            if "personal/test" in e["eval"]:
-                add("personal", at, scale * e["eval"]["personal/test"]["mean"])
+            if view in e["eval"]:
+                add("personal", at, scale * e["eval"][view]["mean"])
             if "before" in e["watch"]:
                 add("participants", at, scale * e["watch"]["before"]["mean"])
         thin = {name: _thin(ps) for name, ps in points.items() if ps}

@@ -116,7 +116,8 @@ def run(
     elif not quiet:
         _show_run(result)
     for sentence in result.warnings():
-        _warn(sentence)
+        if sentence not in result.description.get("warnings", ()):  # said before training
+            _warn(sentence)
     if not result.finished:
         resumed = f"coterie run --resume {result.path}"
         typer.echo(f"stopped after round {result.last_round}; continue with: {resumed}", err=True)
@@ -234,7 +235,7 @@ def runs(
         personal = s.get(shown, {})
         rows.append({
             "run": str(path), "date": path.joinpath("settings.json").stat().st_mtime, "method": r.title,
-            "data": r.settings["data"], "partition": r.settings["federation"]["partition"],
+            "data": r.data, "partition": r.partition,
             "seed": r.settings["seed"], "round": r.last_round, "rounds": r.settings["rounds"],
             "metric": r.metric.name, "value": personal.get("last"), "headline": shown,
             "diverged": personal.get("nonfinite", 0),

@@ -347,9 +347,13 @@ def data_show(
     from coterie.data.overview import draw_partition, partition_rows, partition_table
     from coterie.data.sources import load_dataset
     from coterie.data.target_types import with_task
+    from coterie.engine.session import Objects, follow_data
 
     s = settings(**{"method": "fedavg", **given})
-    federation = federate(with_task(load_dataset(s.data, data_dir, s.subset, s.task), s.task), s.federation, s.seed)
+    dataset = with_task(load_dataset(s.data, data_dir, s.subset, s.task), s.task)
+    federation = federate(dataset, follow_data(s, dataset, Objects()).federation, s.seed)
+    for note in (*federation.choices, *federation.notes):
+        typer.echo(note, err=True)
     drawn = draw_partition(federation, out)
     if as_json:
         typer.echo(json.dumps({"picture": str(drawn), "clients": partition_rows(federation)}))

@@ -32,33 +32,56 @@ def _run(folder: Path, data_dir: Path | None) -> Any:
     return Run(folder, rebuild(folder, engine(workers=1, data_dir=data_dir)))
 
 
+def _predictor(source: Path, client: str | None, data_dir: Path | None, allow_module: list[str] | None) -> "Predictor":
+    """Return the personal model of a file, or of a client of a run."""
+    from coterie.errors import CoterieError
+    from coterie.export.personal_model import load_model
+
+    if source.is_dir():
+        if client is None:
+            raise CoterieError(f"{source} is a run: choose a client, for example --client 0")
+        model: Predictor = _run(source, data_dir).predictor(client)
+        return model
+    if not source.exists():
+        raise CoterieError(f"{source} does not exist: there is no run and no model file")
+    if client is not None:
+        raise CoterieError(f"{source} holds the model of one client; omit --client")
+    return load_model(source, allow_module=allow_module or ())
+
+
 @export_app.command()
 def export(
-    folder: Annotated[Path, Argument(metavar="RUN", help="the folder of a run")],
-    client: Annotated[str, Option(help="client of the model: a number, or its name in the data")],
-    out: Annotated[Path | None, Option(help="file to write (default: RUN/client-NAME.safetensors)")] = None,
+    source: Annotated[Path, Argument(metavar="RUN|MODEL", help="the folder of a run, or a model file (of a device)")],
+    client: _Client = None,
+    out: Annotated[
+        Path | None, Option(help="file to write (default: RUN/client-NAME or MODEL, with its ending)")
+    ] = None,
     format: Annotated[str, Option(help="safetensors (for Coterie), onnx or torchscript (for other programs)")] = (
         "safetensors"
     ),
+    allow_module: _AllowModule = None,
     data_dir: o.DataDir = None,
 ) -> None:
     """Write a client's personal model as a file with its preprocessing, and print how to load it."""
-    from coterie.errors import unknown
+    from coterie.errors import CoterieError, unknown
     from coterie.export.deployment import ENDINGS, deploy
+    from coterie.export.run_models import export_model
 
     if format not in (*ENDINGS, "safetensors"):
         raise unknown("format", format, [*ENDINGS, "safetensors"])
-    run = _run(folder, data_dir)
-    name = re.sub(r"[^\w.-]", "_", client)
+    model = _predictor(source, client, data_dir, allow_module)
+    name = re.sub(r"[^\w.-]", "_", str(client))
+    stem = source / f"client-{name}" if source.is_dir() else source.with_suffix("")
     if format == "safetensors":
-        target = out or folder / f"client-{name}.safetensors"
-        how = run.export(client, target)
+        if not source.is_dir():
+            raise CoterieError(f"{source} is a model file already; choose --format onnx or torchscript")
+        target = out or stem.with_name(f"{stem.name}.safetensors")
+        how = export_model(model, target)
         say(f"wrote {target}; load it with\n")
         say(how)
         return
-    model = run.predictor(client)
     kind = next(k for k in ENDINGS if k == format)
-    target = out or folder / f"client-{name}{ENDINGS[kind]}"
+    target = out or stem.with_name(f"{stem.name}{ENDINGS[kind]}")
     deploy(model, target, kind)
     items = model.about.items
     meaning = {"uint8": "bytes 0 to 255", "float32": "floats as in the training data", "int64": "token ids"}[items.type]
@@ -86,18 +109,10 @@ def predict(
     """
     from coterie.data.files import new_items
     from coterie.errors import CoterieError
-    from coterie.export.personal_model import load_model
 
     if out is not None and out.suffix not in (".npz", ".csv"):
         raise CoterieError(f"--out {out} must end in .npz or .csv")
-    if source.is_dir():
-        if client is None:
-            raise CoterieError(f"{source} is a run: choose a client, for example --client 0")
-        model = _run(source, data_dir).predictor(client)
-    elif client is not None:
-        raise CoterieError(f"{source} holds the model of one client; omit --client")
-    else:
-        model = load_model(source, allow_module=allow_module or ())
+    model = _predictor(source, client, data_dir, allow_module)
     x, y = new_items(data)
     predictions = model.predict(x, y, str(data))
     if proba and predictions.proba is None:
@@ -177,6 +192,14 @@ def _columns(model: "Predictor", predictions: "Predictions", proba: bool) -> dic
     return columns
 
 
+def _cell(text: str) -> str:
+    """Return a name of a class as a cell of a CSV file; a spreadsheet must not take it for a formula."""
+    from coterie.errors import printable
+
+    text = printable(text)
+    return f"'{text}" if text[:1] in ("=", "+", "@") or (text[:1] == "-" and not text[1:].isdecimal()) else text
+
+
 def _write(out: Path, model: "Predictor", predictions: "Predictions", proba: bool) -> None:
     import io
 
@@ -186,7 +209,9 @@ def _write(out: Path, model: "Predictor", predictions: "Predictions", proba: boo
     from coterie.storage.atomic import write_atomic
 
     if out.suffix == ".csv":
-        frame = pd.DataFrame(_columns(model, predictions, proba)).rename_axis("item")
+        frame = pd.DataFrame(_columns(model, predictions, proba)).rename_axis("item").rename(columns=_cell)
+        if "label" in frame:
+            frame["label"] = frame["label"].map(_cell)
         write_atomic(out, frame.to_csv().encode())
         return
     arrays: dict[str, Any] = {"values": predictions.values, "outputs": predictions.outputs}

@@ -21,6 +21,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from coterie.errors import printable
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -126,9 +128,9 @@ def say(text: str) -> None:
 
 def frame_table(frame: "pd.DataFrame", title: str = "") -> Table:
     """A table whose numbers are never cut: long names are folded, and the last columns left out if they do not fit."""
-    table = Table(title=escape(title) or None, title_justify="left")
-    rows = [[str(label), *map(str, row)] for label, row in zip(frame.index, frame.values, strict=True)]
-    heads = [str(frame.index.name or ""), *map(str, frame.columns)]
+    table = Table(title=escape(printable(title)) or None, title_justify="left")
+    rows = [[printable(str(v)) for v in (label, *row)] for label, row in zip(frame.index, frame.values, strict=True)]
+    heads = [printable(str(v)) for v in (frame.index.name or "", *frame.columns)]
     widths = [max(map(len, column)) + 3 for column in zip(heads, *rows, strict=True)]
     room, shown = console.width - 1 - min(widths[0], NAME_WIDTH), 1
     while shown < len(heads) and widths[shown] <= room:

@@ -203,7 +203,13 @@ class _Probe:
             for h in hooks:
                 h.remove()
         if not isinstance(self.result, Tensor) or self.result.ndim != 2:
-            raise CoterieError("a model must return logits of shape [batch, classes]")
+            given = (
+                f"shape {list(self.result.shape)}" if isinstance(self.result, Tensor) else type(self.result).__name__
+            )
+            raise CoterieError(
+                "a model must return a tensor of shape [batch, outputs] (logits of classes, or numbers; [batch, 1] for "
+                f"one number), and for two items this one returns {given}"
+            )
         self._reached = self._reach(self.result)
 
     def _run(self) -> Any:

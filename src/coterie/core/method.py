@@ -298,6 +298,11 @@ class Method:
         """Return the phases that fine-tune a copy of the personal model before it is scored or used."""
         return []
 
+    @property
+    def in_use(self) -> Literal["personal", "adapted"]:
+        """The view of the model that a client would use, which tables lead with; it depends on settings only."""
+        return "personal"
+
     def global_model(self, server: State) -> Tree | None:
         """Return the complete model that is the same for all clients; None if there is none."""
         w = server.get("w") if isinstance(server, dict) else getattr(server, "w", None)

@@ -1,6 +1,7 @@
 """Optional columns of a data set: a given split, groups that must stay together, and client names."""
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import numpy as np
 
@@ -45,6 +46,8 @@ def client_number(names: Sequence[str], client: int | str) -> int:
             some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             raise CoterieError(f'unknown client "{client}"; the clients are named {some}')
         client = int(client)
-    if isinstance(client, bool) or not 0 <= client < len(names):
+    if isinstance(client, bool) or not isinstance(client, Integral):
+        raise CoterieError(f"client = {client!r} is invalid: it must be a number or a name")
+    if not 0 <= client < len(names):
         raise CoterieError(f"unknown client {client}; clients are numbered 0 to {len(names) - 1}")
     return int(client)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from coterie.data.annotations import group_codes, split_codes
 from coterie.data.dataset import Array, Dataset
-from coterie.data.target_types import read_targets
+from coterie.data.target_types import read_targets, target_notes
 from coterie.data.text import LENGTH, VOCABULARY, tokens
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, unknown
 
 
 class RawData(NamedTuple):
@@ -29,6 +29,10 @@ class RawData(NamedTuple):
     split: Array | None = None  # one value per item of x; x then holds the test items too
     group: Array | None = None
     group_test: Array | None = None
+    items: str | None = None  # one of ITEM_KINDS; None: inferred from type and shape
+
+
+ITEM_KINDS = ("pictures", "signals", "numbers", "tokens")
 
 
 def from_arrays(
@@ -45,18 +49,21 @@ def from_arrays(
     split: Any = None,
     group: Any = None,
     group_test: Any = None,
+    items: str | None = None,
 ) -> Dataset:
     """Make a Dataset from arrays.
 
     Items x are pictures [n, H, W(, C)] or [n, C, H, W], signals [n, T, C], vectors [n, d], token ids [n, L] or
-    texts [n]. Targets y are classes [n], numbers [n] or [n, k], labels of 0 and 1 [n, k], or time and event [n, 2];
+    texts [n]; `items` names their kind (pictures, signals, numbers or tokens), which is otherwise inferred from type
+    and shape. Targets y are classes [n], numbers [n] or [n, k], labels of 0 and 1 [n, k], or time and event [n, 2];
     `task` names their kind, which is otherwise inferred from the values.
     """
     if x is None or y is None:
         raise CoterieError(f"{name} needs both x and y")
     columns = {"client": client, "client_test": client_test, "split": split, "group": group, "group_test": group_test}
-    arrays = {k: _plain(v) for k, v in {"x_test": x_test, "y_test": y_test, **columns}.items() if v is not None}
-    return make_dataset(name, RawData(_plain(x), _plain(y), classes=classes, task=task, **arrays))
+    given = {"x": x, "y": y, "x_test": x_test, "y_test": y_test, **columns}
+    arrays = {k: _plain(v, f"{k} of {name}") for k, v in given.items() if v is not None}
+    return make_dataset(name, RawData(**arrays, classes=classes, task=task, items=items))
 
 
 def from_torch(train: Any, test: Any = None, *, name: str = "torch", classes: Sequence[str] | None = None) -> Dataset:
@@ -99,7 +106,8 @@ def make_dataset(name: str, raw: RawData, task: str | None = None) -> Dataset:
             )
         y = np.concatenate([y, more])
     kind, labels, classes = read_targets(name, y, raw.classes, raw.task or task)
-    items = convert_items(name, x)
+    items = convert_items(name, x, raw.items)
+    inferred = raw.task is None and task is None and raw.classes is None
     is_test = torch.arange(len(labels)) >= n_train
     part = _part(name, raw, n_train)
     is_test = is_test if part is None else part == 2
@@ -107,7 +115,28 @@ def make_dataset(name: str, raw: RawData, task: str | None = None) -> Dataset:
     vocab = VOCABULARY if x.dtype.kind == "U" else int(items.max()) + 1 if items.dtype == torch.int64 else None
     owner, names = _owner(name, raw, n_train)
     data = Dataset(name, items, labels, classes, is_test, owner, mean, std, vocab, kind)
-    return replace(data, part=part, group=_group(name, raw, n_train), client_names=names)
+    about_targets = target_notes(name, y, kind) if inferred else ()
+    return replace(
+        data, part=part, group=_group(name, raw, n_train), client_names=names, notes=_notes(name, x, items, raw),
+        target_notes=about_targets,
+    )  # fmt: skip
+
+
+def _notes(name: str, x: Array, items: Tensor, raw: RawData) -> tuple[str, ...]:
+    """Return a sentence for each choice about the items that may not be meant; none if their kind is named."""
+    if raw.items is not None:
+        return ()
+    if items.dtype == torch.int64 and x.dtype.kind != "U":
+        return (
+            f"items of {name} are whole numbers of shape {tuple(x.shape[1:])} and are taken for token ids; give floats "
+            'or items="numbers" if they are numbers, and items="tokens" if they are token ids',
+        )
+    if x.ndim == 3 and items.ndim == 4 and x.dtype != np.uint8 and x.shape[1] != x.shape[2]:
+        return (
+            f"items of {name} of shape {tuple(x.shape[1:])} are taken for grey pictures; give "
+            'items="signals" if they are signals, and items="pictures" otherwise',
+        )
+    return ()
 
 
 def _channel_moments(x: Tensor, train: Tensor) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
@@ -129,12 +158,16 @@ def _channel_moments(x: Tensor, train: Tensor) -> tuple[tuple[float, ...] | None
     return tuple(mean), tuple(std)
 
 
-def convert_items(name: str, x: Any) -> Tensor:
-    """Bring raw items into the form of a new data set, which the values decide.
+def convert_items(name: str, x: Any, kind: str | None = None) -> Tensor:
+    """Bring raw items into the form of a new data set, which type and shape decide unless `kind` names it.
 
-    Channels come first. Bytes stay bytes, half and double floats become float32, texts become token ids.
+    Channels come first. Bytes stay bytes, half and double floats become float32, texts become token ids. Other whole
+    numbers become bytes if they are pictures with values from 0 to 255, token ids if they are a matrix, and floats
+    otherwise.
     """
-    x = _plain(x)
+    if kind is not None and kind not in ITEM_KINDS:
+        raise unknown("kind of items", kind, ITEM_KINDS)
+    x = _plain(x, f"items of {name}")
     if x.size == 0:
         raise CoterieError(f"items of {name} are empty: one has shape {x.shape[1:]}")
     if x.dtype.kind == "U":
@@ -147,17 +180,25 @@ def convert_items(name: str, x: Any) -> Tensor:
         x = x.astype(np.float32, copy=False)
         if not np.isfinite(x).all():
             raise CoterieError(f"items of {name} contain values that are not finite numbers")
-    elif x.ndim == 2 and x.dtype != np.uint8:
+        if kind == "tokens":
+            raise CoterieError(f"token ids of {name} must be whole numbers, not floats")
+    elif kind == "tokens" or (kind is None and x.ndim == 2 and x.dtype.kind in "ui" and x.dtype != np.uint8):
         if x.min() < 0:
-            raise CoterieError(f"token ids of {name} must not be negative")
+            raise CoterieError(
+                f'items of {name} are whole numbers and some are negative: give floats or items="numbers" if they are '
+                "numbers; token ids must not be negative"
+            )
         return torch.from_numpy(x.astype(np.int64))
     elif x.dtype != np.uint8:
-        x = x.astype(np.uint8 if x.ndim >= 3 and x.min() >= 0 and x.max() <= 255 else np.float32)
-    if x.dtype == np.uint8 and x.ndim not in (3, 4):
+        pixels = x.dtype.kind != "b" and kind in (None, "pictures") and x.ndim >= 3 and x.min() >= 0 and x.max() <= 255
+        x = x.astype(np.uint8 if pixels else np.float32)
+    if x.dtype == np.uint8 and (x.ndim not in (3, 4) or kind in ("signals", "numbers")):
         x = x.astype(np.float32) / np.float32(255)
+    if kind == "numbers":
+        x = x.reshape(len(x), -1)
     if x.ndim == 1:
         x = x[:, None]
-    return torch.from_numpy(np.ascontiguousarray(_channels_first(x)))
+    return torch.from_numpy(np.ascontiguousarray(_channels_first(x, kind)))
 
 
 def items_like(name: str, x: Any, dtype: torch.dtype, shape: tuple[int, ...], vocab: int | None = None) -> Tensor:
@@ -165,7 +206,7 @@ def items_like(name: str, x: Any, dtype: torch.dtype, shape: tuple[int, ...], vo
 
     Arrays that the data set was made of become its items again: the values of a few items decide nothing.
     """
-    x = _plain(x)
+    x = _plain(x, f"items of {name}")
     if x.ndim == 0 or x.size == 0:
         raise CoterieError(f"{name} has no items")
     if x.dtype.kind == "U":
@@ -175,7 +216,7 @@ def items_like(name: str, x: Any, dtype: torch.dtype, shape: tuple[int, ...], vo
     if x.dtype.kind not in "buif":
         raise CoterieError(f"items of {name} are of type {x.dtype}, and the model takes {_wanted(dtype, shape)}")
     if dtype == torch.float32:
-        if x.dtype.kind != "f" and x.ndim >= 3 and x.min() >= 0 and x.max() <= 255:
+        if x.dtype == np.uint8 and x.ndim >= 3:
             raise CoterieError(
                 f"items of {name} are bytes, and the model was trained on floats; give floats on the scale of training"
             )
@@ -195,8 +236,9 @@ def items_like(name: str, x: Any, dtype: torch.dtype, shape: tuple[int, ...], vo
         x = x.astype(np.uint8 if dtype == torch.uint8 else np.int64)
     if x.ndim == 1:
         x = x[:, None]
-    channels_first = x if dtype == torch.int64 else _channels_first(x)
-    fitting = next((a for a in (channels_first, x) if a.shape[1:] == shape), None)
+    forms = (x,) if dtype == torch.int64 else (*(_channels_first(x, kind) for kind in (None, *ITEM_KINDS[:2])), x)
+    forms = (*forms, x.reshape(len(x), -1)) if len(shape) == 1 else forms
+    fitting = next((a for a in forms if a.shape[1:] == shape), None)
     if fitting is None:
         hint = f"; give a single item as an array of shape {(1, *shape)}" if x.shape in (shape, (*shape, 1)) else ""
         raise CoterieError(
@@ -212,11 +254,18 @@ def _wanted(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{_KINDS[dtype]} of shape {shape}"
 
 
-def _channels_first(x: Array) -> Array:
+def _channels_first(x: Array, kind: str | None = None) -> Array:
+    """Return pictures as [n, C, H, W] and signals as [n, C, T].
+
+    Without a kind, items [n, a, b] are grey pictures if they are bytes, or if both sides have at least 8 values and the
+    longer one at most twice as many as the shorter one.
+    """
     if x.ndim == 4 and x.shape[-1] in (1, 3, 4) and (x.shape[1] not in (1, 3, 4) or x.shape[1] > x.shape[-1]):
         return x.transpose(0, 3, 1, 2)
-    if x.ndim == 3 and (x.dtype == np.uint8 or x.shape[1] == x.shape[2]):
-        return x[:, None]  # grey pictures
+    if x.ndim == 3 and kind != "signals":
+        short, long = sorted(x.shape[1:])
+        if kind == "pictures" or x.dtype == np.uint8 or short == long or (short >= 8 and long <= 2 * short):
+            return x[:, None]  # grey pictures
     if x.ndim == 3 and x.shape[1] > x.shape[2]:
         return x.transpose(0, 2, 1)  # signals: time is the longer axis
     return x
@@ -253,7 +302,15 @@ def _owner(name: str, raw: RawData, n_train: int) -> tuple[Tensor | None, tuple[
     owner = raw.client if raw.client_test is None else np.concatenate([raw.client, raw.client_test])
     if owner.shape != (n_train + n_test,):
         raise CoterieError(f"{name} has {n_train + n_test} items but names a client for {_count(owner)}")
+    missing = [owner[i] for i in np.flatnonzero(owner != owner)[:1]]  # NaN
+    missing += [c for c in (owner if owner.dtype == object else ()) if c is None][:1]
+    if missing:
+        raise CoterieError(f"client ids of {name} contain {missing[0]}; every item needs the id of its client")
+    if owner.dtype == object:
+        owner = owner.astype(str)
     names, number = np.unique(owner, return_inverse=True)
+    if "" in names.astype(str):
+        raise CoterieError(f"client ids of {name} contain an empty text; every item needs the id of its client")
     return torch.from_numpy(number.astype(np.int64)), tuple(map(str, names))
 
 
@@ -268,11 +325,19 @@ def _read_items(source: Any, name: str) -> tuple[Array, Array]:
         ) from None
 
 
-def _plain(values: Any) -> Array:
+def _plain(values: Any, what: str) -> Array:
+    """Return an array of numbers or texts; sparse matrices become dense. `what` names the array in errors."""
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise CoterieError(f"{what}: some values are masked, and a mask has no meaning here; fill or remove them")
+    if hasattr(values, "toarray") and hasattr(values, "nnz"):  # scipy.sparse, which need not be installed
+        values = values.toarray()
     try:
-        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    except (TypeError, ValueError) as e:
-        raise CoterieError(f"arrays of numbers or texts are needed: {e}") from None
+        if isinstance(values, Tensor):
+            values = values.detach().cpu()
+            values = values.float() if values.dtype == torch.bfloat16 else values
+        array: Array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise CoterieError(f"{what}: arrays of numbers or texts are needed: {e}") from None
     if array.dtype == object and array.ndim == 1 and all(isinstance(v, str) for v in array):
         return array.astype(str)
     return array

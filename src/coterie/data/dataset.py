@@ -46,6 +46,8 @@ class Dataset:
     part: Tensor | None = None  # int64 [n], the split of the data themselves: 0 train, 1 validation, 2 test
     group: Tensor | None = None  # int64 [n], group of each item; a split never divides a group (windows of a recording)
     client_names: tuple[str, ...] | None = None  # client names, indexed by the values of owner
+    notes: tuple[str, ...] = ()  # sentences about items that were read in a way that may not be meant
+    target_notes: tuple[str, ...] = ()  # the same about targets; none if the task is named
 
     def __len__(self) -> int:
         return len(self.y)

@@ -14,6 +14,7 @@ from coterie.core.tasks import Task
 from coterie.data.annotations import PART_WORDS, client_number
 from coterie.data.dataset import Dataset, Ints
 from coterie.data.partition import deal
+from coterie.data.scale import check_unit, standardised, unscaled_items, unscaled_targets
 from coterie.data.settings import PartitionSettings
 from coterie.data.split import deal_official_test, draw_grouped_parts, draw_parts, hold_out_public
 from coterie.errors import CoterieError
@@ -42,6 +43,8 @@ class Federation:
     ):
         self.dataset, self.settings, self.seed = dataset, settings, seed
         self._test_from = test_from
+        self.notes: tuple[str, ...] = ()  # warnings about the data, one sentence each
+        self.choices: tuple[str, ...] = ()  # automatic choices, one sentence each
         self._index = torch.from_numpy(index)  # samples by client, then part, then sample number
         self._bounds = bounds  # [3 * clients + 1] into index: train, val, test of client 0, train of client 1, ...
         self._public = torch.from_numpy(public)
@@ -171,8 +174,34 @@ class Federation:
         return {**self.__dict__, "_cache": {}, "_cached": 0, "_public_ready": None, "_official_ready": None}
 
 
-def federate(dataset: Dataset, settings: PartitionSettings, seed: int) -> Federation:
-    """Divide the samples among clients and split each client's samples; a pure function of its arguments."""
+def as_given(settings: PartitionSettings, dataset: Dataset, keep_test: bool) -> PartitionSettings:
+    """Fill in the settings that the user left open with what the data say.
+
+    Client ids mean a natural partition. With `keep_test`, an official test part stays one.
+    """
+    update: dict[str, Any] = {}
+    given = settings.model_fields_set
+    if dataset.owner is not None and "partition" not in given:
+        update["partition"] = "natural"
+    has_test = dataset.part is None and bool(dataset.is_test.any())
+    if keep_test and has_test and not given & {"pool", "test_from", "test_share"}:
+        update |= {"pool": "train", "test_from": "official"}
+    return settings.model_copy(update=update)
+
+
+def like_recorded(settings: PartitionSettings, recorded: PartitionSettings) -> PartitionSettings:
+    """Fill in the settings that the user left open and that data can decide with those of a run."""
+    names = {"partition", "pool", "test_from"} - settings.model_fields_set
+    return settings.model_copy(update={k: getattr(recorded, k) for k in names})
+
+
+def federate(dataset: Dataset, settings: PartitionSettings, seed: int, standardise: bool = True) -> Federation:
+    """Divide the samples among clients and split each client's samples; a pure function of its arguments.
+
+    Float items that are out of scale are standardised on training samples, or only noted without `standardise`.
+    """
+    if settings.normalize == "unit":
+        check_unit(dataset)
     labels, names = dataset.strata
     is_test = dataset.is_test.numpy()
     scheme = settings.scheme
@@ -203,21 +232,47 @@ def federate(dataset: Dataset, settings: PartitionSettings, seed: int) -> Federa
         pool, client = np.concatenate([pool, official[dealt]]), np.concatenate([client, test_client])
         part = np.concatenate([part, np.full(len(dealt), 2)])
     n = int(client.max()) + 1
+    notes, choices = [*dataset.notes, *dataset.target_notes, *_left_out(dataset, client_names)], []
+    train = np.sort(pool[part == 0])
+    if settings.normalize == "standard" and standardise:
+        dataset, sentence = standardised(dataset, train)
+        choices += [sentence] if sentence else []
+    elif settings.normalize == "standard":
+        notes += [sentence] if (sentence := unscaled_items(dataset, train)) else []
+    notes += [sentence] if (sentence := unscaled_targets(dataset, train)) else []
     if test_from != "own":
         _check_parts(np.bincount(3 * client + part, minlength=3 * n).reshape(n, 3), client_names)
         _check_groups(dataset, pool, client, part, client_names)
     order = np.lexsort((pool, 3 * client + part))
     bounds = np.concatenate([[0], np.cumsum(np.bincount(3 * client + part, minlength=3 * n))])
-    return Federation(
+    federation = Federation(
         dataset, settings, seed, pool[order], bounds, public, official, rotations, client_names, test_from
     )
+    federation.notes, federation.choices = tuple(notes), tuple(choices)
+    return federation
+
+
+def _left_out(dataset: Dataset, kept: tuple[str, ...] | None) -> list[str]:
+    """Return a sentence about natural clients that do not take part."""
+    if kept is None or dataset.owner is None:
+        return []
+    all_names = dataset.client_names or tuple(map(str, range(int(dataset.owner.max()) + 1)))
+    present = [all_names[i] for i in np.unique(dataset.owner.numpy())]
+    if not (absent := [name for name in present if name not in set(kept)]):
+        return []
+    names = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
+    samples = int(torch.isin(dataset.owner, torch.tensor([all_names.index(name) for name in absent])).sum())
+    return [
+        f"{len(absent)} of {len(present)} clients of {dataset.name} with {samples} samples are left out ({names}): "
+        "they have fewer than min_size samples, or there are more than `clients`"
+    ]
 
 
 def _test_from(dataset: Dataset, settings: PartitionSettings) -> str:
     """Return the source of test samples; raise CoterieError if the data do not have it."""
     asked = settings.test_from
     if asked is None:
-        given = dataset.part is not None and settings.scheme.name == "natural" and settings.pool == "merged"
+        given = dataset.part is not None and settings.pool == "merged"
         return "given" if given else "own"
     if asked == "official" and not dataset.is_test.any():
         raise CoterieError(f"test_from = official needs an official test part, and {dataset.name} has none")

@@ -37,8 +37,8 @@ def reading(path: Path, kind: str) -> Iterator[None]:
 def npz(path: Path) -> RawData:
     """Read an .npz file in one of three layouts.
 
-    These are x_train, y_train, x_test, y_test (classes, client_train, client_test, group_train, group_test, task);
-    x, y (client, group, split); or MedMNIST's names.
+    These are x_train, y_train, x_test, y_test (classes, client_train, client_test, group_train, group_test, task,
+    items); x, y (client, group, split); or MedMNIST's names.
     """
     with reading(path, "an .npz data file"):
         arrays = _arrays(path)
@@ -59,6 +59,7 @@ def npz(path: Path) -> RawData:
             arrays["y_train"],
             classes=[str(c) for c in arrays["classes"]] if "classes" in arrays else None,
             task=str(arrays["task"]) if "task" in arrays else None,
+            items=str(arrays["items"]) if "items" in arrays else None,
             client=arrays.get("client_train"),
             group=arrays.get("group_train"),
             **{k: arrays[k] for k in columns if k in arrays},
@@ -246,6 +247,10 @@ def _pictures(train: list[tuple[Path, int]], test: list[tuple[Path, int]], class
     files = [f for f, _ in train + test]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # decoding releases Python's lock
         pictures = list(pool.map(_picture, files, chunksize=256))
+    depth = next((i for i, p in enumerate(pictures) if p.dtype != pictures[0].dtype), None)
+    if depth is not None:
+        types = f"{files[0]} is {pictures[0].dtype} and {files[depth]} {pictures[depth].dtype}"
+        raise CoterieError(f"pictures must have one depth, but {types}")
     if any(p.ndim == 3 for p in pictures):  # grey pictures among coloured ones
         pictures = [p if p.ndim == 3 else np.repeat(p[:, :, None], 3, axis=2) for p in pictures]
     odd = next((i for i, p in enumerate(pictures) if p.shape != pictures[0].shape), None)
@@ -262,4 +267,6 @@ def _pictures(train: list[tuple[Path, int]], test: list[tuple[Path, int]], class
 
 def _picture(path: Path) -> Array:
     with reading(path, "a picture"), Image.open(path) as picture:
+        if picture.mode.startswith("I") or picture.mode == "F":  # 16 or 32 bits, which conversion would cut to 255
+            return np.asarray(picture)
         return np.asarray(picture.convert("L" if picture.mode in ("1", "L") else "RGB"))

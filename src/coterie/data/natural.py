@@ -66,7 +66,9 @@ class NaturalDataset:
 def _ratings(person: "pd.Series", item: "pd.Series", rating: "pd.Series") -> RawData:
     """Make data of ratings: items are numbered in the sorted order of their ids, and each person is a client."""
     numbers = np.unique(item.to_numpy(), return_inverse=True)[1]
-    return RawData(numbers[:, None].astype(np.int64), rating.to_numpy(np.float32), client=person.to_numpy())
+    return RawData(
+        numbers[:, None].astype(np.int64), rating.to_numpy(np.float32), client=person.to_numpy(), items="tokens"
+    )
 
 
 def _scaled(columns: "list[pd.Series]") -> Array:

@@ -15,7 +15,10 @@ class PartitionSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    partition: str = Field("dirichlet(0.1)", description="how the samples are divided among the clients")
+    partition: str = Field(
+        "dirichlet(0.1)",
+        description="how the samples are divided among the clients; by default natural if the data name their clients",
+    )
     clients: int | None = Field(None, description="number of clients; empty: 20, or all clients in the data (natural)")
     pool: Literal["merged", "train"] = Field(
         "merged", description="samples that are divided: all, or the official training part only"
@@ -25,7 +28,8 @@ class PartitionSettings(BaseModel):
         None,
         description="own: a client's test samples are drawn from its samples; official: they come from the official "
         "test part (needs pool = train), its own items there (natural) or in proportion to its classes; given: the "
-        "split of the data decides; empty: given for natural clients of data with a split, otherwise own",
+        "split of the data decides; empty: given for data with a split, official for data of your own with a test "
+        "part (then pool is train), otherwise own",
     )
     val_share: float = Field(0.1, description="fraction of a client's remaining samples used for validation")
     min_size: int = Field(
@@ -49,7 +53,9 @@ class PartitionSettings(BaseModel):
         description="source of the public samples: taken from the pool, from the official test part, or random noise",
     )
     normalize: InputScale = Field(
-        "standard", description="preprocessing of pixels: standardise, scale to 0..1, or none"
+        "standard",
+        description="preprocessing of items: standardise bytes, and floats that are far from 1, by the training part; "
+        "unit: scale bytes to 0..1; or none",
     )
     exdir_prior: Literal["indicator", "normalized"] = Field(
         "indicator", description="concentration for each holder of a class: alpha, or alpha / number of holders"

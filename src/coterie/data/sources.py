@@ -1,6 +1,5 @@
 """Load data: by a known name, from a file, a folder, the hub, or by a function of the user."""
 
-import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,10 @@ from coterie.data.arrays import from_arrays, from_torch, make_dataset
 from coterie.data.catalogue import DATASETS, data_dir, locate, missing_message
 from coterie.data.dataset import SUBSET, Dataset
 from coterie.data.natural import NATURAL
+from coterie.engine.provenance import import_named
 from coterie.errors import CoterieError, unknown
+
+_TABLES = (".csv", ".tsv", ".txt", ".parquet", ".feather", ".xls", ".xlsx", ".json", ".arff")
 
 
 class DatasetInfo(NamedTuple):
@@ -64,8 +66,11 @@ def save_dataset(data: Dataset, path: Path) -> None:
     """Write a data set as an .npz file, which opens much faster than thousands of picture files."""
     test = data.is_test.numpy() if data.part is None else np.zeros(len(data), bool)
     arrays = {"classes": np.array(data.classes)} if data.classes else {}
-    if data.kind != "classification":
-        arrays["task"] = np.array(data.kind)
+    arrays["task"] = np.array(data.kind)
+    if data.x.dtype == torch.int64:
+        arrays["items"] = np.array("tokens")
+    elif data.x.dim() < 5:
+        arrays["items"] = np.array({2: "numbers", 3: "signals", 4: "pictures"}[data.x.dim()])
     if data.part is not None:
         arrays["split"] = data.part.numpy()
     for part, rows in (("train", ~test), ("test", test)):
@@ -112,6 +117,11 @@ def _load(name: str, folder: Path | None, task: str | None) -> Dataset:
     path, kind = _path(name)
     if kind == "folder":
         return make_dataset(path.resolve().name, files.folder(path))
+    if kind == "file" and path.suffix.lower() in _TABLES:
+        raise CoterieError(
+            f"{name} is a table, which is not read directly: read it with pandas in a function that returns "
+            "coterie.data.from_arrays(x, y, client=...), and give --data module:function"
+        )
     if kind == "file" or path.suffix == ".npz":
         return make_dataset(path.stem, files.npz(path), task)
     if ":" in name and not kind:
@@ -135,10 +145,11 @@ def _path(name: str) -> tuple[Path, Literal["file", "folder", ""]]:
 
 def _call(name: str) -> Dataset:
     """Import and call `module:function` of the user and return its Dataset."""
-    module, _, function = name.partition(":")
     try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as e:
+        make = import_named(name)
+    except CoterieError:
+        raise
+    except Exception as e:  # a user's module may raise anything while it is imported
         raise CoterieError(f'data "{name}" cannot be imported: {e}') from e
     return call_data_function(make, f'data "{name}"')
 

@@ -15,6 +15,8 @@ from coterie.core.tasks import task_name
 from coterie.data.dataset import Array, Dataset
 from coterie.errors import CoterieError
 
+MOST_FLOAT_CLASSES = 20  # floats with more different whole values are numbers, not classes
+
 
 class Targets(NamedTuple):
     """Checked targets and their task."""
@@ -71,12 +73,17 @@ def targets_like(name: str, y: Array, task: str, classes: Sequence[str], outputs
 
 
 def infer_task(name: str, y: Array) -> str:
-    """Infer the task of targets [n, k]: classes are whole numbers or names; labels are several columns of 0 and 1."""
+    """Infer the task of targets [n, k]: classes are whole numbers or names; labels are several columns of 0 and 1.
+
+    Floats are classes if they are whole numbers with at most MOST_FLOAT_CLASSES different values.
+    """
     if y.shape[1] == 1:
-        whole = y.dtype.kind in "USbui" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all()))
-        if y.dtype.kind == "f" and not np.isfinite(y).all():
+        if y.dtype.kind != "f":
+            return "classification"
+        if not np.isfinite(y).all():
             raise CoterieError(f"targets of {name} contain values that are not finite numbers")
-        return "classification" if whole or y.dtype.kind not in "f" else "regression"
+        few = bool((y == np.floor(y)).all()) and len(np.unique(y)) <= MOST_FLOAT_CLASSES
+        return "classification" if few else "regression"
     if y.dtype.kind in "buif" and bool(((y == 0) | (y == 1)).all()):
         if bool((y.sum(1) == 1).all()):
             raise CoterieError(
@@ -92,9 +99,36 @@ def infer_task(name: str, y: Array) -> str:
     )
 
 
+def target_notes(name: str, y: Array, task: str) -> tuple[str, ...]:
+    """Return a sentence for each inferred property of targets [n, 1] that may not be meant."""
+    if y.shape[1] != 1 or y.dtype.kind not in "uif":
+        return ()
+    values = np.unique(y)
+    if task == "regression" and bool((values == np.floor(values)).all()):
+        return (f"targets of {name} are {len(values)} different floats and are taken for numbers (task = regression)",)
+    if task != "classification":
+        return ()
+    notes = []
+    if values[0] < 0 and values.tolist() != [-1, 1]:
+        notes.append(
+            f"targets of {name} contain {values[0]:g}, which is taken for a class; remove these items if it marks "
+            "items without a label"
+        )
+    first = int(values[0]) in (0, 1) and int(values[-1]) - int(values[0]) == len(values) - 1  # 0..k-1 or 1..k
+    if len(values) > MOST_FLOAT_CLASSES and (not first or len(y) < 10 * len(values)):
+        notes.append(
+            f"targets of {name} are {len(values)} different whole numbers and are taken for classes; set "
+            "task = regression or task = count if they are numbers, and task = classification if they are classes"
+        )
+    return tuple(notes)
+
+
 def with_task(data: Dataset, task: str | None) -> Dataset:
     """Return the data for a different task; classes whose names are numbers can become targets of regression."""
-    if task is None or task_name(task) == data.kind:
+    if task is None:
+        return data
+    data = replace(data, target_notes=())
+    if task_name(task) == data.kind:
         return data
     if {task, data.kind} <= {"classification", "binary"}:
         if len(data.classes) != 2 and task == "binary":
@@ -111,7 +145,10 @@ def with_task(data: Dataset, task: str | None) -> Dataset:
     else:
         numbers = data.y.numpy().astype(np.float64)
     if task in ("classification", "binary"):
-        raise CoterieError(f"the task {task} needs one class per item, and {data.name} is for {data.kind}")
+        if data.kind != "regression" or numbers.shape[1] != 1 or not bool((numbers == np.floor(numbers)).all()):
+            raise CoterieError(f"the task {task} needs one class per item, and {data.name} is for {data.kind}")
+        targets = read_targets(data.name, numbers, None, task)
+        return replace(data, y=targets.y, classes=targets.classes, kind=task)
     targets = read_targets(data.name, numbers, None, task)
     return replace(data, y=targets.y, classes=targets.classes, kind=task)
 

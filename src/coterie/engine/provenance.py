@@ -22,20 +22,26 @@ def origin(thing: object) -> str:
     return f"{named.__module__}:{getattr(named, '__qualname__', '')}"
 
 
+def import_named(path: str) -> Any:
+    """Import the object that `package.module:name` names; modules in the current folder are found too."""
+    module, _, name = path.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # commands do not search it by default; last, so that it hides no module
+    value: Any = importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
 def recalled(path: str) -> Any:
     """Import module:name; return None if that fails (a notebook, a local function, a lost file)."""
     module, _, name = path.partition(":")
     if module == "__main__" or "<" in name or not name:
         return None
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # models by name are found here too; last, so that it hides no module
     try:
-        thing: Any = importlib.import_module(module)
-        for part in name.split("."):
-            thing = getattr(thing, part)
+        return import_named(path)
     except Exception:  # whatever a user's module raises: it cannot be found again
         return None
-    return thing
 
 
 def code_digest(thing: object) -> str:

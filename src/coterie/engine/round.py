@@ -77,6 +77,9 @@ class RoundResult:
 
 def plan(method: Method, server: State, edges: Edges, round: int, rules: Rules) -> RoundPlan:
     sampled = method.sample(server, round, torch_rng(rules.seed, "sample", round))
+    if strange := set(sampled) - set(method.ctx.clients):
+        name = type(method).__name__
+        raise CoterieError(f"{name}.sample returned {min(strange)!r}, which is not the number of a client that trains")
     ids = tuple(sorted(set(sampled)))
     failing = frozenset(i for i in ids if _drawn(rules.seed, "dropout", round, i, rules.dropout))
     sent = method.down(server, ids, round)

@@ -10,11 +10,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -54,9 +54,9 @@ class Items(BaseModel):
     shape: tuple[int, ...]  # shape of one item, channels first
     vocab: int | None = None  # upper bound of token ids; texts become ids by data/text.py
     normalize: InputScale = "standard"  # none: bytes as they are; unit: divided by 255; standard: mean and std too
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    turn: float = 0.0  # degrees by which this client's pictures are rotated
+    mean: tuple[FiniteFloat, ...] | None = None
+    std: tuple[Annotated[FiniteFloat, Field(gt=0)], ...] | None = None
+    turn: FiniteFloat = 0.0  # degrees by which this client's pictures are rotated
     interp: Interp = "bilinear"
 
     @property
@@ -291,6 +291,8 @@ def load_model(
     A model or method of your own must be given again, or is imported by the name in the file if `allow_module` lists
     that name (`package.module:name`, or `package.module:*` for all names of a module).
     """
+    if not isinstance(path, str | Path):
+        raise CoterieError(f"a personal model is loaded from a file, not from {path!r}")
     path = Path(path)
     try:
         with safe_open(path, "pt") as f:

@@ -36,6 +36,7 @@ class DeviceFederation(Federation):
         self.clients: tuple[int, ...] = tuple(range(places))
         self.named, self.names = False, tuple(map(str, self.clients))
         self.groups: Ints | None = None
+        self.notes, self.choices = () if own is None else own.notes, ()
         self.identity: dict[str, Any] = {**settings.model_dump(mode="json"), "partition": "own", "clients": places}
         self._public_ready: torch.Tensor | None = torch.zeros((0, *example.shape)) if edge else None
 
@@ -110,4 +111,4 @@ def only_client(data: Dataset, like: Dataset, settings: PartitionSettings, seed:
     aligned = replace(
         with_classes(data, like), mean=like.mean, std=like.std, owner=None
     )  # every device normalises alike
-    return federate(aligned, settings.model_copy(update=pieces | {"short": "redraw"}), seed)
+    return federate(aligned, settings.model_copy(update=pieces | {"short": "redraw"}), seed, standardise=False)

@@ -22,7 +22,7 @@ from coterie.parts.clustering import warm_kmeans
 
 
 class CGPFLSettings(PFedMeSettings):
-    groups: int = Field(4, ge=1, description="number of contexts G")
+    groups: int = Field(4, ge=1, le=1000, description="number of contexts G")
     inner_steps: int = Field(5, ge=1, description="steps on theta per batch (S)")
     beta: float = Field(1.0, ge=0, le=2, description="step of a context towards its members' mean (the paper's alpha)")
 

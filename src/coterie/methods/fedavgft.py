@@ -9,6 +9,8 @@ whose head does not fit yet. The copy is the view `adapted`; it never feeds back
 LP-FT was written for a pre-trained network; here the federation's model takes its place.
 """
 
+from typing import Literal
+
 from pydantic import Field
 
 from coterie.core.method import Card, Method, Phase, Settings
@@ -34,6 +36,10 @@ class FedAvgFT(Method):
     def adapt(self) -> list[Phase]:
         return [Phase(self.loss, epochs=self.hp.finetune_epochs)] if self.hp.finetune_epochs > 0 else []
 
+    @property
+    def in_use(self) -> Literal["personal", "adapted"]:
+        return "adapted" if self.hp.finetune_epochs > 0 else "personal"
+
 
 class LPFTSettings(Settings):
     head_epochs: float = Field(5, ge=0, description="epochs on the head, body frozen, before a copy is used")
@@ -57,3 +63,7 @@ class LPFT(Method):
     def adapt(self) -> list[Phase]:
         head = Phase(self.loss, lambda name: name in self.ctx.group("head"), self.hp.head_epochs)
         return [p for p in (head, Phase(self.loss, epochs=self.hp.finetune_epochs)) if p.epochs]
+
+    @property
+    def in_use(self) -> Literal["personal", "adapted"]:
+        return "adapted" if self.hp.head_epochs + self.hp.finetune_epochs > 0 else "personal"

@@ -47,3 +47,7 @@ class FedBABU(Method):
             return []
         trains = self.private if self.hp.finetune == "head" else T.everything
         return [Phase(self.loss, trains, self.hp.finetune_epochs, lr=self.hp.finetune_lr)]
+
+    @property
+    def in_use(self) -> Literal["personal", "adapted"]:
+        return "adapted" if self.hp.finetune_epochs > 0 else "personal"

@@ -25,7 +25,7 @@ from coterie.parts.similarity import cosine
 
 
 class FedGroupSettings(Settings):
-    groups: int = Field(3, ge=1, description="number of groups G")
+    groups: int = Field(3, ge=1, le=1000, description="number of groups G")
     pretrain_steps: int = Field(50, ge=1, description="mini-batch steps of the cold start")
     founders: int = Field(20, ge=1, description="clients per group that found the groups, drawn at random")
     eta_g: float = Field(0.0, ge=0, description="inter-group step: weight eta_g / norm of every other group's model")

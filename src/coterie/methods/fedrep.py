@@ -12,6 +12,8 @@ frozen. Departs from the authors' code:
 - The mean is by samples as in their general code; for CIFAR and MNIST they average uniformly (`weighting = uniform`).
 """
 
+from typing import Literal
+
 from pydantic import Field
 
 from coterie.core.method import Card, Method, Phase, Settings
@@ -40,3 +42,7 @@ class FedRep(Method):
 
     def adapt(self) -> list[Phase]:
         return [Phase(self.loss, self.private, self.hp.final_epochs)] if self.hp.final_epochs else []
+
+    @property
+    def in_use(self) -> Literal["personal", "adapted"]:
+        return "adapted" if self.hp.final_epochs > 0 else "personal"

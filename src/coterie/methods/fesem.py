@@ -23,7 +23,7 @@ from coterie.parts.clustering import assign
 
 
 class FeSEMSettings(Settings):
-    groups: int = Field(2, ge=1, description="number of centres G")
+    groups: int = Field(2, ge=1, le=1000, description="number of centres G")
 
 
 class FeSEM(Clustered):

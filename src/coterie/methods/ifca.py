@@ -23,7 +23,7 @@ PICKED = "x:picked"
 
 
 class IFCASettings(Settings):
-    groups: int = Field(3, ge=1, description="number of models G")
+    groups: int = Field(3, ge=1, le=1000, description="number of models G")
 
 
 class IFCA(SendsAllModels):

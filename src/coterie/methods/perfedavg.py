@@ -91,6 +91,10 @@ class PerFedAvg(Method):
     def adapt(self) -> list[Phase]:
         return [Phase(update=self.inner, steps=self.hp.adapt_steps)]
 
+    @property
+    def in_use(self) -> Literal["personal", "adapted"]:
+        return "adapted" if self.hp.adapt_steps > 0 else "personal"
+
 
 class PerFedAvgHF(PerFedAvg):
     Settings = PerFedAvgHFSettings

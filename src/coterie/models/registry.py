@@ -1,14 +1,11 @@
 """Build models: by name, by import path, or from the user's own factory, class or nn.Module."""
 
 import copy
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
@@ -16,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from coterie.core.layers import layout
+from coterie.engine.provenance import import_named
 from coterie.errors import CoterieError, unknown
 from coterie.models.blocks import ItemShape
 from coterie.models.zoo import ZOO
@@ -136,7 +134,7 @@ def _factory(name: str) -> nn.Module | ModelFactory:
         if name in plugins:
             factory = plugins[name].load()
         elif ":" in name:
-            factory = _import(name)
+            factory = import_named(name)
         else:
             raise unknown("model", name, [*ZOO, *plugins])
     except (ImportError, AttributeError, ValueError) as e:
@@ -144,17 +142,6 @@ def _factory(name: str) -> nn.Module | ModelFactory:
     if not callable(factory):
         raise CoterieError(f'the model "{name}" is neither a factory nor an nn.Module')
     return factory  # type: ignore[no-any-return]
-
-
-def _import(path: str) -> Any:
-    """Import the object that 'package.module:name' names."""
-    module, _, name = path.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # commands do not search it by default; last, so that it hides no module
-    value: Any = importlib.import_module(module)
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -43,7 +43,7 @@ class RoundCallbacks:
 @contextmanager
 def round_callbacks(on_round: OnRound, track: str | None, session: Session, folder: Path) -> Iterator[RoundCallbacks]:
     """Open the callbacks of a run, which are checked before it starts."""
-    calls = [on_round] if callable(on_round) else list(on_round)
+    calls = [on_round] if callable(on_round) or not isinstance(on_round, Sequence) else list(on_round)
     for call in calls:
         if not callable(call):
             raise CoterieError(f"on_round = {call!r} is invalid: it must be a function or a list of functions")

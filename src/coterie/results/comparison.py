@@ -10,15 +10,20 @@ from coterie.core.tasks import Metric
 from coterie.core.views import VIEWS
 from coterie.errors import CoterieError, unknown
 from coterie.results.controls import ControlTable, headline_view
-from coterie.results.run import Run
+from coterie.results.run import IN_USE, Run
 from coterie.results.tables import markdown_table
 
 WORK = {"steps": "steps", "samples": "samples", "CPU s": "cpu"}  # columns of local training, and their names in a run
+MODEL = "model"  # column with the view of each row, if they differ
 HIDDEN_COLUMNS = ("clusters", "received", "edge")  # shown in tables on request only; files have them
 
 
 def _columns(view: str) -> dict[str, tuple[str, str]]:
-    """Return column -> (key of the summary, statistic); the headline comes first, then further statistics of it."""
+    """Return column -> (key of the summary, statistic); the headline comes first, then further statistics of it.
+
+    The key IN_USE, which an empty view stands for, is the headline of each run.
+    """
+    view = view or IN_USE
     first = {
         view: "last", "worst 10%": "worst10", "std": "std", "pooled": "pooled", "clusters": "clusters",
         "last 10": "last10", "selected": "selected", "best": "best",
@@ -46,12 +51,13 @@ class Comparison:
         """Compare runs.
 
         `methods` are compared with the controls `against` (default: the controls that the methods name). `view` is the
-        headline (default: that of the runs), and `also` lists columns that are shown on request only.
+        headline (default: that of each run), and `also` lists columns that are shown on request only.
         """
         if not runs:
             raise CoterieError("give at least one run to compare")
         self.view = headline_view(runs, view)
-        self.columns = _columns(self.view) | {m.name: (self.view, m.name) for m in runs[0].task.metrics[1:]}
+        self.first = self.view or IN_USE  # name of the first column
+        self.columns = _columns(self.view) | {m.name: (self.first, m.name) for m in runs[0].task.metrics[1:]}
         for name in also:
             if name not in HIDDEN_COLUMNS:
                 raise unknown("column", name, HIDDEN_COLUMNS)
@@ -78,13 +84,19 @@ class Comparison:
         `steps`, `samples` and `CPU s` are the local training of all clients in the whole run, the fine-tuning of the
         view `adapted` included where that is the headline.
 
+        If the headlines of the runs differ, the first column is `in use`, and `model` names the view of each row.
         `diverged` is the number of the scored `clients` whose personal models give NaN or infinity; if all of them do,
         the value is missing. Further metrics of the task are those of the headline.
         """
         rows = {}
         for title in self.titles:
-            summaries = [r.summary() for r in self.runs if r.title == title]
+            mine = [r for r in self.runs if r.title == title]
+            summaries = [
+                {**s, **({IN_USE: s[r.headline]} if r.headline in s else {})} for r in mine for s in [r.summary()]
+            ]
             row: dict[str, Any] = {"seeds": len(summaries), "rounds": min(s["rounds"] for s in summaries)}
+            if not self.view:
+                row[MODEL] = " or ".join(dict.fromkeys(r.headline for r in mine))
             for name, (view, statistic) in self.columns.items():
                 sound = [s[view] for s in summaries if view in s and not _diverged(s[view], statistic)]
                 values = [v[statistic] for v in sound if statistic in v and not np.isnan(v[statistic])]
@@ -115,12 +127,14 @@ class Comparison:
         frame = self.table()
         out = pd.DataFrame(index=frame.index)
         more = ("personal", "global", "trained", "adapted", "newcomer", "newcomer adapted")
-        main = (self.view, "worst 10%", *HIDDEN_COLUMNS, "selected", *more)
+        main = (self.first, "worst 10%", *HIDDEN_COLUMNS, "selected", *more)
         others = {m.name: m for m in self.metrics[1:]}
         for name in dict.fromkeys(main) if brief else self.columns:
-            if name in frame and name not in self._hidden and (frame[name].notna().any() or name == self.view):
-                own, metric = self.columns[name][0] == "personal", others.get(name, self.metric)
+            if name in frame and name not in self._hidden and (frame[name].notna().any() or name == self.first):
+                own, metric = self.columns[name][0] in ("personal", IN_USE), others.get(name, self.metric)
                 out[name] = [_text(row, name, own, metric) for _, row in frame.iterrows()]
+            if name == IN_USE:
+                out[MODEL] = frame[MODEL]
         if frame["diverged"].any():
             out["diverged"] = [f"{d:.0f} of {n:.0f}" for d, n in zip(frame["diverged"], frame["clients"], strict=True)]
         for name in ("steps",) if brief else WORK:

@@ -79,7 +79,7 @@ class ControlTable:
         """Pair methods with controls.
 
         `methods` and their controls `against` are given by title or method (default: the controls that the methods
-        name). `view` is the scored view (default: the headline of the runs).
+        name). `view` is the scored view (default: the headline of each run).
         """
         self.group = runs[0].group if runs else ""
         self.metric: Metric = runs[0].metric if runs else Classification.metrics[0]
@@ -101,7 +101,12 @@ class ControlTable:
             else:
                 by_title[r.title][seed] = r
         return [
-            Row(title, registered_name(str(next(iter(by.values())).settings["method"])), self.view, by)
+            Row(
+                title,
+                registered_name(str((first := next(iter(by.values()))).settings["method"])),
+                self.view or first.headline,
+                by,
+            )
             for title, by in by_title.items()
             if by
         ]
@@ -116,7 +121,7 @@ class ControlTable:
         plain = plain if plain in names else registered_name(plain)
         if plain not in names:
             raise unknown("method among these runs", plain or name, names)
-        return plain, _view(view or self.view)
+        return plain, _view(view) if view else self.view
 
     # ---- pairs of method and control ---------------------------------------------------------------------------------
     def opponents(self) -> list[tuple[Row, list[Row]]]:
@@ -146,7 +151,9 @@ class ControlTable:
 
     def _named(self, names: Iterable[tuple[str, str]]) -> list[Row]:
         """Return the rows of these names, in the order of the names."""
-        return [replace(r, view=view) for name, view in names for r in self.rows if name in (r.title, r.method)]
+        return [
+            replace(r, view=view or r.view) for name, view in names for r in self.rows if name in (r.title, r.method)
+        ]
 
     def _with_view(self, row: Row) -> Row:
         """Return the row in its view, or in the personal view, with a note, if the method has no such model."""
@@ -323,9 +330,9 @@ def _count(count: int, word: str) -> str:
 
 
 def headline_view(runs: Sequence[Run], view: str = "") -> str:
-    """Return the requested view, otherwise the common headline of these runs, otherwise personal."""
+    """Return the requested view, otherwise the common headline of these runs; empty if their headlines differ."""
     headlines = {r.headline for r in runs}
-    return _view(view or (headlines.pop() if len(headlines) == 1 else "personal"))
+    return _view(view) if view else headlines.pop() if len(headlines) == 1 else ""
 
 
 def _own(row: Row) -> tuple[str, ...]:
@@ -337,7 +344,7 @@ def _own(row: Row) -> tuple[str, ...]:
 
 
 def _is_named(row: Row, names: Iterable[tuple[str, str]]) -> bool:
-    return any(name in (row.title, row.method) and view == row.view for name, view in names)
+    return any(name in (row.title, row.method) and view in ("", row.view) for name, view in names)
 
 
 def _view(name: str) -> str:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from coterie.config import Engine, RunSettings
 from coterie.data.dataset import Dataset
-from coterie.data.federation import Federation, federate
+from coterie.data.federation import Federation, federate, like_recorded
 from coterie.data.sources import load_dataset
 from coterie.data.target_types import with_task
 from coterie.engine.loop import Progress
@@ -27,6 +27,7 @@ from coterie.engine.session import (
     bind,
     check_unchanged,
     execute,
+    follow_data,
     prepare,
     recorded,
     resolved,
@@ -60,7 +61,10 @@ class Cell:
         run = Run(self.out)
         try:
             # settings newer than the run have their defaults
-            same = recorded(run.description, self.objects.method) == resolved(self.settings, self.objects.method)
+            made_with = recorded(run.description, self.objects.method)
+            mine = resolved(self.settings, self.objects.method)
+            federation = like_recorded(mine.federation, made_with.federation)
+            same = made_with == mine.model_copy(update={"federation": federation})
         except (CoterieError, ValidationError, TypeError) as e:
             made = run.description.get("versions", {}).get("coterie", "unknown")
             raise CoterieError(
@@ -227,9 +231,10 @@ class _Loaded:
     def session(self, cell: Cell) -> Session:
         """Return the session of a cell as it would begin now; raise CoterieError if it cannot run."""
         s = cell.settings
+        dataset = with_task(cell.objects.dataset or self.get(s), s.task)
+        s = follow_data(s, dataset, cell.objects)
         name = f"{s.data} {s.subset} {s.task} {s.seed} {s.federation.model_dump_json()}"
         if name not in self.federations:
-            dataset = with_task(cell.objects.dataset or self.get(s), s.task)
             self.federations[name] = federate(dataset, s.federation, s.seed)
         method, start = build_method(cell.objects.method or s.method, s.settings), initial_values(s)
         session = bind(s, self.engine, method, self.federations[name], cell.objects.model, start)

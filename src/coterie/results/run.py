@@ -22,6 +22,8 @@ from coterie.methods.stored import names_today
 from coterie.results.statistics import summarise
 from coterie.storage import run_folder as folder
 
+_FINE_TUNING = ("fedavg-ft", "lp-ft", "per-fedavg", "per-fedavg-hf", "fedbabu")  # used adapted in version 0.1 too
+IN_USE = "in use"  # stands for the headline of each run where these differ
 _NEEDED = ("settings", "method", "partition", "versions", "data", "subset", "federation", "rounds", "seed")
 
 
@@ -75,10 +77,21 @@ class Run:
         """The name of the run in tables: the method, or a name that differs from other runs of the same method."""
         return self._title or str(self.description["method"]["title"]) + (f" ({self.reading})" if self.reading else "")
 
-    @property
+    @cached_property
     def headline(self) -> str:
-        """The view in the first column of tables."""
-        return str(self.settings.get("headline", "personal"))
+        """The view in the first column of tables: the model that a client would use, or what the run asks for.
+
+        Runs of version 0.1 recorded personal for all methods.
+        """
+        view = str(self.settings.get("headline", "personal"))
+        old = str(self.description.get("versions", {}).get("coterie", "0.1")).startswith("0.1")
+        if old and view == "personal" and self.settings["method"] in _FINE_TUNING:
+            view = "adapted"
+        return view if any(f"{view}/test" in e["eval"] for e in self.events) else "personal"
+
+    def column(self, name: str) -> str:
+        """Return the name of a column of `rounds` or `clients`; IN_USE in it stands for the run's headline."""
+        return name.replace(IN_USE, self.headline, 1)
 
     @cached_property
     def reading(self) -> str:
@@ -200,6 +213,7 @@ class Run:
         out = [f"{sentence}; {folder.how_to_mend(self.path)}" for sentence in self.damage]
         if times := self._timing.damage or self._missing_times():
             out.append(f"{times}; seconds are incomplete")
+        out += self.description.get("warnings", [])
         personal = self.summary().get("personal", {})
         name = f"{self.title}, seed {self.settings['seed']}"
         if broken := sum(len(e.get("nonfinite", ())) for e in self.events):

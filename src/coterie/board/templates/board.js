@@ -8,7 +8,8 @@ const ago = t => t ? `${span(Math.max(0, now() - t))} ago` : "";
 const pill = (text, kind) => h("span", { class: `pill ${kind || text}` }, text);
 const card = (value, text) => h("div", { class: "card" }, h("b", {}, value), h("span", {}, text));
 const nameOf = r => r.id;
-const scored = r => r.score == null ? "" : r.metric?.percent === false ? `${r.metric.name} ${r.score.toPrecision(4)}` : number(r.score);
+const used = r => (r.headline || "personal") === "personal" ? "" : ` (${r.headline})`;
+const scored = r => r.score == null ? "" : r.metric?.percent === false ? `${r.metric.name} ${r.score.toPrecision(4)}${used(r)}` : number(r.score) + used(r);
 const colour = id => { if (!order.includes(id)) order.push(id); return order.indexOf(id); };
 
 async function read(url) { try { return await fetch(url); } catch { return { ok: false }; } } // the page says elsewhere that the board is gone
@@ -41,7 +42,7 @@ function fill(tr, r) {
   c.round.firstChild.textContent = `${r.round}/${r.rounds}`; c.round.lastChild.value = r.rounds ? r.round / r.rounds : 0; c.round.dataset.v = r.round; c.round.dataset.csv = r.round;
   set(c.score, scored(r), r.score ?? ""); set(c.sent, r.bytes == null ? "" : size(r.bytes), r.bytes ?? ""); set(c.seconds, r.seconds == null ? "" : r.seconds.toFixed(2), r.seconds ?? ""); set(c.left, r.state === "running" && r.left != null ? span(r.left) : "", r.state === "running" ? r.left ?? "" : "");
   const p = c.state.firstChild; p.textContent = r.state; p.className = `pill ${r.state}`; c.state.dataset.v = r.state; set(c.changed, ago(r.changed), r.changed || "");
-  const remarks = [r.trouble, r.failed ? `${r.failed} client failures` : "", r.nonfinite ? `${r.nonfinite} uploads not finite` : ""].filter(x => x).join("; "); set(c.remarks, remarks); tr.box.checked = chosen.has(r.id);
+  const remarks = [r.trouble, r.failed ? `${r.failed} client failures` : "", r.nonfinite ? `training diverged: ${r.nonfinite} uploads not finite` : "", ...(r.warnings || [])].filter(x => x).join("; "); set(c.remarks, remarks); tr.box.checked = chosen.has(r.id);
 }
 const fits = r => { const t = $("filter").value.trim().toLowerCase(), s = $("state").value; return (!s || r.state === s) && (!t || [r.id, r.title, r.method, r.data, r.partition].some(x => String(x || "").toLowerCase().includes(t))); };
 function table() {
@@ -106,7 +107,7 @@ function show(r, log) {
   const S = r.clients, fact = (k, v) => v == null || v === "" ? [] : [h("dt", {}, k), h("dd", {}, v)], keep = $("run-body").querySelector("details.settings")?.open;
   const plot = s("svg", { class: "chart", viewBox: "0 0 700 260", role: "img", "aria-label": "Accuracy of this run" }), parts = [];
   parts.push(h("dl", { class: "facts" }, ...fact("method", r.title), ...fact("data", [r.data, r.partition].filter(x => x).join(", ")), ...fact("clients", r.clients == null && r.settings?.settings ? String(r.settings.settings.federation?.clients ?? "") : S ? String(S.ids.length) : ""), ...fact("round", `${r.round} of ${r.rounds}`), ...fact("participants", r.participants ? `${r.participants} in the last round` : ""), ...fact("score", r.score == null ? "" : `${scored(r)} (personal models, mean over clients, round ${r.evaluated})`), ...fact("sent", r.bytes == null ? "" : size(r.bytes)), ...fact("time left", r.state === "running" && r.left != null ? span(r.left) : ""), ...fact("process", r.pid == null ? "" : String(r.pid))));
-  if (r.trouble) parts.unshift(h("div", { class: "warn" }, r.trouble)); parts.push(h("figure", {}, plot));
+  for (const w of [r.trouble, ...(r.warnings || [])]) if (w) parts.unshift(h("div", { class: "warn" }, w)); parts.push(h("figure", {}, plot));
   if (S) {
     const acc = Object.values(S.values)[0] || [], t = h("table", { class: "sortable", id: "clients-table" }, h("thead", {}, h("tr", {}, ...["client", "test samples", "labels", r.metric?.label || "score"].map((c, i) => h("th", { scope: "col", "aria-sort": i ? "none" : "ascending" }, h("button", { type: "button" }, c))))), h("tbody", {}, ...S.ids.map((id, k) => h("tr", {}, h("th", { scope: "row", "data-v": id }, h("button", { type: "button", class: "open", onclick: () => { client = id; oneClient(r, S); } }, `client ${id}`)), h("td", {}, String(S.samples[k])), h("td", {}, String(S.labels[k].filter(n => n).length)), h("td", { "data-v": acc[k] ?? "" }, number(acc[k], r.metric?.percent === false ? 3 : 1))))));
     sortable(t); parts.push(h("h3", {}, "Clients", h("small", {}, " at the last evaluation; open one to see its labels and its curve")), h("div", { id: "one-client" }), h("div", { class: "tall", style: "max-height:16rem" }, t));

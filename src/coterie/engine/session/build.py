@@ -13,8 +13,9 @@ from coterie.core.method import Method
 from coterie.core.net import Net
 from coterie.core.rng import key
 from coterie.core.tree import Tree
+from coterie.data.catalogue import DATASETS
 from coterie.data.dataset import Dataset
-from coterie.data.federation import Federation, federate
+from coterie.data.federation import Federation, as_given, federate
 from coterie.data.sources import load_dataset
 from coterie.data.target_types import with_task
 from coterie.engine.session.spec import Factory, Objects, Session, fitting_options, model_name
@@ -45,11 +46,25 @@ def prepare(
     method = build_method(objects.method or settings.method, settings.settings)
     dataset = objects.dataset or loaded or load_dataset(settings.data, engine.data_dir, settings.subset, settings.task)
     dataset = with_task(dataset, settings.task)
+    settings = follow_data(settings, dataset, objects)
     federation = federate(dataset, settings.federation, settings.seed)
     if settings.warm_start is not None and start is None:
         raise CoterieError(f"warm_start = {settings.warm_start} is set, but no initial values are given")
     session = bind(settings, engine, method, federation, objects.model, start, planned_rounds)
     return replace(session, objects=objects)
+
+
+def follow_data(settings: RunSettings, dataset: Dataset, objects: Objects) -> RunSettings:
+    """Return the settings with what the data say where the user left it open; raise CoterieError if they cannot train.
+
+    A known data set is divided as a whole by default; other data keep their official test part.
+    """
+    if dataset.task.classes == 1:
+        raise CoterieError(
+            f"all items of {dataset.name} have the same class ({dataset.classes[0]}); every model would be right"
+        )
+    keep_test = objects.dataset is not None or settings.data not in DATASETS
+    return settings.model_copy(update={"federation": as_given(settings.federation, dataset, keep_test)})
 
 
 def bind(
@@ -100,7 +115,7 @@ def bind(
         metric = federation.task.metric.name
         raise CoterieError(f"stop_at = {settings.stop_at:g} is not a share between 0 and 1; 0.9 is {metric} 90 %")
     method.check()
-    return Session(settings, engine, federation, method)
+    return Session(settings, engine, federation, method, notes=_output_notes(method.ctx, federation))
 
 
 def _started(drawn: Tree, start: Tree | None, where: str | None) -> Tree:
@@ -164,7 +179,8 @@ def _bind_each(
                 "must agree"
             )
     others = {i: other for i, other in method_of.items() if other is not first}
-    return Session(settings, engine, federation, first, others=others)
+    notes = tuple(dict.fromkeys(n for s in sessions.values() for n in s.notes))
+    return Session(settings, engine, federation, first, others=others, notes=notes)
 
 
 def _net(
@@ -191,6 +207,20 @@ def _net(
     if net.layout.of_kind("conv"):
         native.available()  # compiles or loads the library once, before workers are forked
     return net
+
+
+def _output_notes(ctx: Context, federation: Federation) -> tuple[str, ...]:
+    """Return a warning if the model's outputs are probabilities, to which the loss applies softmax or sigmoid again."""
+    task, last = federation.task, list(ctx.net.module.modules())[-1]
+    example = federation.dataset.ready(torch.arange(2), federation.settings.normalize)
+    with torch.no_grad():
+        out = ctx.net(ctx.w0, example)
+    sums_to_one = bool((out >= 0).all()) and bool(((out.sum(-1) - 1).abs() < 1e-4).all())
+    if task.classes > 1 and sums_to_one:
+        return ("the model ends in a softmax, and the loss applies one too: remove it from the model (give logits)",)
+    if (task.classes > 1 or task.name == "multilabel") and isinstance(last, nn.Sigmoid):
+        return ("the model ends in a sigmoid, and the loss takes logits: remove it from the model",)
+    return ()
 
 
 _NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {

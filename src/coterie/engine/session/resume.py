@@ -34,6 +34,8 @@ def rebuild(
     """
     run = read_settings(path)
     had = run["settings"]["rounds"]
+    if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, int)):
+        raise CoterieError(f"rounds = {rounds!r} is invalid: it must be a whole number")
     if rounds is not None and rounds < had:
         raise CoterieError(f"{path} has {had} rounds; rounds = {rounds} must be more to extend it")
     run = {**run, "settings": {**run["settings"], "rounds": rounds or had}, "plan": run.get("plan", had)}

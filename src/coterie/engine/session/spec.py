@@ -92,6 +92,7 @@ class Session:
     method: Method
     objects: Objects = field(default_factory=Objects)
     others: Mapping[int, Method] = field(default_factory=dict)  # the method bound to other models, by client
+    notes: tuple[str, ...] = ()  # warnings about the model, one sentence each
 
     def method_of(self, client: int) -> Method:
         """Return the method bound to this client's model."""
@@ -126,7 +127,7 @@ class Session:
     def automatic_choices(self) -> list[str]:
         """Return one message for each choice that the method needs and that was made without the user."""
         s, method, federation = self.settings, self.method, self.federation
-        sentences = []
+        sentences = list(federation.choices)
         if "bn" in method.needs and s.model is None and self.objects.model is None:
             name = default_for(federation.shape, federation.num_classes, federation.dataset.x.dtype, batch_norm=True)
             sentences.append(
@@ -148,6 +149,10 @@ class Session:
                 f"fewer than {_FEW} such samples and follow the choice of all (val_share = {s.federation.val_share:g})"
             )
         return sentences
+
+    def warnings(self) -> list[str]:
+        """Return what is probably not meant about data and model, one sentence each."""
+        return [*self.federation.notes, *self.notes]
 
     def options_for(self, source: object) -> dict[str, Any]:
         """Return the model options that apply to this model; if clients have different models, those it knows."""
@@ -207,6 +212,7 @@ class Session:
             "client_names": list(self.federation.names) if self.federation.named else None,
             "data_dir": str(self.engine.data_dir.resolve()) if self.engine.data_dir else None,
             "normalisation": {"mean": self.federation.dataset.mean, "std": self.federation.dataset.std},
+            "warnings": self.warnings(),
             "parameters": sum(self.method.ctx.w0[k].numel() for k in self.method.ctx.net.trainable),
             "versions": {
                 "coterie": version("coterie"),

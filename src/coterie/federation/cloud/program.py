@@ -68,6 +68,7 @@ def open_session(settings: RunSettings, cloud: CloudSettings) -> Session:
     places = settings.federation.clients or cloud.min_clients
     _check_quorum(cloud.min_clients, places)
     federation = DeviceFederation(example, settings.federation, settings.seed, places)
+    settings = settings.model_copy(update={"data": example.name})
     return bind(settings, engine, build_method(settings.method, settings.settings), federation)
 
 

@@ -7,14 +7,15 @@ import numpy as np
 
 from coterie.core.tasks import Metric
 from coterie.errors import CoterieError
-from coterie.results.comparison import Comparison
+from coterie.results.comparison import MODEL, Comparison
 from coterie.results.controls import ControlTable, gain_sign, gain_unit, signed_text, value_text
 from coterie.results.discovery import local_only_title
 from coterie.results.report import membership
-from coterie.results.run import Run
+from coterie.results.run import IN_USE, Run
 from coterie.results.statistics import cumulative_bytes, gain_counts
 
 CURVE_TITLES = {
+    f"{IN_USE}/test/mean": "model in use (personal or adapted), mean over clients",
     "personal/test/mean": "personal model, mean over clients",
     "personal/test/worst10": "personal model, worst tenth of the clients",
     "personal/test/pooled": "personal model, pooled over samples",
@@ -27,6 +28,8 @@ CURVE_TITLES = {
     "participants/after/pooled": "participants after local training (pooled)",
 }
 _MEANING = {  # the statistic behind each column
+    IN_USE: "the model that a client would use, mean over clients, last evaluation",
+    MODEL: "the model that a client would use",
     "personal": "personal models, mean over clients, last evaluation",
     "worst 10%": "as the first column, mean of the worst tenth of clients",
     "std": "as the first column, standard deviation over clients",
@@ -48,8 +51,8 @@ _MEANING = {  # the statistic behind each column
     "s/round": "median time of a round",
 }
 _METRIC_COLUMNS = (
-    "personal", "worst 10%", "pooled", "selected", "last 10", "best", "global", "trained", "adapted", "received",
-    "edge", "clusters",
+    IN_USE, "personal", "worst 10%", "pooled", "selected", "last 10", "best", "global", "trained", "adapted",
+    "received", "edge", "clusters",
 )  # fmt: skip
 _MOST_NUMBERS = 200_000  # largest number of values in clients' curves on one page
 
@@ -69,7 +72,7 @@ def summary_table(comparison: Comparison) -> dict[str, Any]:
     for title in readable.index:
         cells = []
         for c in readable.columns:
-            value = float(table.loc[title, c]) if c in table else float("nan")
+            value = float(table.loc[title, c]) if c in table and c != MODEL else float("nan")
             if c == "diverged":
                 value = float(table.loc[title, "diverged"])
             cells.append({"text": readable.loc[title, c], "value": None if np.isnan(value) else value})
@@ -132,12 +135,13 @@ def client_gains(comparison: Comparison) -> dict[str, list[tuple[int, int, float
 
 
 def _scored(run: Run) -> Any:
-    """Return the metric of personal models by client at the last evaluation; None if it cannot be read."""
+    """Return the metric of the run's headline by client at the last evaluation; None if it cannot be read."""
     try:
         frame = run.clients()
     except CoterieError:  # not evaluated yet, or damaged, which a warning reports
         return None
-    return frame["personal/test"].dropna() if "personal/test" in frame else None
+    name = f"{run.headline}/test"
+    return frame[name].dropna() if name in frame else None
 
 
 def gain_table(comparison: Comparison) -> dict[str, Any] | None:
@@ -221,12 +225,14 @@ def curve_data(comparison: Comparison) -> dict[str, dict[str, dict[str, list[flo
     """Return curve -> method -> rounds, mean and spread over seeds, cumulative megabytes."""
     out: dict[str, dict[str, dict[str, list[float]]]] = {}
     scale = comparison.metric.scale
-    for view in dict.fromkeys((f"{comparison.view}/test/mean", *CURVE_TITLES)):  # the headline first
+    views = [v for v in CURVE_TITLES if not v.startswith(IN_USE) or not comparison.view]
+    for view in dict.fromkeys((f"{comparison.first}/test/mean", *views)):  # the headline first
         for title in comparison.titles:
-            frames = [r.rounds for r in comparison.runs if r.title == title and view in r.rounds]
+            named = [(r.rounds, r.column(view)) for r in comparison.runs if r.title == title]
+            frames = [f for f, name in named if name in f]
             if not frames:
                 continue
-            curves = [f[view].dropna() for f in frames]
+            curves = [f[name].dropna() for f, name in named if name in f]
             rounds = sorted(set.intersection(*(set(c.index) for c in curves)))
             if not rounds:
                 continue
@@ -242,11 +248,12 @@ def curve_data(comparison: Comparison) -> dict[str, dict[str, dict[str, list[flo
 
 
 def cost_data(comparison: Comparison) -> dict[str, dict[str, float]]:
-    """Return method -> total megabytes sent and the last metric of personal models, means over seeds."""
+    """Return method -> total megabytes sent and the last metric of the headline, means over seeds."""
     out = {}
     for title in comparison.titles:
-        scored = [s for r in comparison.runs if r.title == title and "personal" in (s := r.summary())]
-        last = [s["personal"]["last"] for s in scored]
+        mine = [(r.headline, r.summary()) for r in comparison.runs if r.title == title]
+        scored = [s for view, s in mine if view in s]
+        last = [s[view]["last"] for view, s in mine if view in s]
         values = [comparison.metric.scale * v for v in last if np.isfinite(v)]
         if values:
             sizes = [sum(s["bytes"].values()) / 1e6 for s in scored]
@@ -282,7 +289,7 @@ def _clients_of_seed(runs: Sequence[Run], most_rounds: int) -> dict[str, Any]:
             frames[r.title] = r, r.evaluation()
         except CoterieError:  # not evaluated yet, or damaged, which a warning reports
             continue
-    frames = {t: (r, z) for t, (r, z) in frames.items() if "personal/test/loss" in z}
+    frames = {t: (r, z) for t, (r, z) in frames.items() if f"{r.headline}/test/loss" in z}
     ids = sorted({int(i) for _, z in frames.values() for i in z["clients"]})
     place = {i: k for k, i in enumerate(ids)}
     samples: list[int] = [0] * len(ids)
@@ -291,7 +298,7 @@ def _clients_of_seed(runs: Sequence[Run], most_rounds: int) -> dict[str, Any]:
     course: dict[str, dict[str, Any]] = {}
     for title, (r, z) in frames.items():
         totals = z.get("personal/test/total", np.zeros((len(z["clients"]), 0), np.int64))
-        for i, n, total in zip(z["clients"], r.task.samples(_counts(z)), totals, strict=True):
+        for i, n, total in zip(z["clients"], r.task.samples(_counts(r, z)), totals, strict=True):
             samples[place[int(i)]], labels[place[int(i)]] = int(n), [int(k) for k in total]
         values[title] = _values(r, z, place)
         rounds = [e["round"] for e in r.events if "evaluation" in e]
@@ -303,14 +310,14 @@ def _clients_of_seed(runs: Sequence[Run], most_rounds: int) -> dict[str, Any]:
     return {**clients, "names": {str(i): names[i] for i in ids}} if names else clients
 
 
-def _counts(z: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the counts of the personal models on the test parts."""
-    return {k.rpartition("/")[2]: v for k, v in z.items() if k.startswith("personal/test/")}
+def _counts(run: Run, z: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the counts of the run's headline on the test parts."""
+    return {k.rpartition("/")[2]: v for k, v in z.items() if k.startswith(f"{run.headline}/test/")}
 
 
 def _values(run: Run, z: dict[str, np.ndarray], place: dict[int, int]) -> list[float | None]:
     out: list[float | None] = [None] * len(place)
-    for i, v in zip(z["clients"], run.task.measured(_counts(z))[run.metric.name], strict=True):
+    for i, v in zip(z["clients"], run.task.measured(_counts(run, z))[run.metric.name], strict=True):
         if np.isfinite(v) and int(i) in place:
             out[place[int(i)]] = round(run.metric.scale * float(v), _digits(run.metric) + 1)
     return out
@@ -324,7 +331,7 @@ def _course(run: Run, rounds: Sequence[int], place: dict[int, int]) -> dict[str,
             z = run.evaluation(t)
         except CoterieError:  # damaged, which a warning reports
             continue
-        if "personal/test/loss" in z:
+        if f"{run.headline}/test/loss" in z:
             course.append((t, _values(run, z, place)))
     return {"x": [t for t, _ in course], "y": [row for _, row in course]}
 

@@ -12,7 +12,7 @@ from coterie.errors import CoterieError
 from coterie.results.controls import gain_sign, gain_unit
 from coterie.results.discovery import local_only_title, run_name, setting
 from coterie.results.report.figures import style
-from coterie.results.run import Run
+from coterie.results.run import IN_USE, Run
 from coterie.results.statistics import gain_counts
 
 _Value = Callable[[Run], float]
@@ -122,22 +122,22 @@ def draw_axis(
     return figure
 
 
-def client_scores(runs: Sequence[Run], view: str = "personal/test") -> pd.DataFrame:
+def client_scores(runs: Sequence[Run], view: str = f"{IN_USE}/test") -> pd.DataFrame:
     """Return each client's metric (accuracies in percent) by seed and client, one column per title.
 
     A seed has its own partition, so clients of different seeds are different clients.
     """
     columns = {}
     for title in dict.fromkeys(r.title for r in runs):
-        mine = {int(r.settings["seed"]): r.clients() for r in runs if r.title == title}
-        if scores := {seed: frame[view] for seed, frame in mine.items() if view in frame}:
+        mine = {int(r.settings["seed"]): (r.column(view), r.clients()) for r in runs if r.title == title}
+        if scores := {seed: frame[name] for seed, (name, frame) in mine.items() if name in frame}:
             columns[title] = runs[0].metric.scale * pd.concat(scores, names=["seed", "client"])
     if not columns:
         raise CoterieError(f"none of these runs has scored {view} for every client")
     return pd.DataFrame(columns)
 
 
-def draw_clients(runs: Sequence[Run], view: str = "personal/test") -> Figure:
+def draw_clients(runs: Sequence[Run], view: str = f"{IN_USE}/test") -> Figure:
     """Draw every client's metric, sorted (left), and its gain over Local-Only, sorted (right), over all seeds."""
     groups = list(dict.fromkeys(r.group for r in runs))
     order = list(dict.fromkeys(r.title for r in runs))

@@ -9,13 +9,14 @@ from coterie.errors import CoterieError
 from coterie.results.controls import headline_view
 from coterie.results.paper_metrics import official_curves
 from coterie.results.report.figures import style
-from coterie.results.run import Run
+from coterie.results.run import IN_USE, Run
 from coterie.results.statistics import cumulative_bytes
 
 WINDOW = 10  # rounds of a running mean, for curves of participants, which are few in each round
 _VIEW_WORDS = {  # labels after the metric's name
     "participants/before/pooled": "of participants before training",
     "participants/after/pooled": "of participants after training",
+    f"{IN_USE}/test/mean": "of the models in use (personal or adapted), mean over clients",
     "personal/test/mean": "of personal models, mean over clients",
     "personal/official/mean": "of personal models on the official test part",
     "global/official/pooled": "of the global model on the official test part",
@@ -29,9 +30,9 @@ _VIEW_WORDS = {  # labels after the metric's name
 
 def best_view(runs: Sequence[Run]) -> str:
     """Return the first curve that all of these runs have: the headline, then personal models, then participants."""
-    order = (f"{headline_view(runs)}/test/mean", "personal/test/mean", "participants/before/pooled")
+    order = (f"{headline_view(runs) or IN_USE}/test/mean", "personal/test/mean", "participants/before/pooled")
     for view in (*order, *_VIEW_WORDS):
-        if all(view in r.rounds for r in runs):
+        if all(r.column(view) in r.rounds for r in runs):
             return view
     raise CoterieError("these runs have no scores in common to draw")
 
@@ -46,7 +47,8 @@ def over_rounds(runs: Sequence[Run], column: str, scale: float = 1.0) -> pd.Data
     """Return one column per title, mean over seeds; curves of participants are running means of ten rounds."""
     out = {}
     for title in dict.fromkeys(r.title for r in runs):
-        curves = [r.rounds[column].dropna() for r in runs if r.title == title and column in r.rounds]
+        mine = [(r.rounds, r.column(column)) for r in runs if r.title == title]
+        curves = [rounds[name].dropna() for rounds, name in mine if name in rounds]
         if any(len(c) for c in curves):
             mean = pd.concat(curves, axis=1).mean(axis=1) * scale
             out[title] = mean.rolling(WINDOW).mean().dropna() if _noisy(column, len(mean)) else mean
