@@ -22,39 +22,16 @@ import torch
 from nets import for_hapt
 
 import coterie
-from coterie.core.method import ClientData, Method, Model, State, Trained, Tree, Upload, replace
 from coterie.errors import CoterieError
 from coterie.methods import find
-from coterie.parts.keep_best import best, kept
 from coterie.results.controls import ControlTable, Pair, Row
 from coterie.results.paper_metrics import official
 from coterie.results.run import Run
 
 Settings = dict[str, Any]
 FIVE: dict[str, Settings] = {name: {} for name in ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")}
-USUAL: dict[str, Settings] = {"local": {}, "fedavg-ft": {}, "fedper": {}, "local-best": {}, "fedavg-best": {}}
-
-
-def keeping_best(name: str) -> type[Method]:
-    """Return a method whose clients use their best model on validation data, to measure the effect of this rule."""
-    base = find(name)
-
-    class Keeping(base):  # type: ignore[misc, valid-type]
-        card = replace(base.card, title=f"{base.card.title}, best on validation data")
-
-        def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
-            new, upload = super().end(state, trained, data, round)
-            return {**new, **kept(self.ctx, state, trained.params, data)}, upload
-
-        def personal(self, state: State, download: Tree, data: ClientData) -> Model:
-            params, extras = super().personal(state, download, data)
-            return Model(best(self.ctx, state, params, data), extras)
-
-    Keeping.__name__ = Keeping.__qualname__ = f"Best{base.__name__}"
-    return Keeping
-
-
-BEST = {f"{name}-best": keeping_best(name) for name in ("local", "fedavg")}
+BEST: dict[str, Settings] = {f"{name}-best": {"method": name, "use": "best"} for name in ("local", "fedavg")}
+USUAL: dict[str, Settings] = {"local": {}, "fedavg-ft": {}, "fedper": {}, **BEST}
 
 
 @dataclass(frozen=True)
@@ -81,8 +58,7 @@ ALPHA: Settings = {  # FedCPMD's setting with fewer clients
 FEDCPMD: dict[str, Settings] = {
     "fedcpmd": {"watch": True}, "fedcpmd-mended": {"watch": True},
     "received": {"method": "fedcpmd-mended", "use": "received"}, "fedper": {}, "pfedsim": {},
-    "fedcpmd-mended-random": {}, "fedcpmd-mended-classifier": {}, "fedavg-ft": {}, "fedavg-best": {}, "local": {},
-    "local-best": {},
+    "fedcpmd-mended-random": {}, "fedcpmd-mended-classifier": {}, "fedavg-ft": {}, "local": {}, **BEST,
 }  # fmt: skip
 FEDPC: dict[str, Settings] = {
     "fedpc": {}, "text": {"method": "fedpc", "reading": "text"}, "fedpc-mended": {}, "fedpc-mended-no-proto": {},
@@ -184,14 +160,13 @@ class Cell:
     def make(self, data_dir: Path | None) -> None:
         found = self.experiment
         name, own = found.of(self.row)
-        method = BEST.get(name, name)
         if (self.folder / "settings.json").exists():
             mine = None if isinstance(found.model, str | None) else found.model
-            coterie.resume(self.folder, method=BEST.get(name), model=mine, workers=1)
+            coterie.resume(self.folder, model=mine, workers=1)
             return
         rounds = found.settings["rounds"]
         given = {"eval_every": min(10, rounds), "watch": False, **found.settings, **own, "seed": self.seed}
-        coterie.run(method, found.data, found.model, out=self.folder, workers=1, data_dir=data_dir, **given)
+        coterie.run(name, found.data, found.model, out=self.folder, workers=1, data_dir=data_dir, **given)
 
 
 def cells(names: list[str], rows: list[str] | None, seeds: list[int] | None, out: Path) -> Iterator[Cell]:
@@ -233,7 +208,9 @@ VIEWS = {"fedavg-ft": ("global", "trained", "adapted")}
 CALLED = {
     ("fedavg-ft", "global"): "FedAvg", ("fedavg-ft", "trained"): "FedAvg, after local training",
     ("fedavg-ft", "adapted"): "FedAvg + fine-tuning", ("text", "personal"): "`reading=text`",
-    ("code", "personal"): "`reading=code`", ("received", "personal"): "default with `use=received`",
+    ("code", "personal"): "`reading=code`", ("received", "personal"): "mended with `use=received`",
+    ("local-best", "personal"): "Local-Only, best on validation data",
+    ("fedavg-best", "personal"): "FedAvg, best on validation data",
 }  # fmt: skip
 
 
@@ -269,7 +246,7 @@ def _table(default: Row, rows: list[Row], scores: bool) -> str:
         pair = pair_of(arena, default, row)
         if pair is None:
             continue
-        made = BEST.get(row.method) or find(row.method)
+        made = find(row.method)
         title = CALLED.get((row.title, row.view)) or made.card.title + ", after local training" * (
             row.view == "trained"
         )

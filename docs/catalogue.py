@@ -57,7 +57,7 @@ LINK_WORDS: dict[Link, str] = {
     "edge_down": "cloud to edge",
 }
 AS_MODEL, SOME_VALUES = "as in the model", "some of its values, as a vector"
-PLAIN_LINKS: tuple[Link, ...] = ("up", "down")  # links of methods without edges
+PLAIN_LINKS: tuple[Link, ...] = ("up", "down")  # of methods without edges
 
 
 def methods() -> dict[str, type[Method]]:
@@ -109,7 +109,7 @@ def _year(m: type[Method]) -> str:
 
 
 def facts(name: str) -> str:
-    """Return the section about one method, made from its code."""
+    """What the code says about one method, under headings of its own."""
     m = methods()[name]
     text = (inspect.getdoc(inspect.getmodule(m)) or "").partition("\n\n")[2].strip()
     needs = ", ".join(m.needs) or "nothing special"
@@ -135,7 +135,7 @@ def equations_table(paper: str) -> str:
 
 
 def _cost(m: type[Method]) -> str:
-    """Return the bytes of one participant relative to FedAvg's, and the extra work in words."""
+    """Bytes of one participant beside FedAvg's, and the extra work in words."""
     sizes = [int(n.replace(",", "")) for n in _bytes(m, _context()) if n != "-"]
     whole = [int(n.replace(",", "")) for n in _bytes(Method, _context())]
     share = [f"{a / b:.3g}" for a, b in zip(sizes, whole, strict=False)]
@@ -278,7 +278,7 @@ def counts() -> dict[str, int]:
 def fill(text: str) -> str:
     """Put generated parts into a page: `<!-- settings NAME -->`, `<!-- run settings -->`, and counts."""
     text = re.sub(r"<!-- settings ([\w-]+) -->", lambda m: settings_table(m[1]), text)
-    text = re.sub(COUNT, lambda m: str(counts()[m[2]]), text)  # marks are removed, because they can end a paragraph
+    text = re.sub(COUNT, lambda m: str(counts()[m[2]]), text)  # without the marks, which can end a paragraph
     text = re.sub(NAMES, lambda m: names(), text)
     return text.replace("<!-- run settings -->", run_settings()) if "<!-- run settings -->" in text else text
 

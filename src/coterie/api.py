@@ -169,7 +169,8 @@ def compare(
     Local-Only and FedAvg + fine-tuning also with as much training as a method that trains more or less. Other names are
     added as they are. The differences are in `arena()` of the returned comparison. `equal`: "steps", "samples", "bytes"
     or "time" gives every method as much of it as FedAvg (or, without FedAvg, Local-Only) has in `rounds` rounds. `more`
-    takes settings, and `workers`, `engine` and `data_dir` as in `run`.
+    takes settings, and `workers`, `engine` and `data_dir` as in `run`. All methods have one rule of `use`: the model
+    that a client receives, unless it is given; `use="own"` leaves each method its own rule.
     """
     outcome = run_comparison(methods, data, model, against=against, equal=equal, seeds=seeds, out=out, **more)
     for path, reason in outcome.status.failed.items():
@@ -291,6 +292,7 @@ def comparison_cells(
     named, objects = _named(data, model)
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise CoterieError(f"methods = {methods!r} is invalid: compare takes a list of methods")
+    more = _with_one_rule_of_use(more)
     for k, instead in (("method", "a list of methods"), ("seed", "seeds")):
         if k in more:
             raise CoterieError(f"compare takes {instead}; leave out {k}")
@@ -330,6 +332,13 @@ def comparison_cells(
             chosen_settings = settings(**{**given, "method": method, "seed": seed, **named})
             cells.append(Cell(chosen_settings, folder / f"{name}-s{seed}", its_objects))
     return cells
+
+
+def _with_one_rule_of_use(more: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a comparison with one rule of use for all methods; "own" leaves each method its own."""
+    if more.get("use") == "own":
+        return {k: v for k, v in more.items() if k != "use"}
+    return {"use": "received", **more}
 
 
 def _engine(given: dict[str, Any], *names: str) -> Engine:

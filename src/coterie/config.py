@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from coterie.core.method import Method
 from coterie.core.tasks import task_name
-from coterie.core.views import View
+from coterie.core.views import Use, View
 from coterie.data.dataset import SUBSET
 from coterie.data.natural import NATURAL
 from coterie.data.settings import PartitionSettings
@@ -79,6 +79,12 @@ class RunSettings(BaseModel):
     )
     stop_at: float | None = Field(
         None, description="end when the value on validation data reaches this target, 0.9 for 90 %; empty: never"
+    )
+    use: Use | None = Field(
+        None,
+        description="model that clients use: received, trained (as their last training left it), best (of both and of "
+        "earlier ones, by validation data) or guarded (best, unless a client's own continued local model is clearly "
+        "better); empty: as the method says",
     )
     watch: bool = Field(True, description="evaluate participants before and after local training in every round")
     final_trained: bool = Field(

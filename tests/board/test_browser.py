@@ -167,7 +167,7 @@ def test_a_run_is_started_its_curve_grows_and_it_is_stopped_with_the_token(drive
 
 
 @pytest.mark.long
-def test_a_killed_device_is_shown_as_gone_and_a_killed_cloud_as_silent(driver, tmp_path) -> None:
+def test_a_killed_device_is_shown_as_gone_within_30_seconds(driver, tmp_path) -> None:
     pytest.importorskip("grpc", reason="a federation needs the extra federation")
     from coterie.federation.localhost.trial import LocalFederation
 
@@ -182,13 +182,15 @@ def test_a_killed_device_is_shown_as_gone_and_a_killed_cloud_as_silent(driver, t
             until(lambda i=i: "online" in text(driver, f"[data-node=device-{i}]"), f"device-{i} is online", 300)
         local.wait(300, round=2)
         local.children["device-1"].kill()
-        until(lambda: "gone" in text(driver, "[data-node=device-1]"), "the dead device is gone", 120)
+        began = time.monotonic()
+        until(lambda: "gone" in text(driver, "[data-node=device-1]"), "the dead device is gone", 30)
+        assert time.monotonic() - began < 30
         assert "last seen" in text(driver, "[data-node=device-1]") and "online" in text(driver, "[data-node=device-0]")
         until(lambda: "device-1" in text(driver, "#f-errors"), "the round says who was missed", 120)
         local.launch("device-1")
         until(lambda: "online" in text(driver, "[data-node=device-1]"), "it is back", 240)
         local.children["cloud"].kill()
-        until(lambda: "no heartbeat" in text(driver, "#f-trouble"), "the cloud is silent", 120)
+        until(lambda: "no heartbeat" in text(driver, "#f-trouble"), "the cloud is silent", 40)
     assert [e for e in errors(driver) if "ERR_" not in e] == []
 
 

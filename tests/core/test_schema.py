@@ -1,4 +1,4 @@
-"""Schemas of links: exact messages for undeclared payloads, words in shapes, declared bytes."""
+"""What may cross a link: exact sentences for what may not, words in shapes, declared bytes."""
 
 import math
 
@@ -78,7 +78,7 @@ def test_what_is_not_declared_gets_its_sentence(case):
 
 @pytest.mark.parametrize("extra", [{"x": torch.zeros(1)}, {"n": torch.zeros(9).int()}, {"n": 5}])
 def test_nan_is_said_only_of_a_payload_that_is_otherwise_what_is_declared(extra):
-    """Names, types and shapes of a diverged payload are checked, because its bytes are counted."""
+    """Who counts the bytes of what diverged must be able to rely on its names, types and shapes."""
     tree = {"w": torch.full((2, 3), math.nan), "n": torch.zeros(2).int(), **extra}
     with pytest.raises(CoterieError) as e:
         PLAIN.check(tree, "it")

@@ -37,7 +37,7 @@ def test_one_edge_of_sc_fpfl_is_fedavg_to_the_bit(runs) -> None:
         for part in ("test", "val"):
             np.testing.assert_array_equal(ours[f"edge/{part}/hits"], theirs[f"global/{part}/hits"])
             np.testing.assert_array_equal(ours[f"edge/{part}/loss"], theirs[f"global/{part}/loss"])
-    assert (ours["personal/test/loss"] != ours["edge/test/loss"]).any()  # the client's own model is a different one
+    assert (ours["personal/test/loss"] != ours["edge/test/loss"]).any()  # the client's own model is another
 
 
 def test_what_is_received_and_the_edge_of_a_method_without_one(runs) -> None:

@@ -1,4 +1,4 @@
-"""The one serialiser: what comes back is what was written, to the bit; manipulated bytes raise CoterieError."""
+"""The one serialiser: what comes back is what was written, to the bit; what was tampered with gets a sentence."""
 
 import json
 import math

@@ -52,7 +52,7 @@ def answered(cls, tmp_path, **settings):
 
 
 def closed(loop, planned, trained, **more):
-    """The round with these answers of its clients; edges merge them again."""
+    """The round with these answers of its clients; edges merge them anew."""
     merged = {}
     for task in planned.edges:
         _, down = relay(loop.method, task)
@@ -165,13 +165,13 @@ def test_what_a_client_may_send_can_depend_on_client_and_round(tmp_path):
             return whole
 
     loop = begin(open_toy(Picky, tmp_path))
-    loop.runtime.trusted = False  # as if the clients belonged to other people
+    loop.runtime.trusted = False  # as if the clients were other people's
     loop.step()
     loop.step()
     first, second = events(loop)
     assert first["failed"] == [] and second["failed"] == [1]
     assert second["reasons"] == {"1": "the upload has an entry '0.weight' that is not declared"}
-    # refused uploads have crossed the link too, under a heading of their own
+    # what was refused has crossed the link, under a heading of its own
     assert second["bytes"]["device-cloud"]["up"] == {"model": 4 * W * 4, "refused": 4 * W}
     loop.runtime.trusted = True
     with pytest.raises(CoterieError, match="Picky does not send what its schema declares"):
@@ -289,7 +289,7 @@ def test_of_those_an_edge_does_not_call_only_the_announcement_crosses(tmp_path):
 
 def test_a_preview_is_what_the_next_round_would_send(tmp_path):
     class Own(TwoEdges):
-        """A payload for all clients, one for the clients of an edge, and one for a single client."""
+        """Something for everybody, for the clients of an edge, and for one client."""
 
         def schema(self, link, now=None):
             return super().schema(link, now) | Schema({"tag": Entry((1,), optional=True)})

@@ -109,7 +109,6 @@ def test_a_run_that_goes_back_gives_the_same_results_again(tmp_path: Path) -> No
         models = [f.model(i).read_bytes() for i in range(3)]
         f.again = ("--from-round", "3")
         f.hold.touch()
-        f.launch("device-0")  # the slow device does not stay
         f.launch("cloud")
         f.until(lambda: f.events()[-1]["round"] < 6, "it did not go back")
         f.finish()

@@ -11,7 +11,7 @@ from coterie.engine.session import recorded
 from coterie.errors import CoterieError
 from coterie.methods import BUILT_IN, READINGS, build_method, fields, find, method_names, resolve, unusual_reading
 from coterie.methods.restore import restored
-from coterie.methods.stored import RENAMED
+from coterie.methods.stored import RENAMED, use_of_0_1
 from coterie.parts.readings import ReadingSettings
 from coterie.parts.variants import with_defaults
 
@@ -61,7 +61,7 @@ def test_wrong_readings_and_values_get_a_sentence() -> None:
 
 
 # ---- readings that are classes ---------------------------------------------------------------------------------------
-# settings that version 0.1 stored with a run: all those of a class that held several protocols
+# what version 0.1 stored with a run: all settings of a class that held several protocols
 ECSFL = {
     "reading": "mended", "aggregation": "mean", "select": "herding", "select_fraction": 0.1, "select_least": 8,
     "train_fraction": 1.0, "epsilon": 0.001, "stop": "round", "d_min": 1e-12, "distance_norm": "none", "n_edges": 1,
@@ -114,7 +114,8 @@ def test_a_method_has_only_settings_that_its_class_uses() -> None:
 
 
 def test_settings_of_version_0_1_find_the_class_that_does_the_same() -> None:
-    gone = ("reading", "aggregation", "select", "distance_norm", "two_stage")
+    gone = ("reading", "aggregation", "select", "distance_norm", "two_stage", "use")
+    assert use_of_0_1(ECSFL) == {"use": "best"} and use_of_0_1({**ECSFL, "reading": "paper"}) == {}
     assert restored("ecs-fl", ECSFL) == ("ecs-fl-mended", {k: v for k, v in ECSFL.items() if k not in gone})
     hybrid = {**ECSFL, "select": "nearest", "use": "received"}  # of the text's class, whatever the reading says
     name, kept = restored("ecs-fl", hybrid)

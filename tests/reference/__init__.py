@@ -295,28 +295,6 @@ def vector(model: nn.Module) -> Tensor:
     return torch.cat([p.data.reshape(-1) for p in model.parameters()])
 
 
-class Best:
-    """Each client's best model so far on its validation part: more right answers, then less loss, then newer."""
-
-    def __init__(self, world: "World"):
-        self.world, self.found = world, {}  # type: tuple[World, dict[int, tuple[tuple[float, float], nn.Module]]]
-
-    def trained(self, i: int, model: nn.Module) -> None:
-        now = self._score(i, model)
-        if i not in self.found or now >= self.found[i][0]:
-            self.found[i] = now, copied(model)
-
-    def used(self, i: int, received: nn.Module) -> nn.Module:
-        if i not in self.found or self._score(i, received) > self.found[i][0]:
-            return received
-        return self.found[i][1]
-
-    def _score(self, i: int, model: nn.Module) -> tuple[float, float]:
-        x, y = self.world.val_part(i)
-        out = evaluated(model, x)
-        return float((out.argmax(1) == y).sum()), -float(nn.functional.cross_entropy(out, y))
-
-
 def evaluated(model: nn.Module, x: Tensor) -> Tensor:
     """The output in evaluation mode; the model's mode is as before afterwards."""
     was = model.training

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from reference import PAPER, About, Best, Case, Result, World, average, copied, load, vector
+from reference import PAPER, About, Case, Result, World, average, copied, load, vector
 
 ABOUT = About(
     f"{PAPER} (`ecs-fl-mended`: our change)",
@@ -18,12 +18,12 @@ ABOUT = About(
 
 def reference(  # type: ignore[no-untyped-def]
     world: World, aggregation: str, select: str, train_fraction: float | None, epsilon: float, distance_norm: str,
-    n_edges: int, select_fraction: float = 0.1, projection: int = 256, select_least: int = 1, use: str = "received",
+    n_edges: int, select_fraction: float = 0.1, projection: int = 256, select_least: int = 1,
     **_,
 ) -> Result:  # fmt: skip
     share_of = world.join if train_fraction is None else train_fraction
     server, last, chosen = world.module(), {}, [0] * len(world.clients)
-    n, best = len(world.clients), Best(world)
+    n = len(world.clients)
     for t in range(1, world.rounds + 1):
         order = torch.randperm(n, generator=world.rng("sample", t)).tolist()
         ids = sorted(order[: max(1, int(share_of * n + 0.5))])
@@ -31,7 +31,6 @@ def reference(  # type: ignore[no-untyped-def]
         for i in ids:
             if i not in last or (vector(last[i]) - vector(server)).norm() >= epsilon:
                 local[i] = last[i] = world.fit(copied(server), t, i)
-                best.trained(i, local[i])
         means, weights = [], []
         for e in range(n_edges):
             devices = list(world.clients)[e::n_edges]
@@ -50,7 +49,7 @@ def reference(  # type: ignore[no-untyped-def]
                 chosen[i] += 1
         if means:
             load(server, average(means, weights))
-    clients = {i: best.used(i, server) if use == "best" else server for i in world.clients}
+    clients = dict.fromkeys(world.clients, server)
     return Result(clients, server, {"selected": chosen})
 
 
@@ -107,7 +106,7 @@ DEVICES = {"select_fraction": 0.5, "train_fraction": 1.0, "epsilon": 0.0, "n_edg
 TEXT = DEVICES | {"aggregation": "mean", "select": "nearest", "distance_norm": "none", "two_stage": False}
 ALL = {k: v for k, v in TEXT.items() if k != "select_fraction"} | {"aggregation": "invdist_all"}
 WEIGHTED = {"distance_norm": "per_step", "train_fraction": 0.7, "epsilon": 0.3}
-MENDED = DEVICES | {"select_fraction": 0.1, "select_least": 2, "use": "best"}
+MENDED = DEVICES | {"select_fraction": 0.1, "select_least": 2}
 CASES = [
     Case("ecs-fl-mended", mended, MENDED | {"projection": 256}),
     Case("ecs-fl-mended-random", mended_by("random"), MENDED, long=("cnn",)),

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from reference import PAPER, About, Best, Case, Result, World, average, copied, evaluated, head_names, load, tensors
+from reference import PAPER, About, Case, Result, World, average, copied, evaluated, head_names, load, tensors
 from reference.fedper import reference as fedper
 
 ABOUT = About(
@@ -25,7 +25,7 @@ def reference(  # type: ignore[no-untyped-def]
     world: World, preparation: int, distance: str = "w2", phase1_personal: str = "classifier",
     personal_part: str = "layer", shared_by: str = "cluster", min_participants: int = 1, phi_of: str = "flat",
     phi_input: str = "params", phi_weight: str = "linear", candidates: str = "fc", variant: str = "",
-    relay: bool = False, use: str = "received", **_,
+    relay: bool = False, **_,
 ) -> Result:  # fmt: skip
     start = world.module()
     heads, names = head_names(start), list(tensors(start))
@@ -37,7 +37,6 @@ def reference(  # type: ignore[no-untyped-def]
     votes = {i: torch.zeros(len(kinds), len(layers)) for i in world.clients}
     sums = {i: torch.zeros(len(kinds), len(layers), dtype=torch.float64) for i in world.clients}
     voted: set[int] = set()
-    best = Best(world)
 
     def own(m: int) -> list[str]:
         extra = heads if personal_part == "layer_and_classifier" else []
@@ -52,7 +51,6 @@ def reference(  # type: ignore[no-untyped-def]
         for i in ids:
             begun = load(copied(models[i]), w)
             models[i] = world.fit(load(models[i], w), t, i)
-            best.trained(i, models[i])
             if variant == "oracle":
                 s = _errors(world, i, begun, models[i], [own(m) for m in range(len(layers))])[None]
             else:
@@ -108,7 +106,6 @@ def reference(  # type: ignore[no-untyped-def]
         begin = {i: received(i) for ids in picked for i in ids}
         for i in sorted(begin):
             models[i] = world.fit(load(models[i], begin[i]), t, i)
-            best.trained(i, models[i])
             compared = f"{layers[layer[i]]}." if shared_by == "cluster" else heads[0].removesuffix("weight")
             phi[i] = _rows_of(models[i], compared) - (_rows_of(start, compared) if phi_input == "delta" else 0)
         trained |= set(begin)
@@ -125,8 +122,6 @@ def reference(  # type: ignore[no-untyped-def]
                 if have:
                     w[k] = average([{k: v} for v in have.values()], [world.sizes[j] for j in have])[k]
     clients = {i: load(copied(models[i]), received(i)) for i in world.clients}
-    if use == "best":
-        clients = {i: best.used(i, model) for i, model in clients.items()}
     return Result(clients, server={"layer": layer})
 
 
@@ -252,7 +247,7 @@ MEND = {
     "phase1_personal": "none", "shared_by": "all", "switch_init": "global", "phi_of": "rows", "phi_input": "delta",
     "phi_weight": "log",
 }  # fmt: skip
-OURS = VOTES | {"personal_part": "layer_and_classifier", "similarity_payload": "full", "use": "best"}
+OURS = VOTES | {"personal_part": "layer_and_classifier", "similarity_payload": "full"}
 CODE = VOTES | {"vote": "round", "tie": "mean_score", "preparation": 6}
 CASES = [
     Case("fedcpmd-mended", mended, OURS, RUN),

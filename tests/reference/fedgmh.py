@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reference import PAPER, About, Best, Case, Result, World, class_means, copied, features, head, head_tree
+from reference import PAPER, About, Case, Result, World, class_means, copied, features, head, head_tree
 
 ABOUT = About(
     f"{PAPER} (`reading = paper`), authors' code (`reading = code`), our change (`fedgmh-mended`)",
@@ -25,7 +25,7 @@ def reference(world: World, **given) -> Result:  # type: ignore[no-untyped-def]
     heads = [copied(head(world.start(-1 - k) if apart else world.module())) for k in range(count)]
     labels = {i: world.train_part(i)[1].unique().tolist() for i in world.clients}
     masks: dict[int, list[Tensor]] = {}
-    joined, best = dict.fromkeys(world.clients, 0), Best(world)
+    joined = dict.fromkeys(world.clients, 0)
 
     def written(i: int) -> nn.Module:
         """The client's model with the received head written into its own."""
@@ -56,13 +56,10 @@ def reference(world: World, **given) -> Result:  # type: ignore[no-untyped-def]
                 opt.step()
             masks[i] = _critical(before, [p.data for p in head(model).parameters()], s)
             own[i], joined[i] = model, joined[i] + 1
-            best.trained(i, model)
             x, y = world.train_part(i)
             sent += [(mean, k, i) for k, mean in class_means(features(model, x), y).items()]
         _train(heads, sent, labels, s)
     clients = {i: written(i) if s["score"] == "received" else own[i] for i in world.clients}
-    if s["score"] == "best":
-        clients = {i: best.used(i, model) for i, model in clients.items()}
     names = list(head_tree(world.module()))
     stacks = [torch.stack([list(h.parameters())[k].data for h in heads]) for k in range(2)]
     stacks = [t[0] for t in stacks] if s["heads"] == "common" else stacks
@@ -133,7 +130,7 @@ CODE = {
     "reading": "code", "written": "others", "criticality": "square", "mask_scope": "tensor", "first_psi": "ones",
     "received_share": 1.0, "score": "received", "decay_on": "participation", "server_batch": 1,
 }  # fmt: skip
-MENDED = {"received_share": 0.5, "server_steps": 3, "server_batch": 0, "eta_h": 0.5, "score": "best"}
+MENDED = {"received_share": 0.5, "server_steps": 3, "server_batch": 0, "eta_h": 0.5}
 AVERAGE = {k: v for k, v in ALL.items() if k != "beta"} | {"write": "average"}
 CASES = [
     Case("fedgmh-mended", mended, MENDED, RUN),

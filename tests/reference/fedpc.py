@@ -9,7 +9,6 @@ from coterie.core.rng import key
 from reference import (
     PAPER,
     About,
-    Best,
     Case,
     Result,
     World,
@@ -33,10 +32,10 @@ Sets = dict[int, Tensor]  # prototypes by class
 def reference(  # type: ignore[no-untyped-def]
     world: World, alpha: float, gamma: float, proto_loss: str, proto_reduce: str, init_protos: str, J: int = 2,
     inter: str = "adaptive", grouping: str = "prototypes", tau: float = 0.5, rehearsal: float = 0.0,
-    use: str = "received", **_,
+    **_,
 ) -> Result:  # fmt: skip
     start = world.module()
-    own, best = {i: world.module() for i in world.clients}, Best(world)
+    own = {i: world.module() for i in world.clients}
     first = {i: _prototypes(world, start, i) for i in world.clients}
     of = _groups(world, first, J, grouping)
     bodies = [body_tree(start) for _ in range(J)]
@@ -60,7 +59,6 @@ def reference(  # type: ignore[no-untyped-def]
                 return total
 
             world.fit(load(own[i], bodies[of[i]]), t, i, loss)
-            best.trained(i, own[i])
             found[i] = _prototypes(world, own[i], i)
         for j in range(J):
             if here := [i for i in ids if of[i] == j]:
@@ -68,8 +66,6 @@ def reference(  # type: ignore[no-untyped-def]
                 sets[j] = _mean_sets([found[i] for i in here])
         bodies, sets, rho = _mixed(bodies, sets, inter)
     clients = {i: load(copied(own[i]), bodies[of[i]]) for i in world.clients}
-    if use == "best":
-        clients = {i: best.used(i, model) for i, model in clients.items()}
     return Result(clients, server={"groups": of, "rho": rho})
 
 
@@ -157,7 +153,7 @@ TEXT = GROUPS | {
 }  # fmt: skip
 SQUARED = {"proto_loss": "mse", "proto_reduce": "mean", "init_protos": "none"}
 MENDED = GROUPS | {
-    "alpha": 1.0, "gamma": 0.5, "tau": 0.5, "rehearsal": 0.5, "init_protos": "none", "use": "best"
+    "alpha": 1.0, "gamma": 0.5, "tau": 0.5, "rehearsal": 0.5, "init_protos": "none"
 }  # fmt: skip
 CASES = [
     Case("fedpc-mended", mended, MENDED),

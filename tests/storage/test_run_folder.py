@@ -1,4 +1,4 @@
-"""A run's folder: damaged, moved or lost files raise CoterieError, and written data are durable."""
+"""A run's folder: damaged, moved or lost files are reported in a sentence, and written data are durable."""
 
 import json
 import os

@@ -159,7 +159,7 @@ def test_an_optimiser_that_keeps_its_memory_goes_on_where_it_stopped(rule, make)
         frozen = {k: v.clone() for k, v in memory.items()}
         given = dict(memory)
         w = train(method.ctx, rule, method.phases(t), Start(w), data.data(0), t, memory=given)[0].params
-        assert same(memory, frozen)  # the tensors that were passed belong to the caller
+        assert same(memory, frozen)  # the tensors that were handed in belong to somebody else
         memory = given
         order = torch.randperm(10, generator=torch_rng(0, "batches", t, 0, 0, 0))
         for a in (0, 4, 8):
@@ -271,7 +271,7 @@ def test_an_own_update_rule_carries_parameters_and_gets_keyed_randomness():
 def test_noise_inside_the_model_is_keyed_by_round_and_client():
     model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3))
     base = go(model=model)[1]
-    torch.rand(5)  # earlier draws do not matter
+    torch.rand(5)  # what was drawn before does not matter
     assert same(go(model=model)[1], base)
     flat = Phase(steps=1)
     assert not same(*(go(model=model, n=4, phases=[flat], round=r)[1] for r in (1, 2)))

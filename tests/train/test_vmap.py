@@ -123,7 +123,7 @@ class Careless(Method):
 def both(
     method: type[Method], rule: Optimiser, model: nn.Module | None = None, trace: bool = False, **changes: Any
 ) -> dict[Any, str]:
-    """Local training of every client by both engines, compared; the reasons why phases were not stacked."""
+    """Local training of every client by both engines, compared; the reasons of what was not stacked."""
     s = session(method, model, **changes)
     m, ctx = s.method, s.method.ctx
     stacker = Stacker(ctx, rule, patient=not trace)
@@ -296,7 +296,7 @@ def test_auto_measures_both_and_takes_the_loop_for_convolutions() -> None:
 
 
 class Exchange(Method):
-    """A method that opens with a round without training, and raises an error without it."""
+    """Opens with a round in which nobody trains, and refuses to go on without it."""
 
     def opening(self) -> bool:
         return True

@@ -127,7 +127,9 @@ def run(
 
 
 @app.command()
-@o.takes_settings("data", "task", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "lr")
+@o.takes_settings(
+    "data", "task", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "lr", use=o.UseOfAll
+)
 def compare(
     given: dict[str, Any],
     methods: Annotated[list[str], Argument(help="methods; Local-Only is always added")],

@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {  # settings that have an option of their own
     "batch": Annotated[int | None, Option(help="batch size (default 32)")],
     "lr": Annotated[float | None, Option(help="local learning rate (default 0.05)")],
     "seed": Annotated[int | None, Option(help="random seed (default 0)")],
+    "use": Annotated[str | None, Option(help="model that clients use: received, trained, best or guarded")],
     "warm_start": Annotated[str | None, Option(metavar="PATH", help="start from the models of the run in this folder")],
     "stop_after": Annotated[
         int | None, Option(help="end after this many evaluations without a better value on validation data")
@@ -35,6 +36,10 @@ OPTIONS: dict[str, Any] = {  # settings that have an option of their own
         float | None, Option(help="end when the value on validation data reaches this target, 0.9 for 90 %")
     ],
 }
+UseOfAll = Annotated[
+    str | None,
+    Option("--use", help="model that clients use: received (default for all methods), trained, best, guarded, or own"),
+]
 SetOption = Annotated[list[str] | None, Option("--set", help="any setting of method, run or federation, as key=value")]
 ConfigFile = Annotated[Path | None, Option(help="TOML file with settings; options override it")]
 DataDir = Annotated[

@@ -31,7 +31,7 @@ from coterie.core.context import (
 )
 from coterie.core.schema import Link, Schema, like
 from coterie.core.tree import Predicate, Tree, everything
-from coterie.core.views import ModelView
+from coterie.core.views import ModelView, Use
 from coterie.errors import CoterieError
 
 Loss = Callable[[Tree, Batch, Extras], Tensor | tuple[Tensor, Any]]
@@ -250,6 +250,8 @@ class Method:
     agree: ClassVar[Literal["model", "head", "output"]] = "model"
     # True if training depends on ctx.planned_rounds: a run that is extended then differs from one that began longer
     plans_ahead: ClassVar[bool] = False
+    # the rule for the model that a client uses, unless the run says otherwise (train/rule_of_use.py)
+    use: ClassVar[Use] = "received"
     # True if a newcomer's model needs no labels, so that it can be made from items alone
     unlabelled: ClassVar[bool] = False
 

@@ -8,6 +8,9 @@ VIEWS: tuple[View, ...] = get_args(View)
 RequestedView = Literal["received", "trained", "edge"]
 ON_REQUEST: tuple[RequestedView, ...] = get_args(RequestedView)
 
+# Rules for the model that a client uses (train/rule_of_use.py).
+Use = Literal["received", "trained", "best", "guarded"]
+
 # Models that Method.model makes. A newcomer is a client that has never taken part; `watched` is what the setting
 # `watch` scores before the local training of every round.
 ModelView = Literal["personal", "newcomer", "watched", "received", "trained", "edge"]

@@ -8,7 +8,7 @@ from coterie.config import RunSettings
 from coterie.core.context import ClientData, State
 from coterie.core.method import Client, Method, Model, Start
 from coterie.core.tree import Tree, clone, mean
-from coterie.core.views import ModelView
+from coterie.core.views import ModelView, Use
 from coterie.engine.edge_steps import preview
 from coterie.engine.session import Session, rebuild
 from coterie.errors import CoterieError
@@ -18,6 +18,7 @@ from coterie.storage.client_states import ClientStates
 from coterie.storage.run_folder import checkpoints, read_events, read_settings
 from coterie.train.clients import client_state
 from coterie.train.optimisers import Optimiser
+from coterie.train.rule_of_use import model_used
 from coterie.train.trainer import train
 
 
@@ -29,6 +30,7 @@ def model_in_use(
     data: ClientData,
     round: int,
     adapt: bool = True,
+    use: Use = "received",
 ) -> Model:
     """Return parameters and extras of the model that a client uses before this round.
 
@@ -37,8 +39,10 @@ def model_in_use(
     """
     view: ModelView = "newcomer" if state is None else "personal"
     with torch.no_grad():
-        model = method.model(view, Client(client_state(method, state, data)[0], download, data, round))
-    assert model is not None
+        stored = client_state(method, state, data)
+        model = method.model(view, Client(stored.state, download, data, round))
+        assert model is not None
+        model = model_used(method, use, stored.used, Model(*model), data)
     start = Start(clone(model[0]), dict(model[1]))
     phases = method.adapt() if adapt else []
     trained = train(method.ctx, rule, phases, start, data, round)[0] if phases else start
@@ -85,7 +89,7 @@ class SavedRun:
         shared, own = preview(self.method, saved.server, saved.edges, [number], saved.round + 1)[number]
         method, data = self.session.method_of(number), self.session.federation.data(number)
         state, rule = self.states.get(number), self.session.clients().rule
-        return model_in_use(method, rule, state, {**shared, **own}, data, saved.round + 1, adapt)
+        return model_in_use(method, rule, state, {**shared, **own}, data, saved.round + 1, adapt, self.session.use)
 
     def personal_trees(self) -> dict[int, Tree]:
         """Return the parameters of every client's personal model; newcomers are left out."""

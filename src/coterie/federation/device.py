@@ -210,7 +210,8 @@ class DeviceHandler:
         """Write the personal model to a file next to the state, for use on this device."""
         client, state = job.request.client, None if job.state is None else _in_memory(job.state)
         method, data = session.method_of(client), session.federation.data(client)
-        tree = model_in_use(method, session.clients().rule, state, job.request.download, data, job.request.round)
+        rule, request = session.clients().rule, job.request
+        tree = model_in_use(method, rule, state, request.download, data, request.round, use=session.use)
         module = as_module(method, *tree)
         about = describe_model(session, client, module, job.request.round - 1, run)
         write_model(self.state / run / "model.safetensors", module, about, durable=False)

@@ -150,5 +150,7 @@ def _personal(again: Replay, client: ClientId) -> dict[str, torch.Tensor]:
     session, loop = again.session, again.loop
     data, method, t = session.federation.data(client), session.method_of(client), loop.done + 1
     shared, own = preview(session.method, loop.server, loop.edges, [client], t)[client]
-    tree = model_in_use(method, session.clients().rule, again.states.get(client), {**shared, **own}, data, t)
+    tree = model_in_use(
+        method, session.clients().rule, again.states.get(client), {**shared, **own}, data, t, use=session.use
+    )
     return dict(as_module(method, *tree).state_dict())

@@ -4,7 +4,6 @@ BUILT_IN lists the methods of Coterie; other packages add theirs by the entry po
 name runs the method that the paper describes. NAME-mended is Coterie's own method after that paper.
 """
 
-import logging
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -17,7 +16,6 @@ from coterie.core.method import Method
 from coterie.errors import CoterieError, unknown
 from coterie.methods.stored import RENAMED, mended_name
 
-log = logging.getLogger("coterie")
 METHOD_GROUP = "coterie.methods"  # entry points of other packages
 # name of a method: module below coterie.methods and class
 BUILT_IN = {
@@ -135,15 +133,14 @@ READINGS: dict[str, dict[str, str]] = {"fedcpmd": {"paper": "fedcpmd", "code": "
 
 @cache
 def _points() -> dict[str, EntryPoint]:
-    """Return all methods by name. An entry point cannot replace a built-in method; it is ignored with a warning."""
+    """All methods by name. A built-in name cannot be replaced by an entry point."""
     others = {p.name: p for p in entry_points(group=METHOD_GROUP)}
-    ours = {name: EntryPoint(name, f"coterie.methods.{where}", METHOD_GROUP) for name, where in BUILT_IN.items()}
-    for name in sorted(others.keys() & ours.keys()):
-        if not others[name].value.startswith("coterie.methods."):  # metadata of version 0.1 listed built-in methods
-            log.warning(
-                'the method "%s" of %s is ignored, because Coterie has one of this name', name, others[name].value
-            )
+    ours = {name: _point(name, where) for name, where in BUILT_IN.items()}
     return {**others, **ours}
+
+
+def _point(name: str, where: str) -> EntryPoint:
+    return EntryPoint(name, f"coterie.methods.{where}", METHOD_GROUP)
 
 
 def method_names() -> list[str]:

@@ -4,6 +4,7 @@ Version 0.1 had one class for all readings of a paper, with settings that chose 
 ran the mended method. Files of that version hold every setting, so that the class that does the same today is found.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 # Name of a method in version 0.1: the method that does the same today, in words.
@@ -36,6 +37,12 @@ def names_today(name: str, reading: str | None) -> list[str]:
     for suffix in _READINGS:
         plain = plain.removesuffix(suffix)
     return [mended, plain] if reading == "mended" else [plain, mended]
+
+
+def use_of_0_1(stored: Mapping[str, Any]) -> dict[str, str]:
+    """Return the rule of use, a setting of the run today, that a method of version 0.1 had as its own setting."""
+    rule = {"own": "received"}.get(stored.get("score", ""), stored.get("use", stored.get("score")))
+    return {"use": rule} if rule in ("best", "received") and stored.get("reading") == "mended" else {}
 
 
 # Class: settings of version 0.1 that it has no longer, with the value that it acts on. All other settings of version

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ from coterie.core.context import Batch, ClientData, ClientId, Extras, Split, Sta
 from coterie.core.method import Client, Method, Model, Phase, Start, started
 from coterie.core.states import typed
 from coterie.core.tree import Tree
-from coterie.core.views import ModelView
+from coterie.core.views import ModelView, Use
 from coterie.data.federation import Federation
 from coterie.engine.messages import (
     Job,
@@ -28,12 +29,14 @@ from coterie.engine.messages import (
 from coterie.errors import CoterieError
 from coterie.methods.stored import CLIENTS
 from coterie.train.optimisers import Optimiser
+from coterie.train.rule_of_use import UseMemory, after_training, local_phases, local_start, model_used
 from coterie.train.scoring import TOGETHER, Case, Scorer, score_model
 from coterie.train.trainer import Effort, train
 from coterie.train.vmap.phase import Member
 from coterie.train.vmap.trainer import Stacker
 
 MEMORY = "engine:optimiser"  # key of the optimisers' memory in a client's state, with opt_state = keep
+USED = "engine:use"  # key of the memory of the rule of use in a client's state
 TYPED = "engine:state"  # key of the method's own state in such a state, if that is a dataclass
 
 
@@ -46,6 +49,7 @@ class Opened:
     state: State
     download: Tree
     memory: Tree | None  # state of its optimisers; a separate dictionary, because training replaces its entries
+    used: UseMemory  # of the rule of use
     fresh: bool  # it has never taken part
 
 
@@ -58,6 +62,7 @@ class Clients:
     rule: Optimiser
     stacker: Stacker | None = None  # None: client by client
     others: Mapping[ClientId, Method] = field(default_factory=dict)  # bound to other models, for clients that have one
+    use: Use = "received"  # rule for the model that a client uses
 
     @cached_property
     def _scorer(self) -> Scorer:
@@ -100,13 +105,16 @@ class Clients:
         client = job.request.client
         data = self.federation.data(client)
         assert not isinstance(job.state, Remote)
-        state, remembered = client_state(self.method, job.state, data)
-        memory = remembered if self.rule.keep else None
-        return Opened(data, self.federation.test(client), state, job.request.download, memory, job.state is None)
+        stored = client_state(self.method, job.state, data)
+        memory = stored.memory if self.rule.keep else None
+        test, download = self.federation.test(client), job.request.download
+        return Opened(data, test, stored.state, download, memory, stored.used, job.state is None)
 
     def _model(self, view: ModelView, o: Opened, round: int) -> Model:
         model = self.method.model(view, Client(o.state, o.download, o.data, round))
         assert model is not None
+        if view in ("personal", "watched"):
+            return model_used(self.method, self.use, o.used, Model(*model), o.data)
         return Model(*model)
 
     def _practise(self, phases: Sequence[Phase], members: Sequence[Member], round: int) -> list[Effort]:
@@ -141,7 +149,8 @@ class Clients:
             begun = time.process_time()
             members = [self._member(o, round, r.share) for o, r in zip(opened, requests, strict=True)]
             efforts = self._practise(phases, members, round)
-            ended = [self._end(o, m, round) for o, m in zip(opened, members, strict=True)]
+            local = self._continue_local(phases, opened, members, efforts, round)
+            ended = [self._end(o, m, round, w) for o, m, w in zip(opened, members, local, strict=True)]
             cpu = (time.process_time() - begun) / len(jobs)
             after = self._watched(watch and bool(phases), [e[3] for e in ended], opened)
             out = []
@@ -167,14 +176,36 @@ class Clients:
             return [None] * len(models)
         return self._scores([Case(*m, o.test) for m, o in zip(models, opened, strict=True)])
 
-    def _end(self, o: Opened, m: Member, round: int) -> tuple[State, Tree, dict[str, float], Model]:
+    def _continue_local(
+        self,
+        phases: Sequence[Phase],
+        opened: Sequence[Opened],
+        members: Sequence[Member],
+        efforts: list[Effort],
+        round: int,
+    ) -> list[Tree | None]:
+        """Continue the clients' own local models if the rule of use is guarded; their work is added to `efforts`."""
+        at = [i for i, m in enumerate(members) if self.use == "guarded" and phases and m.train]
+        starts = [Start(local_start(self.method, opened[i].used)) for i in at]
+        alone = [Member.of(s, opened[i].data, members[i].share) for s, i in zip(starts, at, strict=True)]
+        local: list[Tree | None] = [None] * len(members)
+        for i, m, more in zip(at, alone, self._practise(local_phases(self.method), alone, round), strict=True):
+            local[i], own = m.params, efforts[i]
+            efforts[i] = Effort(own.steps + more.steps, own.samples + more.samples, own.loss)
+        return local
+
+    def _end(
+        self, o: Opened, m: Member, round: int, local: Tree | None = None
+    ) -> tuple[State, Tree, dict[str, float], Model]:
         """The client's new state, what it sends, and its own model after local training."""
         with torch.no_grad():
             state, upload = self.method.end(o.state, m.trained, m.data, round)
         model = self.method.model("trained", Client(state, o.download, o.data, round, m.trained))
         assert model is not None
-        kept = state if m.memory is None else _with_memory(state, m.memory)
-        return kept, upload.tree, dict(upload.note), Model(*model)
+        used = o.used if local is None else {**o.used, "local": local}
+        if self.use != "received" and m.steps:
+            used = after_training(self.method, self.use, used, Model(*model), o.data)
+        return stored_state(state, m.memory, used), upload.tree, dict(upload.note), Model(*model)
 
     def _update(self, before: Tree, after: Tree) -> torch.Tensor:
         names = [k for k in before if k in self.method.ctx.net.trainable]
@@ -278,23 +309,37 @@ class Clients:
         )
 
 
-def _with_memory(state: State, memory: Tree) -> State:
-    """Return a client's state with the memory of its optimisers, as it is stored."""
-    return {**(state if isinstance(state, dict) else {TYPED: state}), MEMORY: memory}
+class ClientState(NamedTuple):
+    """The parts of a client's stored state."""
+
+    state: State  # as the method's hooks take it
+    memory: Tree  # of its optimisers; a copy
+    used: UseMemory  # of the rule of use
 
 
-def client_state(method: Method, stored: State | None, data: ClientData) -> tuple[State, Tree]:
-    """Return the state of a client as the method's hooks take it, and a copy of its optimisers' memory.
+def stored_state(state: State, memory: Tree | None, used: UseMemory) -> State:
+    """Return a client's state as it is stored, with the memories of its optimisers and of the rule of use."""
+    more = {**({} if memory is None else {MEMORY: memory}), **({USED: dict(used)} if used else {})}
+    return {**(state if isinstance(state, dict) else {TYPED: state}), **more} if more else state
 
-    A client without a stored state has the initial one.
-    """
+
+def _kept_in_0_1(stored: State) -> UseMemory:
+    """Return the best model that a client of version 0.1 has kept in its method's own state."""
+    if not (isinstance(stored, dict) and {"best", "best_score"} <= stored.keys()):
+        return {}
+    return {"params": stored["best"], "extras": {}, "score": stored["best_score"]}
+
+
+def client_state(method: Method, stored: State | None, data: ClientData) -> ClientState:
+    """Return the parts of a client's state. A client without a stored state has the initial one."""
     if stored is None:
-        return method.init_client(data), {}
-    own, memory = stored, {}
-    if isinstance(stored, dict) and MEMORY in stored:
-        own, memory = {k: v for k, v in stored.items() if k != MEMORY}, dict(stored[MEMORY])
+        return ClientState(method.init_client(data), {}, {})
+    own, memory, used = stored, {}, _kept_in_0_1(stored)
+    if isinstance(stored, dict) and (MEMORY in stored or USED in stored):
+        own = {k: v for k, v in stored.items() if k not in (MEMORY, USED)}
+        memory, used = dict(stored.get(MEMORY, {})), stored.get(USED, used)
         own = own.get(TYPED, own)
-    return typed(CLIENTS.get(type(method).__name__), own), memory
+    return ClientState(typed(CLIENTS.get(type(method).__name__), own), memory, used)
 
 
 def _copy(model: Model, o: Opened) -> Member:

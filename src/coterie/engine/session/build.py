@@ -24,6 +24,7 @@ from coterie.methods import build_method as build_method
 from coterie.models.per_client import PerClient, assign_models, is_assignment
 from coterie.models.registry import build_model as build_model
 from coterie.train import native
+from coterie.train.rule_of_use import NEED_VALIDATION
 
 
 def prepare(
@@ -104,6 +105,10 @@ def bind(
         momentum=settings.momentum if settings.optimizer == "sgd" else 0.0,
     )
     _check_needs(method, federation)
+    if settings.use in NEED_VALIDATION and not (federation.sizes("val") > 0).any():
+        raise CoterieError(f"use = {settings.use} needs {_NEEDS['some_val'][1]}")
+    if settings.use == "guarded" and type(method).predict is not Method.predict:
+        raise CoterieError(f"use = guarded is not possible: a model of {method.card.title} is more than its network")
     if settings.official and federation.official() is None:
         raise CoterieError(
             "official = true needs an official test part that is not dealt out: data that have one, and pool = train"

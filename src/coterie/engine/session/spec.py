@@ -15,6 +15,7 @@ from torch import nn
 
 from coterie.config import PUBLIC, Engine, RunSettings
 from coterie.core.method import Method
+from coterie.core.views import Use
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation
 from coterie.engine.provenance import code_digest, method_digest, model_digest, origin, recalled
@@ -108,7 +109,12 @@ class Session:
         s = self.settings
         rule = Optimiser(s.optimizer, s.momentum, s.weight_decay, s.opt_state == "keep")
         stacker = Stacker(self.method.ctx, rule) if self.engine.engine == "stack" else None
-        return Clients(self.method, self.federation, rule, stacker, self.others)
+        return Clients(self.method, self.federation, rule, stacker, self.others, self.use)
+
+    @property
+    def use(self) -> Use:
+        """The rule for the model that a client uses."""
+        return self.settings.use or self.method.use
 
     def states(self, folder: Path) -> ClientStates:
         """Return the store of the clients' private states in a run folder."""

@@ -19,13 +19,12 @@ from torch import Tensor
 from coterie.core import tree as T
 from coterie.core.context import ClientData, ClientId, State
 from coterie.core.edges import ANNOUNCE, Edge
-from coterie.core.method import Model, Settings, Trained, Upload
+from coterie.core.method import Settings, Upload
 from coterie.core.schema import Entry
 from coterie.core.tree import Tree
 from coterie.methods.ecsfl.devices import SelectingEdges, of_models
 from coterie.methods.ecsfl.selection import herd, projected, usable
 from coterie.methods.ecsfl.settings import ECSFLMendedSettings
-from coterie.parts.keep_best import best, kept
 
 PROJECTION = f"{ANNOUNCE}p"  # random projection of a device's update, sent ahead of its model
 
@@ -36,6 +35,7 @@ class ECSFLMended(SelectingEdges):
     Settings: ClassVar[type[Settings]] = ECSFLMendedSettings
     hp: ECSFLMendedSettings
     card = replace(SelectingEdges.card, title="ECS-FL (mended)", certainty="O")
+    use = "best"
     controls = ("ecs-fl-mended-random", "ecs-fl", "ecs-fl-mended-mean-all")
 
     # ---- device ------------------------------------------------------------------------------------------------------
@@ -46,18 +46,6 @@ class ECSFLMended(SelectingEdges):
         update = T.flatten(T.keep(w, self.measured)) - T.flatten(T.keep(start, self.measured))
         # the same projection for all devices and rounds
         return {PROJECTION: projected(update, self.hp.projection, self.ctx.rng("projection")).float()}
-
-    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, trained, data, round)
-        if self.hp.use == "best" and not trained.extras["idle"]:
-            state = {**state, **kept(self.ctx, state, trained.params, data)}
-        return state, upload
-
-    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
-        received = super().personal(state, download, data)
-        if self.hp.use != "best":
-            return received
-        return Model(best(self.ctx, state, received.params, data), received.extras)
 
     # ---- edge --------------------------------------------------------------------------------------------------------
     def calls(self, edge: Edge, announced: Sequence[Upload], round: int) -> set[ClientId]:

@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from coterie.core.method import Settings
 from coterie.methods.ecsfl.selection import DistanceNorm, Rule
 from coterie.parts.idle_settings import refuse_idle
-from coterie.parts.keep_best import USE, Use
 
 
 class DeviceSettings(Settings):
@@ -61,7 +60,6 @@ class MendedDeviceSettings(DeviceSettings):
     """Settings of the mended version and of its controls."""
 
     select_least: int = Field(8, ge=1, description="fewest devices of an edge that are aggregated, if as many train")
-    use: Use = Field("best", description=USE)
 
 
 class ECSFLMendedSettings(MendedDeviceSettings):

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import ClientData, ClientId, State
-from coterie.core.method import Download, Model, Moment, Settings, Trained, Upload
+from coterie.core.context import ClientId, State
+from coterie.core.method import Download, Moment, Settings, Upload
 from coterie.core.schema import Entry, Link, Schema, like
 from coterie.core.tree import Tree
 from coterie.methods.fedcpmd import mixing
 from coterie.methods.fedcpmd.settings import FedCPMDMendedSettings
 from coterie.methods.fedcpmd.voting import LAYER, PHI, VOTE, LayerVotes, byte, shuffled
-from coterie.parts.keep_best import best, kept
 from coterie.parts.similarity import sketch
 
 
@@ -38,6 +37,7 @@ class FedCPMDMended(LayerVotes):
     Settings: ClassVar[type[Settings]] = FedCPMDMendedSettings
     hp: FedCPMDMendedSettings
     card = replace(LayerVotes.card, title="FedCPMD (mended)", certainty="O")
+    use = "best"
     controls = ("fedcpmd-mended-random", "fedcpmd-mended-classifier")
 
     @property
@@ -103,17 +103,6 @@ class FedCPMDMended(LayerVotes):
         return Download(each={**each, **mine})
 
     # ---- client ------------------------------------------------------------------------------------------------------
-    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
-        received = super().personal(state, download, data)
-        if self.hp.use != "best":
-            return received
-        return Model(best(self.ctx, state, received.params, data), received.extras)
-
-    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
-        if self.hp.use == "best" and not trained.extras["idle"]:
-            state = {**state, **kept(self.ctx, state, trained.params, data)}
-        return super().end(state, trained, data, round)
-
     def similarity(self, params: Tree, layer: int) -> Tree:
         """Return the change of the classifier since the initial model."""
         if self.hp.similarity_payload == "none":

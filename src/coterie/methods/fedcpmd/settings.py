@@ -6,7 +6,6 @@ from pydantic import Field
 
 from coterie.core.method import Settings
 from coterie.parts.gaussian import LayerScore, Normalize, Tie
-from coterie.parts.keep_best import USE, Use
 from coterie.parts.similarity import SimilarityMap
 
 Unsampled = Literal["similarity", "cluster_mean", "keep"]
@@ -92,4 +91,3 @@ class FedCPMDMendedSettings(VoteSettings):
     )
     sketch_dims: int = Field(64, ge=1, description="numbers in a sketch")
     phi_map: SimilarityMap = Field("clip", description="cosines to [0, 1]")
-    use: Use = Field("best", description=USE)

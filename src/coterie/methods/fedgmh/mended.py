@@ -19,12 +19,11 @@ from torch import Tensor
 
 from coterie.core import tree as T
 from coterie.core.context import ClientData, State
-from coterie.core.method import Model, Settings, Start, Trained, Upload
+from coterie.core.method import Model, Settings, Start, Upload
 from coterie.core.tree import Tree
 from coterie.methods.fedgmh.features import HEAD, LABELS, FeatureSender, average_in, head_of
 from coterie.methods.fedgmh.settings import FedGMHMendedSettings
 from coterie.parts.initial_models import initial_model
-from coterie.parts.keep_best import best, kept
 from coterie.parts.linear_heads import heads_of, heads_tree, train_heads
 
 
@@ -34,6 +33,7 @@ class FedGMHMended(FeatureSender):
     Settings: ClassVar[type[Settings]] = FedGMHMendedSettings
     hp: FedGMHMendedSettings
     card = replace(FeatureSender.card, title="FedGMH (mended)", certainty="O")
+    use = "best"
 
     def of_label(self, head: Tree) -> Tree:
         return T.row(head, 0)
@@ -53,11 +53,8 @@ class FedGMHMended(FeatureSender):
         received = {k: v.index_copy(0, state["labels"].long(), rows[k]) for k, v in own.items()}
         return Start({**state["own"], **average_in(own, received, self.hp.received_share)})
 
-    def learned(self, state: State, trained: Trained, data: ClientData) -> State:
-        return kept(self.ctx, state, trained.params, data) if self.hp.score == "best" else {}
-
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:
-        return Model(best(self.ctx, state, state["own"], data) if self.hp.score == "best" else state["own"])
+        return Model(state["own"])
 
     # ---- server, up --------------------------------------------------------------------------------------------------
     def step(self, heads: Tree, z: Tensor, y: Tensor, weight: Tensor, uploads: Sequence[Upload]) -> Tree:

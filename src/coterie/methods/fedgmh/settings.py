@@ -77,9 +77,6 @@ class FedGMHMendedSettings(FeatureSettings):
 
     server_steps: int = Field(10, ge=0, description="passes of the server over the received features per round")
     received_share: float = Field(0.5, ge=0, le=1, description="weight of the received rows; the rest is the own head")
-    score: Literal["own", "best"] = Field(
-        "best", description="model that is scored: as training left it, or the best so far on validation data"
-    )
 
     @model_validator(mode="after")
     def _used(self) -> Self:

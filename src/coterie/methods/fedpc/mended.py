@@ -16,13 +16,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
-from coterie.core.method import Model, Settings, Start, Trained, Upload
+from coterie.core.method import Settings, Start
 from coterie.core.tree import Tree
 from coterie.methods.fedpc import prototypes as P
 from coterie.methods.fedpc.contrast import directions, rehearsal, rehearsal_loss, towards
 from coterie.methods.fedpc.settings import FedPCMendedSettings
 from coterie.methods.fedpc.text import FedPC
-from coterie.parts.keep_best import best, kept
 
 
 class FedPCMended(FedPC):
@@ -31,11 +30,8 @@ class FedPCMended(FedPC):
     Settings: ClassVar[type[Settings]] = FedPCMendedSettings
     hp: FedPCMendedSettings  # type: ignore[assignment]  # the hooks that read the text's loss settings are replaced
     card = replace(FedPC.card, title="FedPC (mended)", certainty="O")
+    use = "best"
     controls = ("fedpc-mended-no-proto", "fedpc-mended-random")
-
-    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
-        received = super().personal(state, download, data)
-        return Model(best(self.ctx, state, received.params, data)) if self.hp.use == "best" else received
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         start = super().begin(state, download, data, round)
@@ -54,9 +50,3 @@ class FedPCMended(FedPC):
             b = None if bias is None else params[bias]
             loss = loss + hp.rehearsal * rehearsal_loss(params[weight], b, extras["rehearsal"])
         return loss
-
-    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
-        state, upload = super().end(state, trained, data, round)
-        if self.hp.use == "best" and not trained.extras["asked"]:
-            state = {**state, **kept(self.ctx, state, trained.params, data)}
-        return state, upload

@@ -10,7 +10,6 @@ from coterie.methods.fedpc.clustering import Missing
 from coterie.methods.fedpc.mixing import GroupMap
 from coterie.methods.fedpc.prototypes import Feature
 from coterie.parts.idle_settings import refuse_idle
-from coterie.parts.keep_best import USE, Use
 from coterie.parts.prototypes import ProtoLoss
 from coterie.parts.readings import ReadingSettings
 
@@ -70,7 +69,6 @@ class FedPCMendedSettings(GroupSettings):
     gamma: float = Field(0.5, ge=0, description="weight of the contrast")
     tau: float = Field(0.5, gt=0, description="temperature of the cosines")
     rehearsal: float = Field(0.05, ge=0, description="weight of the classifier's cross-entropy on received prototypes")
-    use: Use = Field("best", description=USE)
 
     @model_validator(mode="after")
     def _used(self) -> Self:
