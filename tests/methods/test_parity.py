@@ -41,7 +41,7 @@ def engine(case: Case, world: World, tmp: Path, cls: type[Method] | None = None)
         dict(case.settings),
         model=world.module(),
         data=world,
-        **{**shared, **other, "seed": 0, "momentum": world.momentum},
+        **{**shared, **other, "seed": 0, "momentum": world.momentum, "public_items": world.public_part},
     )
     folder = Folder(tmp / "run")
     doing = Clients(method, world, Optimiser(world.optimizer, world.momentum, world.weight_decay))

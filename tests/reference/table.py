@@ -28,6 +28,24 @@ descriptions. Departures are those of the default settings; a setting in bracket
 | method | | agrees with | settings compared | departures that remain |
 |---|---|---|---|---|
 """
+NOT_IMPLEMENTED = """
+## Named in the papers and not implemented
+
+The five papers reproduced here cite these methods as related work. A method is added if its published description
+determines it.
+
+| method | cited as | reason |
+|---|---|---|
+| FedCRAC | Li et al., IEEE Transactions on Mobile Computing 24(1), 2025 | the paper was not accessible; the authors' \
+code retrains the classifier of the previous round and drops the averaged one, and whether that is meant is open |
+| FedSeProto | Lai et al., ECAI 2024 | the paper was not accessible, and no code was found |
+| FedUC | Ma et al., IEEE Transactions on Mobile Computing 23(10), 2024 | the paper was not accessible, and no code \
+was found |
+| FediOS | Gao et al., arXiv 2311.18559 | only the abstract was accessible, and no code was found: dimensions of the \
+projections, the combination of both features and the losses are open |
+| SnapCFL | Cheng et al., IEEE Transactions on Mobile Computing 24(6), 2025 | only the abstract was accessible, and no \
+code was found: the two-sample test and the constraint on selection are open |
+"""
 
 
 def page() -> str:
@@ -39,7 +57,7 @@ def page() -> str:
         settings = "; ".join(dict.fromkeys(_settings(c) for c in tried if c.method == name))
         departures = "; ".join(about.departures) or "none"
         rows.append(f"| {card.title} (`{name}`) | {card.certainty} | {about.agrees} | {settings} | {departures} |")
-    return INTRODUCTION + "\n".join(rows) + "\n"
+    return INTRODUCTION + "\n".join(rows) + "\n" + NOT_IMPLEMENTED
 
 
 def _settings(case) -> str:  # type: ignore[no-untyped-def]

@@ -72,7 +72,8 @@ class Context:
     weighting: Literal["samples", "uniform"] | None = None  # None: the method's own
     bn_stats: Literal["shared", "local"] = "shared"
     lr_decay: float = 1.0
-    public: int = 0  # number of unlabelled items that all clients share
+    public: int = 0  # number of unlabelled items that the server and all clients share
+    public_items: Tensor | None = None  # these items [public, ...], for server hooks; clients find them in their data
     headline: str = "personal"  # the view that tables lead with
     momentum: float = 0.0  # momentum of the run's optimiser, if it is SGD
 

@@ -4,7 +4,7 @@ FedAvg whose clients also learn from a teacher: the mean of the last M global mo
 gamma/2 T^2 KL(teacher || client) over softmax outputs at temperature T, so that local models keep what earlier global
 models knew. There is no teacher in the first round. With M = 1 the teacher is the received model and costs no bytes.
 Departures: the teacher's batch norm uses its running statistics. FedGKD-VOTE, which weights the M models by their loss
-on validation data of the server, is left out: the server has no data here.
+on validation data of the server, is left out: the server has no labelled data here.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ Written for person re-identification, where clients have different people: the c
 everything else is averaged by numbers of samples, as in FedPer with one personal layer. With `cosine_weight` (the
 paper's CDW) clients count by how much a round changed their outputs instead: the mean cosine distance between the
 outputs before and after local training on a random batch of their own.
-The paper's other addition, distillation on public data at the server, is left out: the server has no data here.
+The paper's other addition, distillation of features on public data at the server, is left out.
 """
 
 from collections.abc import Sequence

@@ -43,7 +43,7 @@ class FedUV(Method):
         loss = self.ctx.loss_of(logits, batch)
         if (self.hp.lam == 0 and self.hp.mu == 0) or len(z) < 2:
             return loss
-        weight = torch.ones(len(z)) if batch.weight is None else batch.weight
+        weight = z.new_ones(len(z)) if batch.weight is None else batch.weight
         terms = self.hp.lam * variance(logits.softmax(1), weight) + self.hp.mu * uniformity(z, weight)
         return loss + torch.where(weight.sum() > 1, terms, 0.0)
 
@@ -58,7 +58,7 @@ def variance(p: Tensor, weight: Tensor) -> Tensor:
 
 def uniformity(z: Tensor, weight: Tensor) -> Tensor:
     """Return the mean of exp(-d^2 / median) over pairs of features [batch, d]; samples of weight 0 do not count."""
-    i, j = torch.triu_indices(len(z), len(z), 1)
+    i, j = torch.triu_indices(len(z), len(z), 1, device=z.device)
     d2 = (z[i] - z[j]).square().sum(1)
     pair = weight[i] * weight[j]
     counted = (pair > 0) & (d2 > 0)

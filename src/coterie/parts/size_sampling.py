@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from coterie.core.context import ClientData, ClientId, State
-from coterie.core.method import Download, Method, Moment, Start, Trained, Upload
+from coterie.core.method import Download, Method, Model, Moment, Start, Trained, Upload
 from coterie.core.schema import Link, Schema
 from coterie.core.tree import Tree
 
@@ -55,3 +55,6 @@ class SampledBySize(Method):
         if round == 0:
             return {**server, "samples": {u.sender: u.samples for u in uploads}}
         return super().aggregate(server, uploads, round)
+
+    def personal(self, state: State, download: Tree, data: ClientData) -> Model:
+        return super().personal(state, download or self.ctx.w0, data)  # the opening round sends nothing

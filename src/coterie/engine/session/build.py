@@ -101,6 +101,7 @@ def bind(
         bn_stats=settings.bn_stats,
         lr_decay=settings.lr_decay,
         public=settings.federation.public,
+        public_items=federation.public() if "public" in method.needs else None,
         headline=settings.headline,
         momentum=settings.momentum if settings.optimizer == "sgd" else 0.0,
     )
