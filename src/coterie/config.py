@@ -13,6 +13,7 @@ from coterie.core.views import Use, View
 from coterie.data.dataset import SUBSET
 from coterie.data.natural import NATURAL
 from coterie.data.settings import PartitionSettings
+from coterie.data.timeline import read_timeline
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build_method, find, resolve, validation_sentence
 from coterie.runtimes.registry import canonical_runtime
@@ -182,6 +183,8 @@ def settings(method: str | type[Method], **given: Any) -> RunSettings:
         fed.setdefault("partition", "natural")
     if "public" in cls.needs:
         fed.setdefault("public", PUBLIC)
+    if "timeline" in fed:
+        fed["timeline"] = read_timeline(fed["timeline"])
     try:
         name = method if isinstance(method, str) else method.__name__
         chosen = RunSettings(method=name, settings=own, federation=PartitionSettings(**fed), **run)

@@ -295,7 +295,7 @@ def test_a_device_with_changed_data_is_greeted_again(tmp_path: Path) -> None:
         f.loop.start()
         f.runtime.membership.update()
         entry = f.runtime.membership.roster.entries[BAD]
-        f.runtime.membership.roster.entries[BAD] = replace(entry, samples=entry.samples + 7)
+        f.runtime.membership.roster.entries[BAD] = replace(entry, hello=Hello(BAD, entry.hello.samples + 7))
         assert f.loop.run()
         assert [e["failed"] for e in events(tmp_path / "run")] == [[BAD], [], []]
 

@@ -1,9 +1,13 @@
 """Properties that several methods have in common."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from coterie.cli.words import parents
 from coterie.engine import codec
+from coterie.methods import find, known
 from coterie.methods.cfl import CFL
 from coterie.methods.cgpfl import CGPFL
 from coterie.methods.ditto import Ditto
@@ -16,6 +20,7 @@ from coterie.methods.fesem import FeSEM
 from coterie.methods.ifca import IFCA
 from coterie.methods.local import Local
 from coterie.methods.pfedme import PFedMe
+from coterie.testing import Bench
 from support.toy import NORMS, Toy, clients, mlp, models, near, play, same, trainable
 
 EIGHT = [Local, FedAvg, FedProx, FedPer, FedRep, Ditto, FedAMP, CFL]
@@ -77,3 +82,12 @@ def test_without_a_pull_the_shared_model_never_moves(cls, get, norm, tmp_path):
     ctx = loop.method.ctx
     assert near(trainable(ctx, get(loop.server)), trainable(ctx, ctx.w0))  # near: the mean of equal models is rounded
     assert not near(loop.runtime.states.get(0)["theta"], ctx.w0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("timeline", ["new_labels(2)", "move_data(2)"])
+def test_every_method_goes_on_when_the_data_change(timeline: str, tmp_path: Path) -> None:
+    above = parents({name: find(name) for name in known()})
+    for name in (n for n in above if not above[n]):
+        loop = Bench(find(name), {}).play(tmp_path / name, timeline=timeline)
+        assert loop.done == 3, name

@@ -137,13 +137,19 @@ def federation(
     allow: Mapping[int, Allow] | None = None,
     files: Sequence[Path] = (),
     cloud: CloudSettings = CloudSettings("none"),  # noqa: B008  # immutable
+    own_timeline: str | None = None,
     **more: Any,
 ) -> Iterator[Federation]:
-    """Open a federation on digits, or on `files`, one for each device, whose items and classes `cloud` announces."""
+    """Open a federation on digits, or on `files`, one for each device, whose items and classes `cloud` announces.
+
+    The data of `files` change by `own_timeline`.
+    """
     given = {**SMALL, **more}
     session = open_session(settings(method=method, **given), cloud)
     devices = [
-        DeviceHandler(str(files[i]), folder / "devices" / str(i), None, None, (allow or {}).get(i, ALLOW))
+        DeviceHandler(
+            str(files[i]), folder / "devices" / str(i), None, None, (allow or {}).get(i, ALLOW), timeline=own_timeline
+        )
         if files
         else DeviceHandler("digits", folder / "devices" / str(i), i, None, (allow or {}).get(i, ALLOW))
         for i in session.federation.clients

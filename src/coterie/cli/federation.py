@@ -324,17 +324,22 @@ def join(
         int, Option(min=2, help="versions of the private state to keep, in case the cloud returns to an earlier round")
     ] = 10,
     stay: Stay = False,
+    timeline: Annotated[
+        str | None, Option(help="changes of this device's own data during the run, as in the setting timeline")
+    ] = None,
 ) -> None:
     """Run a device: train on this host's data at the cloud's requests, until the run has ended."""
+    from coterie.data.timeline import parse_timeline, read_timeline
     from coterie.federation import device
     from coterie.federation.localhost.processes import die_with_parent, owner_only
     from coterie.federation.policy.allow import Allow
 
-    allowed = Allow.read(allow)
+    allowed, changes = Allow.read(allow), parse_timeline(read_timeline(timeline))
     owner_only(state)
     die_with_parent()
     _log()
-    device.join(cloud, ca, key, device.DeviceHandler(data, state, client, data_dir, allowed, keep, stay))
+    handler = device.DeviceHandler(data, state, client, data_dir, allowed, keep, stay, timeline=changes)
+    device.join(cloud, ca, key, handler)
 
 
 @federation_app.command()

@@ -17,6 +17,7 @@ from coterie.data.partition import deal
 from coterie.data.scale import check_unit, standardised, unscaled_items, unscaled_targets
 from coterie.data.settings import PartitionSettings
 from coterie.data.split import deal_official_test, draw_grouped_parts, draw_parts, hold_out_public
+from coterie.data.timeline import make_timeline
 from coterie.errors import CoterieError
 
 Part = Literal["train", "val", "test"]
@@ -56,8 +57,9 @@ class Federation:
         self.groups: Ints | None = None  # true group of each client; 0: not rotated
         if rotations is not None:
             self.groups = np.unique(rotations, return_inverse=True)[1].astype(np.int64)
+        self.timeline = make_timeline(settings.timeline, dataset, index, bounds, self.names)
         self.identity: dict[str, Any] = self._identity()
-        self._cache: dict[tuple[int, str], Split] = {}
+        self._cache: dict[tuple[int, str, int], Split] = {}  # by client, part and first round of the stage
         self._cached = 0
         self._public_ready: Tensor | None = None
         self._official_ready: Split | None = None
@@ -75,14 +77,13 @@ class Federation:
         """Number of classes; 0 if targets are not classes."""
         return self.task.classes
 
-    def data(self, client: int) -> ClientData:
-        """Return the data that the hooks of this client may use."""
-        return ClientData(
-            client, self._split(client, "train"), self._split(client, "val"), self.num_classes, self.public()
-        )
+    def data(self, client: int, round: int = 1) -> ClientData:
+        """Return the data that the hooks of this client may use in a round."""
+        train, val = self._split(client, "train", round), self._split(client, "val", round)
+        return ClientData(client, train, val, self.num_classes, self.public())
 
-    def test(self, client: int) -> Split:
-        return self._split(client, "test")
+    def test(self, client: int, round: int = 1) -> Split:
+        return self._split(client, "test", round)
 
     def public(self) -> Tensor | None:
         """Return the unlabelled items that the server and all clients have, or None."""
@@ -109,46 +110,61 @@ class Federation:
         """Return the number of a client that is given by number or by name."""
         return client_number(self.names, client)
 
-    def indices(self, client: int, part: Part) -> Tensor:
+    def indices(self, client: int, part: Part, round: int = 1) -> Tensor:
         """Return the indices of the samples in the data set, ascending."""
         if not 0 <= client < len(self.clients):
             raise CoterieError(f"unknown client {client}; clients are numbered 0 to {len(self.clients) - 1}")
+        if (stage := self.timeline.at(client, round)) is not None:
+            return torch.from_numpy(stage.parts[PARTS.index(part)])
         at = 3 * client + PARTS.index(part)
         return self._index[self._bounds[at] : self._bounds[at + 1]]
 
-    def size(self, client: int, part: Part = "train") -> int:
-        return len(self.indices(client, part))
+    def size(self, client: int, part: Part = "train", round: int = 1) -> int:
+        return len(self.indices(client, part, round))
 
-    def sizes(self, part: Part | Literal["all"] = "train") -> Ints:
+    def sizes(self, part: Part | Literal["all"] = "train", round: int = 1) -> Ints:
         """Return the number of samples per client [clients]."""
         each = np.diff(self._bounds).reshape(-1, 3)
+        for client, stage in self.timeline.in_force(round).items():
+            each[client] = [len(p) for p in stage.parts]
         return each.sum(axis=1) if part == "all" else each[:, PARTS.index(part)]
 
-    def label_counts(self, part: Part | Literal["all"] = "train") -> Ints:
+    def label_counts(self, part: Part | Literal["all"] = "train", round: int = 1) -> Ints:
         """Return the number of samples per client and class (or target range) [clients, classes]."""
         strata, names = self.dataset.strata
         row = np.repeat(np.arange(len(self._bounds) - 1), np.diff(self._bounds))  # 3 * client + part
         picked = slice(None) if part == "all" else row % 3 == PARTS.index(part)
         cell = row[picked] // 3 * len(names) + strata[self._index.numpy()[picked]]
-        return np.bincount(cell, minlength=len(self.clients) * len(names)).reshape(-1, len(names))
+        counts = np.bincount(cell, minlength=len(self.clients) * len(names)).reshape(-1, len(names))
+        for client, stage in self.timeline.in_force(round).items():
+            held = strata[np.concatenate(stage.parts) if part == "all" else stage.parts[PARTS.index(part)]]
+            counts[client] = np.bincount(held if stage.labels is None else stage.labels[held], minlength=len(names))
+        return counts
 
-    def rotation(self, client: int) -> float:
+    def rotation(self, client: int, round: int = 1) -> float:
         """Return the degrees by which the pictures of this client are rotated."""
-        return 0.0 if self._rotations is None else float(self._rotations[client])
+        base = 0.0 if self._rotations is None else float(self._rotations[client])
+        stage = self.timeline.at(client, round)
+        return base if stage is None else (base + stage.degrees) % 360
 
     def source(self, client: int) -> Dataset:
         """Return the data set that this client's items come from."""
         return self.dataset
 
-    def _split(self, client: int, part: Part) -> Split:
-        split = self._cache.get((client, part))
+    def _split(self, client: int, part: Part, round: int) -> Split:
+        stage = self.timeline.at(client, round)
+        key = (client, part, 0 if stage is None else stage.round)
+        split = self._cache.get(key)
         if split is None:
-            index, s = self.indices(client, part), self.settings
-            x = self.dataset.ready(index, s.normalize, self.rotation(client), s.rotate_interp)
-            split = Split(x, self.dataset.y[index])
+            index, s = self.indices(client, part, round), self.settings
+            x, y = (
+                self.dataset.ready(index, s.normalize, self.rotation(client, round), s.rotate_interp),
+                self.dataset.y[index],
+            )
+            split = Split(x, y if stage is None or stage.labels is None else torch.from_numpy(stage.labels)[y])
             size = x.numel() * x.element_size()
             if self._cached + size <= CACHE_BYTES:
-                self._cache[client, part] = split
+                self._cache[key] = split
                 self._cached += size
         return split
 
@@ -157,8 +173,10 @@ class Federation:
         digest.update(self.dataset.digest.encode())
         for array in (self._index.numpy(), self._bounds, self._public.numpy()):
             digest.update(str(array.shape).encode() + np.ascontiguousarray(array, "<i8").tobytes())
+        if self.settings.timeline is not None:
+            digest.update(self.timeline.digest())
         return {
-            **self.settings.model_dump(mode="json"),
+            **identity_settings(self.settings),
             "test_from": self._test_from,
             "partition": str(self.settings.scheme),
             "clients": len(self.clients),
@@ -172,6 +190,12 @@ class Federation:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": {}, "_cached": 0, "_public_ready": None, "_official_ready": None}
+
+
+def identity_settings(settings: PartitionSettings) -> dict[str, Any]:
+    """Return the settings in the identity of a partition; without a timeline as before there were timelines."""
+    without = {"timeline"} if settings.timeline is None else None
+    return settings.model_dump(mode="json", exclude=without)
 
 
 def as_given(settings: PartitionSettings, dataset: Dataset, keep_test: bool) -> PartitionSettings:

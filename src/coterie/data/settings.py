@@ -2,11 +2,12 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from coterie.data.dataset import InputScale
 from coterie.data.partition_spec import Scheme, parse_scheme
 from coterie.data.rotation import Interp
+from coterie.data.timeline import Change, parse_timeline
 from coterie.errors import CoterieError, unknown
 
 
@@ -65,6 +66,16 @@ class PartitionSettings(BaseModel):
         1, description="smallest number of clients that hold a class (exdir); empty: half of an even spread"
     )
     rotate_interp: Interp = Field("bilinear", description="interpolation of rotated pictures")
+    timeline: str | tuple[Change, ...] | None = Field(
+        None,
+        description="changes of the clients' data during the run: a file, a list of changes, or swap_labels(round), "
+        "new_labels(round), move_data(round), rotate(round, degrees); empty: none",
+    )
+
+    @field_validator("timeline", mode="before")
+    @classmethod
+    def _parse_timeline(cls, given: Any) -> Any:
+        return parse_timeline(given)
 
     @model_validator(mode="before")
     @classmethod

@@ -58,6 +58,11 @@ class TrainRequest:
     def download(self) -> Tree:
         return {**self.shared, **self.own}
 
+    @property
+    def data_round(self) -> int:
+        """The round whose data are used."""
+        return self.round
+
 
 @register
 @dataclass(frozen=True)
@@ -122,6 +127,11 @@ class ScoreRequest:
     @property
     def download(self) -> Tree:
         return {**self.shared, **self.own}
+
+    @property
+    def data_round(self) -> int:
+        """The round whose data are used: the last one that was trained."""
+        return self.round - 1
 
 
 @register

@@ -87,7 +87,7 @@ class SavedRun:
     def _model(self, client: int | str, adapt: bool) -> Model:
         number, saved = self.session.federation.number(client), self.checkpoint
         shared, own = preview(self.method, saved.server, saved.edges, [number], saved.round + 1)[number]
-        method, data = self.session.method_of(number), self.session.federation.data(number)
+        method, data = self.session.method_of(number), self.session.federation.data(number, saved.round)
         state, rule = self.states.get(number), self.session.clients().rule
         return model_in_use(method, rule, state, {**shared, **own}, data, saved.round + 1, adapt, self.session.use)
 

@@ -116,7 +116,8 @@ class About(BaseModel):
             classes=tuple(data.classes),
             items=Items(
                 type=str(data.x.dtype).removeprefix("torch."), shape=data.shape, vocab=fed.dataset.vocab,
-                normalize=s.normalize, mean=data.mean, std=data.std, turn=fed.rotation(client), interp=s.rotate_interp,
+                normalize=s.normalize, mean=data.mean, std=data.std, turn=fed.rotation(client, round),
+                interp=s.rotate_interp,
             ),
             model=source if isinstance(source, str) else None, own_model=None if own is None else origin(own),
             built=isinstance(own, nn.Module), options=dict(session.options_for(source)),

@@ -14,6 +14,7 @@ from coterie.core.context import ClientId, State
 from coterie.core.schema import NonFiniteError
 from coterie.core.tree import value_bytes
 from coterie.data.sources import load_dataset
+from coterie.data.timeline import Change
 from coterie.engine import codec
 from coterie.engine.messages import Job, Remote, Score, TrainAnswer, TrainRequest, check_message
 from coterie.engine.personal_models import model_in_use
@@ -46,6 +47,7 @@ class DeviceHandler:
     keep: int = KEEP_STATES  # number of versions of the state
     stay: bool = False  # wait for the next run when one has ended
     peer: str = "cloud"  # address of the cloud or the edge
+    timeline: str | tuple[Change, ...] | None = None  # changes of the device's own data during a run
     ended: Callable[[], None] = lambda: None  # called when a run has ended, unless `stay` is set
     _plan: FederationPlan | None = None
     _session: Session | None = field(default=None, repr=False)
@@ -96,7 +98,7 @@ class DeviceHandler:
             check_request(session.method, job.request, round)
             if not job.base < round <= session.method.ctx.planned_rounds + 1:
                 raise CoterieError(f"round {round} is over or never comes (my state: {job.base})")
-            samples = len(session.federation.data(job.request.client).train)
+            samples = len(session.federation.data(job.request.client, job.request.data_round).train)
             self.allow.check_request(session.method, job.request, samples)
             self._spent.count("down", job.run, round, sum(arrived.values()))
             self._take_seat(job.run, job.request.client)
@@ -130,7 +132,8 @@ class DeviceHandler:
             write_atomic(self.state / plan.run / "plan.json", text.encode())
             seat = self._seat(plan.run)
             log.info("run %s: %s, %s rounds", plan.run[:8], session.method.card.title, session.settings.rounds)
-            answer = Hello(seat, len(session.federation.data(seat or 0).train))
+            sizes = {t: len(session.federation.data(seat or 0, t).train) for t in session.federation.timeline.rounds}
+            answer = Hello(seat, sizes.pop(1), sizes)
             self._audit.write(AuditLine(plan.run, 0, "hello", "out", self.peer, about=vars(answer)))
             return answer
 
@@ -159,7 +162,10 @@ class DeviceHandler:
 
     def _open(self, plan: FederationPlan) -> Session:
         if self._plan != plan or self._session is None:
-            self._session, self._plan = plan.session(self.data, self.client, self.data_dir, self.allow), plan
+            self._session, self._plan = (
+                plan.session(self.data, self.client, self.data_dir, self.allow, self.timeline),
+                plan,
+            )
         return self._session
 
     def _seat(self, run: str) -> ClientId | None:
@@ -209,7 +215,7 @@ class DeviceHandler:
     def _write_model(self, session: Session, run: str, job: Job) -> None:
         """Write the personal model to a file next to the state, for use on this device."""
         client, state = job.request.client, None if job.state is None else _in_memory(job.state)
-        method, data = session.method_of(client), session.federation.data(client)
+        method, data = session.method_of(client), session.federation.data(client, job.request.data_round)
         rule, request = session.clients().rule, job.request
         tree = model_in_use(method, rule, state, request.download, data, request.round, use=session.use)
         module = as_module(method, *tree)

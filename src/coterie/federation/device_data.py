@@ -8,9 +8,10 @@ import torch
 
 from coterie.core.context import ClientData, Split
 from coterie.data.dataset import Dataset, Ints
-from coterie.data.federation import Federation, Part, federate
+from coterie.data.federation import Federation, Part, federate, identity_settings
 from coterie.data.settings import PartitionSettings
 from coterie.data.target_types import with_classes
+from coterie.data.timeline import Timeline
 from coterie.errors import CoterieError
 
 
@@ -32,27 +33,30 @@ class DeviceFederation(Federation):
     ):
         if settings.public and settings.public_from != "noise" and not edge:
             raise CoterieError("devices with data of their own have no public items in common; set public_from=noise")
+        if settings.timeline is not None:
+            raise CoterieError("devices with data of their own have timelines of their own (coterie join --timeline)")
         self.dataset, self.settings, self.seed, self.own = example, settings, seed, own
+        self.timeline = Timeline({}) if own is None else own.timeline
         self.clients: tuple[int, ...] = tuple(range(places))
         self.named, self.names = False, tuple(map(str, self.clients))
         self.groups: Ints | None = None
         self.notes, self.choices = () if own is None else own.notes, ()
-        self.identity: dict[str, Any] = {**settings.model_dump(mode="json"), "partition": "own", "clients": places}
+        self.identity: dict[str, Any] = {**identity_settings(settings), "partition": "own", "clients": places}
         self._public_ready: torch.Tensor | None = torch.zeros((0, *example.shape)) if edge else None
 
-    def data(self, client: int) -> ClientData:
-        return replace(self._own().data(0), client=client, classes=self.num_classes, public=self.public())
+    def data(self, client: int, round: int = 1) -> ClientData:
+        return replace(self._own().data(0, round), client=client, classes=self.num_classes, public=self.public())
 
-    def test(self, client: int) -> Split:
-        return self._own().test(0)
+    def test(self, client: int, round: int = 1) -> Split:
+        return self._own().test(0, round)
 
     def official(self) -> Split | None:
         return None
 
-    def sizes(self, part: Part | Literal["all"] = "train") -> Ints:
+    def sizes(self, part: Part | Literal["all"] = "train", round: int = 1) -> Ints:
         """Return the same size for all clients: that of the own data or, without own data, 1 for every part in use."""
         if self.own is not None:
-            size = int(self.own.sizes(part)[0])
+            size = int(self.own.sizes(part, round)[0])
         else:
             size = 1 if part != "val" or self.settings.val_share > 0 else 0
         return np.full(len(self.clients), size, dtype=np.int64)
@@ -60,8 +64,8 @@ class DeviceFederation(Federation):
     def source(self, client: int) -> Dataset:
         return self.dataset if self.own is None else self.own.dataset
 
-    def rotation(self, client: int) -> float:
-        return 0.0
+    def rotation(self, client: int, round: int = 1) -> float:
+        return 0.0 if self.own is None else self.own.rotation(0, round)
 
     def _own(self) -> Federation:
         if self.own is None:

@@ -233,7 +233,7 @@ class EdgeHandler:
                 reasons[r.client] = failure.why.removeprefix(f"{name}: ")
                 continue
             try:
-                samples = run.hellos[name].samples if name in run.hellos else 0
+                samples = run.hellos[name].samples_in(r.data_round) if name in run.hellos else 0
                 gathered.answers[r.client] = check_answer(replies.values[name], r, samples, run.method.ctx.task)
             except CoterieError as e:
                 gathered.refused[r.client] = str(e)

@@ -148,7 +148,7 @@ def _round_of(model: Path) -> int:
 
 def _personal(again: Replay, client: ClientId) -> dict[str, torch.Tensor]:
     session, loop = again.session, again.loop
-    data, method, t = session.federation.data(client), session.method_of(client), loop.done + 1
+    data, method, t = session.federation.data(client, loop.done), session.method_of(client), loop.done + 1
     shared, own = preview(session.method, loop.server, loop.edges, [client], t)[client]
     tree = model_in_use(
         method, session.clients().rule, again.states.get(client), {**shared, **own}, data, t, use=session.use

@@ -89,11 +89,11 @@ class _Renamed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._federation, name)
 
-    def data(self, client: int) -> Any:
-        return replace(self._federation.data(self._order[client]), client=client)
+    def data(self, client: int, round: int = 1) -> Any:
+        return replace(self._federation.data(self._order[client], round), client=client)
 
-    def test(self, client: int) -> Any:
-        return self._federation.test(self._order[client])
+    def test(self, client: int, round: int = 1) -> Any:
+        return self._federation.test(self._order[client], round)
 
     def sizes(self, part: str) -> Any:
         return self._federation.sizes(part)[list(self._order)]

@@ -102,13 +102,13 @@ class Clients:
             raise RuntimeError(f"{type(self.method).__name__}, {where}: {type(e).__name__}: {e}") from e
 
     def _open(self, job: Job) -> Opened:
-        client = job.request.client
-        data = self.federation.data(client)
+        request = job.request
+        which = request.client, request.data_round
+        data, test = self.federation.data(*which), self.federation.test(*which)
         assert not isinstance(job.state, Remote)
         stored = client_state(self.method, job.state, data)
         memory = stored.memory if self.rule.keep else None
-        test, download = self.federation.test(client), job.request.download
-        return Opened(data, test, stored.state, download, memory, stored.used, job.state is None)
+        return Opened(data, test, stored.state, request.download, memory, stored.used, job.state is None)
 
     def _model(self, view: ModelView, o: Opened, round: int) -> Model:
         model = self.method.model(view, Client(o.state, o.download, o.data, round))

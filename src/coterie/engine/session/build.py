@@ -114,6 +114,8 @@ def bind(
         raise CoterieError(
             "official = true needs an official test part that is not dealt out: data that have one, and pool = train"
         )
+    if settings.official and settings.federation.timeline is not None:
+        raise CoterieError("official = true scores all clients on one test part, and a timeline changes their data")
     for name in ("stop_after", "stop_at"):
         if getattr(settings, name) is not None and not federation.sizes("val").any():
             raise CoterieError(f"{name} needs a validation part, and no client has one (set val_share)")
@@ -235,7 +237,10 @@ _NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {
         "a model with batch norm (such as mlp-bn, lenet5 or default-bn)",
     ),
     "head": (lambda m, f: m.ctx.net.layout.head is not None, "a model whose last layer is an nn.Linear (its head)"),
-    "val": (lambda m, f: bool((f.sizes("val") > 0).all()), "a validation part at every client (set val_share)"),
+    "val": (
+        lambda m, f: all((f.sizes("val", t) > 0).all() for t in f.timeline.rounds),
+        "a validation part at every client (set val_share)",
+    ),
     "some_val": (lambda m, f: f.settings.val_share > 0, "validation parts to choose by (set val_share)"),
     "public": (lambda m, f: f.public() is not None, "a public set (set public to a number of items)"),
     "classes": (lambda m, f: f.num_classes > 0, "class labels (task = classification or binary)"),

@@ -154,6 +154,8 @@ class Session:
                 f"{method.card.title} chooses by validation data: {few} of {len(federation.clients)} clients have "
                 f"fewer than {_FEW} such samples and follow the choice of all (val_share = {s.federation.val_share:g})"
             )
+        if late := [t for t in federation.timeline.rounds if t > s.rounds]:
+            sentences.append(f"the timeline has a change in round {late[0]}, after the last round ({s.rounds})")
         return sentences
 
     def warnings(self) -> list[str]:

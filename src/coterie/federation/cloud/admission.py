@@ -74,7 +74,7 @@ class Admission:
         """Return the answer of a device; raise CoterieError if it is not an answer to the request."""
         entry = self.membership.roster.entries[request.client]
         try:
-            return check_answer(answer, request, entry.samples, self.method.ctx.task)
+            return check_answer(answer, request, entry.hello.samples_in(request.data_round), self.method.ctx.task)
         except SamplesError:
             self.membership.greet_again(entry.name)
             raise

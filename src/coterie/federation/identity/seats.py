@@ -68,7 +68,8 @@ def read_attached(edge: str, role: NodeRole, value: Value) -> EdgeDevices:
 
 
 def _check_range(hello: Hello) -> Hello:
-    for name, value, highest in (("client", hello.client or 0, 2**31 - 1), ("samples", hello.samples, MOST_SAMPLES)):
+    samples = [("samples", n, MOST_SAMPLES) for n in (hello.samples, *hello.later.values())]
+    for name, value, highest in (("client", hello.client or 0, 2**31 - 1), *samples):
         if not 0 <= value <= highest:
             raise CoterieError(f"its hello has {name} {value}, which must be a whole number from 0 to {highest}")
     return hello
@@ -80,7 +81,7 @@ class RosterEntry:
 
     name: str  # the cloud's name of the device: NODE, or EDGE/DEVICE
     client: ClientId
-    samples: int
+    hello: Hello
 
     @property
     def via(self) -> str:
@@ -141,7 +142,7 @@ class Roster:
                 self.write()
         elif wanted is not None and wanted != number:
             raise CoterieError(f"it is client {number} of this run and now asks to be client {wanted}")
-        entry = self.entries[number] = RosterEntry(name, number, hello.samples)
+        entry = self.entries[number] = RosterEntry(name, number, hello)
         return entry
 
     def free(self, name: str, to: str | None, round: int) -> ClientId:

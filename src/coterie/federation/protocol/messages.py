@@ -35,6 +35,11 @@ class Hello:
 
     client: ClientId | None  # the seat that the device wants or had before; None: any seat
     samples: int  # number of training samples
+    later: Mapping[int, int] = field(default_factory=dict)  # the same from a round on, if the data change in the run
+
+    def samples_in(self, round: int) -> int:
+        """Return the number of training samples in a round."""
+        return next((self.later[t] for t in sorted(self.later, reverse=True) if t <= round), self.samples)
 
 
 @register

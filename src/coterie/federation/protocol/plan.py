@@ -16,6 +16,7 @@ from coterie.core import tasks
 from coterie.core.tree import Tree
 from coterie.data.sources import load_dataset
 from coterie.data.target_types import with_task
+from coterie.data.timeline import Change
 from coterie.engine.provenance import method_digest
 from coterie.engine.session import Session, bind, prepare
 from coterie.errors import CoterieError
@@ -122,12 +123,21 @@ class FederationPlan(BaseModel):
             )
         return settings
 
-    def session(self, data: str | None, client: int | None, data_dir: Path | None, allow: Allow) -> Session:
+    def session(
+        self,
+        data: str | None,
+        client: int | None,
+        data_dir: Path | None,
+        allow: Allow,
+        timeline: str | tuple[Change, ...] | None = None,
+    ) -> Session:
         """Return the run as this host takes part in it.
 
         `client` is the client whose part of the named data this host uses. If it is None, `data` is the host's own
-        data. If `data` is None too, the host is an edge.
+        data, which change by `timeline`. If `data` is None too, the host is an edge.
         """
+        if timeline is not None and self.partition is not None:
+            raise CoterieError("the timeline of a named data set is a setting of the run; leave out --timeline")
         settings, engine = self.check(allow), Engine(data_dir=data_dir)
         torch.set_num_threads(1)
         if client is not None and data is not None:
@@ -141,14 +151,20 @@ class FederationPlan(BaseModel):
                 settings,
                 engine,
                 build_method(settings.method, settings.settings),
-                self._federation(settings, data, data_dir),
+                self._federation(settings, data, data_dir, timeline),
             )
         if _tree_digest(session.method.ctx.w0) != self.w0:
             raise CoterieError(f"the initial model differs from the cloud's (torch {torch.__version__} here)")
         allow.check_session(session, None if data is None else len(session.federation.data(client or 0).train))
         return session
 
-    def _federation(self, settings: RunSettings, data: str | None, data_dir: Path | None) -> DeviceFederation:
+    def _federation(
+        self,
+        settings: RunSettings,
+        data: str | None,
+        data_dir: Path | None,
+        timeline: str | tuple[Change, ...] | None,
+    ) -> DeviceFederation:
         """Return the federation as a device with its own data, or an edge without data, knows it."""
         task = tasks.task_name(self.task)
         like = example_dataset(self.shape, self.classes, self.kind, self.vocab, self.mean, self.std, task, self.targets)
@@ -156,7 +172,8 @@ class FederationPlan(BaseModel):
         if data is not None:
             kind = "classification" if like.task.classes else like.kind
             dataset = with_task(load_dataset(data, data_dir, task=kind), kind)
-            own = only_client(dataset, like, settings.federation, settings.seed)
+            partition = settings.federation.model_copy(update={"timeline": timeline})
+            own = only_client(dataset, like, partition, settings.seed)
         return DeviceFederation(like, settings.federation, settings.seed, self.places, own, edge=data is None)
 
 
