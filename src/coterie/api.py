@@ -25,6 +25,7 @@ from coterie.errors import CoterieError, unknown
 from coterie.methods import controls, fields, method_names, registered_name, resolve
 from coterie.models.per_client import PerClient
 from coterie.models.registry import WITH_NORM
+from coterie.papers.protocol import paper_run
 from coterie.results.callbacks import OnRound, round_callbacks
 from coterie.results.comparison import Comparison
 from coterie.results.controls import CONTROLS, GENERAL
@@ -54,31 +55,56 @@ def _torch_as_found() -> Iterator[None]:
 @_torch_as_found()
 def run(
     method: str | type[Method] = "fedavg",
-    data: str | Path | Dataset | DataFunction = "digits",
+    data: str | Path | Dataset | DataFunction | None = None,
     model: str | nn.Module | Factory | PerClient | None = None,
     *,
+    as_in_paper: bool | str = False,
     out: str | Path | None = None,
     on_round: OnRound = (),
     track: str | None = None,
     callbacks: Callbacks | None = None,
     **more: Any,
 ) -> Run:
-    """Run one method and return the finished run.
+    """Run one method and return the finished run. The default data set is "digits".
 
     `more` takes any setting of the run, the federation or the method, and how the run is computed: `workers`, `state`
     (memory or disk), `runtime`, `address`, `engine` (loop, stack or auto), `keep` and `data_dir`. `on_round` is called
     after every round with its Progress; if it returns True, the run stops there and can be resumed. `track`:
     tensorboard or mlflow. With `callbacks`, messages go to these functions instead of the logger "coterie".
+    `as_in_paper` takes the settings of one run of the method's paper, or of the paper that it names ("fedcpmd"), from
+    the first table with the method. Settings that are given override them, and every difference is reported.
     """
-    names, objects = _named(data, model)
+    names, objects = _named("digits" if data is None else data, model)
     how = _engine(more)
-    chosen = settings(**{**more, "method": method, **names})
+    if as_in_paper:
+        given = {**more, **({} if model is None else {"model": names["model"]})}
+        chosen = _paper_settings(
+            method, as_in_paper, names["data"] if data is not None else None, given, how, callbacks
+        )
+    else:
+        chosen = settings(**{**more, "method": method, **names})
     objects = replace(objects, method=None if isinstance(method, str) else method)
     session = prepare(chosen, how, objects, start=initial_values(chosen))
     for sentence in session.automatic_choices():
         (callbacks or _TO_LOG).on_info(sentence)
     folder = _path(out) or fresh_folder(f"{chosen.method}-{chosen.data}")
     return _execute(session, folder, on_round, track, callbacks)
+
+
+def _paper_settings(
+    method: str | type[Method],
+    paper: bool | str,
+    data: str | None,
+    given: Mapping[str, Any],
+    how: Engine,
+    callbacks: Callbacks | None,
+) -> RunSettings:
+    """Return the settings of a run as in a paper, after reporting what differs."""
+    if not isinstance(method, str):
+        raise CoterieError("as_in_paper takes the name of a method, because papers have no classes of your own")
+    found = paper_run(method, None if paper is True else str(paper), data, given, how.data_dir)
+    (callbacks or _TO_LOG).on_info(found.note)
+    return found.settings
 
 
 @_torch_as_found()

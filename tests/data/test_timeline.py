@@ -111,7 +111,7 @@ def test_a_timeline_is_part_of_the_identity_and_absent_from_it_otherwise() -> No
         ("swap_labls(3)", "did you mean"),
         ("swap_labels()", 'timeline "swap_labels()" needs round'),
         ("swap_labels(3, 0.1)", "share must be at most 1"),
-        ("new_labels(1)", "no round without the new labels"),
+        ("new_labels(1)", "round must be 2 or more"),
         ("absent.toml", "absent.toml cannot be read"),
         (5, "must be a file, a schedule or a list of changes"),
         ([{"round": 0}], "change 1: round"),

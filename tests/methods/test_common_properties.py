@@ -7,7 +7,7 @@ import torch
 
 from coterie.cli.words import parents
 from coterie.engine import codec
-from coterie.methods import find, known
+from coterie.methods import find, method_names
 from coterie.methods.cfl import CFL
 from coterie.methods.cgpfl import CGPFL
 from coterie.methods.ditto import Ditto
@@ -87,7 +87,7 @@ def test_without_a_pull_the_shared_model_never_moves(cls, get, norm, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("timeline", ["new_labels(2)", "move_data(2)"])
 def test_every_method_goes_on_when_the_data_change(timeline: str, tmp_path: Path) -> None:
-    above = parents({name: find(name) for name in known()})
+    above = parents({name: find(name) for name in method_names()})
     for name in (n for n in above if not above[n]):
         loop = Bench(find(name), {}).play(tmp_path / name, timeline=timeline)
         assert loop.done == 3, name

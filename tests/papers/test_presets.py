@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from coterie.cli.app import app
 from coterie.config import Engine
+from coterie.data import from_arrays
 from coterie.data.dataset import Dataset
 from coterie.data.federation import federate
 from coterie.errors import CoterieError
@@ -60,12 +61,16 @@ def test_shorter_runs_keep_the_share_of_their_phases() -> None:
     it = presets.narrow(presets.item("fedcpmd", "table7"), ["fmnist"], ["FedAvg", "FedCPMD"])
     assert protocol.differences(it, shrink, 1) == [
         "digits instead of fmnist", "500 samples of digits instead of 1,797", "20 rounds instead of 200",
-        "clients with at least 11 samples instead of 40", "preparation = 6 instead of 60 (FedCPMD)",
+        "clients with at least 2 samples instead of 40", "short = fill instead of redraw",
+        "preparation = 6 instead of 60 (FedCPMD)",
         "FedCPMD with the JS distance; the paper prints the best of four distances",
     ]  # fmt: skip
     mine = presets.Shrink(subset=500, stand_in={"fmnist": "mine.npz"})  # a data set of unknown size
     one = presets.narrow(it, [], ["FedAvg"])
-    assert protocol.differences(one, mine, 1) == ["mine.npz instead of fmnist", "500 samples of mine.npz"]
+    assert protocol.differences(one, mine, 1) == [
+        "mine.npz instead of fmnist", "500 samples of mine.npz", "clients with at least 2 samples instead of 40",
+        "short = fill instead of redraw",
+    ]  # fmt: skip
     assert protocol.differences(one, presets.Shrink(), 3) == []  # the paper states no number of seeds
 
 
@@ -108,7 +113,71 @@ def test_a_smaller_copy_of_a_data_set_has_smaller_clients() -> None:
     assert protocol.differences(it, fixed, 1) == [told[0]]
     assert protocol.differences(it, presets.Shrink(held={"cifar10": 60_000}), 1) == []
     ten = presets.cell(presets.item("fedgmh", "table2"), "FedAvg", "Cifar10_ExDir(2,0.5)", 0, shrink)
-    assert ten.federation.min_size == 10
+    assert ten.federation.min_size == 4
+
+
+@pytest.mark.parametrize(("paper", "name"), [("fedcpmd", "table7"), ("fedpc", "table4"), ("fedgmh", "table2")])
+@pytest.mark.parametrize("subset", [2000, 5000])
+def test_a_subset_can_be_divided_among_a_hundred_clients(paper: str, name: str, subset: int) -> None:
+    it = presets.item(paper, name)
+    s = presets.cell(it, "FedAvg", it.columns[0], 0, presets.Shrink(subset=subset))
+    size = subset * 5 // 6 if s.federation.pool == "train" else subset
+    items = from_arrays(np.zeros((size, 2, 2), np.uint8), np.arange(size) % 10, name="stand-in")
+    given = s.federation.model_copy(update={"pool": "merged"})
+    assert given.clients == 100 and federate(items, given, s.seed).sizes("all").min() >= given.min_size >= 2
+
+
+def test_a_method_runs_with_the_protocol_of_its_paper() -> None:
+    found = protocol.paper_run("fedgmh", data="mnist")
+    it = presets.item("fedgmh", "table2")
+    assert found.settings == presets.cell(it, "FedGMH", "MNIST_ExDir(2,0.5)", 0, presets.Shrink())
+    assert found.note.startswith("fedgmh table2, FedGMH, MNIST_ExDir(2,0.5): differs from the paper: 1 seed instead of")
+    same = protocol.paper_run("fedavg", "fedcpmd", "fmnist")
+    assert same.note == "fedcpmd table7, FedAvg, FMNIST: as in the paper" and same.settings.seed == 42
+    column = protocol.paper_run("fedrep", "fedgmh", "Cifar10_ExDir(2,5)")
+    assert column.settings.federation.partition == "exdir(2,5)" and column.settings.data == "cifar10"
+    changed = protocol.paper_run("fedcpmd", data="digits", changes={"rounds": 20, "lr": 0.1})
+    assert (changed.settings.rounds, changed.settings.lr, changed.settings.settings["preparation"]) == (20, 0.1, 6)
+    for words in ("digits instead of cifar10", "20 rounds instead of 200", "lr = 0.1 instead of 0.01", "JS distance"):
+        assert words in changed.note
+    ours = protocol.paper_run("fedcpmd-random", changes={"batch": 8})
+    assert ours.note.endswith("batch = 8 instead of 32; the paper has none of these rows")
+    for wrong, words in ((("fedavg", None), "is not a method of the papers"), (("fedpc", "fedgmh"), "it is in fedpc")):
+        with pytest.raises(CoterieError, match=words):
+            protocol.paper_run(*wrong)
+
+
+def test_every_method_of_a_paper_has_a_run_as_in_the_paper() -> None:
+    for paper in presets.PAPERS:
+        assert protocol.paper_run(paper).settings.method == paper
+        for name in {presets.method_of(paper, r) for i in presets.items(paper) for r in i.rows}:
+            assert protocol.paper_run(name, paper).settings.method == name
+
+
+def test_printed_cells_are_counted_by_how_they_are_measured() -> None:
+    it = presets.narrow(presets.item("fedgmh", "table2"), ["mnist"], ["FedAvg", "FedGMH"])
+    first, second = it.columns
+    seeds = {("FedAvg", first): 5, ("FedGMH", first): 4, ("FedAvg", second): 5}
+    text = "of 72 printed cells, {} are measured at full size, {} at reduced size, 69 not at all"
+    assert protocol.count_cells(it, seeds, presets.Shrink()) == text.format(2, 1)
+    assert protocol.count_cells(it, seeds, presets.Shrink(rounds=5)) == text.format(0, 3)
+    assert protocol.count_cells(it, seeds, presets.Shrink(held={"mnist": 9000})) == text.format(0, 3)
+    assert protocol.count_cells(it, seeds, presets.Shrink(changes={"lr": 0.5})) == text.format(2, 1)
+
+
+def test_a_dry_run_shows_cells_settings_and_time_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "measure", lambda *a: 1e-5)
+    monkeypatch.setattr(estimate, "cache_file", lambda: tmp_path / "calibration.json")
+    monkeypatch.setattr(estimate.os, "getloadavg", lambda: (1e3, 0.0, 0.0))
+    asked = ["paper", "fedcpmd", "table7", "--data", "fmnist", "--methods", "FedAvg,FedCPMD", "--workers", "1"]
+    done = CliRunner().invoke(app, [*asked, "--dry-run", "--out", str(tmp_path / "o")])
+    assert done.exit_code == 0 and not (tmp_path / "o").exists() and not (tmp_path / "calibration.json").exists()
+    words = " ".join(done.output.split())
+    for part in ("FedCPMD", "preparation = 60", "in all runs: ", "rounds = 200", "2 runs, about", "nothing was run"):
+        assert part in words
+    assert "This machine is busy" in words
 
 
 def test_unknown_names_are_refused() -> None:

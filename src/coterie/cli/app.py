@@ -73,6 +73,10 @@ def run(
     from_round: o.FromRound = None,
     keep: o.Keep = None,
     track: Annotated[str | None, Option(help="also write curves for tensorboard or mlflow")] = None,
+    as_in_paper: Annotated[
+        bool, Option("--as-in-paper", help="take the settings of the method's paper; other options override them")
+    ] = False,
+    paper: Annotated[str | None, Option(help="with --as-in-paper: the paper of a baseline, such as fedcpmd")] = None,
     quiet: o.Quiet = False,
     as_json: o.Json = False,
 ) -> None:
@@ -99,7 +103,7 @@ def run(
             ),
         }  # fmt: skip
         if resume is not None:
-            if others := sorted(set(given) - {"rounds"}):
+            if others := sorted(set(given) - {"rounds"} | ({"as_in_paper"} if as_in_paper else set())):
                 raise CoterieError(f"--resume continues a run with its settings; leave out {', '.join(others)}")
             result = api.resume(resume, rounds=given.get("rounds"), from_round=from_round, **how)
         else:
@@ -109,8 +113,10 @@ def run(
                 )
             if from_round is not None:
                 raise CoterieError("--from-round rolls a run back; name the run with --resume")
-            result = api.run(given.pop("method"), given.pop("data", "digits"), given.pop("model", None),
-                             out=out, **how, **given)  # fmt: skip
+            if paper is not None and not as_in_paper:
+                raise CoterieError("--paper names the paper of --as-in-paper")
+            result = api.run(given.pop("method"), given.pop("data", None), given.pop("model", None),
+                             as_in_paper=paper or as_in_paper, out=out, **how, **given)  # fmt: skip
     if as_json:
         typer.echo(json.dumps(json_values({"run": str(result.path), "finished": result.finished, **result.summary()})))
     elif not quiet:

@@ -3,6 +3,8 @@
 import math
 import os
 import re
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +16,10 @@ from coterie.cli import options as o
 from coterie.cli.screen import Stop, bar, console, frame_table
 
 if TYPE_CHECKING:
-    from coterie.results.grid import SweepStatus
+    from coterie.papers.presets import Item
+    from coterie.results.grid import Cell, SweepStatus
+
+_BUSY = " This machine is busy, so the times are too long; new ones are not stored."
 
 paper_app = typer.Typer()
 
@@ -34,6 +39,9 @@ def paper(
     workers: o.WorkersOption = None,
     out: o.Out = None,
     calibrate: Annotated[bool, Option("--calibrate", help="with `list`: repeat the timing of this machine")] = False,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="show the runs, their settings and their estimated time, and run nothing")
+    ] = False,
     quiet: o.Quiet = False,
 ) -> None:
     """Rerun a paper's table or figure and compare printed and measured values."""
@@ -58,6 +66,9 @@ def paper(
     seeds = seeds or chosen.seeds or 1
     cells = presets.cells(chosen, seeds, shrink, folder)
     distinct = list({c.out: c for c in cells.values()}.values())
+    if dry_run:
+        _show_plan(chosen, cells, protocol.note(chosen, shrink, seeds), data_dir, workers)
+        return
     stop, status = Stop(), SweepStatus({}, {})
     if not chosen.reads_only:
         with stop.listening(), bar(f"{name} {item}", sum(c.settings.rounds for c in distinct), quiet) as update:
@@ -67,7 +78,10 @@ def paper(
     if done:
         finished = min(sum((r, c, s) in done for s in range(seeds)) for r, c, _ in done)
         note = protocol.note(chosen, shrink, finished)
-        text, verdicts, missing = output.write_item(chosen, done, folder / item, note)
+        measured = (
+            "" if chosen.reads_only else protocol.count_cells(chosen, Counter((r, c) for r, c, _ in done), shrink)
+        )
+        text, verdicts, missing = output.write_item(chosen, done, folder / item, note, measured)
         if not quiet:
             console.print(frame_table(text, f"{name} {item}: {chosen.what}; {note}"))
             for v in [*verdicts, *missing]:
@@ -85,6 +99,47 @@ def paper(
         raise typer.Exit(130)
     if status.failed:
         raise typer.Exit(1 if done else 2)
+
+
+def _show_plan(
+    item: "Item",
+    cells: "Mapping[tuple[str, str, int], Cell]",
+    note: str,
+    data_dir: Path | None,
+    workers: int | None,
+) -> None:
+    """Show every cell with its settings, the state of its runs and their estimated time."""
+    from coterie.data.catalogue import dataset_size
+    from coterie.papers import estimate, presets, protocol
+
+    clock, n = estimate.Calibration(), workers or os.cpu_count() or 1
+    sizes = {c.settings.data: dataset_size(c.settings.data, data_dir) for c in cells.values()}
+    flat = {key: protocol.flat_settings(c.settings) for key, c in cells.items()}
+    names = sorted({name for f in flat.values() for name in f} - {"seed"})
+    common = {
+        k: v for k in names if len({str(f.get(k)) for f in flat.values()}) == 1 if (v := flat[next(iter(flat))][k])
+    }
+    table = Table(title=f"{item.paper} {item.name}: {item.what}; {note}", title_justify="left")
+    for column in ("row", "column", "settings of its own", "runs", "finished", "time"):
+        table.add_column(column)
+    seen: dict[Path, float] = {}
+    for row in item.rows:
+        for column in item.columns:
+            mine = {key: c for key, c in cells.items() if key[:2] == (row, column)}
+            own = next(flat[key] for key in mine)
+            text = presets.settings_text({k: v for k, v in own.items() if k not in (*common, "seed") and v is not None})
+            new = {c.out: estimate.run_seconds(c.settings, clock, sizes, n) for c in mine.values() if c.out not in seen}
+            seen |= {path: 0.0 if c.finished() else new[path] for c in mine.values() if (path := c.out) in new}
+            time = estimate.duration_text(sum(seen[path] for path in new)) if new else "shared"
+            table.add_row(row, column, text, str(len(mine)), str(sum(c.finished() for c in mine.values())), time)
+    console.print(table)
+    console.print(f"in all runs: {presets.settings_text(common)}", highlight=False)
+    total = estimate.duration_text(sum(seen.values()))
+    console.print(
+        f"{len(seen)} runs, about {total} with {n} workers for those that are not finished; nothing was run."
+        f"{_BUSY if clock.busy else ''}",
+        highlight=False,
+    )
 
 
 def _pairs(instead: str | None) -> dict[str, str] | None:
@@ -133,7 +188,8 @@ def _list(only: str | None, data_dir: Path | None, workers: int | None, calibrat
             console.print(note, highlight=False)
     console.print(
         f"Times are estimates for one seed and {n} workers, from steps timed on this machine ({clock.path}; "
-        "--calibrate repeats the timing): for the data on this machine, and in brackets for all. Items share runs.",
+        f"--calibrate repeats the timing): for the data on this machine, and in brackets for all. Items share runs."
+        f"{_BUSY if clock.busy else ''}",
         highlight=False,
     )
 

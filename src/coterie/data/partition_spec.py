@@ -7,9 +7,9 @@ from typing import Literal
 
 from coterie.errors import CoterieError, unknown
 
-Kind = Literal["partition", "timeline"]
+SchemeKind = Literal["partition", "timeline"]
 # Parameters of each scheme: name, type, default (None: required).
-_PARAMETERS: dict[Kind, dict[str, tuple[tuple[str, type, float | None], ...]]] = {
+_PARAMETERS: dict[SchemeKind, dict[str, tuple[tuple[str, type, float | None], ...]]] = {
     "partition": {
         "iid": (),
         "dirichlet": (("alpha", float, None),),
@@ -47,7 +47,7 @@ class Scheme:
         return self.name + (f"({', '.join(f'{v:g}' for _, v in self.args)})" if self.args else "")
 
 
-def parse_scheme(text: str, what: Kind = "partition") -> Scheme:
+def parse_scheme(text: str, what: SchemeKind = "partition") -> Scheme:
     """Parse a scheme, fill in defaults and check every parameter."""
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", text)
     if match is None:

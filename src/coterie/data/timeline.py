@@ -18,13 +18,15 @@ from coterie.errors import CoterieError, unknown
 
 
 class Change(BaseModel):
-    """The data of some clients from a round on, relative to the partition. It replaces earlier changes of them."""
+    """New data of some clients, relative to the partition. A change replaces earlier changes of these clients."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     round: int = Field(ge=1)  # first round with these data
     clients: tuple[int | str, ...] | None = None  # numbers or names; None: all clients
-    samples: tuple[int, ...] | None = None  # numbers in the data set; of all clients: those that each client keeps
+    samples: tuple[int, ...] | None = (
+        None  # numbers in the data set; without `clients`, each client keeps its own among them
+    )
     data_of: int | str | None = None  # the client holds the samples of this client of the partition
     labels: tuple[int | str, ...] | None = None  # the client keeps only samples with these labels (numbers or names)
     relabel: dict[str, int | str] | None = None  # label -> label that its samples have instead
@@ -77,10 +79,10 @@ def parse_timeline(given: Any) -> str | tuple[Change, ...] | None:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """The data of one client from a round on."""
+class DataStage:
+    """The data of one client, in force until its next stage."""
 
-    round: int
+    round: int  # first round with these data
     parts: tuple[Ints, Ints, Ints]  # numbers of the train, validation and test samples, ascending
     labels: Ints | None  # [classes] label that samples of each class have; None: their own
     degrees: float  # rotation in addition to the partition's
@@ -89,17 +91,17 @@ class Stage:
 class Timeline:
     """The stages of every client whose data change."""
 
-    def __init__(self, stages: Mapping[int, Sequence[Stage]]):
+    def __init__(self, stages: Mapping[int, Sequence[DataStage]]):
         self._stages = {client: tuple(s) for client, s in stages.items()}
         self._starts = {client: [s.round for s in own] for client, own in self._stages.items()}
         self.rounds: tuple[int, ...] = tuple(sorted({1, *(r for own in self._starts.values() for r in own)}))
 
-    def at(self, client: int, round: int) -> Stage | None:
+    def at(self, client: int, round: int) -> DataStage | None:
         """Return the stage in force; None if the client has the data of the partition. Round 0 is like round 1."""
         at = bisect.bisect_right(self._starts.get(client, []), max(1, round))
         return self._stages[client][at - 1] if at else None
 
-    def in_force(self, round: int) -> dict[int, Stage]:
+    def in_force(self, round: int) -> dict[int, DataStage]:
         """Return the stages in force by client; clients with the data of the partition are left out."""
         return {client: stage for client in self._stages if (stage := self.at(client, round)) is not None}
 
@@ -125,7 +127,7 @@ def make_timeline(
         return Timeline({})
     held = _Partition(dataset, index, bounds, names)
     changes = held.schedule(given) if isinstance(given, str) else list(given)
-    stages: dict[int, dict[int, Stage]] = {}
+    stages: dict[int, dict[int, DataStage]] = {}
     for number, change in enumerate(changes, 1):
         name = f"timeline {given}" if isinstance(given, str) else f"timeline, change {number}"
         try:
@@ -154,8 +156,8 @@ class _Partition:
             return list(range(len(self.names)))
         return [client_number(self.names, c) for c in change.clients]
 
-    def stage(self, client: int, change: Change) -> Stage:
-        """Return the data of a client from a change on."""
+    def stage(self, client: int, change: Change) -> DataStage:
+        """Return the data of a client after a change."""
         samples = self.of(client if change.data_of is None else client_number(self.names, change.data_of))
         if change.data_size not in (None, len(self.part)):
             raise CoterieError(f"it is for {change.data_size} samples, and {self.dataset.name} has {len(self.part)}")
@@ -185,7 +187,7 @@ class _Partition:
                 labels[self._label(old)] = self._label(new)
         if change.rotate and not (self.dataset.is_picture and self.dataset.shape[1] == self.dataset.shape[2]):
             raise CoterieError(f"rotate needs square pictures, and items of {self.dataset.name} are not")
-        return Stage(change.round, (train, val, test), labels, change.rotate)
+        return DataStage(change.round, (train, val, test), labels, change.rotate)
 
     def _classes(self) -> Ints:
         if not self.dataset.task.classes:
@@ -210,7 +212,7 @@ class _Partition:
             return [Change(round=start, clients=(i,), data_of=(i + 1) % n) for i in range(n)]
         if scheme.name == "new_labels":
             if start < 2:
-                raise CoterieError(f"timeline {name}: before round {start} there is no round without the new labels")
+                raise CoterieError(f"timeline {name}: round must be 2 or more, so that some rounds lack the new labels")
             first = [Change(round=1, clients=(i,), labels=self._common(i)) for i in range(n)]
             return [*first, Change(round=start)]
         share = scheme["share"]

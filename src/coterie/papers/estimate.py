@@ -119,10 +119,15 @@ def samples(s: RunSettings, whole: tuple[int, int]) -> float:
     return work + scored + (learn * s.epochs if s.final_trained else 0)
 
 
+def run_seconds(s: RunSettings, clock: Calibration, sizes: Mapping[str, tuple[int, int]], workers: int) -> float:
+    """Estimate one run: steps of the protocol x time of a step / workers x factor of the method."""
+    return samples(s, sizes[s.data]) * clock.seconds_per_sample(s) * FACTORS.get(s.method, 1.0) / workers
+
+
 def estimate(
     it: Item, clock: Calibration, sizes: Mapping[str, tuple[int, int]], available_data: Iterable[str], workers: int
 ) -> Estimate:
-    """Estimate each distinct run once: steps of the protocol x time of a step / workers x factor of the method."""
+    """Estimate each distinct run of an item once."""
     available, total, data = 0.0, 0.0, set(available_data)
     seen: set[str] = set()
     for row in it.rows:
@@ -132,9 +137,9 @@ def estimate(
             if it.reads_only or key in seen:
                 continue
             seen.add(key)
-            seconds = samples(s, sizes[s.data]) * clock.seconds_per_sample(s) * FACTORS.get(s.method, 1.0) / workers
-            total += seconds
-            available += seconds if s.data in data else 0.0
+            time_of_run = run_seconds(s, clock, sizes, workers)
+            total += time_of_run
+            available += time_of_run if s.data in data else 0.0
     return Estimate(available, total)
 
 

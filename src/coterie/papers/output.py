@@ -30,8 +30,13 @@ _CURVE = {  # the curve of a statistic
 Cells = Mapping[tuple[str, str, int], Run]
 
 
-def write_item(it: Item, runs: Cells, folder: Path, note: str) -> tuple[pd.DataFrame, list[str], list[str]]:
-    """Write all files about the finished runs; return the table as text, the verdicts, and the missing figures."""
+def write_item(
+    it: Item, runs: Cells, folder: Path, note: str, measured: str = ""
+) -> tuple[pd.DataFrame, list[str], list[str]]:
+    """Write all files about the finished runs; return the table as text, the verdicts, and the missing figures.
+
+    `measured` says how many printed cells are measured.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if it.reads_only:
         table = public_logs.compare_with_logs(it, runs)
@@ -39,6 +44,7 @@ def write_item(it: Item, runs: Cells, folder: Path, note: str) -> tuple[pd.DataF
     else:
         table = printed_values.compare_with_printed(it, runs)
         text, verdicts = printed_values.printed_text(table), printed_values.printed_verdicts(it, table)
+        verdicts += [measured] if measured else []
         verdicts += [f"chosen by us, as the paper does not state it: {presets.settings_text(it.unstated)}"]
     table.to_csv(folder / "side.csv", index=False)
     seeds = len({seed for _, _, seed in runs})

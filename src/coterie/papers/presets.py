@@ -16,13 +16,15 @@ from pydantic import ValidationError
 from coterie.config import RunSettings, settings
 from coterie.data.catalogue import DATASETS
 from coterie.data.dataset import smaller_subset
+from coterie.data.partition_spec import parse_scheme
+from coterie.data.settings import PartitionSettings
 from coterie.engine.session import recorded, resolved
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build_method, fields
 from coterie.results.grid import Cell
 from coterie.storage.run_folder import read_settings
 
-_LEAST = 10  # least samples of a client in a reduced protocol
+_LEAST = 2  # least samples of a client in a reduced protocol: one to train and one to test
 PAPERS = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")
 
 
@@ -77,9 +79,10 @@ class Shrink:
         held = min((self.held or {}).get(data, original), original)
         return min(held, self.subset or held), original
 
-    def least(self, data: str, planned: int) -> int:
-        """Return the least samples of a client: reduced in proportion to the data set, but not below _LEAST."""
-        used, original = self.samples(data)
+    def least(self, planned_data: str, data: str, planned: int) -> int:
+        """Return the least samples of a client: reduced in proportion to the paper's data set, not below _LEAST."""
+        original = self.samples(planned_data)[1]
+        used = self.samples(data)[0] or self.subset or original
         return max(min(_LEAST, planned), planned * used // original) if used < original else planned
 
 
@@ -156,6 +159,11 @@ def not_experiments(paper: str) -> str:
     return str(_preset(paper).get("not_experiments", ""))
 
 
+def method_of(paper: str, row: str) -> str:
+    """Return the name of the method in a row."""
+    return str(_preset(paper)["methods"][row]["method"])
+
+
 def is_ours(it: Item, row: str) -> bool:
     """True if the paper does not have the row."""
     return bool(_preset(it.paper)["methods"][row].get("ours", False))
@@ -221,7 +229,8 @@ def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSetti
     given = {**told, **given}
     for name in ("statistic", "ours", "differs"):
         given.pop(name, None)
-    given["data"] = (shrink.stand_in or {}).get(given["data"], given["data"])
+    planned_data = given["data"]
+    given["data"] = (shrink.stand_in or {}).get(planned_data, planned_data)
     given["seed"] = int(given.get("seed", 0)) + seed
     planned = int(given["rounds"])
     if shrink.rounds:
@@ -231,8 +240,11 @@ def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSetti
         given["eval_every"] = max(1, min(int(given.get("eval_every", 10)), shrink.rounds // 2))
     if shrink.subset:
         given["subset"] = smaller_subset(given.get("subset"), shrink.subset)
-    if "min_size" in given:
-        given["min_size"] = shrink.least(given["data"], given["min_size"])
+    size = given.get("min_size", PartitionSettings().min_size)
+    if (least := shrink.least(planned_data, given["data"], size)) < size:
+        given["min_size"] = least
+        if least == _LEAST and parse_scheme(given["partition"]).name in ("dirichlet", "rotate"):
+            given.setdefault("short", "fill")  # so few samples that hardly any draw gives every client two
     try:
         return settings(**{**given, **(shrink.changes or {})})
     except CoterieError as e:
