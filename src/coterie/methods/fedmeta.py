@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coterie.core import tree as T
 from coterie.core.context import Batch, ClientData, Extras, Split, State
@@ -78,7 +79,7 @@ class FedMeta(Method):
         """Descend the loss on the query set after an inner step on the support set; the run's batch is not used."""
         names = [k for k in params if T.plain(k) in self.ctx.net.trainable]
         leaves = {k: params[k].detach().requires_grad_() for k in names}
-        with torch.enable_grad():
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
             moved = self.step({**params, **leaves}, extras["support"], T.tagged(RATES, leaves), True)
             value = self.loss({**params, **moved}, extras["query"], extras)
         slopes = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
