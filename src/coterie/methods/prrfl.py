@@ -10,8 +10,7 @@ part is taken. "At the start" is the first epoch of each local training, when th
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -96,7 +95,7 @@ class PRRFL(Method):
             return params, extras
         # detached, so that batch norm is not updated
         trees = [{k: v.detach() for k, v in T.tagged(mark, params).items()} for mark in ("v", "w")]
-        v, w = (macro_f1(partial(self.ctx.forward, tree), data.train.x, data.train.y) for tree in trees)
+        v, w = (macro_f1(self.ctx.outputs(tree, data.train.x, 512), data.train.y) for tree in trees)
         now = stage(v, w, self.hp.alpha1, self.hp.alpha2)
         return params, {**extras, "stage": now, "left": extras["left"] - 1}
 
@@ -142,10 +141,8 @@ def lessons(personal: Tensor, deputy: Tensor, now: Stage, weight: Tensor | None 
     return total + kl(personal, deputy, weight) if LISTENS[now][1] else total
 
 
-@torch.no_grad()
-def macro_f1(forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, chunk: int = 512) -> float:
+def macro_f1(logits: Tensor, y: Tensor) -> float:
     """Return the mean F1 over the classes that occur or are predicted, as scikit-learn does (but faster)."""
-    logits = torch.cat([forward(part) for part in torch.split(x, chunk)])
     guess, classes = logits.argmax(1), logits.shape[1]
     hits = torch.bincount(y[guess == y], minlength=classes)
     both = torch.bincount(torch.cat([y, guess]), minlength=classes)
