@@ -1,6 +1,7 @@
 """FedGMH: its properties, numbered, and its settings."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -270,6 +271,22 @@ def test_12_bytes_are_those_of_the_table_and_labels_are_sent_once_before(tmp_pat
     assert sizes(paper, 5) == (5 * (4 * 512 + 4), 5 * 4 * 5130)
 
 
+def test_a_client_stores_its_model_and_a_mask_of_one_byte_per_entry_of_the_head() -> None:
+    """The paper's network for ten classes: a model of 3431.79 KB, a mask of 5.01 KB, and 20.04 KB for a head."""
+    images = Toy([(torch.rand(4, 3, 32, 32), torch.tensor([0, 1, 2, 9]))], 10)
+    method, data = bind(FedGMH, data=images, model=build_model("fedgmh-cnn", (3, 32, 32), 10)), images.data(0)
+    params, extras = method.begin(method.init_client(data), {}, data, 1).model
+    state, _ = method.end(method.init_client(data), Trained(params, extras), data, 1)
+
+    def kilobytes(tree):
+        return sum(v.numel() * v.element_size() for v in tree.values()) / 1024
+
+    assert kilobytes(state["own"]) == pytest.approx(3431.79, abs=0.005)
+    assert kilobytes(state["mask"]) == pytest.approx(5.01, abs=0.005)
+    assert {k for k, v in state.items() if k not in ("own", "mask")} == {"labels", "joined"}
+    assert sizes(method, 100)[1] / 1024 / 3431.79 + 5.01 / 3431.79 == pytest.approx(0.5854, abs=2e-4)  # as printed
+
+
 def test_download_all_and_counts_change_bytes_as_declared(tmp_path: Path) -> None:
     own, everything = (play(FedGMH, tmp_path, {"download": how}, rounds=3) for how in ("own", "all"))
     for i in range(5):
@@ -359,6 +376,25 @@ def test_a_client_whose_labels_changed_uses_the_heads_it_has_and_tells_the_serve
     _, up = method.end(state, Trained(params, extras), now, 1)
     server = method.aggregate(server, [Upload(up.tree, sender=0)], 1)
     assert server["labels"][0].tolist() == [2]
+
+
+@pytest.mark.parametrize("cls", [FedGMH, FedGMHMended])
+def test_a_label_that_appears_during_a_run_has_its_head_at_once_if_data_are_known_to_change(cls) -> None:
+    method = bind(cls, {"first_psi": "ones"} if cls is FedGMH else {})
+    method.ctx = replace(method.ctx, changing=True)
+    heads = stack() if cls is FedGMH else T.row(stack(), 0)
+    server = {**method.setup(), "heads": heads}
+    assert not method.opening()  # no labels are sent ahead
+    state = method.init_client(one_label(1).data(0))
+    got = method.down(server, [0], 1).to(0)
+    for now in (None, Moment(server, 0, 1)):
+        method.schema("down", now).check(got, "the download")
+    params, _ = method.begin(state, got, one_label(2).data(0), 1).model  # label 1 has gone, label 2 is new
+    if cls is FedGMH:
+        assert same(head(params), T.row(heads, 2))
+    else:
+        assert all(torch.equal(params[k][2], (state["own"][k][2] + heads[k][2]) / 2) for k in (W, B))
+        assert all(torch.equal(params[k][:2], state["own"][k][:2]) for k in (W, B))
 
 
 # ---- who did not answer, and who answers wrongly ---------------------------------------------------------------------

@@ -476,14 +476,14 @@ def test_settings_out_of_range_are_refused(bad) -> None:
 @pytest.mark.parametrize(
     ("settings", "given", "words"),
     [
-        (SCFPFLSettings, {"eps1": 0.3}, "eps1 = 0.3 has no effect here; it needs cluster_when = stationary"),
-        (SCFPFLSettings, {"min_round": 3, "cluster_when": "round:2"}, "it needs cluster_when = stationary"),
-        (SCFPFLSettings, {"g_last": 0.4}, "g_last = 0.4 has no effect here; it needs g_schedule = linear"),
-        (SCFPFLSettings, {"gap_power": 2.0, "k0": 3}, "it needs k0 or embed_dim = eigengap"),
-        (SCFPFLSettings, {"split": "axis", "isodata": "off"}, "it needs isodata = paper or classic"),
-        (SCFPFLSettings, {"m_min": 0.2}, "m_min = 0.2 has no effect here; it needs isodata = classic"),
+        (SCFPFLSettings, {"eps1": 0.3}, "eps1 = 0.3 has no effect unless cluster_when = stationary"),
+        (SCFPFLSettings, {"min_round": 3, "cluster_when": "round:2"}, "cluster_when = stationary"),
+        (SCFPFLSettings, {"g_last": 0.4}, "g_last = 0.4 has no effect unless g_schedule = linear"),
+        (SCFPFLSettings, {"gap_power": 2.0, "k0": 3}, "k0 or embed_dim = eigengap"),
+        (SCFPFLSettings, {"split": "axis", "isodata": "off"}, "isodata = paper or classic"),
+        (SCFPFLSettings, {"m_min": 0.2}, "m_min = 0.2 has no effect unless isodata = classic"),
         (SCFPFLSettings, {"agent_fail": "train", "local_train_each_round": True}, "local_train_each_round = false"),
-        (SCFPFLMendedSettings, {"g_last": 0.4}, "it needs g_schedule = linear"),
+        (SCFPFLMendedSettings, {"g_last": 0.4}, "g_schedule = linear"),
     ],
 )
 def test_a_setting_without_effect_is_refused(settings, given, words) -> None:

@@ -76,6 +76,7 @@ class Context:
     public_items: Tensor | None = None  # these items [public, ...], for server hooks; clients find them in their data
     headline: str = "personal"  # the view that tables lead with
     momentum: float = 0.0  # momentum of the run's optimiser, if it is SGD
+    changing: bool = False  # True if the clients' data change during the run
 
     @property
     def classes(self) -> int:

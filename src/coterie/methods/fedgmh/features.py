@@ -90,7 +90,11 @@ class FeatureSender(Method):
 
     # ---- server, down ------------------------------------------------------------------------------------------------
     def opening(self) -> bool:
-        return True
+        """True if clients are sent what belongs to their labels, which the server must then know.
+
+        If the clients' data change during the run, all of it is sent, so that a new label has its head at once.
+        """
+        return not self.ctx.changing
 
     def down(self, server: State, ids: Sequence[int], round: int) -> Download:
         """Send what belongs to each client's labels, or all heads; Algorithm 2, line 13."""

@@ -21,7 +21,7 @@ from coterie.core import tree as T
 from coterie.core.context import ClientData, State
 from coterie.core.method import Model, Settings, Start, Upload
 from coterie.core.tree import Tree
-from coterie.methods.fedgmh.features import HEAD, LABELS, FeatureSender, average_in, head_of
+from coterie.methods.fedgmh.features import HEAD, LABELS, FeatureSender, average_in, head_of, labels_of
 from coterie.methods.fedgmh.settings import FedGMHMendedSettings
 from coterie.parts.initial_models import initial_model
 from coterie.parts.linear_heads import heads_of, heads_tree, train_heads
@@ -50,7 +50,9 @@ class FedGMHMended(FeatureSender):
         own, rows = head_of(self.ctx, state["own"]), T.tagged(HEAD, download)
         if not rows:
             return Start(state["own"])
-        received = {k: v.index_copy(0, state["labels"].long(), rows[k]) for k, v in own.items()}
+        labels = (state["labels"] if self.opening() else labels_of(data)).long()
+        rows = rows if self.opening() else {k: v[labels] for k, v in rows.items()}
+        received = {k: v.index_copy(0, labels, rows[k]) for k, v in own.items()}
         return Start({**state["own"], **average_in(own, received, self.hp.received_share)})
 
     def personal(self, state: State, download: Tree, data: ClientData) -> Model:

@@ -6,6 +6,7 @@ entries of its own head that its last training found critical. Extractors stay p
 
 - The paper does not say how the server learns a client's labels: here round 0 sends them (4 bytes each, counted). A
   client that misses round 0 is sent no heads until its first upload names its labels.
+- If data change during the run, clients are sent all heads, so that a new label has its head at once (section 2.3.5).
 - `reading = code` is the published code, in which critical entries stay local, the others take the received value, and
   models are scored right after this overwrite.
 """
@@ -35,8 +36,7 @@ class FedGMH(FeatureSender):
 
     # ---- server, down ------------------------------------------------------------------------------------------------
     def opening(self) -> bool:
-        """True if clients are sent the heads of their labels, which the server must then know."""
-        return self.hp.heads == "per_label" and self.hp.download == "own"
+        return super().opening() and self.hp.heads == "per_label" and self.hp.download == "own"
 
     @property
     def heads(self) -> int:

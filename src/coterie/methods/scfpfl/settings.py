@@ -3,41 +3,41 @@
 A variant without a step does not have its settings. docs/methods/sc-fpfl.md gives the reasons for the defaults.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from coterie.core.method import Settings
-from coterie.errors import CoterieError
 from coterie.parts.fourier import MaskKind, MatrixLayout, Treatment
+from coterie.parts.idle_settings import refuse_idle
 
 Count = Annotated[int, Field(ge=1)]
-Condition = tuple[str, Callable[[Any], bool]]  # in words, and as a function of the settings
-
-_STATIONARY: Condition = ("cluster_when = stationary", lambda s: s.cluster_when == "stationary")
-_REFINED: Condition = ("isodata = paper or classic", lambda s: s.isodata != "off")
 
 
 class StepSettings(Settings):
     """Settings of a step. A setting that other settings switch off cannot be given another value than its default."""
 
-    acts_with: ClassVar[Mapping[str, Condition]] = {}  # name of a setting: the condition under which it has an effect
-
     @model_validator(mode="after")
-    def _refuse_without_effect(self) -> "StepSettings":
-        for cls in type(self).__mro__:
-            for name, (words, holds) in vars(cls).get("acts_with", {}).items():
-                value = getattr(self, name)
-                if value != type(self).model_fields[name].default and not holds(self):
-                    raise CoterieError(f"{name} = {value} has no effect here; it needs {words}")
+    def _used(self) -> Self:
+        def given(name: str, *values: object) -> bool:
+            return getattr(self, name, None) in values
+
+        refuse_idle(
+            self, "SC-FPFL", {},
+            ("eps1 eps2 min_round", given("cluster_when", "stationary"), "cluster_when = stationary"),
+            ("g_last", given("g_schedule", "linear"), "g_schedule = linear"),
+            ("gap_power", "eigengap" in (getattr(self, "k0", ""), getattr(self, "embed_dim", "")),
+             "k0 or embed_dim = eigengap"),
+            ("n_min delta_max max_iter split", not given("isodata", "off"), "isodata = paper or classic"),
+            ("m_min", given("isodata", "classic"), "isodata = classic"),
+            ("agent_fail", not given("local_train_each_round", True), "local_train_each_round = false"),
+        )  # fmt: skip
         return self
 
 
 class ScheduleSettings(StepSettings):
     """When clients are clustered."""
 
-    acts_with = {"eps1": _STATIONARY, "eps2": _STATIONARY, "min_round": _STATIONARY}  # noqa: RUF012, never written to
     cluster_when: str = Field(
         "start", pattern=r"^(start|stationary|round:[1-9]\d*)$", description="start, round:<n> or stationary"
     )
@@ -49,7 +49,6 @@ class ScheduleSettings(StepSettings):
 class FourierSettings(StepSettings):
     """How the cloud mixes the edge models."""
 
-    acts_with = {"g_last": ("g_schedule = linear", lambda s: s.g_schedule == "linear")}  # noqa: RUF012
     g: float = Field(0.35, ge=0, le=0.5, description="fraction of frequencies that is low; 0 leaves the mean")
     g_schedule: Literal["const", "linear"] = Field("const", description="linear: g grows to g_last")
     g_last: float = Field(0.475, ge=0, le=0.5, description="g of the last round when it grows")
@@ -73,14 +72,6 @@ class WarmUpSettings(StepSettings):
 class ClusterSettings(StepSettings):
     """How clients are clustered by their predictions."""
 
-    acts_with = {  # noqa: RUF012
-        "gap_power": ("k0 or embed_dim = eigengap", lambda s: "eigengap" in (s.k0, s.embed_dim)),
-        "n_min": _REFINED,
-        "delta_max": _REFINED,
-        "max_iter": _REFINED,
-        "split": _REFINED,
-        "m_min": ("isodata = classic", lambda s: s.isodata == "classic"),
-    }
     predict: Literal["softmax", "logits"] = Field("softmax", description="form of the predictions")
     self_similarity: bool = Field(True, description="whether the degree of a client counts itself")
     k0: Count | Literal["eigengap"] = Field(
@@ -112,9 +103,6 @@ class TextFourierSettings(FourierSettings):
 class AgentSettings(StepSettings):
     """How the edge's model becomes the client's own."""
 
-    acts_with = {  # noqa: RUF012
-        "agent_fail": ("local_train_each_round = false", lambda s: not s.local_train_each_round)
-    }
     lambda1: float = Field(0.9, ge=0, description="the agent needs this fraction of the own validation accuracy")
     agent_epochs: float | None = Field(None, ge=0, description="epochs of the agent; empty: the local epochs")
     local_train_each_round: bool = Field(

@@ -23,14 +23,12 @@ from coterie.methods.scfpfl.settings import (
     MendedAgentSettings,
     MendedClusterSettings,
     MendedWarmUpSettings,
-    SCFPFLMendedSettings,
-    SCFPFLSettings,
     ScheduleSettings,
     TextFourierSettings,
     WarmUpSettings,
 )
 from coterie.methods.scfpfl.text import SCFPFL
-from coterie.parts.variants import with_defaults
+from coterie.parts.variants import variant
 
 
 # ---- steps taken away ------------------------------------------------------------------------------------------------
@@ -105,11 +103,9 @@ class SCFPFLClusterOnly(_ClusterOnly, SCFPFL):
     Settings: ClassVar[type[Settings]] = _ClusterOnlySettings
 
 
-class SCFPFLNoKL(SCFPFL):
-    """The text without the distillation of the agent."""
-
-    Settings = with_defaults(SCFPFLSettings, kl_weight=0.0)
-    card = replace(SCFPFL.card, title="SC-FPFL without KL")
+SCFPFLNoKL = variant(
+    SCFPFL, "SCFPFLNoKL", "SC-FPFL without KL", "The text without the distillation of the agent.", kl_weight=0.0
+)
 
 
 class SCFPFLFourierOnly(_FourierOnly, SCFPFL):
@@ -145,11 +141,10 @@ class SCFPFLMendedClusterOnly(_ClusterOnly, SCFPFLMended):
     card = replace(_ClusterOnly.card, title="SC-FPFL (mended, clusters only)", certainty="O")
 
 
-class SCFPFLMendedNoKL(SCFPFLMended):
-    """The mended version without the distillation of the agent."""
-
-    Settings = with_defaults(SCFPFLMendedSettings, kl_weight=0.0)
-    card = replace(SCFPFLMended.card, title="SC-FPFL (mended, without KL)")
+SCFPFLMendedNoKL = variant(
+    SCFPFLMended, "SCFPFLMendedNoKL", "SC-FPFL (mended, without KL)",
+    "The mended version without the distillation of the agent.", kl_weight=0.0,
+)  # fmt: skip
 
 
 class SCFPFLMendedFourierOnly(_FourierOnly, SCFPFLMended):
