@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from coterie.cli.app import app
 from coterie.engine.messages import TrainAnswer
 from coterie.errors import CoterieError
+from coterie.federation.policy import audit
 from coterie.federation.policy.allow import Allow
 from coterie.federation.policy.audit import AUDIT_FILE, AuditLine, AuditLog, locate_audit_log, read_audit_log
 from support.in_process_link import NET, federation, simulated
@@ -195,3 +196,21 @@ def test_a_job_beyond_what_is_allowed_is_refused_and_nothing_leaves(tmp_path: Pa
     for t in (1, 2, 3):
         left = sum(sum(line.get("sizes", {}).values()) for line in mine if line["way"] == "out" and line["round"] == t)
         assert left <= allow.bytes_up
+
+
+def test_a_full_file_is_put_aside_and_the_chain_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "MAX_BYTES", 400)
+    monkeypatch.setattr(audit, "_TAIL_BYTES", 10)  # less than a line
+    path = tmp_path / AUDIT_FILE
+    filled(path, 5).close()
+    filled(path, 5).close()
+    parts = sorted(p.name for p in tmp_path.iterdir())
+    assert parts[:3] == [AUDIT_FILE, f"{AUDIT_FILE}.1", f"{AUDIT_FILE}.2"] and len(parts) >= 4
+    whole = read_audit_log(path)
+    assert not whole.damage and [line["round"] for line in whole.lines] == [1, 2, 3, 4, 5] * 2
+    (tmp_path / f"{AUDIT_FILE}.1").rename(tmp_path / "moved")
+    rest = read_audit_log(path)
+    assert not rest.damage and 0 < len(rest.lines) < 10 and rest.chain == whole.chain
+    (tmp_path / f"{AUDIT_FILE}.2").unlink()
+    (tmp_path / "moved").rename(tmp_path / f"{AUDIT_FILE}.1")
+    assert read_audit_log(path).damage  # one in the middle is missing

@@ -14,6 +14,7 @@ import torch
 
 from coterie.engine import codec
 from coterie.engine.messages import TrainAnswer
+from coterie.federation.policy.quarantine import Quarantine
 from coterie.federation.protocol.messages import EdgeAnswer
 from coterie.methods import find, method_names
 from coterie.testing import events
@@ -205,3 +206,21 @@ def test_an_error_in_the_part_of_one_edge_affects_only_that_edge(
     assert rounds[1]["failed"] == [] and rounds[3]["failed"] == []
     assert rounds[2]["failed"] and all("edge 0 could not be" in why for why in rounds[2]["reasons"].values())
     assert len(rounds[2]["failed"]) < 4
+
+
+def test_accepted_answers_make_up_for_rare_refusals(tmp_path: Path) -> None:
+    quarantine = Quarantine(tmp_path, after=3)
+    for round in range(1, 100):  # refused in every tenth round
+        if round % 10:
+            quarantine.accept(["alice", "bob"])
+        else:
+            assert not quarantine.refuse("alice", round, "too large")
+    assert quarantine.offenders["alice"].refusals == 9 and not quarantine.out
+    assert [quarantine.refuse("alice", round, "too large") for round in (100, 101, 102)] == [False, False, True]
+    quarantine.accept(["alice"])
+    assert Quarantine(tmp_path).holds("alice")  # until it is released
+    outcomes = []
+    for round in range(1, 30):  # refused in every second round
+        quarantine.accept(["mallory"])
+        outcomes.append(quarantine.refuse("mallory", round, "too large"))
+    assert outcomes.index(True) == 3

@@ -76,6 +76,18 @@ def build_model(
     return module
 
 
+def count_parameters(
+    name: str, shape: tuple[int, ...], classes: int, vocab: int | None, options: Mapping[str, Any]
+) -> int:
+    """Return the number of values of a model, which is built without memory for them (on PyTorch's meta device)."""
+    factory = _factory(name)
+    if not isinstance(factory, nn.Module):
+        given = {"vocab": vocab} if vocab is not None and "vocab" in _parameters(factory) else {}
+        with torch.device("meta"):
+            factory = _call(name, factory, tuple(shape), classes, _checked(name, factory, {**given, **options}))
+    return sum(value.numel() for value in (*factory.parameters(), *factory.buffers()))
+
+
 WITH_NORM = "default-bn"  # a name for the default model with batch norm
 
 _NORMED = {"mlp": "mlp-bn", "text": "text-bn"}  # the other default models have batch norm

@@ -97,6 +97,8 @@ class FederationRuntime(Runtime):
             return Conclusion.REPEAT
         self.waiting.accept()
         accepted = set(result.accepted)
+        entries = [self.membership.roster.entries[i] for i in accepted if i in self.membership.roster.entries]
+        self.quarantine.accept({name for entry in entries for name in (entry.name, entry.via)})
         edges = [edge for edge, answer in answers.merged.items() if set(answer.senders) <= accepted]
         self.quarantine.remember(t, answers.sizes.usual(result.accepted), answers.merged_sizes.usual(edges))
         for client, reason in excluded.items():

@@ -11,8 +11,9 @@
     head_epochs = {min = 1, max = 10}
 
     [bounds]
-    rounds = 200
-    epochs = 10               # local epochs in a round, all phases together
+    rounds = 200              # default: 100,000
+    epochs = 10               # local epochs in a round, all phases together; default: 1,000
+    parameters = 1_000_000    # numbers in a model; default: 100,000,000
     bytes_down = "20 MB"      # in a round
     bytes_up = "2 MB"
 
@@ -48,7 +49,7 @@ from coterie.errors import CoterieError, unknown
 from coterie.federation.payload_kinds import BytesByKind
 from coterie.federation.protocol.messages import Request
 from coterie.models.per_client import is_assignment, parse_client_models
-from coterie.models.registry import ENTRY_POINT_GROUP, WITH_NORM
+from coterie.models.registry import ENTRY_POINT_GROUP, WITH_NORM, count_parameters
 from coterie.models.zoo import ZOO
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
@@ -98,8 +99,9 @@ class Allow:
     models: tuple[str, ...] | None = None  # None: all models of Coterie
     settings: SettingRules | None = None  # rules for the run's settings; None: any value
     method_settings: Mapping[str, SettingRules] = field(default_factory=dict)  # by method; any value for others
-    rounds: float = math.inf
-    epochs: float = math.inf
+    rounds: float = 100_000
+    epochs: float = 1_000
+    parameters: float = 100_000_000  # numbers in one of Coterie's models; code by module path is not counted
     bytes_down: float = math.inf  # bytes received in a round
     bytes_up: float = math.inf  # bytes sent in a round
     kinds: tuple[str, ...] = ALLOWED_KINDS
@@ -167,6 +169,19 @@ class Allow:
             )
         if "scores" not in self.kinds and settings.watch:
             raise CoterieError('this host does not let "scores" leave, so the plan must set watch = false')
+
+    def check_model_size(
+        self, settings: RunSettings, shape: tuple[int, ...], outputs: int, vocab: int | None, default: str
+    ) -> None:
+        """Raise CoterieError if a model of Coterie would be too large; no memory is taken for it."""
+        chosen = default if settings.model in (None, WITH_NORM) else str(settings.model)
+        for name in [n for _, n in parse_client_models(chosen)] if is_assignment(chosen) else [chosen]:
+            if name in ZOO:
+                size = count_parameters(name, shape, outputs, vocab, settings.model_options)
+                if size > self.parameters:
+                    raise CoterieError(
+                        f"the plan's model {name} has {size} parameters, this host allows {self.parameters:.0f}"
+                    )
 
     def _check_method(self, name: str) -> None:
         if not _PLAIN_NAME.fullmatch(name):
@@ -370,6 +385,7 @@ def _byte_count(name: str, value: Any) -> float:
 _BOUNDS: dict[str, Callable[[str, Any], float]] = {
     "rounds": _positive_int,
     "epochs": _positive_number,
+    "parameters": _positive_int,
     "bytes_down": _byte_count,
     "bytes_up": _byte_count,
 }

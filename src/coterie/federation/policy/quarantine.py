@@ -1,11 +1,14 @@
 """Quarantine: a sender whose answers were refused too often gets no requests until the operator releases it.
 
+An accepted answer makes up for a part of a refusal, so that an honest sender with a rare outlier is never quarantined.
+
 `quarantine.json` in the run's folder holds the counts. A release is a file in the folder `release/` there, named after
 the sender; the cloud deletes it when it has released the sender. So a release also works while no cloud runs.
 """
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from coterie.federation.cloud.upload_bounds import EntrySizes, UsualSizes
 from coterie.storage.atomic import write_atomic
 
 QUARANTINE_FILE, _RELEASES = "quarantine.json", "release"
+FORGIVEN = 0.25  # part of a refusal that an accepted answer makes up for
 _SENDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
@@ -23,6 +27,7 @@ class Offender:
     """A sender whose answers were refused."""
 
     refusals: int = 0  # since its last release
+    weight: float = 0.0  # refusals, less FORGIVEN for each accepted answer since
     quarantined: bool = False
     round: int = 0  # round of the last refusal
     reason: str = ""  # reason of the last refusal
@@ -41,10 +46,12 @@ class Quarantine:
     def __post_init__(self) -> None:
         stored = read_quarantine(self.folder)
         try:
-            self.offenders = {str(k): Offender(**v) for k, v in stored.get("senders", {}).items()}
+            self.offenders = {
+                str(k): Offender(**{"weight": float(v["refusals"]), **v}) for k, v in stored.get("senders", {}).items()
+            }
             for memory, name in self._memories:
                 memory.rounds = {int(r): dict(sizes) for r, sizes in stored.get(name, {}).items()}
-        except (TypeError, ValueError, AttributeError) as e:
+        except (TypeError, ValueError, KeyError, AttributeError) as e:
             raise CoterieError(f"{self.folder / QUARANTINE_FILE} is damaged ({e}); restore it from a backup") from None
 
     @property
@@ -64,10 +71,17 @@ class Quarantine:
         """Count a refusal; return True if it puts the sender into quarantine."""
         offender = self.offenders.setdefault(name, Offender())
         offender.refusals, offender.round, offender.reason = offender.refusals + 1, round, reason
-        is_new = bool(self.after) and offender.refusals >= self.after and not offender.quarantined
+        offender.weight += 1
+        is_new = bool(self.after) and offender.weight >= self.after and not offender.quarantined
         offender.quarantined = offender.quarantined or is_new
         self._write()
         return is_new
+
+    def accept(self, names: Iterable[str]) -> None:
+        """Note that answers of these senders were accepted."""
+        for name in names:
+            if (offender := self.offenders.get(name)) is not None:
+                offender.weight = max(0.0, offender.weight - FORGIVEN)
 
     def remember(self, round: int, usual: EntrySizes, merged: EntrySizes) -> None:
         """Store the sizes of a round's uploads from clients, and of those that edges merged."""

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from coterie.config import Engine, RunSettings
 from coterie.core import tasks
 from coterie.core.tree import Tree
+from coterie.data.dataset import Dataset
 from coterie.data.sources import load_dataset
 from coterie.data.target_types import with_task
 from coterie.data.timeline import Change
@@ -25,9 +26,10 @@ from coterie.federation.device_data import DeviceFederation, example_dataset, on
 from coterie.federation.policy.allow import Allow
 from coterie.federation.protocol.version import PROTOCOL, check_protocol
 from coterie.methods import build_method, find, validation_sentence
+from coterie.models.registry import WITH_NORM, default_for
 
 RUN_ID = re.compile("[0-9a-f]{32}")
-_MAX_CHARACTERS = 2**24  # length of a plan
+_MAX_CHARACTERS = 2**20  # length of a plan
 _MAX_LENGTH = 2**20  # classes, targets, or numbers in one dimension of an item
 _Length = Annotated[int, Field(ge=1, le=_MAX_LENGTH)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -44,7 +46,7 @@ class FederationPlan(BaseModel):
     run: str = Field(pattern=f"^{RUN_ID.pattern}$")
     source: str  # digest of the method's code
     settings: dict[str, Any]  # RunSettings
-    places: int = Field(ge=1, le=10**7)  # number of clients that take part in training
+    places: int = Field(ge=1, le=10**5)  # number of clients that take part in training
     partition: dict[str, Any] | None  # identity of the partition of named data; None: devices have their own data
     shape: tuple[_Length, ...] = Field(max_length=8)  # shape of one item
     task: str  # name of a task in core/tasks.py
@@ -59,7 +61,7 @@ class FederationPlan(BaseModel):
     @field_validator("shape")
     @classmethod
     def _check_items(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if math.prod(shape) > 2**27:
+        if math.prod(shape) > 2**24:
             raise ValueError("an item has too many numbers")
         return shape
 
@@ -140,6 +142,7 @@ class FederationPlan(BaseModel):
             raise CoterieError("the timeline of a named data set is a setting of the run; leave out --timeline")
         settings, engine = self.check(allow), Engine(data_dir=data_dir)
         torch.set_num_threads(1)
+        self._check_model_size(settings, allow)
         if client is not None and data is not None:
             session = prepare(settings.model_copy(update={"data": data}), engine)
             if session.federation.identity != self.partition:
@@ -158,6 +161,19 @@ class FederationPlan(BaseModel):
         allow.check_session(session, None if data is None else len(session.federation.data(client or 0).train))
         return session
 
+    def _check_model_size(self, settings: RunSettings, allow: Allow) -> None:
+        outputs, with_norm = self._example().task.outputs, settings.model == WITH_NORM
+        with_norm = with_norm or "bn" in find(settings.method).needs
+        dtype = torch.int64 if self.kind == "int64" else torch.float32
+        default = default_for(self.shape, outputs, dtype, with_norm, self.task)
+        allow.check_model_size(settings, self.shape, outputs, self.vocab, default)
+
+    def _example(self) -> Dataset:
+        task = tasks.task_name(self.task)
+        return example_dataset(
+            self.shape, self.classes, self.kind, self.vocab, self.mean, self.std, task, self.targets
+        )  # fmt: skip
+
     def _federation(
         self,
         settings: RunSettings,
@@ -166,9 +182,7 @@ class FederationPlan(BaseModel):
         timeline: str | tuple[Change, ...] | None,
     ) -> DeviceFederation:
         """Return the federation as a device with its own data, or an edge without data, knows it."""
-        task = tasks.task_name(self.task)
-        like = example_dataset(self.shape, self.classes, self.kind, self.vocab, self.mean, self.std, task, self.targets)
-        own = None
+        like, own = self._example(), None
         if data is not None:
             kind = "classification" if like.task.classes else like.kind
             dataset = with_task(load_dataset(data, data_dir, task=kind), kind)
