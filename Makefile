@@ -8,9 +8,9 @@ DOCS := $(VENV)/.ready-docs
 ALL := $(VENV)/.ready-all
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test test-all coverage lint bench docs package constraints clean
+.PHONY: help setup demo test test-all coverage lint bench docs protocol package constraints clean
 help:
-	@echo "make setup | demo | test | test-all | coverage | lint | bench | docs | package | constraints | clean"
+	@echo "make setup | demo | test | test-all | coverage | lint | bench | docs | protocol | package | constraints | clean"
 
 setup: $(READY)
 $(READY): pyproject.toml constraints.txt
@@ -56,6 +56,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+protocol: $(READY)
+	cd src && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. coterie/federation/protocol/coterie.proto
 
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

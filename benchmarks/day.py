@@ -275,14 +275,15 @@ class Day(LocalFederation):
         # a device gets a new key
         name = f"device-{self.rotated}"
         key = self.folder / "devices" / f"{name}.new.key"
-        self.run_command("certs", "new-key", str(key))
-        self.run_command("nodes", "rotate", certs, name, "--public", str(key.with_suffix(".pub")))
+        self.run_command("certs", "request", str(key), "--name", name)
+        self.run_command("nodes", "rotate", certs, name, "--request", str(key.with_suffix(".csr")))
+        shutil.copy(self.certs("cloud").next_certificate(name), key.with_suffix(".crt"))
         self.say(f"stop {name}")
         self.children[name].stop()
         self.keys[name] = key
         self.start_all(name)
         self.until_back(self.rotated, *self.suspended)
-        if self.certs("cloud").next_public(name).exists():
+        if self.certs("cloud").next_certificate(name).exists():
             raise CoterieError(f"the old key of {name} is still accepted")
         # the cloud is killed during a round
         time.sleep(0.2)

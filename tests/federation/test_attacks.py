@@ -28,7 +28,6 @@ from coterie.federation.policy.quarantine import Quarantine
 from coterie.federation.protocol.messages import Attached, EdgeAnswer, EdgeJob, Hello
 from coterie.federation.transport import NodeReplies
 from coterie.federation.transport.event_loop import event_loop, log_loop_error
-from coterie.federation.transport.frames import frame_fields, text_field
 from coterie.methods import find
 from coterie.testing import events
 from support.in_process_link import federation
@@ -38,19 +37,7 @@ HUGE = 10**400  # an integer that no float can hold
 BAD = 1
 
 
-# ---- frames of the gRPC transport ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("content", [b"P" + b"[" * 9000, b"P" + b'{"a":' * 2000, b"P" + b"9" * 9000, b"P\xff", b"P1"])
-def test_a_frame_that_cannot_be_read_is_a_sentence(content: bytes) -> None:
-    with pytest.raises(CoterieError, match="damaged message"):
-        frame_fields(content)
-
-
-def test_half_a_character_is_no_text() -> None:
-    """It could not be encoded again."""
-    with pytest.raises(CoterieError, match="has no key"):
-        text_field(frame_fields(rb'P{"key": "\ud800"}'), "key")
-
-
+# ---- the log of the event loop ---------------------------------------------------------------------------------------
 def test_only_what_means_nothing_is_left_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     for told in (
         {"exception": OSError(9, "Bad file descriptor")},

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("grpc", reason="a federation needs the extra federation")
 
 from coterie.errors import CoterieError
+from coterie.federation.identity import admin as nodes
 from coterie.federation.identity import authority as certs
-from coterie.federation.transport.proof import is_signed, sign_challenge
 
 
 @pytest.fixture(scope="module")
@@ -70,27 +70,105 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(CoterieError, match=r'node "alice" exists already'):
         certs.add_node(found.root, "alice")
     with pytest.raises(CoterieError, match="not overwritten"):
-        certs.new_key(found.key("alice"))
+        certs.make_request(found.key("alice"))
     assert before == {p: p.read_bytes() for p in found.root.rglob("*") if p.is_file()}
 
 
-def test_a_node_key_is_on_a_nist_curve_and_matches_its_public_half(made: certs.Certs) -> None:
+def test_a_node_key_is_on_a_nist_curve_and_its_certificate_is_for_clients_only(made: certs.Certs) -> None:
     key = certs.load_key(made.key("alice"))
     assert key.curve.name == "secp256r1"
-    public, signature = sign_challenge(key, bytes(32), bytes(16), bytes(32))
-    assert public == made.nodes()["alice"] and is_signed(public, signature, bytes(32), bytes(16), bytes(32))
+    assert certs.check_node_files(made.key("alice"), made.certificate("alice"), made.ca) == ""
+    text = ssl._ssl._test_decode_cert(str(made.certificate("alice")))  # type: ignore[attr-defined]
+    assert text["subject"] == ((("commonName", "alice"),),)
+    trust = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=str(made.ca))
+    assert trust.verify_mode is ssl.CERT_REQUIRED
+    files = certs.Certs(made.root)
+    assert files.valid("alice") == [certs.read_node(made.certificate("alice")).digest]
+    assert files.valid("bob") == files.valid("../nodes/alice") == files.valid("") == []
 
 
-def test_a_key_made_on_the_device_is_registered_by_its_public_half_once(tmp_path: Path) -> None:
-    root = certs.init(tmp_path / "c", []).root
-    certs.new_key(tmp_path / "device.key")
-    certs.add_node(root, "bob", tmp_path / "device.pub")
-    assert list(certs.Certs(root).nodes()) == ["bob"]
-    assert not certs.Certs(root).key("bob").exists()
-    with pytest.raises(CoterieError, match='already belongs to node "bob"'):
-        certs.add_node(root, "eve", tmp_path / "device.pub")
+def test_a_key_made_on_the_device_never_leaves_it(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from coterie.cli.federation import federation_app
+
+    root, device = certs.init(tmp_path / "c", []).root, tmp_path / "device"
+    device.mkdir()
+
+    def cli(*arguments: object) -> str:
+        done = CliRunner().invoke(federation_app, ["certs", *map(str, arguments)], catch_exceptions=False)
+        assert done.exit_code == 0
+        return done.output
+
+    assert "bob.csr" in cli("request", device / "bob.key")
+    assert "bob.crt" in cli("sign", root, device / "bob.csr")
+    files = certs.Certs(root)
+    assert files.nodes() == ["bob"] and list(root.rglob("*.key")) == [files.ca_key, files.server_key]
+    (device / "bob.crt").write_bytes(files.certificate("bob").read_bytes())
+    assert certs.check_node_files(device / "bob.key", device / "bob.crt", files.ca) == ""
+    assert stat.S_IMODE((device / "bob.key").stat().st_mode) == 0o600
+    with pytest.raises(CoterieError, match=r'is for "bob", not for "eve"'):
+        certs.add_node(root, "eve", device / "bob.csr")
+    with pytest.raises(CoterieError, match='node "bob" exists already'):
+        certs.add_node(root, "bob", device / "bob.csr")
     certs.remove_node(root, "bob")
-    assert certs.Certs(root).nodes() == {}
+    assert files.nodes() == [] and files.valid("bob") == []
+
+
+def test_one_key_belongs_to_one_node(tmp_path: Path) -> None:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    root = certs.init(tmp_path / "c", []).root
+    certs.add_node(root, "bob", certs.make_request(tmp_path / "bob.key"))
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "eve")])
+    request = x509.CertificateSigningRequestBuilder().subject_name(name)
+    signed = request.sign(certs.load_key(tmp_path / "bob.key"), SHA256())
+    (tmp_path / "eve.csr").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    with pytest.raises(CoterieError, match='already belongs to node "bob"'):
+        certs.add_node(root, "eve", tmp_path / "eve.csr")
+    for content in (
+        b"",
+        b"nonsense",
+        b"-----BEGIN CERTIFICATE REQUEST-----\nAAAA\n-----END CERTIFICATE REQUEST-----\n",
+    ):
+        (tmp_path / "eve.csr").write_bytes(content)
+        with pytest.raises(CoterieError, match="is not a certificate request"):
+            certs.add_node(root, "eve", tmp_path / "eve.csr")
+
+
+def test_a_certificate_under_a_different_name_is_refused(tmp_path: Path) -> None:
+    files = certs.init(tmp_path / "c", [])
+    certs.add_node(files.root, "bob")
+    files.certificate("eve").write_bytes(files.certificate("bob").read_bytes())
+    with pytest.raises(CoterieError, match=r'eve\.crt is for "bob", not for "eve"'):
+        files.valid("eve")
+
+
+def test_certificates_of_nodes_that_expire_soon_are_named(tmp_path: Path) -> None:
+    files = certs.init(tmp_path / "c", [])
+    certs.add_node(files.root, "alice", days=20)
+    certs.add_node(files.root, "bob")
+    (warning,) = files.expiring_nodes()
+    assert warning.startswith("the certificate of alice expires on") and "coterie nodes rotate" in warning
+    assert "expires on" in certs.check_node_files(files.key("alice"), files.certificate("alice"), files.ca)
+
+
+def test_a_new_authority_issues_new_certificates_for_the_keys_of_all_nodes(tmp_path: Path) -> None:
+    files = certs.init(tmp_path / "c", [])
+    certs.add_node(files.root, "alice")
+    certs.add_node(files.root, "north", role="edge", devices=["a"])
+    old, secret = files.valid("alice"), files.key("alice").read_bytes()
+    certs.renew_ca(files.root, overlap=30)
+    assert set(old) < set(files.valid("alice")) and len(files.valid("alice")) == 2
+    certs.switch_now(files.root)
+    assert len(files.valid("alice")) == 1 and files.valid("alice") != old
+    assert files.key("alice").read_bytes() == secret and files.roles()["north"].is_edge
+    assert certs.check_node_files(files.key("alice"), files.certificate("alice"), files.ca) == ""
+    nodes.rotate_key(files.root, "alice")
+    with pytest.raises(CoterieError, match='node "alice" is changing its key'):
+        certs.renew_ca(files.root)
 
 
 def test_a_new_server_certificate_keeps_the_authority(tmp_path: Path) -> None:
@@ -125,8 +203,7 @@ def test_a_role_is_written_with_the_key_and_goes_with_it(tmp_path: Path) -> None
     found = certs.init(tmp_path / "c", [])
     certs.add_node(found.root, "alice")
     certs.add_node(found.root, "north", role="edge", devices=["ward-*", "bob"])
-    certs.new_key(tmp_path / "south.key")
-    certs.add_node(found.root, "south", tmp_path / "south.pub", "edge", ["a"])
+    certs.add_node(found.root, "south", certs.make_request(tmp_path / "south.key"), "edge", ["a"])
     found.role_file("alice").unlink()  # a directory of version 0.1
     assert {n: (r.role, r.devices) for n, r in found.roles().items()} == {
         "alice": ("device", ()), "north": ("edge", ("ward-*", "bob")), "south": ("edge", ("a",)),
@@ -169,7 +246,7 @@ def test_hosts_are_names_or_addresses(tmp_path: Path, host: str) -> None:
 
 def test_a_damaged_key_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "x.key").write_text("nonsense")
-    with pytest.raises(CoterieError, match="not an OpenSSH private key"):
+    with pytest.raises(CoterieError, match="is not a PEM private key"):
         certs.load_key(tmp_path / "x.key")
 
 

@@ -222,7 +222,7 @@ def test_an_incompatible_plan_is_refused(device: DeviceHandler, cloud: Any, chan
 @pytest.mark.parametrize(
     "change",
     [
-        {"places": 10**12}, {"shape": [10**9, 10**9]}, {"shape": [-1]}, {"shape": [2**14, 2**14]}, {"shape": [1] * 9},
+        {"places": 10**7}, {"shape": [10**9, 10**9]}, {"shape": [-1]}, {"shape": [2**14, 2**14]}, {"shape": [1] * 9},
         {"targets": 10**12}, {"vocab": 10**12}, {"mean": [float("nan")]}, {"std": [0.0]}, {"std": [float("inf")]},
         {"mean": [0.0] * 100_000},
     ],
@@ -233,7 +233,37 @@ def test_a_plan_with_absurd_numbers_is_refused_before_it_is_used(cloud: Any, cha
         FederationPlan.read(json.dumps(plan))
     assert "\n" not in str(e.value) and len(str(e.value)) < 400
     with pytest.raises(CoterieError, match="more than"):
-        FederationPlan.read(json.dumps(plan) + " " * 2**24)
+        FederationPlan.read(json.dumps(plan) + " " * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_options": {"hidden": [25_000] * 3}}, "mlp has 1250[0-9]{6} parameters, this host allows 100000000"),
+        ({"model": None, "model_options": {"hidden": [25_000] * 3}}, "has 1250[0-9]{6} parameters"),
+        ({"epochs": 1e6}, "asks for 1e.06 epochs in a round, this host allows 1000"),
+        ({"rounds": 10**9}, "asks for 1000000000 rounds, this host allows 100000"),
+    ],
+)
+def test_a_plan_cannot_exhaust_a_device(device: DeviceHandler, cloud: Any, change: Any, reason: str) -> None:
+    plan = FederationPlan.of(cloud, RUN).model_dump(mode="json")
+    plan["settings"] |= change
+    with pytest.raises(CoterieError, match=reason):
+        device.hello(json.dumps(plan))
+
+
+def test_plans_of_runs_without_work_do_not_pile_up(
+    device: DeviceHandler, cloud: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(device, cloud)
+    plan = FederationPlan.of(cloud, RUN)
+    for n in range(5):
+        device.hello(plan.model_copy(update={"run": f"{n:032x}"}).model_dump_json())
+    assert sorted(p.parent.name for p in device.state.glob("*/plan.json")) == [f"{4:032x}", RUN]
+    monkeypatch.setattr("coterie.federation.device._MAX_RUNS", 1)
+    with pytest.raises(CoterieError, match="has the states of 1 runs; remove those of old runs"):
+        device.hello(plan.model_copy(update={"run": f"{5:032x}"}).model_dump_json())
+    device.hello(plan.model_dump_json())  # the run that it has may go on
 
 
 def test_a_different_package_version_with_the_same_protocol_is_accepted(device: DeviceHandler, cloud: Any) -> None:

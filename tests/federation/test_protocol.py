@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ pytest.importorskip("grpc", reason="a federation needs the extra federation")
 from coterie.config import RunSettings
 from coterie.data.settings import PartitionSettings
 from coterie.engine import messages
+from coterie.federation import protocol
 from coterie.federation.protocol import messages as federation_messages
 from coterie.federation.protocol.plan import FederationPlan
 from coterie.federation.protocol.version import PROTOCOL
@@ -25,3 +29,16 @@ def test_the_protocol_is_raised_when_what_it_carries_changes() -> None:
     about |= {c.__name__: sorted(c.model_fields) for c in (FederationPlan, RunSettings, PartitionSettings)}
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     assert (PROTOCOL, digest) == CARRIED
+
+
+def test_the_generated_code_is_that_of_the_protocol_file(tmp_path: Path) -> None:
+    pytest.importorskip("grpc_tools")
+    folder = Path(protocol.__file__).parent
+    source = folder.parents[2]
+    out = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    name = "coterie/federation/protocol/coterie.proto"
+    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", f"-I{source}", *out, name], cwd=source, check=True)
+    made = sorted((tmp_path / name).parent.iterdir())
+    assert [path.name for path in made] == ["coterie_pb2.py", "coterie_pb2.pyi", "coterie_pb2_grpc.py"]
+    for path in made:
+        assert path.read_text() == (folder / path.name).read_text(), f"run make protocol: {path.name} is not current"

@@ -7,7 +7,9 @@ import pytest
 
 from coterie.core.tasks import MOST_SAMPLES
 from coterie.errors import CoterieError
-from coterie.federation.identity.roles import NodeRole, scoped
+from coterie.federation.identity import admin as nodes
+from coterie.federation.identity import authority as certs
+from coterie.federation.identity.roles import NodeRole, reserved_seats, scoped
 from coterie.federation.identity.seats import MAX_NEWCOMERS, Roster, read_attached, read_hello
 from coterie.federation.protocol.messages import Attached, Hello
 
@@ -141,3 +143,33 @@ def test_a_place_that_was_asked_for_is_not_given_to_another(tmp_path: Path) -> N
     with pytest.raises(CoterieError, match="beyond the 3 seats"):
         roster.admit("c", Hello(3 + MAX_NEWCOMERS, 1))
     assert roster.admit("c", Hello(None, 1)).client == 2
+
+
+def test_a_reserved_seat_is_for_its_device_alone_whoever_comes_first(tmp_path: Path) -> None:
+    roster, reserved = Roster(tmp_path / "roster.json", 3), {"alice": 0, "north/site": 2}
+    with pytest.raises(CoterieError, match="seat 0 already belongs to alice"):
+        roster.admit("eve", Hello(0, 1), reserved=reserved)
+    assert roster.admit("eve", Hello(None, 1), reserved=reserved).client == 1
+    assert roster.admit("bob", Hello(None, 1), reserved=reserved).client == 3  # a newcomer
+    with pytest.raises(CoterieError, match="seat 0 is reserved for it and it asks to be client 5"):
+        roster.admit("alice", Hello(5, 1), reserved=reserved)
+    assert roster.admit("alice", Hello(0, 1), reserved=reserved).client == 0
+    assert roster.admit("north/site", Hello(None, 1), reserved=reserved).client == 2
+    assert roster.admit("alice", Hello(None, 1), reserved={"alice": 7}).client == 0  # a seat that was given stays
+
+
+def test_seats_are_reserved_in_the_registry(tmp_path: Path) -> None:
+    root = certs.init(tmp_path / "c", []).root
+    certs.add_node(root, "alice")
+    certs.add_node(root, "bob")
+    certs.add_node(root, "north", role="edge", devices=["site"])
+    nodes.reserve_seat(root, "alice", 4)
+    nodes.reserve_seat(root, "north/site", 1)
+    nodes.suspend(root, "alice")
+    assert reserved_seats(certs.Certs(root).roles()) == {"alice": 4, "north/site": 1}
+    for name, client, reason in (
+        ("bob", 4, 'client 4 is reserved for "alice"'), ("north", 0, "is not a device"),
+        ("north/other", 0, "is not a device"), ("alice/x", 0, "is not a device"),
+    ):  # fmt: skip
+        with pytest.raises(CoterieError, match=reason):
+            nodes.reserve_seat(root, name, client)

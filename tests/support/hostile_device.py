@@ -16,7 +16,6 @@ from coterie.federation.localhost import processes
 from coterie.federation.protocol import plan
 from coterie.federation.protocol import version as protocol
 from coterie.federation.protocol.messages import Attached, DeviceJob, Hello
-from coterie.federation.transport.frames import frame_fields, make_frame
 from coterie.federation.transport.node import OutgoingAnswer
 
 MARK = 0.015625  # first value of a marked upload
@@ -57,7 +56,7 @@ class Labels(DeviceHandler):
 
     def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
         answer = super().answer(kind, round, job)
-        if not isinstance(answer, TrainAnswer) or round == 0:
+        if not isinstance(answer, TrainAnswer) or "x:counts" not in answer.upload:
             return answer
         self.lies += 1
         own = answer.upload
@@ -120,11 +119,11 @@ def main() -> None:
         protocol.PROTOCOL = 99
     honest = OutgoingAnswer.offer.fget  # type: ignore[attr-defined]
 
-    def offer(self: OutgoingAnswer) -> bytes:
-        made: bytes = honest(self)
+    def offer(self: OutgoingAnswer) -> Any:
+        message = honest(self)
         if a.mode == "wrong" and self.request.kind == "train" and self.request.round == 3:
-            return make_frame(b"A", **{**frame_fields(made), "round": 1})
-        return made
+            message.answer.round = 1
+        return message
 
     OutgoingAnswer.offer = property(offer)  # type: ignore[assignment]
     handler = {"hijack": Hijacker, "wrong": Hostile, **HANDLERS}.get(a.mode, DeviceHandler)

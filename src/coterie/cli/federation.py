@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from coterie.cli import options as o
-from coterie.cli.nodes import nodes_add, nodes_app, nodes_remove
+from coterie.cli.nodes import CertificateDays, DevicesOption, EdgeFlag, nodes_add, nodes_app, nodes_remove
 from coterie.cli.screen import Stop, console
 from coterie.errors import printable
 
@@ -21,6 +21,9 @@ federation_app.add_typer(nodes_app, name="nodes")
 CertsDir = Annotated[Path, Option("--certs", help="the directory of `coterie certs init`")]
 Ca = Annotated[Path, Option(help="certificate of the authority (ca.crt) of the server to connect to")]
 Key = Annotated[Path, Option(help="this node's private key")]
+Cert = Annotated[
+    Path | None, Option("--cert", help="this node's certificate (default: the file next to the key, as .crt)")
+]
 Deadline = Annotated[float, Option(min=0.1, help="seconds for which a round waits for answers")]
 Patience = Annotated[
     str | None,
@@ -64,7 +67,10 @@ def certs_init(
     from coterie.federation.identity import authority as certs
 
     made = certs.init(root, host or [], days)
-    console.print(f"made {made.root}; give {made.ca} and its own key to each device", soft_wrap=True, highlight=False)
+    console.print(
+        f"made {made.root}; give each device {made.ca}, its own key and its own certificate", soft_wrap=True,
+        highlight=False,
+    )  # fmt: skip
 
 
 @certs_app.command("renew")
@@ -79,12 +85,12 @@ def certs_renew(
     days: Annotated[int, Option(min=1, help="days for which the certificate is valid")] = 825,
     ca: Annotated[bool, Option("--ca", help="also make a new certificate authority")] = False,
     overlap: Annotated[
-        float, Option(min=0, help="with --ca: days during which devices can connect with the old or the new ca.crt")
+        float, Option(min=0, help="with --ca: days during which nodes can connect with the old or the new files")
     ] = 30.0,
 ) -> None:
     """Issue a new server certificate, and with --ca a new authority. A running server uses it without a restart.
 
-    With --ca, devices need the new ca.crt before the end of the overlap.
+    With --ca, all nodes need the new ca.crt and their new certificates (nodes/next/) before the end of the overlap.
     """
     from coterie.federation.identity import authority as certs
 
@@ -92,12 +98,15 @@ def certs_renew(
         certs.renew(root, host or [], days)
         return
     made = certs.renew_ca(root, host or [], days, overlap)
-    console.print(f"give {made.ca} to all devices; they need it in {overlap:g} days", soft_wrap=True, highlight=False)
+    console.print(
+        f"give each node {made.ca} and its certificate in {made.root / 'nodes' / 'next'}; it needs them in "
+        f"{overlap:g} days", soft_wrap=True, highlight=False,
+    )  # fmt: skip
 
 
 @certs_app.command("switch")
 def certs_switch(root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")]) -> None:
-    """End the overlap of `renew --ca` now; devices then need the new ca.crt."""
+    """End the overlap of `renew --ca` now; nodes then need the new ca.crt and their new certificates."""
     from coterie.federation.identity import authority as certs
 
     certs.switch_now(root)
@@ -116,17 +125,44 @@ def certs_show(root: Annotated[Path, Argument(metavar="DIR", help="the directory
         console.print(f"{name} is valid until {ends:%Y-%m-%d %H:%M} UTC", soft_wrap=True, highlight=False)
     if (at := certs.switches_at()) is not None:
         text = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
-        console.print(f"a new authority takes over on {text}; devices need {certs.ca}", soft_wrap=True, highlight=False)
+        console.print(f"a new authority takes over on {text}; nodes need {certs.ca}", soft_wrap=True, highlight=False)
+    for warning in certs.expiring_nodes():
+        console.print(warning, soft_wrap=True, highlight=False)
 
 
-@certs_app.command("new-key")
-def certs_key(
-    path: Annotated[Path, Argument(metavar="FILE", help="the private key to make, for example node.key")],
+@certs_app.command("request")
+def certs_request(
+    path: Annotated[Path, Argument(metavar="FILE", help="the private key to make, for example alice.key")],
+    name: Annotated[str | None, Option(help="name of the node (default: the name of FILE)")] = None,
 ) -> None:
-    """Create a node's key on the device; register the .pub file at the server with `coterie nodes add --public`."""
+    """Make a node's key on its own host, and a request (.csr) that the server's operator signs."""
     from coterie.federation.identity import authority as certs
 
-    console.print(f"made {certs.new_key(path)}; register {path.with_suffix('.pub')} at its server", soft_wrap=True)
+    request = certs.make_request(path, name)
+    console.print(
+        f"made {path} and {request}; have the request signed with `coterie certs sign DIR {request.name}` and put the "
+        f"certificate at {path.with_suffix('.crt')}", soft_wrap=True, highlight=False,
+    )  # fmt: skip
+
+
+certs_app.command("new-key", hidden=True)(certs_request)  # the name in version 0.1
+
+
+@certs_app.command("sign")
+def certs_sign(
+    root: Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")],
+    request: Annotated[Path, Argument(metavar="REQUEST", help="the .csr file of `coterie certs request`")],
+    edge: EdgeFlag = False,
+    devices: DevicesOption = None,
+    days: CertificateDays = 825,
+) -> None:
+    """Register the node of a request and issue its certificate. Its key stays on its host.
+
+    A node that is registered already gets a new certificate with `coterie nodes rotate --request`.
+    """
+    from coterie.federation.identity import authority as certs
+
+    nodes_add(root, [certs.requested_name(request)], request, edge, devices, days)
 
 
 certs_app.command("add-node", hidden=True)(nodes_add)  # the name in version 0.1
@@ -327,6 +363,7 @@ def join(
     timeline: Annotated[
         str | None, Option(help="changes of this device's own data during the run, as in the setting timeline")
     ] = None,
+    cert: Cert = None,
 ) -> None:
     """Run a device: train on this host's data at the cloud's requests, until the run has ended."""
     from coterie.data.timeline import parse_timeline, read_timeline
@@ -339,7 +376,7 @@ def join(
     die_with_parent()
     _log()
     handler = device.DeviceHandler(data, state, client, data_dir, allowed, keep, stay, timeline=changes)
-    device.join(cloud, ca, key, handler)
+    device.join(cloud, ca, key, handler, cert)
 
 
 @federation_app.command()
@@ -353,6 +390,7 @@ def edge(
     allow: AllowFile = None,
     transport: o.Transport = None,
     stay: Stay = False,
+    cert: Cert = None,
 ) -> None:
     """Run an edge: a node of the cloud, and a server for its own devices."""
     from coterie.errors import CoterieError
@@ -368,7 +406,7 @@ def edge(
     owner_only(state)
     die_with_parent()
     _log()
-    run_edge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allowed, stay)
+    run_edge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allowed, stay, cert)
 
 
 @federation_app.command()

@@ -1,4 +1,4 @@
-"""`coterie nodes`: the nodes of a federation. A running cloud or edge applies changes before its next round."""
+"""`coterie nodes`: the nodes of a federation; a running cloud or edge applies changes without a restart."""
 
 import json
 import time
@@ -12,9 +12,14 @@ from typer import Argument, Option
 
 from coterie.cli.screen import console
 
-nodes_app = typer.Typer(no_args_is_help=True, help="Nodes of a federation and their keys.")
+nodes_app = typer.Typer(no_args_is_help=True, help="Nodes of a federation and their certificates.")
 
 Dir = Annotated[Path, Argument(metavar="DIR", help="the directory of `coterie certs init`")]
+EdgeFlag = Annotated[bool, Option("--edge", help="register the node as an edge for the devices in --devices")]
+DevicesOption = Annotated[
+    str | None, Option("--devices", help="comma-separated names of the edge's devices; * and ? are wildcards")
+]
+CertificateDays = Annotated[int, Option("--days", min=1, help="days for which a certificate is valid")]
 Name = Annotated[str, Argument(metavar="NAME", help="a node; EDGE/DEVICE for a device behind an edge")]
 
 
@@ -46,30 +51,29 @@ def nodes_list(
 def nodes_add(
     root: Dir,
     names: Annotated[list[str], Argument(metavar="NAME...", help="names of nodes")],
-    public: Annotated[Path | None, Option(help="the public half of a key that was made on the device")] = None,
-    edge: Annotated[bool, Option("--edge", help="register the node as an edge for the devices in --devices")] = False,
-    devices: Annotated[
-        str | None, Option(help="comma-separated names of the edge's devices; * and ? are wildcards")
-    ] = None,
+    request: Annotated[Path | None, Option(help="a request (.csr) that was made on the node's host")] = None,
+    edge: EdgeFlag = False,
+    devices: DevicesOption = None,
+    days: CertificateDays = 825,
 ) -> None:
-    """Register nodes as devices, or one as an edge. Keys are made here, except with --public.
+    """Register nodes as devices, or one as an edge. Keys and certificates are made here, with --request no key.
 
-    A removed node may be added again, with its old key or a new one; it gets its seat back.
+    A removed node may be added again; it gets its seat back.
     """
     from coterie.errors import CoterieError
     from coterie.federation.identity import authority as certs
 
-    if public is not None and len(names) != 1:
-        raise CoterieError("--public is the key of one node; name one node")
+    if request is not None and len(names) != 1:
+        raise CoterieError("--request is the request of one node; name one node")
     attached = [name.strip() for name in (devices or "").split(",") if name.strip()]
     for name in names:
-        made = certs.add_node(root, name, public, "edge" if edge else "device", attached)
+        made = certs.add_node(root, name, request, "edge" if edge else "device", attached, days)
         console.print(str(made), soft_wrap=True, highlight=False)
 
 
 @nodes_app.command("remove")
 def nodes_remove(root: Dir, name: Annotated[str, Argument(help="the node")]) -> None:
-    """Remove a node; its key is refused from the next round on. It keeps its seat until `coterie nodes free-seat`."""
+    """Remove a node and revoke its certificate at once. It keeps its seat until `coterie nodes free-seat`."""
     from coterie.federation.identity import authority as certs
 
     certs.remove_node(root, name)
@@ -77,7 +81,7 @@ def nodes_remove(root: Dir, name: Annotated[str, Argument(help="the node")]) -> 
 
 @nodes_app.command("suspend")
 def nodes_suspend(root: Dir, name: Name) -> None:
-    """Send a node no requests from the next round on; it stays connected and keeps its key and seat."""
+    """Send a node no requests from the next round on; it stays connected and keeps its certificate and seat."""
     from coterie.federation.identity import admin as nodes
 
     nodes.suspend(root, name)
@@ -95,19 +99,29 @@ def nodes_release(root: Dir, name: Name) -> None:
 def nodes_rotate(
     root: Dir,
     name: Annotated[str, Argument(help="the node")],
-    public: Annotated[Path | None, Option(help="the public half of a new key that was made on the device")] = None,
+    request: Annotated[Path | None, Option(help="a request (.csr) for a new key, made on the node's host")] = None,
     overlap: Annotated[
-        float, Option(min=0, help="days for which the old key is valid if the new one is not used")
+        float, Option(min=0, help="days for which the old certificate is valid if the new one is not used")
     ] = 7.0,
 ) -> None:
-    """Give a node a new key; it keeps its seat and private state.
+    """Give a node a new key and certificate; it keeps its seat and private state.
 
-    The old key is valid until the node first connects with the new one, or until the end of the overlap.
+    The old certificate is valid until the node first connects with the new one, or until the end of the overlap.
     """
     from coterie.federation.identity import admin as nodes
 
-    made = nodes.rotate_key(root, name, public, overlap * 86_400)
-    console.print(f"{made}; start the node with its new key", soft_wrap=True, highlight=False)
+    made = nodes.rotate_key(root, name, request, overlap * 86_400)
+    console.print(f"{made}; give it to the node, which uses it without a restart", soft_wrap=True, highlight=False)
+
+
+@nodes_app.command("reserve-seat")
+def nodes_reserve(
+    root: Dir, name: Name, client: Annotated[int, Argument(min=0, help="the client number, counted from 0")]
+) -> None:
+    """Bind a client number to a device: no other device gets this seat, even if it asks first."""
+    from coterie.federation.identity import admin as nodes
+
+    nodes.reserve_seat(root, name, client)
 
 
 @nodes_app.command("free-seat")

@@ -32,6 +32,7 @@ from coterie.federation.validation import check_request
 from coterie.storage.atomic import write_atomic
 
 _HEADER_BYTES = 2**20  # bytes of a message in addition to its payload
+_MAX_RUNS = 100  # runs whose states a device keeps
 log = logging.getLogger("coterie.device")
 
 
@@ -129,6 +130,7 @@ class DeviceHandler:
             if before is not None and before.run != plan.run:
                 log.info("run %s was replaced by run %s", before.run[:8], plan.run[:8])
             self._refusal = ""
+            self._make_room(plan.run)
             write_atomic(self.state / plan.run / "plan.json", text.encode())
             seat = self._seat(plan.run)
             log.info("run %s: %s, %s rounds", plan.run[:8], session.method.card.title, session.settings.rounds)
@@ -136,6 +138,17 @@ class DeviceHandler:
             answer = Hello(seat, sizes.pop(1), sizes)
             self._audit.write(AuditLine(plan.run, 0, "hello", "out", self.peer, about=vars(answer)))
             return answer
+
+    def _make_room(self, run: str) -> None:
+        """Delete plans of other runs in which this device never took part; raise CoterieError if too many are left."""
+        others = [p.parent for p in self.state.glob("*/plan.json") if p.parent.name != run]
+        for folder in [f for f in others if not (f / "client.json").exists() and not any(f.glob("[0-9]*"))]:
+            (folder / "plan.json").unlink(missing_ok=True)
+            with suppress(OSError):  # not empty
+                folder.rmdir()
+            others.remove(folder)
+        if len(others) >= _MAX_RUNS:
+            raise CoterieError(f"{self.state} has the states of {len(others)} runs; remove those of old runs")
 
     def over(self, message: RunOver) -> RunOver:
         """Note that the run has ended, as the cloud says."""
@@ -223,14 +236,14 @@ class DeviceHandler:
         write_model(self.state / run / "model.safetensors", module, about, durable=False)
 
 
-def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler) -> None:
+def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler, certificate: Path | None = None) -> None:
     """Answer the cloud until the run has ended, or until SIGTERM or Ctrl-C."""
     from coterie.federation.transport.node import Node  # needs gRPC
 
     load_dataset(handler.data, handler.data_dir)  # an error in the name is found now, not when the cloud first asks
     handler.peer = cloud
     largest = min(MAX_PAYLOAD, handler.allow.bytes_down + _HEADER_BYTES)  # more is not allowed, so it is not fetched
-    node = Node(cloud, ca, key, handler.handle, int(largest))
+    node = Node(cloud, ca, key, handler.handle, int(largest), certificate=certificate)
     handler.ended = node.leave
     node.stop_on_signals().run()
 

@@ -257,10 +257,11 @@ def run_edge(
     state: Path,
     allow: Allow,
     stay: bool = False,
+    certificate: Path | None = None,
 ) -> None:
     """Be an edge until the run has ended, or until SIGTERM or Ctrl-C."""
     with listening(Certs(certs), host, port) as link:
         handler = EdgeHandler(link, allow, AuditLog(state / AUDIT_FILE), up, stay, roles=Certs(certs).roles)
-        node = Node(up, ca, key, handler.handle)
+        node = Node(up, ca, key, handler.handle, certificate=certificate)
         handler.ended = node.leave
         node.stop_on_signals().run()

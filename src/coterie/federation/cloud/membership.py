@@ -10,7 +10,7 @@ from coterie.federation.cloud.dispatch import Dispatcher, Greeting
 from coterie.federation.cloud.liveness import Liveness
 from coterie.federation.cloud.state_versions import StateVersions
 from coterie.federation.identity.admin import SUSPENDED, seat_orders
-from coterie.federation.identity.roles import NodeRole, scoped
+from coterie.federation.identity.roles import NodeRole, reserved_seats, scoped
 from coterie.federation.identity.seats import Roster, read_attached, read_hello
 from coterie.federation.policy.quarantine import Quarantine
 from coterie.federation.protocol.messages import Hello
@@ -232,8 +232,9 @@ class Membership:
 
     def _admit(self, name: str, hello: Hello, write: bool = True) -> None:
         self._greet_again.discard(name)
+        reserved = reserved_seats(self.known_roles)
         try:
-            log.info("%s is client %s", name, self.roster.admit(name, hello, write).client)
+            log.info("%s is client %s", name, self.roster.admit(name, hello, write, reserved).client)
             self._logged.pop(name, None)
         except CoterieError as e:
             self._refuse(name, str(e))

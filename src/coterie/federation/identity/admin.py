@@ -1,20 +1,20 @@
-"""The operator's commands for nodes: list, suspend, end a suspension, rotate a key, free a seat.
+"""The operator's commands for nodes: list, suspend, end a suspension, rotate a certificate, free a seat.
 
-They write files that a running cloud or edge reads before every round, so that no process is restarted. Nodes are added
-and removed in authority.py. A node keeps its seat in a run whatever happens to its key, until the seat is freed.
+They write files that a running cloud or edge reads every second, so that no process is restarted. Nodes are added
+and removed in authority.py. A node keeps its seat in a run until the seat is freed, whatever its certificate.
 """
 
 import base64
-import hashlib
 import json
 import secrets
 import time
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from coterie.errors import CoterieError
-from coterie.federation.identity.authority import Certs, check_unused, new_key
-from coterie.federation.identity.roles import NodeRole, scoped
+from coterie.federation.identity.authority import SOON, Certs, read_node, replace_key
+from coterie.federation.identity.roles import NodeRole, reserved_seats, scoped
 from coterie.storage.atomic import write_atomic
 
 _KEY_OVERLAP = 7 * 86_400.0  # seconds for which the old key stays valid, unless the new one is used earlier
@@ -29,7 +29,7 @@ class NodeInfo:
     name: str
     role: str
     state: str
-    key: str  # fingerprint, as ssh-keygen -l prints it; empty for devices behind an edge
+    key: str  # SHA-256 of the public key, as in a pin of HTTP; empty for devices behind an edge
     devices: tuple[str, ...] = ()
     client: int | None = None  # seat in the run
     connected: bool | None = None  # None without a run
@@ -44,7 +44,7 @@ def list_nodes(root: Path, run: Path | None = None) -> list[NodeInfo]:
     for name, role in roles.items():
         about = status.get(name, {})
         nodes.append(
-            NodeInfo(name, role.role, _state(certs, name, role), key_fingerprint(certs.public(name)), role.devices,
+            NodeInfo(name, role.role, _state(certs, name, role), key_fingerprint(certs.certificate(name)), role.devices,
                      seats.get(name), None if run is None else bool(about.get("connected")), about.get("last_seen"))
         )  # fmt: skip
     for name, number in sorted(seats.items(), key=lambda item: item[1]):
@@ -58,13 +58,9 @@ def list_nodes(root: Path, run: Path | None = None) -> list[NodeInfo]:
     return nodes
 
 
-def key_fingerprint(public: Path) -> str:
-    """Return the fingerprint (SHA256:...) of a public key in OpenSSH format."""
-    try:
-        raw = base64.b64decode(public.read_bytes().split()[1])
-    except (OSError, IndexError, ValueError) as e:
-        raise CoterieError(f"public key {public} is not in OpenSSH format") from e
-    return "SHA256:" + base64.b64encode(hashlib.sha256(raw).digest()).decode().rstrip("=")
+def key_fingerprint(certificate: Path) -> str:
+    """Return the fingerprint (SHA256:...) of the public key of a node's certificate."""
+    return "SHA256:" + base64.b64encode(read_node(certificate).key).decode().rstrip("=")
 
 
 def suspend(root: Path, name: str) -> None:
@@ -77,25 +73,29 @@ def end_suspension(root: Path, name: str) -> None:
     _set_suspended(root, name, False)
 
 
-def rotate_key(root: Path, name: str, public: Path | None = None, overlap: float = _KEY_OVERLAP) -> Path:
-    """Give a node a new key and return its file: a new private key, or a copy of the given `public` key.
+def reserve_seat(root: Path, name: str, client: int) -> None:
+    """Bind a client number to a node, or to a device EDGE/DEVICE: in every run, no other node gets this seat."""
+    certs = _directory(root)
+    via, _, device = name.partition("/")
+    role = _role(certs, via)
+    if role.is_edge != bool(device) or (device and not role.speaks_for(device)):
+        raise CoterieError(f'"{name}" is not a device; a seat is for one device')
+    taken = {seat: other for other, seat in reserved_seats(certs.roles()).items()}
+    if taken.get(client, name) != name:
+        raise CoterieError(f'client {client} is reserved for "{taken[client]}"')
+    write_atomic(certs.role_file(via), replace(role, seats={**role.seats, device: client}).text().encode())
 
-    The old key is valid until the node first connects with the new one, at most for `overlap` seconds.
+
+def rotate_key(root: Path, name: str, request: Path | None = None, overlap: float = _KEY_OVERLAP) -> Path:
+    """Give a node a new certificate and return the file for it: its new key, or with a `request` the certificate.
+
+    The old certificate is valid until the node first connects with the new one, at most for `overlap` seconds.
     """
     certs = _directory(root)
-    role = _role(certs, name)
-    if certs.next_public(name).exists():
+    _role(certs, name)
+    if certs.next_certificate(name).exists():
         raise CoterieError(f'node "{name}" is changing its key already; it has not yet connected with the new one')
-    if public is not None:
-        check_unused(certs, public)
-    # the time is written first: without it, both keys would be valid for ever
-    write_atomic(certs.role_file(name), replace(role, old_key_until=time.time() + overlap).text().encode())
-    certs.next_public(name).parent.mkdir(exist_ok=True, mode=0o700)
-    if public is None:
-        certs.next_key(name).unlink(missing_ok=True)
-        return new_key(certs.next_key(name))
-    write_atomic(certs.next_public(name), public.read_bytes())
-    return certs.next_public(name)
+    return replace_key(certs, name, request, time.time() + overlap)
 
 
 # ---- seats -----------------------------------------------------------------------------------------------------------
@@ -176,9 +176,13 @@ def _role(certs: Certs, name: str) -> NodeRole:
 
 def _state(certs: Certs, name: str, role: NodeRole) -> str:
     words = ["suspended" if role.suspended else "active"]
-    if certs.next_public(name).exists() and role.old_key_until is not None:
+    certificate = read_node(certs.certificate(name))
+    if certs.next_certificate(name).exists() and role.old_key_until is not None:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(role.old_key_until))
-        words.append(f"new key {key_fingerprint(certs.next_public(name))}, the old one is valid until {until}")
+        key = key_fingerprint(certs.next_certificate(name))
+        words.append(f"new certificate with key {key}, the old one is valid until {until}")
+    elif certificate.ends < datetime.now(UTC) + SOON:
+        words.append(f"its certificate expires on {certificate.ends:%Y-%m-%d %H:%M} UTC")
     return "; ".join(words + [f"without {scoped(name, d)}" for d in role.without])
 
 

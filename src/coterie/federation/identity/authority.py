@@ -1,11 +1,13 @@
-"""Keys and certificates of a federation: one authority, one server certificate, and one key per node.
+"""Keys and certificates of a federation: one authority, one server certificate, and one certificate per node.
 
-The directory that `init` makes belongs on the host of the cloud or edge. A device needs two files: `ca.crt` and its own
-`NAME.key`. The public keys in `nodes/` are the list of registered nodes: adding or removing a file adds or removes a
-node. Next to each is the node's role, NAME.json (roles.py); `nodes/next/` has the new keys while keys are rotated.
+The directory that `init` makes belongs on the host of the cloud or edge. A device needs three files: `ca.crt`, its own
+`NAME.key` and, next to the key, `NAME.crt`. The certificates in `nodes/` are the list of registered nodes: a server
+accepts exactly these certificates, so that removing a file revokes a certificate. Next to each is the node's role,
+NAME.json (roles.py); `nodes/next/` has the new certificates while they are rotated.
 """
 
-import contextlib
+import functools
+import hashlib
 import ipaddress
 import os
 import re
@@ -14,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, sentence
 from coterie.federation.identity.roles import NODE_NAME, NodeRole, Role
 from coterie.storage.atomic import write_atomic
 
@@ -28,7 +30,7 @@ try:
 except ImportError as e:
     raise CoterieError('certificates need the extra "federation": pip install coterie[federation]') from e
 
-_SOON = 30  # days before the end of a certificate at which warnings begin
+SOON = timedelta(days=30)  # time before the end of a certificate at which warnings begin
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 
@@ -75,61 +77,61 @@ class Certs:
     def key(self, name: str) -> Path:
         return self.root / "nodes" / f"{name}.key"
 
-    def public(self, name: str) -> Path:
-        return self.root / "nodes" / f"{name}.pub"
-
-    def nodes(self) -> dict[str, bytes]:
-        """Return the public keys (PEM) of the registered nodes, by name."""
-        keys: dict[str, bytes] = {}
-        for path in sorted((self.root / "nodes").glob("*.pub")):
-            with contextlib.suppress(FileNotFoundError):  # removed in the meantime
-                keys[path.stem] = _public_pem(path)
-        return keys
+    def certificate(self, name: str) -> Path:
+        return self.root / "nodes" / f"{name}.crt"
 
     def next_key(self, name: str) -> Path:
         return self.root / "nodes" / "next" / f"{name}.key"
 
-    def next_public(self, name: str) -> Path:
-        return self.root / "nodes" / "next" / f"{name}.pub"
+    def next_certificate(self, name: str) -> Path:
+        return self.root / "nodes" / "next" / f"{name}.crt"
 
-    def accepted(self) -> dict[bytes, str]:
-        """Return the public keys (PEM) that are valid now, with the nodes' names; a node has two during a rotation."""
-        names = {pem: name for name, pem in self.nodes().items()}
-        for path in sorted((self.root / "nodes" / "next").glob("*.pub")):
-            name = path.stem
-            with contextlib.suppress(FileNotFoundError):
-                new = _public_pem(path)
-                until = NodeRole.read(self.role_file(name)).old_key_until
-                if not self.public(name).is_file():
-                    continue  # the node was removed
-                if until is not None and time.time() >= until:
-                    names = {pem: n for pem, n in names.items() if n != name}
-                names[new] = name
-        return names
+    def nodes(self) -> list[str]:
+        """Return the names of the registered nodes."""
+        return sorted(path.stem for path in (self.root / "nodes").glob("*.crt"))
 
-    def seen(self, name: str, pem: bytes) -> bool:
-        """Note that a node has connected with this key; return True if that ends the rotation of its key."""
-        path = self.next_public(name)
+    def valid(self, name: str) -> list[bytes]:
+        """Return the digests of a node's certificates that are valid now: two during a rotation, else at most one."""
+        if not NODE_NAME.fullmatch(name):
+            return []
         try:
-            if not path.is_file() or _public_pem(path) != pem:
+            certificates = [read_node(self.certificate(name))]
+            if self.next_certificate(name).is_file():
+                until = NodeRole.read(self.role_file(name)).old_key_until
+                if until is not None and time.time() >= until:
+                    certificates = []
+                certificates.append(read_node(self.next_certificate(name)))
+        except FileNotFoundError:  # the node is not registered
+            return []
+        now = datetime.now(UTC)
+        return [c.digest for c in certificates if c.begins <= now < c.ends]
+
+    def seen(self, name: str, digest: bytes) -> bool:
+        """Note that a node has connected with this certificate; return True if that ends its rotation."""
+        try:
+            if not self.next_certificate(name).is_file() or read_node(self.next_certificate(name)).digest != digest:
                 return False
-            role = NodeRole.read(self.role_file(name))
-            self.key(name).unlink(missing_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                self.next_key(name).replace(self.key(name))
-            path.replace(self.public(name))
-            write_atomic(self.role_file(name), replace(role, old_key_until=None).text().encode())
+            self._promote(name)
         except FileNotFoundError:  # the node was removed, or a different process has done this
             return False
         return True
+
+    def _promote(self, name: str) -> None:
+        """Replace a node's certificate by its next one, and its key if a new one was made here."""
+        role = NodeRole.read(self.role_file(name))
+        if self.next_key(name).is_file():
+            self.next_key(name).replace(self.key(name))
+        elif read_node(self.next_certificate(name)).key != read_node(self.certificate(name)).key:
+            self.key(name).unlink(missing_ok=True)  # the new key is on the node's host
+        self.next_certificate(name).replace(self.certificate(name))
+        write_atomic(self.role_file(name), replace(role, old_key_until=None).text().encode())
 
     def role_file(self, name: str) -> Path:
         return self.root / "nodes" / f"{name}.json"
 
     def roles(self) -> dict[str, NodeRole]:
         """Return the roles of the registered nodes, by name."""
-        names = sorted(path.stem for path in (self.root / "nodes").glob("*.pub"))
-        return {name: NodeRole.read(self.role_file(name)) for name in names}
+        return {name: NodeRole.read(self.role_file(name)) for name in self.nodes()}
 
     def check(self) -> None:
         """Raise CoterieError if the directory is incomplete."""
@@ -149,7 +151,7 @@ class Certs:
                 raise CoterieError(
                     f"the {name} is not valid before {begins:%Y-%m-%d %H:%M} UTC; is this host's clock right?"
                 )
-            if now + timedelta(days=_SOON) > ends:
+            if now + SOON > ends:
                 warnings.append(f"the {name} expires on {ends:%Y-%m-%d %H:%M} UTC; renew it with coterie {command}")
         return warnings
 
@@ -163,6 +165,18 @@ class Certs:
         certificates = [(f"server certificate {self.server}", server, renew)]
         certificates += [(f"authority's certificate {self.ca}", c, whole) for c in signed_by]
         return [(name, c.not_valid_before_utc, c.not_valid_after_utc, command) for name, c, command in certificates]
+
+    def expiring_nodes(self) -> list[str]:
+        """Return warnings about certificates of nodes that have expired or expire soon."""
+        warnings, soon = [], datetime.now(UTC) + SOON
+        for name in self.nodes():
+            ends = max(read_node(p).ends for p in (self.certificate(name), self.next_certificate(name)) if p.is_file())
+            if ends < soon:
+                warnings.append(
+                    f"the certificate of {name} expires on {ends:%Y-%m-%d %H:%M} UTC; renew it with "
+                    f"coterie nodes rotate {self.root} {name}"
+                )
+        return warnings
 
     def switches_at(self) -> float | None:
         """Return the time at which the next authority takes over; None without a next authority."""
@@ -179,6 +193,9 @@ class Certs:
         self.next_server_key.replace(self.server_key)  # servers ignore a pair that does not match
         self.next_server.replace(self.server)
         write_atomic(self.ca, self.next_ca.read_bytes())
+        for name in self.nodes():  # their certificates of the old authority end with it
+            if self.next_certificate(name).is_file():
+                self._promote(name)
         for path in (self.next_ca, self.switch_file):
             path.unlink(missing_ok=True)
         return True
@@ -216,13 +233,17 @@ def renew(root: Path, hosts: Sequence[str] = (), days: int = 825) -> Certs:
 def renew_ca(root: Path, hosts: Sequence[str] = (), days: int = 825, overlap: float = 30.0) -> Certs:
     """Make a new authority, which takes over after `overlap` days.
 
-    Until then ca.crt contains both authorities, and it should be given to all devices. The server keeps a certificate
-    of the old authority during the overlap, so that devices with the old or the new file can connect. Afterwards the
-    server has a certificate of the new authority, and ca.crt contains the new authority only.
+    Until then ca.crt contains both authorities. It should be given to all nodes, each with its new certificate, which
+    is in nodes/next/ and is for the key that the node has. The server keeps a certificate of the old authority during
+    the overlap, so that nodes with the old or the new files can connect. Afterwards the server has a certificate of
+    the new authority, and ca.crt contains the new authority only.
     """
     certs = _with_authority(root)
     if certs.switches_at() is not None:
         raise CoterieError(f"{root} is changing its authority already; finish with coterie certs switch {root}")
+    for name in certs.nodes():
+        if certs.next_certificate(name).is_file():
+            raise CoterieError(f'node "{name}" is changing its key and has not yet connected with the new one')
     names = _subjects(hosts or _hosts(certs))
     old = certs.ca.read_bytes()
     end = max(c.not_valid_after_utc for c in _read_certificates(certs.ca))
@@ -239,8 +260,12 @@ def renew_ca(root: Path, hosts: Sequence[str] = (), days: int = 825, overlap: fl
     _authority(new, days)
     _issue(new, names, days)
     new.ca_key.replace(certs.ca_key)  # the new authority signs all later certificates
-    write_atomic(certs.switch_file, repr(time.time() + overlap * 86_400).encode())
+    until = time.time() + overlap * 86_400
+    write_atomic(certs.switch_file, repr(until).encode())
     write_atomic(certs.ca, new.ca.read_bytes() + old)
+    for name in certs.nodes():
+        public = _read_certificates(certs.certificate(name))[0].public_key()
+        set_next_certificate(certs, name, public, until, days)
     certs.switch()
     return certs
 
@@ -256,6 +281,8 @@ def switch_now(root: Path) -> None:
 
 def _with_authority(root: Path) -> Certs:
     certs = Certs(root)
+    if not certs.ca.is_file():
+        raise CoterieError(f"{root} is not a certificate directory; create one with coterie certs init")
     if not certs.ca_key.is_file():
         raise CoterieError(f"certs {root} has no ca.key; a new certificate needs the authority's key")
     return certs
@@ -271,80 +298,206 @@ def _hosts(certs: Certs) -> list[str]:
 
 
 def add_node(
-    root: Path, name: str, public: Path | None = None, role: Role = "device", devices: Sequence[str] = ()
+    root: Path,
+    name: str,
+    request: Path | None = None,
+    role: Role = "device",
+    devices: Sequence[str] = (),
+    days: int = 825,
 ) -> Path:
-    """Register a node and return its key file: a new private key, or a copy of the given `public` key.
+    """Register a node. Return its new private key, or with a `request` of the node's host its certificate.
 
     An edge speaks only for `devices`: names in its own list of nodes, or patterns such as ward-*.
     """
-    certs = Certs(root)
     node_role = NodeRole.of(role, devices)
+    _check_name(name)
+    certs = _with_authority(root)
+    if certs.certificate(name).exists() or certs.key(name).exists():
+        raise CoterieError(f'node "{name}" exists already in {root}; coterie nodes rotate changes its certificate')
+    if request is None:
+        key = ec.generate_private_key(ec.SECP256R1())
+        public = key.public_key()
+    else:
+        public = read_request(request, name)
+        _check_unused(certs, public)
+    certs.role_file(name).write_text(node_role.text())  # before the certificate: no edge ever counts as a device
+    if request is None:
+        _write(certs.key(name), _pem(key), secret=True)
+    _write(certs.certificate(name), _issue_node(certs, name, public, days))
+    return certs.certificate(name) if request is not None else certs.key(name)
+
+
+def set_next_certificate(certs: Certs, name: str, public: Any, until: float, days: int = 825) -> None:
+    """Issue a node's next certificate, for the key `public`; the present one is valid until then."""
+    # the time is written first: without it, both certificates would be valid for ever
+    role = NodeRole.read(certs.role_file(name))
+    write_atomic(certs.role_file(name), replace(role, old_key_until=until).text().encode())
+    certs.next_certificate(name).parent.mkdir(exist_ok=True, mode=0o700)
+    write_atomic(certs.next_certificate(name), _issue_node(certs, name, public, days))
+
+
+def replace_key(certs: Certs, name: str, request: Path | None, until: float, days: int = 825) -> Path:
+    """Issue a certificate for a node's new key, which is made here or is that of a `request`; return as add_node."""
+    if request is not None:
+        public = read_request(request, name)
+        _check_unused(certs, public, but=name)
+        set_next_certificate(certs, name, public, until, days)
+        return certs.next_certificate(name)
+    key = ec.generate_private_key(ec.SECP256R1())
+    certs.next_key(name).parent.mkdir(exist_ok=True, mode=0o700)
+    certs.next_key(name).unlink(missing_ok=True)
+    _write(certs.next_key(name), _pem(key), secret=True)
+    set_next_certificate(certs, name, key.public_key(), until, days)
+    return certs.next_key(name)
+
+
+def make_request(path: Path, name: str | None = None) -> Path:
+    """Make a private key (mode 0600) on the node's own host, and return the certificate request next to it (.csr)."""
+    name = path.stem if name is None else name
+    _check_name(name)
+    key = ec.generate_private_key(ec.SECP256R1())
+    request = x509.CertificateSigningRequestBuilder().subject_name(_common_name(name)).sign(key, SHA256())
+    csr = path.with_suffix(".csr")
+    if csr.exists():
+        raise CoterieError(f"{csr} exists already and is not overwritten")
+    _write(path, _pem(key), secret=True)
+    _write(csr, request.public_bytes(serialization.Encoding.PEM))
+    return csr
+
+
+def read_request(path: Path, name: str) -> Any:
+    """Return the public key of a certificate request for the node `name`; all other wishes in it are ignored."""
+    try:
+        request = x509.load_pem_x509_csr(path.read_bytes())
+        valid = request.is_signature_valid
+    except OSError as e:
+        raise CoterieError(f"certificate request {path} cannot be read: {e.strerror}") from e
+    except Exception as e:  # parsing raises several exception types
+        raise CoterieError(f"{path} is not a certificate request (PEM)") from e
+    if not valid:
+        raise CoterieError(f"the certificate request {path} is not signed with its own key")
+    if requested_name(path) != name:
+        raise CoterieError(f'the certificate request {path} is for "{requested_name(path)}", not for "{name}"')
+    if not isinstance(request.public_key(), ec.EllipticCurvePublicKey):
+        raise CoterieError(f"the key of {path} must be an elliptic-curve key (NIST P-256, P-384 or P-521)")
+    return request.public_key()
+
+
+def requested_name(path: Path) -> str:
+    """Return the name of the node in a certificate request; raise CoterieError if there is not exactly one."""
+    try:
+        return _name_of(x509.load_pem_x509_csr(path.read_bytes()).subject)
+    except OSError as e:
+        raise CoterieError(f"certificate request {path} cannot be read: {e.strerror}") from e
+    except ValueError as e:
+        raise CoterieError(f"{path} is not a certificate request (PEM)") from e
+
+
+class NodeCertificate(NamedTuple):
+    """The facts of a registered certificate that a server compares."""
+
+    digest: bytes  # SHA-256 of the certificate (DER)
+    key: bytes  # SHA-256 of its public key (DER)
+    begins: datetime
+    ends: datetime
+
+
+def read_node(path: Path) -> NodeCertificate:
+    """Return a node's certificate; raise CoterieError if it is damaged or for a different name."""
+    about = path.stat()
+    return _read_node(path, about.st_mtime_ns, about.st_size, about.st_ino)
+
+
+@functools.lru_cache(maxsize=16_384)
+def _read_node(path: Path, *version: int) -> NodeCertificate:
+    """Read a file again only when it has changed: a server looks at all of them every second."""
+    certificate = _read_certificates(path)[0]
+    if (name := _name_of(certificate.subject)) != path.stem:
+        raise CoterieError(f'the certificate {path} is for "{sentence(name)}", not for "{path.stem}"')
+    return NodeCertificate(
+        certificate_digest(certificate.public_bytes(serialization.Encoding.DER)),
+        _key_digest(certificate.public_key()),
+        certificate.not_valid_before_utc,
+        certificate.not_valid_after_utc,
+    )
+
+
+def certificate_digest(der: bytes) -> bytes:
+    """Return the SHA-256 digest by which servers recognise a certificate."""
+    return hashlib.sha256(der).digest()
+
+
+def check_node_files(key: Path, certificate: Path, ca: Path) -> str:
+    """Raise CoterieError if a node cannot connect with these files; return a warning if they expire soon, or "".
+
+    The key is read by its owner only, here and by gRPC.
+    """
+    own = _read_certificates(certificate)[0]
+    if not matches(certificate.read_bytes(), load_key(key)):
+        raise CoterieError(f"the certificate {certificate} does not match the key {key}")
+    now, ends = datetime.now(UTC), own.not_valid_after_utc
+    if not own.not_valid_before_utc <= now < ends:
+        raise CoterieError(
+            f"the certificate {certificate} is valid from {own.not_valid_before_utc:%Y-%m-%d %H:%M} to "
+            f"{ends:%Y-%m-%d %H:%M} UTC, not now; ask the operator for a new one"
+        )
+    _read_certificates(ca)
+    if now + SOON > ends:
+        return f"the certificate {certificate} expires on {ends:%Y-%m-%d %H:%M} UTC; ask the operator for a new one"
+    return ""
+
+
+def matches(certificate: bytes, key: Any) -> bool:
+    """True if a certificate (PEM) was issued for this private key; raises ValueError if it is damaged."""
+    return bool(x509.load_pem_x509_certificate(certificate).public_key() == key.public_key())
+
+
+def _check_name(name: str) -> None:
     if not NODE_NAME.fullmatch(name):
         raise CoterieError(
             f'node name "{name}" must be letters, digits, dot, dash or underscore, at most 63 characters'
         )
-    if not certs.ca.is_file():
-        raise CoterieError(f"{root} is not a certificate directory; create one with coterie certs init")
-    if certs.public(name).exists() or certs.key(name).exists():
-        raise CoterieError(f'node "{name}" exists already in {root}')
-    if public is not None:
-        check_unused(certs, public)
-        certs.role_file(name).write_text(node_role.text())  # before the key: no edge ever counts as a device
-        _write(certs.public(name), public.read_bytes())
-        return certs.public(name)
-    certs.role_file(name).write_text(node_role.text())
-    return new_key(certs.key(name))
 
 
-def check_unused(certs: Certs, public: Path) -> None:
-    """Raise CoterieError if a file is not a public key, or already the key of a node."""
-    try:
-        known = certs.accepted().get(_public_pem(public))
-    except FileNotFoundError as e:
-        raise CoterieError(f"public key {public} does not exist") from e
-    if known is not None:
-        raise CoterieError(f'public key {public} already belongs to node "{known}"')
-
-
-def new_key(path: Path) -> Path:
-    """Make a node's key pair: `path` (OpenSSH format, mode 0600), and the public key with the suffix .pub."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    encoding = serialization.Encoding
-    private = key.private_bytes(encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
-    _write(path, private, secret=True)
-    _write(
-        path.with_suffix(".pub"), key.public_key().public_bytes(encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    )
-    return path
+def _check_unused(certs: Certs, public: Any, but: str = "") -> None:
+    """Raise CoterieError if a key already belongs to a different node."""
+    for name in certs.nodes():
+        for path in (certs.certificate(name), certs.next_certificate(name)):
+            if name != but and path.is_file() and read_node(path).key == _key_digest(public):
+                raise CoterieError(f'the key of this request already belongs to node "{name}"')
 
 
 def remove_node(root: Path, name: str) -> None:
-    """Remove a node; a running cloud disconnects it before the next round. Its seat is not freed (admin.py)."""
+    """Remove a node and revoke its certificate; a running server disconnects it at once.
+
+    Its seat is not freed (admin.py).
+    """
     certs = Certs(root)
-    if not certs.public(name).exists():
+    if name not in certs.nodes():
         raise CoterieError(f'no node "{name}" in {root}; known: {", ".join(certs.nodes()) or "none"}')
     for path in (
-        certs.next_public(name), certs.next_key(name), certs.public(name), certs.key(name), certs.role_file(name)
+        certs.next_certificate(name), certs.certificate(name), certs.next_key(name), certs.key(name),
+        certs.role_file(name),
     ):  # fmt: skip
         path.unlink(missing_ok=True)
 
 
 def load_key(path: Path) -> Any:
-    """Return a node's private key; raise CoterieError if it is not an elliptic-curve key in OpenSSH format."""
+    """Return a private key; raise CoterieError if it is not an elliptic-curve key in PEM format."""
     try:
-        key = serialization.load_ssh_private_key(path.read_bytes(), None)
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
     except OSError as e:
-        raise CoterieError(f"node key {path} cannot be read: {e.strerror}") from e
+        raise CoterieError(f"key {path} cannot be read: {e.strerror}") from e
     except (ValueError, TypeError) as e:
-        raise CoterieError(f"node key {path} is not an OpenSSH private key without a passphrase") from e
+        raise CoterieError(f"key {path} is not a PEM private key without a passphrase") from e
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise CoterieError(f"node key {path} must be an elliptic-curve key")
+        raise CoterieError(f"key {path} must be an elliptic-curve key")
     return key
 
 
 def _authority(certs: Certs, days: int) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "coterie federation")])
+    name = _common_name("coterie federation")
     authority = (
         _certificate(name, name, key.public_key(), key.public_key(), days)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -356,25 +509,51 @@ def _authority(certs: Certs, days: int) -> None:
 
 
 def _issue(certs: Certs, names: list[Any], days: int) -> None:
-    ca_key = serialization.load_pem_private_key(certs.ca_key.read_bytes(), None)
-    ca = _read_certificates(certs.ca)[0]
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "coterie cloud")])
-    certificate = (
-        _certificate(subject, ca.subject, key.public_key(), ca.public_key(), days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage("digital_signature", "key_agreement"), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .sign(ca_key, SHA256())
-    )
-    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    subject, usage = _common_name("coterie cloud"), x509.oid.ExtendedKeyUsageOID.SERVER_AUTH
+    pem = _sign(certs, subject, key.public_key(), days, usage, x509.SubjectAlternativeName(names))
     new = {path: path.with_name(f".{path.name}.new") for path in (certs.server_key, certs.server)}
     for path, content in zip(new, (_pem(key), pem), strict=True):
         new[path].unlink(missing_ok=True)
         _write(new[path], content, secret=path == certs.server_key)
     for path, fresh in new.items():  # both files are complete before either replaces the old one
         fresh.replace(path)
+
+
+def _issue_node(certs: Certs, name: str, public: Any, days: int) -> bytes:
+    """Return the certificate (PEM) of a node: its name is the subject, and it is for clients only."""
+    return _sign(certs, _common_name(name), public, days, x509.oid.ExtendedKeyUsageOID.CLIENT_AUTH)
+
+
+def _sign(certs: Certs, subject: Any, public: Any, days: int, usage: Any, *more: Any) -> bytes:
+    """Return a certificate of the authority whose key is in the directory: the first one in ca.crt."""
+    ca = _read_certificates(certs.ca)[0]
+    builder = (
+        _certificate(subject, ca.subject, public, ca.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage("digital_signature", "key_agreement"), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+    )
+    for extension in more:
+        builder = builder.add_extension(extension, critical=False)
+    return bytes(builder.sign(load_key(certs.ca_key), SHA256()).public_bytes(serialization.Encoding.PEM))
+
+
+def _common_name(name: str) -> Any:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+
+
+def _name_of(subject: Any) -> str:
+    """Return the common name of a subject; raise CoterieError if it has none or several."""
+    names = subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+    if len(names) != 1:
+        raise CoterieError(f"a node's certificate must have one common name, not {len(names)}")
+    return str(names[0].value)
+
+
+def _key_digest(public: Any) -> bytes:
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return hashlib.sha256(public.public_bytes(serialization.Encoding.DER, form)).digest()
 
 
 def _read_certificates(path: Path) -> list[Any]:
@@ -427,20 +606,6 @@ def _subjects(hosts: Sequence[str]) -> list[Any]:
                 raise CoterieError(f'host "{host}" is neither an address nor a host name (without a port)') from None
             names.append(x509.DNSName(host))
     return names
-
-
-def _public_pem(path: Path) -> bytes:
-    """Return a public key file (OpenSSH format) as PEM, the form in which nodes present their keys."""
-    try:
-        key = serialization.load_ssh_public_key(path.read_bytes())
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, TypeError) as e:
-        raise CoterieError(f"public key {path} is not in OpenSSH format") from e
-    if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise CoterieError(f"public key {path} must be an elliptic-curve key (NIST P-256, P-384 or P-521)")
-    form = serialization.PublicFormat.SubjectPublicKeyInfo
-    return bytes(key.public_bytes(serialization.Encoding.PEM, form))
 
 
 def _pem(key: Any) -> bytes:

@@ -12,8 +12,8 @@ edge are suspended, and, while a key is rotated, how long the old key is valid (
 import fnmatch
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -33,6 +33,7 @@ class NodeRole:
     suspended: bool = False
     without: tuple[str, ...] = ()  # suspended devices of an edge, by the edge's names for them
     old_key_until: float | None = None  # seconds since 1970; None: the key is not being rotated
+    seats: Mapping[str, int] = field(default_factory=dict)  # client numbers reserved for devices; "": the node itself
 
     @staticmethod
     def of(role: Role, devices: Sequence[str]) -> "NodeRole":
@@ -63,6 +64,7 @@ class NodeRole:
                 suspended=bool(fields.get("suspended", False)),
                 without=tuple(map(str, fields.get("without", ()))),
                 old_key_until=None if until is None else float(until),
+                seats={str(k): int(n) for k, n in fields.get("seats", {}).items()},
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, CoterieError) as e:
             raise CoterieError(f"{path} does not contain the role of a node: {e}") from e
@@ -76,6 +78,8 @@ class NodeRole:
             fields["without"] = list(self.without)
         if self.old_key_until is not None:
             fields["old_key_until"] = self.old_key_until
+        if self.seats:
+            fields["seats"] = dict(self.seats)
         return json.dumps(fields) + "\n"
 
     @property
@@ -86,6 +90,11 @@ class NodeRole:
         """True if the node is an edge and the device is one of its own."""
         possible = self.is_edge and NODE_NAME.fullmatch(device) is not None
         return possible and any(fnmatch.fnmatchcase(device, name) for name in self.devices)
+
+
+def reserved_seats(roles: Mapping[str, NodeRole]) -> dict[str, int]:
+    """Return the client numbers that the operator has reserved, by the cloud's names of the devices."""
+    return {scoped(n, d) if d else n: seat for n, role in roles.items() for d, seat in role.seats.items()}
 
 
 def scoped(edge: str, device: str) -> str:

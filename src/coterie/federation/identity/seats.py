@@ -1,8 +1,10 @@
 """Seats: the client number of each device in a run, decided once and stored by the cloud."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from coterie.core.context import ClientId
@@ -123,14 +125,23 @@ class Roster:
         except ValueError as e:
             raise _damaged(self._emptied_file, e) from None
 
-    def admit(self, name: str, hello: Hello, write: bool = True) -> RosterEntry:
+    def admit(
+        self, name: str, hello: Hello, write: bool = True, reserved: Mapping[str, ClientId] = MappingProxyType({})
+    ) -> RosterEntry:
         """Give a device its seat; raise CoterieError if it asks for a seat that is not its own.
 
-        If `write` is False, the caller must call `write` later.
+        `reserved` are the seats that the operator has bound to names. If `write` is False, the caller must call `write`
+        later.
         """
-        holder = {n: k for k, n in self.numbers.items()}
+        holder = {n: k for k, n in (*reserved.items(), *self.numbers.items())}
         number, wanted = self.numbers.get(name), hello.client
         if number is None:
+            own = reserved.get(name)
+            if own is not None and self.name(own) is None:
+                if wanted not in (None, own):
+                    raise CoterieError(f"seat {own} is reserved for it and it asks to be client {wanted}")
+                wanted = own
+                del holder[own]
             if wanted is not None and wanted in holder:
                 raise CoterieError(f"seat {wanted} already belongs to {holder[wanted]}")
             free = (n for n in range(len(holder) + 1) if n not in holder)

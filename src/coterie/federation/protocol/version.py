@@ -7,7 +7,7 @@ Raise the number with every change that makes older and newer programs misunders
 
 - a message (engine/messages.py or messages.py here) or a field of the plan is added or removed, or changes its meaning;
 - a setting of runs or partitions is added or removed, or changes its meaning, because the plan contains all settings;
-- engine/codec.py writes different bytes (transport/frames.py has a version of its own);
+- engine/codec.py writes different bytes (coterie.proto has a version of its own);
 - a device, edge or cloud answers in a different order, or expects an answer that it did not expect before.
 
 The beginning of a plan must never change: a `hello` with a PlanText whose JSON object has the fields `protocol` and

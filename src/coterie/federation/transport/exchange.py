@@ -13,20 +13,11 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from coterie.errors import CoterieError, sentence
 from coterie.federation.transport.base import Buffer, Cause, Failure, LinkBytes, NodeReplies, aligned_buffer
+from coterie.federation.transport.channel import ArrivingPayload, pb, read_message, wire_bytes
 from coterie.federation.transport.event_loop import run_on_loop
-from coterie.federation.transport.frames import (
-    GRPC_PREFIX_BYTES,
-    ArrivingPayload,
-    frame_fields,
-    int_field,
-    make_frame,
-    read_frame,
-    text_field,
-)
 from coterie.federation.transport.stream import NodeStream, OutgoingRequest
 
 LOOK_SECONDS = 1.0  # pause between looks at the connected nodes while answers are awaited
@@ -149,6 +140,10 @@ class Exchanges:
             log.info("%s has reconnected; its request is sent again", node)
             exchange.asked_again.add(node)
         exchange.last_connected[node] = time.monotonic()
+        if request.payload_bytes > stream.max_bytes:
+            reason = f"the payload of {request.payload_bytes} bytes is larger than the {stream.max_bytes} allowed"
+            exchange.fail(node, Cause.DECLINED, f"{node}: {reason}")
+            return
         stream.start_sending(request)
 
     async def begin(self, exchange: GrpcExchange) -> None:
@@ -199,7 +194,7 @@ class Exchanges:
 
 
 class AnswerReader:
-    """Reads the frames of one node and gives complete answers to the exchange that waits for them."""
+    """Reads the messages of one node and gives complete answers to the exchange that waits for them."""
 
     def __init__(self, stream: NodeStream, exchanges: Exchanges):
         self._stream, self._exchanges = stream, exchanges
@@ -207,33 +202,33 @@ class AnswerReader:
         self._payload: ArrivingPayload | None = None
 
     async def run(self) -> bool:
-        """Read until the stream ends; return True if the node said goodbye."""
-        while frame := await read_frame(self._stream.context):
-            if frame[:1] == b"B":
+        """Read until the stream ends; return True if the node said that it leaves."""
+        while (message := await read_message(self._stream.context)) is not None:
+            content = message.WhichOneof("content")
+            if content == "leave":
                 return True
-            if frame[:1] != (b"A" if self._payload is None else b"D"):
-                raise CoterieError("it sent a frame that is not part of Coterie's protocol")
-            if self._payload is None:
-                await self._offer(frame_fields(frame), len(frame) + GRPC_PREFIX_BYTES)
+            if content == "answer" and self._payload is None:
+                await self._offer(message.answer, wire_bytes(message))
+            elif content == "chunk" and self._payload is not None:
+                self._add(self._payload, message)
             else:
-                self._add(self._payload, frame)
+                raise CoterieError("it sent a message at the wrong time")
         return False
 
-    async def _offer(self, fields: dict[str, Any], size: int) -> None:
-        """Request the payload of an offered answer, or refuse it."""
-        request = self._offered_to(text_field(fields, "ticket"))
+    async def _offer(self, answer: pb.Answer, size: int) -> None:
+        """Permit the payload of an answer, or reject it."""
+        request = self._offered_to(answer.ticket)
         if request is None:
             reason = "its request is not pending any more"
         else:
             request.bytes_up += size
-            reason = self._refusal(request, fields)
+            reason = self._refusal(request, answer)
         if request is None or reason:
-            await self._stream.send(make_frame(b"N", ticket=fields.get("ticket"), reason=reason))
+            await self._stream.send(pb.FromServer(reject=pb.Reject(ticket=answer.ticket, reason=reason)))
             return
-        length = int_field(fields, "size")
-        await self._stream.send(make_frame(b"G", ticket=request.ticket), request)
-        self._request, self._payload = request, ArrivingPayload(aligned_buffer(length), length)
-        if not length:
+        await self._stream.send(pb.FromServer(permit=pb.Permit(ticket=request.ticket)), request)
+        self._request, self._payload = request, ArrivingPayload(aligned_buffer(answer.size), answer.size)
+        if not answer.size:
             self._complete(self._payload)
 
     def _offered_to(self, ticket: str) -> OutgoingRequest | None:
@@ -243,27 +238,26 @@ class AnswerReader:
         matches = request is not None and hmac.compare_digest(ticket.encode(), request.ticket.encode())
         return request if matches else None
 
-    def _refusal(self, request: OutgoingRequest, fields: dict[str, Any]) -> str:
-        """Fail the request and return the reason, if the offer is an error, of a different round or too large."""
+    def _refusal(self, request: OutgoingRequest, answer: pb.Answer) -> str:
+        """Fail the request and return the reason, if the answer is an error, of a different round or too large."""
         reason, cause = "", Cause.WRONG
-        try:
-            if "error" in fields:
-                cause = Cause.NO_PLAN if fields.get("no_plan") is True else Cause.DECLINED
-                reason = sentence(text_field(fields, "error"), 2000) or "no reason given"
-            elif (text_field(fields, "kind"), int_field(fields, "round")) != (request.kind, request.round):
-                reason = f"it is a reply of round {fields['round']}, asked was round {request.round}"
-            elif (size := int_field(fields, "size")) > request.largest:
-                reason = f"the payload of {size} bytes is larger than the {request.largest} allowed"
-        except CoterieError as e:
-            reason = str(e)
+        if answer.HasField("error"):
+            cause = Cause.NO_PLAN if answer.error.no_plan else Cause.DECLINED
+            reason = sentence(answer.error.reason, 2000) or "no reason given"
+        elif (answer.kind, answer.round) != (request.kind, request.round):
+            reason = f"it is a reply of round {answer.round}, asked was round {request.round}"
+        elif not answer.HasField("size"):
+            reason = "its answer has neither a size nor an error"
+        elif answer.size > request.largest:
+            reason = f"the payload of {answer.size} bytes is larger than the {request.largest} allowed"
         if reason and (exchange := self._exchanges.waiting_for(request)) is not None:
             exchange.fail(request.node, cause, f"{request.node}: {reason}")
         return reason
 
-    def _add(self, payload: ArrivingPayload, frame: bytes) -> None:
-        complete = payload.add(frame)
+    def _add(self, payload: ArrivingPayload, message: pb.FromNode) -> None:
+        complete = payload.add(message.chunk)
         if self._request is not None:
-            self._request.bytes_up += len(frame) + GRPC_PREFIX_BYTES
+            self._request.bytes_up += wire_bytes(message)
             if self._exchanges.waiting_for(self._request) is None:
                 payload.buffer = self._request = None  # the rest is received and discarded
         if complete:

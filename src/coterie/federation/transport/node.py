@@ -1,17 +1,15 @@
 """A node's end of the transport: it holds one stream to its server and answers requests with one function.
 
 The stream is held on the event loop, and answers are computed in the thread that calls `Node.run`. So a node that
-computes still sends heartbeats, and a broken connection is replaced meanwhile.
+computes still answers gRPC's keep-alive, and a broken connection is replaced meanwhile.
 """
 
 import asyncio
 import contextlib
 import fcntl
-import hashlib
 import logging
 import queue
 import signal
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +18,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from coterie.errors import CoterieError, sentence
-from coterie.federation.identity.authority import load_key
 from coterie.federation.transport.base import (
     MAX_PAYLOAD,
     AnswerFunction,
@@ -30,34 +27,23 @@ from coterie.federation.transport.base import (
     UnreachableError,
     aligned_buffer,
 )
-from coterie.federation.transport.event_loop import event_loop, start_on_loop
-from coterie.federation.transport.frames import (
+from coterie.federation.transport.channel import (
     GRPC_OPTIONS,
     HANDSHAKE_SECONDS,
-    RPC_METHOD,
-    RPC_SERVICE,
     STREAM_ERRORS,
-    TRANSPORT_VERSION,
     ArrivingPayload,
-    frame_fields,
+    chunks,
     grpc,
-    int_field,
-    make_frame,
-    payload_frames,
-    read_frame,
-    send_heartbeats,
-    text_field,
+    pb,
+    read_message,
+    rpc,
 )
-from coterie.federation.transport.proof import NONCE_BYTES, SESSION_BYTES, server_certificate, sign_challenge
+from coterie.federation.transport.credentials import NodeCredentials
+from coterie.federation.transport.event_loop import event_loop, start_on_loop
 
 _LEAVE_SECONDS = 2.0  # time for the last answer to be sent before the node disconnects
-_REFUSALS = {
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.FAILED_PRECONDITION,
-}
-_FOREIGN = "the server does not speak Coterie's protocol"
+_MAX_REQUEST_SECONDS = 1e9  # a longer time for an answer is an error of the server
+_REFUSALS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED}
 log = logging.getLogger("coterie.device")
 
 
@@ -91,14 +77,13 @@ class StopEvent(threading.Event):
 
 @dataclass(frozen=True)
 class IncomingRequest:
-    """A request that has been received completely, or refused because it is too large."""
+    """A request that has been received completely."""
 
     kind: str
     round: int
     ticket: str
     until: float  # deadline, by time.monotonic
-    payloads: dict[str, memoryview]  # "own", and perhaps "shared"; empty if the request is refused
-    refused: str = ""  # the reason
+    payloads: dict[str, memoryview]  # "own", and perhaps "shared"
 
 
 @dataclass(frozen=True)
@@ -111,12 +96,14 @@ class OutgoingAnswer:
     no_plan: bool = False  # the error is that this node has no plan of the run
 
     @property
-    def offer(self) -> bytes:
-        """The frame that tells the server of the answer."""
-        about = {"kind": self.request.kind, "round": self.request.round, "ticket": self.request.ticket}
+    def offer(self) -> pb.FromNode:
+        """The message that tells the server of the answer."""
+        answer = pb.Answer(ticket=self.request.ticket, kind=self.request.kind, round=self.request.round)
         if self.error is None:
-            return make_frame(b"A", **about, size=memoryview(self.content).nbytes)
-        return make_frame(b"A", **about, error=self.error[:2000], **({"no_plan": True} if self.no_plan else {}))
+            answer.size = memoryview(self.content).nbytes
+        else:
+            answer.error.CopyFrom(pb.Error(reason=sentence(self.error, 2000), no_plan=self.no_plan))
+        return pb.FromNode(answer=answer)
 
 
 @dataclass
@@ -128,7 +115,8 @@ class Node:
     key: Path
     handle: AnswerFunction
     largest: int = MAX_PAYLOAD  # bytes of one download
-    patience: float = 30.0  # seconds for which a refused key is tried again: it may be registered soon
+    patience: float = 30.0  # seconds for which a refused certificate is tried again: it may be registered soon
+    certificate: Path | None = None  # default: the file next to the key, with the suffix .crt
     stopping: StopEvent = field(default_factory=StopEvent)
     connected: threading.Event = field(default_factory=threading.Event)
 
@@ -143,10 +131,16 @@ class Node:
         self.stopping.set_after(_LEAVE_SECONDS)
 
     def run(self) -> None:
-        """Answer requests until `stopping` is set; raise CoterieError if the server refuses the key."""
-        key = load_key(self.key)  # read once: the file may be moved while the node runs
+        """Answer requests until `stopping` is set; raise CoterieError if the server refuses the certificate."""
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdigit():
+            raise CoterieError(f'address "{self.address}" must be HOST:PORT')
+        credentials = NodeCredentials(self.ca, self.key, self.certificate)
+        credentials.load()
+        if credentials.warning:
+            log.warning("%s", credentials.warning)
         lock = _lock_key(self.key)
-        connection = _Connection(self, key)
+        connection = _Connection(self, credentials)
         try:
             held = start_on_loop(connection.hold())
             held.add_done_callback(lambda _: connection.inbox.put(False))
@@ -171,8 +165,6 @@ class Node:
 
     def _answer(self, request: IncomingRequest) -> OutgoingAnswer:
         try:
-            if request.refused:
-                raise CoterieError(request.refused)
             payloads = request.payloads
             content = self.handle(request.kind, request.round, payloads.get("shared"), payloads["own"])
             return OutgoingAnswer(request, content)
@@ -184,43 +176,38 @@ class Node:
 
 
 class _ArrivingRequest:
-    """A request whose payloads are being received; payloads that are too large are discarded."""
+    """A request whose payloads are being received."""
 
-    def __init__(self, fields: dict[str, Any], largest: int):
-        sizes = {"shared": int_field(fields, "shared")} if fields.get("shared") is not None else {}
-        sizes["own"] = int_field(fields, "own")
+    def __init__(self, head: pb.Request, largest: int):
+        sizes = {"shared": head.shared_bytes} if head.HasField("shared_bytes") else {}
+        sizes["own"] = head.own_bytes
         total = sum(sizes.values())
-        fits = total <= largest
-        buffers = {name: aligned_buffer(size) for name, size in sizes.items()} if fits else {}
-        self.request = IncomingRequest(
-            text_field(fields, "kind"),
-            int_field(fields, "round"),
-            text_field(fields, "ticket"),
-            time.monotonic() + int_field(fields, "seconds"),
-            buffers,
-            "" if fits else f"the payload of {total} bytes is larger than the {largest} allowed",
-        )
-        self._payloads = [ArrivingPayload(buffers.get(name), size) for name, size in sizes.items() if size]
+        if total > largest or not 0 <= head.seconds <= _MAX_REQUEST_SECONDS:
+            raise UnreachableError(f"the server sent a request with {total} bytes and {head.seconds:g} s, not allowed")
+        buffers = {name: aligned_buffer(size) for name, size in sizes.items()}
+        until = time.monotonic() + head.seconds
+        self.request = IncomingRequest(head.kind, head.round, head.ticket, until, buffers)
+        self._payloads = [ArrivingPayload(buffers[name], size) for name, size in sizes.items() if size]
 
     @property
     def complete(self) -> bool:
         return not self._payloads
 
-    def add(self, frame: bytes) -> None:
-        if self._payloads[0].add(frame):
+    def add(self, chunk: bytes) -> None:
+        if self._payloads[0].add(chunk):
             self._payloads.pop(0)
 
 
 class _Connection:
     """Holds the stream to the server; everything except the attributes that `Node` uses is on the event loop."""
 
-    def __init__(self, node: Node, key: Any):
-        self.address, self.ca, self.largest, self.patience = node.address, node.ca, node.largest, node.patience
+    def __init__(self, node: Node, credentials: NodeCredentials):
+        self.address, self.largest, self.patience = node.address, node.largest, node.patience
         self.stopping, self.connected = node.stopping, node.connected
         self.inbox: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: there is a request; False: the end
         self.next: IncomingRequest | None = None  # the newest request, until work on it begins; older ones are void
         self.answer: OutgoingAnswer | None = None  # to the newest request: no request is worked on twice
-        self._key = key
+        self._credentials = credentials
         self._ticket = ""  # ticket of the newest request
         self._call: Any = None  # the stream, while it is held
         self._offered: tuple[int, str] = (0, "")  # the stream and the ticket of the last offer
@@ -234,16 +221,24 @@ class _Connection:
         was_connected, pause, last_warning = False, 0.2, ""
         while not self.stopping.is_set():
             stream = asyncio.create_task(self._connect())
-            await asyncio.wait({stream, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not stream.done():
+            renewed = asyncio.create_task(self._credentials.changed())
+            await asyncio.wait({stream, stop, renewed}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done() and not stream.done():
                 await self._say_goodbye(stream)
+                renewed.cancel()
                 break
+            if renewed.done() and not stream.done():
+                log.info("the node's certificate has changed; connecting again")
+                stream.cancel()
+                await asyncio.gather(stream, return_exceptions=True)
+            renewed.cancel()
             self._call = None
             if self.connected.is_set():
                 self.connected.clear()
                 refused_since, was_connected, pause, last_warning = None, True, 0.2, ""
             try:
-                stream.result()
+                if not stream.cancelled():
+                    stream.result()
             except RefusedError as e:
                 now = time.monotonic()
                 if refused_since is None:
@@ -268,89 +263,73 @@ class _Connection:
         with contextlib.suppress(*STREAM_ERRORS, TimeoutError):
             async with asyncio.timeout(1.0), self._writing:
                 if self._call is not None:
-                    await self._call.write(make_frame(b"B"))
+                    await self._call.write(pb.FromNode(leave=pb.Leave()))
                     await self._call.done_writing()
                     await asyncio.wait({stream}, timeout=1.0)
         stream.cancel()
         await asyncio.gather(stream, return_exceptions=True)
 
     async def _connect(self) -> None:
-        """Hold one stream, from the proof of the key to its end; raise CoterieError with the reason it ended."""
-        certificate = await server_certificate(self.address, self.ca)
-        trusted = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(certificate).encode())
+        """Hold one stream until it ends; raise CoterieError with the reason it ended."""
         own_connection = ("grpc.use_local_subchannel_pool", 1)  # not shared with other nodes of this process
-        async with grpc.aio.secure_channel(self.address, trusted, options=[*GRPC_OPTIONS, own_connection]) as channel:
-            call = channel.stream_stream(f"/{RPC_SERVICE}/{RPC_METHOD}")()
+        options = [*GRPC_OPTIONS, own_connection]
+        async with grpc.aio.secure_channel(self.address, self._credentials.load(), options=options) as channel:
+            call = rpc.FederationServiceStub(channel).Connect()
             try:
                 async with asyncio.timeout(2 * HANDSHAKE_SECONDS):
-                    await self._prove_key(call, certificate)
+                    await call.write(pb.FromNode(join=pb.Join(ticket=self._ticket, max_bytes=self.largest)))
+                    message = await self._read(call)
+                if message.WhichOneof("content") != "welcome":
+                    raise CoterieError("the server does not speak Coterie's protocol")
+                log.info("connected to %s as %s", self.address, sentence(message.welcome.name))
                 await self._receive(call)
             except TimeoutError as e:
                 raise UnreachableError(f"{self.address} does not answer") from e
-            except grpc.aio.AioRpcError as e:
-                reason = sentence(str(e.details()))
-                if e.code() in _REFUSALS:
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as e:
+                code, reason = await call.code(), sentence(str(await call.details()))
+                if code in _REFUSALS:
                     raise RefusedError(f"the server refused this node: {reason}") from e
+                if code is grpc.StatusCode.UNAVAILABLE and not self.connected.is_set():
+                    raise await self._credentials.explain(self.address) from e
                 raise UnreachableError(f"the connection to {self.address} is lost: {reason}") from e
 
-    async def _prove_key(self, call: Any, certificate: bytes) -> None:
-        challenge = await self._read(call)
-        if challenge[:1] != b"C":
-            raise CoterieError(_FOREIGN)
-        fields = frame_fields(challenge)
-        if (version := int_field(fields, "version")) != TRANSPORT_VERSION:
-            raise RefusedError(f"the server speaks version {version} of the transport, this node {TRANSPORT_VERSION}")
+    async def _read(self, call: Any) -> Any:
         try:
-            nonce, session = (bytes.fromhex(text_field(fields, name)) for name in ("nonce", "session"))
-        except ValueError as e:
-            raise CoterieError("the server's challenge is damaged") from e
-        if len(nonce) != NONCE_BYTES or len(session) != SESSION_BYTES:
-            raise CoterieError("the server's challenge is damaged")
-        digest = hashlib.sha256(certificate).digest()
-        pem, signature = sign_challenge(self._key, nonce, session, digest)
-        proof = {"key": pem.decode(), "certificate": digest.hex(), "signature": signature.hex(), "ticket": self._ticket}
-        await call.write(make_frame(b"P", **proof))
-        welcome = await self._read(call)
-        if welcome[:1] != b"W":
-            raise CoterieError(_FOREIGN)
-        log.info("connected to %s as %s", self.address, sentence(text_field(frame_fields(welcome), "name")))
-
-    async def _read(self, call: Any) -> bytes:
-        frame = await read_frame(call)
-        if not frame:
+            message = await read_message(call)
+        except CoterieError as e:
+            raise UnreachableError(f"the server: {e}") from e
+        if message is None:
             raise UnreachableError(f"{self.address} closed the connection")
-        return frame
+        return message
 
     async def _receive(self, call: Any) -> None:
-        """Receive requests, and send answers that the server requests, until the stream ends."""
+        """Receive requests, and send answers that the server permits, until the stream ends."""
         arriving: _ArrivingRequest | None = None
         uploads = set[asyncio.Task[None]]()
         self._call = call
         self.connected.set()
-        heartbeats = asyncio.create_task(send_heartbeats(call, self._writing))
         await self.offer()
         try:
             while True:
-                frame = await self._read(call)
-                letter = frame[:1]
-                if letter == b"Q" and arriving is None:
-                    arriving = _ArrivingRequest(frame_fields(frame), self.largest)
-                elif letter == b"D" and arriving is not None:
-                    arriving.add(frame)
-                elif letter == b"G":
-                    upload = asyncio.create_task(self._upload(call, text_field(frame_fields(frame), "ticket")))
+                message = await self._read(call)
+                content = message.WhichOneof("content")
+                if content == "request" and arriving is None:
+                    arriving = _ArrivingRequest(message.request, self.largest)
+                elif content == "chunk" and arriving is not None:
+                    arriving.add(message.chunk)
+                elif content == "permit":
+                    upload = asyncio.create_task(self._upload(call, message.permit.ticket))
                     uploads.add(upload)
                     upload.add_done_callback(uploads.discard)
-                elif letter == b"N":
-                    self._drop_answer(frame_fields(frame))
+                elif content == "reject":
+                    self._drop_answer(message.reject)
                 else:
-                    raise UnreachableError("the server sent a frame that is not part of Coterie's protocol")
+                    raise UnreachableError("the server sent a message at the wrong time")
                 if arriving is not None and arriving.complete:
                     request, arriving = arriving.request, None
                     await self._take(request)
                     del request
         finally:
-            heartbeats.cancel()
             for upload in uploads:
                 upload.cancel()
 
@@ -378,14 +357,14 @@ class _Connection:
             return
         with contextlib.suppress(*STREAM_ERRORS):
             async with self._writing:
-                for frame in payload_frames(answer.content):
-                    await call.write(frame)
+                for chunk in chunks(answer.content):
+                    await call.write(pb.FromNode(chunk=chunk))
 
-    def _drop_answer(self, fields: dict[str, Any]) -> None:
+    def _drop_answer(self, reject: pb.Reject) -> None:
         """Forget an answer that the server does not want."""
-        if self.answer is not None and self.answer.request.ticket == fields.get("ticket"):
+        if self.answer is not None and self.answer.request.ticket == reject.ticket:
             if self.answer.error is None:
-                log.warning("the server refused the answer: %s", sentence(str(fields.get("reason"))))
+                log.warning("the server refused the answer: %s", sentence(reject.reason))
             self.answer = None
 
 

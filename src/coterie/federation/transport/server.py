@@ -5,10 +5,9 @@
         answers, errors, traffic = server.send({"alice": data}, "train", round=3, deadline=600)
 
 Nothing is stored on disk and nothing is polled: a request is sent at once on the stream that its node holds, and the
-answer comes back on it. A node counts as gone when its stream ends or MAX_SILENCE_SECONDS pass without a frame. The
-registered keys are read from the directory nodes/ of the certificates: once a second while requests are pending, and
-whenever the connected nodes are asked for. Streams without a proof are limited in authentication.py; the number of
-connections, idle connections and gRPC's own handshake are limited here.
+answer comes back on it. A node counts as gone when its stream ends, or when it does not answer gRPC's keep-alive. The
+name of a node is in its certificate. Whether the certificate is registered and valid is looked up in the directory
+nodes/ of the certificates: for each new stream, and every second for the open ones.
 """
 
 import asyncio
@@ -16,6 +15,7 @@ import contextlib
 import logging
 import resource
 import socket
+import ssl
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,35 +23,19 @@ from types import TracebackType
 from typing import Any
 
 from coterie.errors import CoterieError
-from coterie.federation.identity.authority import Certs
-from coterie.federation.transport.authentication import Authentication
-from coterie.federation.transport.base import (
-    MAX_PAYLOAD,
-    Buffer,
-    Cause,
-    NodeReplies,
-    UnreachableError,
-    UntrustedError,
-    WaitObserver,
-)
-from coterie.federation.transport.event_loop import event_loop, run_on_loop
+from coterie.federation.identity.authority import Certs, certificate_digest
+from coterie.federation.transport.base import MAX_PAYLOAD, Buffer, Cause, NodeReplies, WaitObserver
+from coterie.federation.transport.channel import GRPC_OPTIONS, HANDSHAKE_SECONDS, grpc, pb, read_message, rpc
+from coterie.federation.transport.credentials import ServerCredentials
+from coterie.federation.transport.event_loop import run_on_loop
 from coterie.federation.transport.exchange import AnswerReader, Exchanges, GrpcExchange
-from coterie.federation.transport.frames import (
-    GRPC_OPTIONS,
-    HANDSHAKE_SECONDS,
-    MAX_SILENCE_SECONDS,
-    RPC_METHOD,
-    RPC_SERVICE,
-    grpc,
-    make_frame,
-    send_heartbeats,
-)
-from coterie.federation.transport.proof import server_certificate
-from coterie.federation.transport.stream import NodeStream
+from coterie.federation.transport.stream import NodeIdentity, NodeStream
 
 _PORT_SECONDS = 10.0  # time for the port of a process that was just killed to become free
 _MAX_CONNECTIONS = 4096  # fewer if this process may not open as many files
 _OTHER_FILES = 200  # files that this process may need in addition to its connections
+_REGISTRY_SECONDS = 1.0  # pause between looks at the registered certificates
+_WARN_SECONDS = 86_400.0  # pause between warnings about certificates that expire soon
 log = logging.getLogger("coterie.cloud")
 
 
@@ -65,9 +49,11 @@ class GrpcServer:
         self.host, self.port = host, port
         # called about once a second while `send` waits, with the connected nodes and those with a pending request
         self.on_wait = on_wait
-        self.authentication = Authentication(self.certs)
         self.exchanges = Exchanges()
+        self._credentials = ServerCredentials(self.certs)
+        self._joining: dict[str, asyncio.Task[Any]] = {}  # streams that have not joined yet, by node
         self._server: Any = None
+        self._registry_watch: asyncio.Task[None] | None = None
 
     def __enter__(self) -> "GrpcServer":
         self.open()
@@ -83,29 +69,17 @@ class GrpcServer:
         """Start to listen; raise CoterieError if nodes would not trust the certificate or the port is in use."""
         self.certs.check()
         self.certs.switch()
-        self.authentication.certificate.load()
-        for warning in self.certs.check_dates():
-            log.warning("%s", warning)
+        self._credentials.make()
+        self._warn_of_expiry()
         wait_for_port(self.host, self.port, _PORT_SECONDS)
-        self._register()
         run_on_loop(self._listen())
-        try:
-            run_on_loop(self._check_trusted())
-        except BaseException:
-            self.close()
-            raise
-        log.info("listening on %s", self._local_address)
+        log.info("listening on %s:%s", self.host, self.port)
 
     def close(self) -> None:
         """Stop; the streams of nodes end, and the nodes try to reconnect."""
         if self._server is not None:
             server, self._server = self._server, None
-            run_on_loop(server.stop(0.5))
-
-    @property
-    def _local_address(self) -> str:
-        """The address at which this host itself reaches the server."""
-        return f"{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"
+            run_on_loop(self._stop(server))
 
     async def _listen(self) -> None:
         options = [
@@ -117,49 +91,74 @@ class GrpcServer:
             ("grpc.max_allowed_incoming_connections", _connection_limit()),
         ]
         self._server = grpc.aio.server(options=options)
-        handler = grpc.stream_stream_rpc_method_handler(self._handle)
-        service = grpc.method_handlers_generic_handler(RPC_SERVICE, {RPC_METHOD: handler})
-        self._server.add_generic_rpc_handlers((service,))
+        rpc.add_FederationServiceServicer_to_server(self, self._server)
         where = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-        certificate = self.authentication.certificate
-        credentials = grpc.dynamic_ssl_server_credentials(certificate.load(), certificate.reload)
         try:
-            self._server.add_secure_port(where, credentials)
+            self._server.add_secure_port(where, self._credentials.make())
         except RuntimeError as e:
             raise CoterieError(f"port {self.port} on {self.host} cannot be used: {e}") from e
         await self._server.start()
+        self._registry_watch = asyncio.create_task(self._watch_registry())
 
-    async def _check_trusted(self) -> None:
-        try:
-            await server_certificate(self._local_address, self.certs.ca)
-        except UntrustedError as e:
-            raise CoterieError(f"the certificate {self.certs.server} is not valid ({e}); renew it") from e
-        except UnreachableError as e:
-            raise CoterieError(f"the server that was just started does not answer: {e}") from e
+    async def _stop(self, server: Any) -> None:
+        if self._registry_watch is not None:
+            self._registry_watch.cancel()
+        await server.stop(0.5)
 
     # ---- nodes -------------------------------------------------------------------------------------------------------
     def nodes(self) -> list[str]:
-        """Names of the connected nodes. Nodes with keys that are not registered any more are disconnected."""
-        self._register()
-        return sorted(run_on_loop(self._connected()))
+        """Names of the connected nodes. Nodes whose certificates are not valid any more are disconnected."""
+        return sorted(run_on_loop(self._registered()))
 
-    async def _connected(self) -> set[str]:
+    async def _registered(self) -> set[str]:
+        """End the streams of nodes whose certificates are not valid any more, and return the other nodes."""
+        for stream in list(self.exchanges.streams.values()):
+            if reason := self._refusal(stream.identity):
+                stream.end(reason, grpc.StatusCode.UNAUTHENTICATED)
         return self.exchanges.connected()
 
-    def _register(self) -> None:
-        """Read the registered keys, and let a new authority take over when it is time."""
-        with contextlib.suppress(OSError):  # needs write access; `coterie certs switch` does the same
-            if self.certs.switch():
-                log.info("the new authority has taken over; devices need the ca.crt that was made with it")
-        event_loop().call_soon_threadsafe(self._set_names, self.certs.accepted())
+    async def _watch_registry(self) -> None:
+        """Apply changes of the registry while nodes are connected, and let a new authority take over in time."""
+        warned = time.monotonic()
+        while True:
+            await asyncio.sleep(_REGISTRY_SECONDS)
+            try:
+                if self.certs.switch():
+                    log.info("the new authority has taken over; nodes need the ca.crt and .crt that were made with it")
+                await self._registered()
+                if time.monotonic() - warned > _WARN_SECONDS:
+                    warned = time.monotonic()
+                    self._warn_of_expiry()
+            except OSError:  # switching needs write access; `coterie certs switch` does the same
+                pass
+            except CoterieError as e:
+                log.error("%s", e)
 
-    def _set_names(self, names: dict[bytes, str]) -> None:
-        self.authentication.names = names
-        for stream in list(self.exchanges.streams.values()):
-            if names.get(stream.key) != stream.name:
-                stream.end("this key is not registered any more", grpc.StatusCode.UNAUTHENTICATED)
+    def _warn_of_expiry(self) -> None:
+        for warning in (*self.certs.check_dates(), *self.certs.expiring_nodes()):
+            log.warning("%s", warning)
 
-    async def _handle(self, requests: Any, context: Any) -> None:
+    def _identify(self, context: Any) -> NodeIdentity:
+        """Return the node of a stream by its certificate; raise CoterieError if it may not connect."""
+        about = context.auth_context()
+        if list(about.get("ssl_tls_version", ())) != [b"TLSv1.3"]:
+            raise CoterieError("TLS 1.3 is needed")
+        (pem,), (name,) = about["x509_pem_cert"], about["x509_common_name"]
+        digest = certificate_digest(ssl.PEM_cert_to_DER_cert(pem.decode()))
+        identity = NodeIdentity(name.decode("ascii", "replace"), digest)
+        if reason := self._refusal(identity):
+            raise CoterieError(reason)
+        return identity
+
+    def _refusal(self, identity: NodeIdentity) -> str:
+        """Return the reason why a certificate is not valid now; empty if it is valid."""
+        try:
+            valid = identity.digest in self.certs.valid(identity.name)
+        except CoterieError as e:
+            return str(e)
+        return "" if valid else "this certificate is not registered, or not valid any more"
+
+    async def Connect(self, requests: Any, context: Any) -> None:  # noqa: N802
         """Serve one stream. gRPC logs exceptions with their traceback, except for a cancelled stream."""
         try:
             await self._serve(context)
@@ -168,28 +167,23 @@ class GrpcServer:
 
     async def _serve(self, context: Any) -> None:
         try:
-            identity = await self.authentication.authenticate(context)
+            stream = await self._admit(context)
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the node did not prove its identity in time")
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the node did not join in time")
         except CoterieError as e:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(e))
-        name = identity.name
-        with contextlib.suppress(OSError):  # no write access: the old key is valid until the end of the overlap
-            if self.certs.seen(name, identity.key):
-                log.info("%s has changed its key; the old one is refused from now on", name)
-        streams, stream = self.exchanges.streams, NodeStream(identity, context)
+        name, streams = stream.name, self.exchanges.streams
+        with contextlib.suppress(OSError):  # no write access: the old certificate is valid until the overlap ends
+            if self.certs.seen(name, stream.identity.digest):
+                log.info("%s has changed its certificate; the old one is refused from now on", name)
         earlier, streams[name] = streams.get(name), stream
         if earlier is not None:
-            earlier.end("a newer connection with the same key has replaced this one")
-        heartbeats = asyncio.create_task(send_heartbeats(context, stream.writing))
+            earlier.end("a newer connection of the same node has replaced this one")
         try:
-            await stream.send(make_frame(b"W", name=name))
+            await stream.send(pb.FromServer(welcome=pb.Welcome(name=name)))
             self.exchanges.ask(name)
             if await AnswerReader(stream, self.exchanges).run():
                 self.exchanges.left_at[name] = time.monotonic()
-        except TimeoutError:
-            reason = f"the node sent nothing for {MAX_SILENCE_SECONDS:g} s"
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, reason)
         except CoterieError as e:
             if (exchange := self.exchanges.with_request_to(name)) is not None:
                 exchange.fail(name, Cause.WRONG, f"{name}: {e}")
@@ -199,10 +193,31 @@ class GrpcServer:
                 raise
             await context.abort(stream.end_code, stream.ended)
         finally:
-            heartbeats.cancel()
             stream.stop_sending()
             if streams.get(name) is stream:
                 del streams[name]
+
+    async def _admit(self, context: Any) -> NodeStream:
+        """Identify the node and read its Join; a node has one stream that has not joined, the newest."""
+        identity, task = self._identify(context), asyncio.current_task()
+        assert task is not None
+        earlier, self._joining[identity.name] = self._joining.get(identity.name), task
+        if earlier is not None:
+            earlier.cancel()
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                message = await read_message(context)
+        except asyncio.CancelledError:
+            if self._joining.get(identity.name) is task:
+                raise  # the stream has ended
+            task.uncancel()
+            raise TimeoutError from None
+        finally:
+            if self._joining.get(identity.name) is task:
+                del self._joining[identity.name]
+        if message is None or message.WhichOneof("content") != "join":
+            raise CoterieError("the first message must be a Join")
+        return NodeStream(identity, context, message.join)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
     def send(
@@ -221,8 +236,6 @@ class GrpcServer:
             self.exchanges.looked_at = time.monotonic()
             run_on_loop(self.exchanges.begin(exchange))
             while exchange.is_open:
-                with contextlib.suppress(CoterieError):  # a damaged key file is reported before the next round
-                    self._register()
                 self.on_wait(*run_on_loop(self.exchanges.look(exchange)))
                 exchange.wait()
         finally:

@@ -4,11 +4,10 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from coterie.federation.transport.authentication import NodeIdentity
 from coterie.federation.transport.base import Buffer
-from coterie.federation.transport.frames import GRPC_PREFIX_BYTES, STREAM_ERRORS, grpc, make_frame, payload_frames
+from coterie.federation.transport.channel import STREAM_ERRORS, chunks, grpc, pb, wire_bytes
 
 
 @dataclass
@@ -23,8 +22,8 @@ class OutgoingRequest:
     largest: int  # bytes that the answer may have
     own: Buffer
     shared: Buffer | None
-    bytes_down: int = 0  # frames that were sent for it, with gRPC's prefixes
-    bytes_up: int = 0  # frames that were received for it
+    bytes_down: int = 0  # messages that were sent for it, as gRPC sends them
+    bytes_up: int = 0  # messages that were received for it
 
     @property
     def payload_bytes(self) -> int:
@@ -32,28 +31,35 @@ class OutgoingRequest:
         return memoryview(self.own).nbytes + (0 if self.shared is None else memoryview(self.shared).nbytes)
 
     @property
-    def head(self) -> bytes:
-        """The frame that announces the request."""
-        return make_frame(
-            b"Q",
-            kind=self.kind,
-            round=self.round,
-            ticket=self.ticket,
-            seconds=max(1, round(self.until - time.monotonic())),
-            shared=None if self.shared is None else memoryview(self.shared).nbytes,
-            own=memoryview(self.own).nbytes,
-        )
+    def head(self) -> pb.FromServer:
+        """The message that announces the request."""
+        shared = None if self.shared is None else memoryview(self.shared).nbytes
+        left = max(1.0, self.until - time.monotonic())
+        return pb.FromServer(
+            request=pb.Request(
+                ticket=self.ticket, kind=self.kind, round=self.round, seconds=left, shared_bytes=shared,
+                own_bytes=memoryview(self.own).nbytes,
+            )
+        )  # fmt: skip
+
+
+class NodeIdentity(NamedTuple):
+    """A node as its certificate names it."""
+
+    name: str
+    digest: bytes  # SHA-256 of the certificate
 
 
 class NodeStream:
     """One node's open stream. Used on the event loop only, and made in the task that serves the stream."""
 
-    def __init__(self, identity: NodeIdentity, context: Any):
-        self.name, self.key, self.context = identity.name, identity.key, context
+    def __init__(self, identity: NodeIdentity, context: Any, join: pb.Join):
+        self.identity, self.name, self.context = identity, identity.name, context
+        self.max_bytes = join.max_bytes  # payloads that the node accepts in one request
         self.ended = ""  # the reason, once the server has ended the stream
         self.end_code: Any = grpc.StatusCode.ABORTED
         self.writing = asyncio.Lock()
-        self._ticket = identity.ticket  # ticket of the request that the node has
+        self._ticket = join.ticket  # ticket of the request that the node has
         self._task = asyncio.current_task()
         self._sending: asyncio.Task[None] | None = None
 
@@ -81,10 +87,10 @@ class NodeStream:
         if self._sending is not None:
             self._sending.cancel()
 
-    async def send(self, frame: bytes, request: OutgoingRequest | None = None) -> None:
-        """Send one frame; its bytes are counted for `request`."""
+    async def send(self, message: pb.FromServer, request: OutgoingRequest | None = None) -> None:
+        """Send one message; its bytes are counted for `request`."""
         async with self.writing:
-            await self._write(frame, request)
+            await self._write(message, request)
 
     async def _send_request(self, request: OutgoingRequest) -> None:
         with contextlib.suppress(*STREAM_ERRORS):  # the reader of a broken stream notices it too
@@ -93,11 +99,11 @@ class NodeStream:
                     return
                 await self._write(request.head, request)
                 for payload in (request.shared, request.own):
-                    for frame in payload_frames(payload) if payload is not None else ():
-                        await self._write(frame, request)
+                    for chunk in chunks(payload) if payload is not None else ():
+                        await self._write(pb.FromServer(chunk=chunk), request)
                 self._ticket = request.ticket
 
-    async def _write(self, frame: bytes, request: OutgoingRequest | None) -> None:
-        await self.context.write(frame)
+    async def _write(self, message: pb.FromServer, request: OutgoingRequest | None) -> None:
+        await self.context.write(message)
         if request is not None:
-            request.bytes_down += len(frame) + GRPC_PREFIX_BYTES
+            request.bytes_down += wire_bytes(message)
