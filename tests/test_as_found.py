@@ -1,5 +1,6 @@
 """What a run leaves behind, and what it says when it goes wrong."""
 
+import os
 import sys
 
 import pandas as pd
@@ -8,6 +9,7 @@ import torch
 from pydantic import ValidationError
 
 import coterie
+from coterie.board.runs import WatchedRun
 from coterie.cli.export import _cell
 from coterie.cli.screen import frame_table
 from coterie.cli.words import parents, source
@@ -82,6 +84,9 @@ def small_run(tmp_path_factory):
         (lambda run: coterie.run(track=3, **SMALL), 'unknown tracker "3"'),
         (lambda run: coterie.resume(run.path, rounds="x"), "rounds = 'x' is invalid"),
         (lambda run: coterie.run(SamplesAStranger, out=run.path.parent / "b", **SMALL), "sample returned 99"),
+        (lambda run: coterie.run(callbacks=3, **SMALL), "callbacks = 3 is invalid"),
+        (lambda run: run.export(0, None), "path = None is invalid"),
+        (lambda run: coterie.tune("fedavg", space=None, rounds=1), "space = None is invalid"),
         (lambda run: coterie.run(data=[1, 2]), "data of type list is invalid: .*from_arrays"),
         (lambda run: coterie.run("ifca", groups=10**6, **SMALL), "groups = 1000000 is invalid"),
     ],
@@ -110,6 +115,20 @@ def test_a_data_function_is_found_in_the_current_folder_and_a_table_gets_a_sente
     (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
     with pytest.raises(CoterieError, match=r"mine\.csv is a table"):
         load_dataset("mine.csv")
+    os.mkfifo(tmp_path / "pipe.npz")
+    with pytest.raises(CoterieError, match="neither a file nor a folder"):
+        load_dataset("pipe.npz")
+
+
+def test_the_board_names_the_data_of_devices_and_shows_warnings(tmp_path) -> None:
+    run = WatchedRun(tmp_path, "cloud")
+    run.settings = {
+        "settings": {"data": "digits", "federation": {"partition": "dirichlet(0.1)"}, "rounds": 3, "method": "fedavg"},
+        "partition": {"partition": "own"},
+        "warnings": ["the model ends in a softmax"],
+    }
+    row = run.snapshot()
+    assert (row["data"], row["partition"]) == ("own data", "by device") and row["warnings"] == run.settings["warnings"]
 
 
 # ---- model files -----------------------------------------------------------------------------------------------------

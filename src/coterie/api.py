@@ -86,7 +86,7 @@ def run(
     objects = replace(objects, method=None if isinstance(method, str) else method)
     session = prepare(chosen, how, objects, start=initial_values(chosen))
     for sentence in session.automatic_choices():
-        (callbacks or _TO_LOG).on_info(sentence)
+        _checked(callbacks).on_info(sentence)
     folder = _path(out) or fresh_folder(f"{chosen.method}-{chosen.data}")
     return _execute(session, folder, on_round, track, callbacks)
 
@@ -145,6 +145,12 @@ def open_run(
     return Run(_folder(path), objects=_objects(method, data, model))
 
 
+def _checked(callbacks: Callbacks | None) -> Callbacks:
+    if not isinstance(callbacks, Callbacks | None):
+        raise CoterieError(f"callbacks = {callbacks!r} is invalid: it must be a coterie.engine.session.Callbacks")
+    return callbacks or _TO_LOG
+
+
 def _execute(
     session: Session,
     folder: Path,
@@ -154,7 +160,7 @@ def _execute(
     resume: bool = False,
     from_round: int | None = None,
 ) -> Run:
-    given = callbacks or _TO_LOG
+    given = _checked(callbacks)
     for sentence in session.warnings():
         given.on_warning(sentence)
     given.on_start(session.method.card.title, session.settings.rounds)

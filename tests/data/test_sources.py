@@ -131,7 +131,7 @@ def test_labels_may_be_names_columns_or_have_gaps():
         ((np.array([{}, {}]), [0, 1]), {}, "numbers or texts"),
         ((np.zeros((2, 2)), [0, 1], np.zeros((2, 3)), [0, 1]), {}, "differ in shape"),
         ((np.zeros((2, 2)), [0, 1], np.zeros((2, 2))), {}, "only one of x_test and y_test"),
-        ((np.zeros((2, 2)), [0, 1]), {"client": [1]}, "names a client for 1"),
+        ((np.zeros((2, 2)), [0, 1]), {"client": [1]}, r"client ids of shape \(1,\)"),
         ((-np.ones((2, 2), int), [0, 1]), {}, "negative"),
     ],
 )

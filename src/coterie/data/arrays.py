@@ -301,7 +301,9 @@ def _owner(name: str, raw: RawData, n_train: int) -> tuple[Tensor | None, tuple[
         raise CoterieError(f"{name} names the clients of its training part but not of its test part")
     owner = raw.client if raw.client_test is None else np.concatenate([raw.client, raw.client_test])
     if owner.shape != (n_train + n_test,):
-        raise CoterieError(f"{name} has {n_train + n_test} items but names a client for {_count(owner)}")
+        raise CoterieError(
+            f"{name} has {n_train + n_test} items but client ids of shape {owner.shape}; it must be one value per item"
+        )
     missing = [owner[i] for i in np.flatnonzero(owner != owner)[:1]]  # NaN
     missing += [c for c in (owner if owner.dtype == object else ()) if c is None][:1]
     if missing:

@@ -138,7 +138,10 @@ def _path(name: str) -> tuple[Path, Literal["file", "folder", ""]]:
     """Return a name as a path, and whether a file or a folder exists there."""
     try:
         path = Path(name).expanduser()
-        return path, "folder" if path.is_dir() else "file" if path.is_file() else ""
+        kind: Literal["file", "folder", ""] = "folder" if path.is_dir() else "file" if path.is_file() else ""
+        if not kind and path.exists():
+            raise CoterieError(f"{name} is neither a file nor a folder (a pipe or a device is not read)")
+        return path, kind
     except (OSError, ValueError, RuntimeError) as e:  # too long, a forbidden character, an unknown user
         raise CoterieError(f'data "{name[:80]}" cannot be a name or a path: {e}') from None
 

@@ -179,6 +179,8 @@ class DeviceHandler:
                 plan.session(self.data, self.client, self.data_dir, self.allow, self.timeline),
                 plan,
             )
+            for sentence in self._session.warnings():
+                log.warning(sentence)
         return self._session
 
     def _seat(self, run: str) -> ClientId | None:

@@ -299,6 +299,8 @@ class Run:
 
     def export(self, client: int | str, path: str | Path) -> str:
         """Write the personal model of a client as a safetensors file; return code that loads the file."""
+        if not isinstance(path, str | Path):
+            raise CoterieError(f"path = {path!r} is invalid: it must be the name of the file to write")
         return export_model(self.predictor(client), Path(path))
 
     def welcome(self, x: Any, y: Any = None, x_test: Any = None, y_test: Any = None, name: str = "newcomer") -> Welcome:

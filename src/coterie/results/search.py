@@ -255,6 +255,8 @@ def _check_names(
     space: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any], own: Mapping[str, Collection[str]]
 ) -> None:
     """Raise CoterieError if a setting is unknown, cannot be searched, or has no list of different values."""
+    if not isinstance(space, Mapping):
+        raise CoterieError(f"space = {space!r} is invalid: it must be a table of lists, such as {{'lr': [0.01, 0.1]}}")
     for k in (*space, *fixed):
         method, dot, setting = k.rpartition(".")
         if dot and method not in own:
