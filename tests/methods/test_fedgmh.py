@@ -16,6 +16,7 @@ from coterie.data.dataset import Dataset
 from coterie.data.federation import federate
 from coterie.engine.codec import equal
 from coterie.engine.messages import Job, TrainRequest
+from coterie.engine.session import prepare
 from coterie.errors import CoterieError
 from coterie.methods import build_method
 from coterie.methods.fedgmh.heads import critical_mask, square_mask
@@ -395,6 +396,12 @@ def test_a_label_that_appears_during_a_run_has_its_head_at_once_if_data_are_know
     else:
         assert all(torch.equal(params[k][2], (state["own"][k][2] + heads[k][2]) / 2) for k in (W, B))
         assert all(torch.equal(params[k][:2], state["own"][k][:2]) for k in (W, B))
+
+
+def test_a_run_with_a_timeline_says_that_data_change() -> None:
+    for timeline in (None, "swap_labels(2)"):
+        run = settings(method="fedgmh", clients=4, rounds=3, timeline=timeline)
+        assert prepare(run).method.opening() == (timeline is None)
 
 
 # ---- who did not answer, and who answers wrongly ---------------------------------------------------------------------

@@ -104,6 +104,7 @@ def bind(
         public_items=federation.public() if "public" in method.needs else None,
         headline=settings.headline,
         momentum=settings.momentum if settings.optimizer == "sgd" else 0.0,
+        changing=settings.federation.timeline is not None,
     )
     _check_needs(method, federation)
     if settings.use in NEED_VALIDATION and not (federation.sizes("val") > 0).any():
