@@ -289,8 +289,8 @@ from coterie.train import native
 torch.manual_seed(0)
 x, w = torch.randn(2, 3, 12, 12), torch.randn(6, 3, 5, 5)
 y = native.conv_block(x, w)
-print(native.available(), float((y - native.plain(x, w, *[None] * 5, False, 0.1, 1e-5, 0)).abs().max()) < 1e-4)
-print(native.status())
+print(native.available(), float((y - native.unfused(x, w, *[None] * 5, False, 0.1, 1e-5, 0)).abs().max()) < 1e-4)
+print(native.native_status())
 print(y.double().sum().item().hex())
 """
 
