@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from support.toy import handed
 
 # the text before its corrections: what these tests work out by hand
 TEXT = {"switch_init": "carry"}
+OTHERS = ("fedcpmd-full", "fedcpmd-assigned", "fedcpmd-code", "fedcpmd-mended")  # have no switch_init
 NAMES = ("fc1", "fc2", "classifier")
 ALL = FedCPMDSettings(distance="auto")  # the four distances of the paper
 RNG = torch.Generator().manual_seed(5)
@@ -43,7 +45,7 @@ PAIRS = [
 def chosen(name: str, own: dict[str, Any]) -> tuple[type[Method], dict[str, Any]]:
     """The class and its settings; the text's are those that the tests work out by hand, unless `plain` is given."""
     given = {k: v for k, v in own.items() if k != "plain"}
-    by_hand = not own.get("plain") and not name.startswith(("fedcpmd-full", "fedcpmd-code", "fedcpmd-mended"))
+    by_hand = not own.get("plain") and not name.startswith(OTHERS)
     return find(name), {**TEXT, **given} if by_hand else given
 
 
@@ -204,7 +206,7 @@ def test_p8_clusters_partition_the_clients(tmp_path: Path) -> None:
 def test_p9_with_coverage_everybody_votes_when_there_are_rounds_enough(tmp_path: Path, dropout: float) -> None:
     prep = 3 if not dropout else 8
     loop = play(tmp_path, join=0.4, rounds=prep + 1, preparation=prep, dropout=dropout)
-    assert sorted(loop.server["votes"]) == list(loop.method.ctx.clients)
+    assert sorted(loop.server.votes) == list(loop.method.ctx.clients)
     first = [i for e in events(tmp_path)[:2] for i in e["participants"]]
     assert dropout or len(set(first)) == len(first) == 4
 
@@ -213,15 +215,15 @@ def test_who_never_voted_is_probed_without_training_and_then_has_a_layer(tmp_pat
     loop = play(tmp_path, join=0.4, rounds=3, preparation=1)
     one, two, _ = events(tmp_path)
     unseen = sorted(set(range(5)) - set(one["participants"]))
-    assert set(unseen) <= set(two["participants"]) and set(loop.server["layer"]) == set(range(5))
+    assert set(unseen) <= set(two["participants"]) and set(loop.server.layer) == set(range(5))
     head = T.nbytes(T.keep(loop.method.ctx.w0, lambda k: k in loop.method.ctx.group("head")))
     body = T.nbytes(loop.method.ctx.w0) - head
     assert two["bytes"]["device-cloud"]["up"] == {"vote": 5 * len(unseen)}
     assert two["bytes"]["device-cloud"]["down"] == {"body": body * len(unseen)}
     for how, layer in (("classifier", {2}), ("random", {0, 1, 2})):
         m = bound(unseen=how)
-        server = m.switch({**m.setup(), "votes": {0: [0]}})
-        assert set(server["layer"]) == set(range(5)) and {server["layer"][i] for i in range(1, 5)} <= layer
+        server = m.switch(replace(m.setup(), votes={0: [0]}))
+        assert set(server.layer) == set(range(5)) and {server.layer[i] for i in range(1, 5)} <= layer
 
 
 # ---- 10, 11: mixing --------------------------------------------------------------------------------------------------
@@ -311,7 +313,7 @@ def test_p12_personal_layers_survive_the_download_and_bodies_are_overwritten(tmp
     for i in m.ctx.clients:
         state, got = loop.runtime.states.get(i), handed(loop, i)
         params, _ = m.personal(state, got, None)
-        layer = loop.server["layer"][i]
+        layer = loop.server.layer[i]
         for k, v in params.items():
             assert torch.equal(v, state["w"][k] if k in m.own(layer) else got[k])
         assert not set(m.own(layer)) & set(got) and set(got) | set(m.own(layer)) == set(m.ctx.w0)
@@ -320,7 +322,7 @@ def test_p12_personal_layers_survive_the_download_and_bodies_are_overwritten(tmp
 def test_before_the_first_aggregation_of_a_cluster_the_classifier_is_not_sent(tmp_path: Path) -> None:
     loop = play(tmp_path, rounds=2, preparation=1, join=1.0)
     m, head = loop.method, loop.method.ctx.group("head")
-    server = {**loop.server, "trained": []}
+    server = replace(loop.server, trained=[])
     for layer, body in m.down(server, m.ctx.clients, 2).edge.items():
         assert not head & set(body) and not set(m.own(layer)) & set(body)
     client = {"w": T.scaled(m.ctx.w0, 2.0), "layer": None, "ballot": None}
@@ -346,8 +348,8 @@ def test_mended_the_model_right_after_the_switch_is_the_one_right_before(bn_stat
     loop = open_loop(session, tmp_path / "again")
     loop.run(Callbacks(should_stop=lambda: loop.done >= 2))
     m, after = loop.method, loop.server
-    assert after["layer"] and not after["trained"]
-    before = {**after, "layer": None}
+    assert after.layer and not after.trained
+    before = replace(after, layer=None)
     for i in m.ctx.clients:
         data = session.federation.data(i)
         state = loop.runtime.states.get(i) or m.init_client(data)
@@ -359,9 +361,9 @@ def test_mended_the_model_right_after_the_switch_is_the_one_right_before(bn_stat
 def test_mended_nothing_private_becomes_shared(tmp_path: Path) -> None:
     loop = play(tmp_path, "fedcpmd-mended", preparation=1, rounds=4)
     m, server = loop.method, loop.server
-    for i, tree in server["sent"].items():
-        private = m.ctx.group(f"layer:{m.layers[server['layer'][i]]}")
-        assert tree.keys() == m.body(server["layer"][i]).keys() and private and not private & tree.keys()
+    for i, tree in server.sent.items():
+        private = m.ctx.group(f"layer:{m.layers[server.layer[i]]}")
+        assert tree.keys() == m.body(server.layer[i]).keys() and private and not private & tree.keys()
 
 
 def test_mended_a_layer_is_mixed_over_the_participants_that_share_it() -> None:
@@ -395,19 +397,19 @@ def test_mended_weights_are_those_of_pfedsim_on_changes() -> None:
 def test_switch_init_global_hands_both_parts_to_who_has_not_trained_since(tmp_path: Path) -> None:
     loop = play(tmp_path, plain=True, preparation=1, rounds=2, join=1.0)
     m, server = loop.method, loop.server
-    assert set(server["w"]) == set(m.ctx.w0)  # the last round of phase 1 sent the classifiers too
-    assert all(not set(m.own(server["layer"][i])) & handed(loop, i).keys() for i in m.ctx.clients)
-    fresh = {**server, "trained": []}
+    assert set(server.w) == set(m.ctx.w0)  # the last round of phase 1 sent the classifiers too
+    assert all(not set(m.own(server.layer[i])) & handed(loop, i).keys() for i in m.ctx.clients)
+    fresh = replace(server, trained=[])
     sent = m.down(fresh, m.ctx.clients, 2)
     for i in m.ctx.clients:
-        got = {**sent.edge[server["layer"][i]], **sent.each[i]}
+        got = {**sent.edge[server.layer[i]], **sent.each[i]}
         params, _ = m.personal({"w": T.scaled(m.ctx.w0, 3.0), "layer": None, "ballot": None}, got, None)
-        assert all(torch.equal(params[k], server["w"][k]) for k in params)
+        assert all(torch.equal(params[k], server.w[k]) for k in params)
         m.schema("down", Moment(fresh, i, 2)).check(got, "the download")
 
 
 def test_a_cluster_has_at_least_so_many_participants() -> None:
-    server = {**bound().setup(), "layer": {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}}
+    server = replace(bound().setup(), layer={0: 0, 1: 0, 2: 0, 3: 1, 4: 1})
     five = bound(min_participants=5).sample(server, 5, torch.Generator())
     assert sorted(five) == [0, 1, 2, 3, 4]  # five of each, or all of the cluster
     least = bound(min_participants=2).sample(server, 5, torch.Generator())
@@ -417,14 +419,14 @@ def test_a_cluster_has_at_least_so_many_participants() -> None:
 def test_in_a_relay_one_client_of_each_cluster_trains_and_hands_its_model_on(tmp_path: Path) -> None:
     m = bound("fedcpmd-code")
     assert len(m.sample(m.setup(), 1, torch.Generator())) == 1
-    server = {**m.setup(), "layer": {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}}
+    server = replace(m.setup(), layer={0: 0, 1: 0, 2: 0, 3: 1, 4: 1})
     picked = m.sample(server, 5, torch.Generator())
     assert len(picked) == 2 and len(set(picked) & {0, 1, 2}) == 1
     loop = play(tmp_path, "fedcpmd-code", preparation=7, rounds=9)
     rounds = [e["participants"] for e in events(tmp_path) if "participants" in e]
     assert [len(ids) for ids in rounds[:7]] == [1] * 7
     for i in rounds[8]:  # what a cluster's next participant starts from is what the last one ended with
-        body = loop.edges[loop.server["layer"][i]]["bodies"]
+        body = loop.edges[loop.server.layer[i]]["bodies"]
         own = loop.runtime.states.get(i)["w"]  # type: ignore[attr-defined]
         assert body and all(torch.equal(body[k][0], own[k]) for k in body)
 
@@ -434,7 +436,7 @@ def test_p13_with_the_classifier_alone_and_phi_one_it_is_fedper(tmp_path: Path) 
     run = {"rounds": 4, "join": 1.0, "weighting": "uniform"}
     ours = play(tmp_path / "a", "fedcpmd-classifier", similarity_payload="none", **run)
     fedper = Bench(find("fedper"), {}).play(tmp_path / "b", **run)
-    assert set(ours.server["layer"].values()) == {0} and list(ours.edges) == [0]
+    assert set(ours.server.layer.values()) == {0} and list(ours.edges) == [0]
     for i in ours.method.ctx.clients:
         close(handed(ours, i), handed(fedper, i))
         close(
@@ -462,9 +464,9 @@ def test_p14_bytes_are_those_of_the_page(layer: int, body: int) -> None:
     assert size(m, "down", m.setup(), 1) == 4 * 61_200
     assert size(m, "up", m.setup(), 1) == 4 * 61_200 + 4 + 1
     assert size(lenet(distance="auto"), "up", m.setup(), 1) == 4 * 61_200 + 4 + 4
-    server = {**m.setup(), "layer": {3: layer, 4: layer}, "trained": [4]}
+    server = replace(m.setup(), layer={3: layer, 4: layer}, trained=[4])
     assert size(m, "down", server, 70) == 4 * body + 1  # with the byte of the switch
-    server = {**server, "trained": [3, 4]}
+    server = replace(server, trained=[3, 4])
     assert size(m, "down", server, 70) == 4 * body and size(m, "up", server, 70) == 4 * 62_050
     assert size(lenet(similarity_payload="sketch"), "up", server, 70) == 4 * body + 4 * 64
     assert size(lenet(similarity_payload="none"), "up", server, 70) == 4 * body
@@ -474,7 +476,7 @@ def test_p14_the_ledger_separates_body_similarity_votes_and_switch(tmp_path: Pat
     loop = play(tmp_path, rounds=3, preparation=1)
     one, two, three = (e["bytes"] for e in events(tmp_path))
     m, whole = loop.method, T.nbytes(loop.method.ctx.w0)
-    own = [T.nbytes({k: m.ctx.w0[k] for k in m.own(loop.server["layer"][i])}) for i in range(5)]
+    own = [T.nbytes({k: m.ctx.w0[k] for k in m.own(loop.server.layer[i])}) for i in range(5)]
     assert one["device-cloud"]["up"]["vote"] == 5 * 5
     for book in (two, three):
         assert book["device-edge"]["up"] == {"body": 5 * whole - sum(own), "similarity": sum(own)}
@@ -528,8 +530,8 @@ def test_auto_takes_the_distance_that_agrees_most_with_the_others(tmp_path: Path
     assert votes.most_agreed(said) == agree.index(max(agree)) == 2
     assert votes.most_agreed(torch.zeros(3, 4)) == 0  # all alike: js
     m = bound(distance="auto")
-    server = m.switch({**m.setup(), "votes": {i: v.tolist() for i, v in enumerate(said)}})
-    assert server["distance"] == 2 and [server["layer"][i] for i in range(4)] == said[:, 2].tolist()
+    server = m.switch(replace(m.setup(), votes={i: v.tolist() for i, v in enumerate(said)}))
+    assert server.distance == 2 and [server.layer[i] for i in range(4)] == said[:, 2].tolist()
     assert m.facts(server)["distance"] == "hellinger"
 
 
@@ -537,7 +539,7 @@ def test_auto_ends_like_the_distance_it_picked(tmp_path: Path) -> None:
     auto = play(tmp_path / "auto", "fedcpmd-auto")
     picked = events(tmp_path / "auto")[-1]["facts"]["distance"]
     fixed = play(tmp_path / "fixed", distance=picked)
-    assert auto.server["layer"] == fixed.server["layer"] and codec.equal(auto.server["w"], fixed.server["w"])
+    assert auto.server.layer == fixed.server.layer and codec.equal(auto.server.w, fixed.server.w)
     assert codec.equal(auto.edges, fixed.edges)
 
 
@@ -545,8 +547,8 @@ def test_auto_ends_like_the_distance_it_picked(tmp_path: Path) -> None:
 def test_random_control_has_the_same_counts_and_another_assignment() -> None:
     m, plain = bound("fedcpmd-random"), bound()
     said = {i: [int(i > 1)] for i in range(5)}
-    server = {**m.setup(), "votes": said, "samples": {i: 10 + i for i in said}}
-    want, got = plain.switch(server)["layer"], m.switch(server)["layer"]
+    server = replace(m.setup(), votes=said, samples={i: 10 + i for i in said})
+    want, got = plain.switch(server).layer, m.switch(server).layer
     assert sorted(want.values()) == sorted(got.values()) and want.keys() == got.keys() and want != got
 
 
@@ -570,16 +572,16 @@ def test_oracle_takes_the_layer_that_helps_most_on_validation_data() -> None:
 def test_only_decoupling_averages_each_layer_over_those_who_share_it() -> None:
     m = bound("fedcpmd-only-decoupling")
     layer = {0: 0, 1: 2, 2: 2}
-    server = {**m.setup(), "layer": layer}
+    server = replace(m.setup(), layer=layer)
     params = [{k: torch.full_like(v, float(i)) for k, v in m.ctx.w0.items()} for i in range(3)]
     sent = [Upload(T.drop(p, m.own(layer[i]).__contains__), {}, i, 10 * (i + 1)) for i, p in enumerate(params)]
-    w = m.aggregate(server, sent, 5)["w"]
+    w = m.aggregate(server, sent, 5).w
     assert float(w["fc1.weight"].mean()) == pytest.approx((20 * 1 + 30 * 2) / 50)
     assert float(w["fc2.weight"].mean()) == pytest.approx((20 * 1 + 30 * 2) / 60)
     assert float(w["classifier.weight"].mean()) == 0.0
-    alone = m.aggregate({**server, "layer": dict.fromkeys(range(3), 0)}, [sent[0]], 5)["w"]
+    alone = m.aggregate(replace(server, layer=dict.fromkeys(range(3), 0)), [sent[0]], 5).w
     assert torch.equal(alone["fc1.weight"], m.ctx.w0["fc1.weight"])  # nobody sent it
-    got = m.down({**server, "w": w, "trained": [0]}, [0, 1], 6)
+    got = m.down(replace(server, w=w, trained=[0]), [0, 1], 6)
     assert "fc1.weight" not in got.to(0) and "classifier.weight" in got.to(0) and "x:layer" in got.to(1)
 
 
@@ -610,11 +612,106 @@ def test_a_model_with_one_candidate_layer_gets_a_sentence() -> None:
         bound("fedcpmd-full", layer="fc9")
 
 
-def test_a_newcomer_is_served_by_the_cloud(tmp_path: Path) -> None:
-    loop = open_loop(Bench(find("fedcpmd"), {}).session(newcomers=1), tmp_path)
+@pytest.mark.parametrize("name", ["fedcpmd", "fedcpmd-auto", "fedcpmd-only-cluster", "fedcpmd-only-decoupling"])
+def test_a_newcomer_gets_a_layer_by_its_own_vote_and_the_body_of_that_cluster(name: str, tmp_path: Path) -> None:
+    session = Bench(find(name), {}).session(newcomers=1, rounds=4)
+    loop = open_loop(session, tmp_path)
     loop.run()
     loop.folder.close()
-    assert set(handed(loop, 4)) == set(loop.server["w"])
+    m, server, data = loop.method, loop.server, session.federation.data(4)
+    got = handed(loop, 4)
+    shared = {**m.ctx.w0, **server.w}  # before training: the model that it votes with
+    ballot = votes.cast(None, m.scores(shared, {}, data))
+    layer = int(m.leading(ballot)[server.distance])
+    m.schema("down").check(got, "the download")
+    for chosen_layer in range(3):  # also for clusters that this newcomer did not vote for
+        body = T.tagged(str(chosen_layer), got)
+        assert body == server.bodies.get(chosen_layer, {}) and body.keys() <= m.body(chosen_layer).keys()
+    params, extras = m.personal(m.init_client(data), got, data)
+    assert extras["layer"] == layer
+    want = {**shared, **server.bodies.get(layer, {})}
+    assert params.keys() == want.keys() and all(torch.equal(params[k], want[k]) for k in want)
+
+
+def test_the_cloud_knows_the_mean_body_of_each_cluster(tmp_path: Path) -> None:
+    loop = play(tmp_path, rounds=4)
+    m, server = loop.method, loop.server
+    assert server.bodies.keys() == m.edges(server).keys()
+    for layer, members in m.edges(server).items():
+        states = [loop.runtime.states.get(i)["w"] for i in members]  # all took part in the last round
+        sizes = [server.samples[i] for i in members]
+        mean = T.mean([{k: w[k] for k in m.body(layer)} for w in states], sizes)
+        assert all(torch.equal(server.bodies[layer][k], mean[k]) for k in mean)
+
+
+# ---- the motivation: X-full and given layers -------------------------------------------------------------------------
+def test_with_one_layer_for_all_mean_cluster_is_x_full(tmp_path: Path) -> None:
+    run = {"rounds": 3, "join": 0.6}
+    full = play(tmp_path / "a", "fedcpmd-full", layer="fc2", **run)
+    given = Bench(find("fedcpmd-assigned"), {"assignment": ["fc2"] * 5}).play(tmp_path / "b", **run)
+    picked = [[e["participants"] for e in events(tmp_path / k)] for k in "ab"]
+    assert [len(ids) for ids in picked[0]] == [len(ids) for ids in picked[1]] == [3] * 3
+    assert list(given.server["w"]) == [2] and given.server["w"][2].keys() == full.server["w"].keys()
+    assert set(given.runtime.states.get(picked[1][0][0])["own"]) == {"fc2.weight", "fc2.bias"}
+
+
+def test_clusters_of_given_layers_train_apart(tmp_path: Path) -> None:
+    layers = ["fc1", "fc1", "classifier", "fc1", "classifier"]
+    loop = Bench(find("fedcpmd-assigned"), {"assignment": layers}).play(tmp_path, rounds=3, join=1.0)
+    facts = events(tmp_path)[-1]["facts"]
+    assert facts["clusters"] == {"fc1": 3, "classifier": 2} and list(facts["layer"].values()) == layers
+    m = loop.method
+    for edge, members in m.edges(loop.server).items():
+        trees = [loop.runtime.states.get(i)["own"] for i in members]
+        layer = m.ctx.net.layout.layers[edge]
+        assert all(set(t) == {f"{layer}.weight", f"{layer}.bias"} for t in trees)
+        assert not set(trees[0]) & loop.server["w"][edge].keys()
+    one, two = loop.server["w"].values()
+    assert not torch.equal(one["bn1.weight"], two["bn1.weight"])
+    assert events(tmp_path)[-1]["eval"]["personal/test"]["cluster_count"] == 2
+
+
+def test_a_wrong_assignment_is_refused() -> None:
+    for wrong, words in (
+        (["fc1"] * 4, "the layers of 4 clients, but the run has 5"),
+        (["fc1", "fc9"] * 2, "4 clients"),
+    ):
+        with pytest.raises(CoterieError, match=words):
+            bound("fedcpmd-assigned", assignment=wrong)
+    with pytest.raises(CoterieError, match='unknown layer "fc9"'):
+        bound("fedcpmd-assigned", assignment=["fc9"] * 5)
+
+
+# ---- the distance that is best on validation data --------------------------------------------------------------------
+def test_best_takes_the_distance_whose_layers_are_best_on_validation_data() -> None:
+    m = bound(distance="best")
+    server = replace(
+        m.setup(), votes={0: [0, 1, 2, 0], 1: [1, 1, 0, 2]}, samples={0: 10, 1: 90},
+        accuracy={0: [0.9, 0.1, 0.1, 0.1], 1: [0.2, 0.3, 0.4, 0.4]},
+    )  # fmt: skip
+    found = m.switch(server)  # by samples: 27, 28, 37, 37; a tie goes to the first
+    assert found.distance == 2 and found.layer == {0: 2, 1: 0} and m.facts(found)["distance"] == "hellinger"
+
+
+def test_best_sends_the_accuracy_of_the_layers_in_the_lead(tmp_path: Path) -> None:
+    loop = play(tmp_path, distance="best", rounds=3, preparation=1)
+    first, m = events(tmp_path)[0], loop.method
+    assert first["bytes"]["device-cloud"]["up"]["vote"] == 5 * (4 + 4 + 16)
+    for i in m.ctx.clients:
+        lead, found = loop.server.votes[i], loop.server.accuracy[i]
+        assert all(0 <= a <= 1 for a in found)
+        assert all(found[d] == found[e] for d in range(4) for e in range(4) if lead[d] == lead[e])
+    data = Bench(find("fedcpmd"), {}).session().federation.data(0)
+    start = T.scaled(m.ctx.w0, 0.0)
+    trained = {**start, "classifier.bias": nn.functional.one_hot(data.val.y.mode().values, 10).float()}
+    share = float((data.val.y == data.val.y.mode().values).double().mean())
+    zero = float((data.val.y == 0).double().mean())  # all outputs are equal: class 0
+    assert m.accuracies(trained, start, data).tolist() == pytest.approx([zero, zero, share])
+
+
+def test_best_needs_validation_data() -> None:
+    with pytest.raises(CoterieError, match="FedCPMD needs validation parts to choose by"):
+        Bench(find("fedcpmd"), {"distance": "best"}).session(val_share=0)
 
 
 # ---- who did not answer, and who answers wrongly ---------------------------------------------------------------------
@@ -631,7 +728,7 @@ def test_rounds_that_nobody_answers_do_not_stop_it(silent: set[int], own: dict[s
     loop.runtime.train = some  # type: ignore[method-assign]
     loop.run()
     loop.folder.close()
-    assert set(loop.server["layer"]) == set(range(5))
+    assert set(loop.server.layer) == set(range(5))
 
 
 def told(*values: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -640,7 +737,7 @@ def told(*values: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 def test_a_wrong_upload_of_phase_1_is_refused() -> None:
     m = bound(distance="auto")
-    good = {**m.setup()["w"], "x:vote": told(0, 1, 2, 1), "x:samples": told(9, dtype=torch.int32)}
+    good = {**m.setup().w, "x:vote": told(0, 1, 2, 1), "x:samples": told(9, dtype=torch.int32)}
     refuses(
         m.schema("up", Moment(m.setup(), 0, 1)),
         good,
@@ -655,7 +752,7 @@ def test_a_wrong_upload_of_phase_1_is_refused() -> None:
 
 def test_a_wrong_upload_of_phase_2_is_refused() -> None:
     m = bound()
-    server = {**m.setup(), "layer": {0: 1, 1: 1, 2: 0}, "trained": [0]}
+    server = replace(m.setup(), layer={0: 1, 1: 1, 2: 0}, trained=[0])
     good = {**m.body(1), **m.similarity(m.ctx.w0, 1)}
     wrong = m.similarity(m.ctx.w0, 0)
     refuses(
@@ -667,13 +764,13 @@ def test_a_wrong_upload_of_phase_2_is_refused() -> None:
 
 def test_a_wrong_upload_of_a_cluster_server_is_refused_and_ids_of_others_are_not_counted() -> None:
     m = bound()
-    server = {**m.setup(), "layer": {0: 1, 1: 0, 2: 1}, "trained": []}
+    server = replace(m.setup(), layer={0: 1, 1: 0, 2: 1}, trained=[])
     schema = m.schema("edge_up", Moment(server, 1, 3))
 
     def ids(*values: int) -> dict[str, torch.Tensor]:
-        return {"x:ids": told(*values, dtype=torch.int32)}
+        return {"x:ids": told(*values, dtype=torch.int32), **T.tag("mean", m.body(1))}
 
     refuses(
         schema, ids(0, 2), (ids(0, 99), "outside 0 to 2"), (ids(0, 0), "twice"), (ids(), "shape"), (ids(0, 1, 2), "s")
     )
-    assert m.aggregate(server, [Upload(ids(0, 1), {}, 1, 20)], 3)["trained"] == [0]
+    assert m.aggregate(server, [Upload(ids(0, 1), {}, 1, 20)], 3).trained == [0]

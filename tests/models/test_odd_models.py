@@ -137,7 +137,7 @@ def test_methods_run_with_an_unused_layer(method):
 
 def test_fedcpmd_runs_with_attention():
     loop = play(session("fedcpmd", "attention", rounds=2))
-    assert loop.method.layers == ("mlp", "head") and loop.server["layer"]
+    assert loop.method.layers == ("mlp", "head") and loop.server.layer
 
 
 def test_fedcpmd_names_the_candidates_of_a_model():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import coterie
 from coterie.cli.app import app
 from coterie.config import Engine
 from coterie.data import from_arrays
@@ -20,7 +21,9 @@ from coterie.errors import CoterieError
 from coterie.papers import estimate, presets, printed_values, protocol, public_logs
 from coterie.results.discovery import find_runs
 from coterie.results.grid import sweep
+from coterie.results.paper_metrics import best_layers
 from coterie.results.report.figures import save_figure
+from coterie.results.run import Run
 from coterie.results.tables import markdown_table
 from coterie.storage import atomic as disk
 
@@ -200,8 +203,6 @@ def test_a_table_is_rerun_and_compared(tmp_path: Path) -> None:
     cells = presets.cells(it, 2, shrink, tmp_path)
     status = sweep(list(cells.values()), Engine(workers=2))
     assert not status.failed
-    from coterie.results.run import Run
-
     table = printed_values.compare_with_printed(it, {k: Run(c.out) for k, c in cells.items()})
     assert list(table["method"]) == ["FedAvg", "FedPer", "FedCPMD", "FedCPMD, random layers"]
     first = table.iloc[0]
@@ -330,6 +331,31 @@ def test_runs_use_as_many_images_as_the_paper_states(
     assert federation.sizes("train").sum() + federation.sizes("val").sum() == train
     assert federation.sizes("test").sum() == test
     assert (federation.public() is None) == (s.federation.public == 0)
+
+
+def test_given_layers_are_those_with_which_each_client_is_most_accurate(tmp_path: Path) -> None:
+    it = presets.narrow(presets.item("fedcpmd", "table5"), ["fmnist"], ["Mean-cluster", "Mean-cluster", "pooled"])
+    changes = {"clients": 5, "min_size": 10, "model": "mlp-bn", "cap": False}
+    shrink = presets.Shrink(rounds=3, changes=changes, stand_in={"fmnist": "digits"})
+    first = {c.out: c for c in presets.first_cells(it, 1, shrink, tmp_path)}
+    assert [c.settings.settings["layer"] for c in first.values()] == ["fc1", "fc2", "classifier"]
+    assert presets.cells(it, 1, shrink, tmp_path) == {}  # layers are not known yet
+    assert not sweep(list(first.values()), Engine(workers=2)).failed
+    runs = {c.settings.settings["layer"]: Run(c.out) for c in first.values()}
+    cells = presets.cells(it, 1, shrink, tmp_path)
+    assert len(cells) == 2 and len({c.out for c in cells.values()}) == 1
+    given = next(iter(cells.values())).settings
+    assert given.method == "fedcpmd-assigned" and given.federation.val_share == 0
+    for client, layer in enumerate(given.settings["assignment"]):
+        scores = {k: r.clients()["personal/val"][client] for k, r in runs.items()}
+        assert scores[layer] == max(scores.values())
+        assert layer == [k for k in scores if scores[k] == scores[layer]][-1]  # a tie goes to the deepest
+    assert presets.statistic(it, "FMNIST", "Mean-cluster") == "clusters" != presets.statistic(it, "FMNIST")
+    two = presets.layer_cells(presets.item("fedcpmd", "table4"), "Mean-cluster", "FMNIST", 0, presets.Shrink())
+    assert list(two) == ["fc1", "classifier"] and {s.model for s in two.values()} == {"lenet5-2fc"}
+    with pytest.raises(CoterieError, match="val_share above 0"):
+        best_layers({"fc1": coterie.run("fedcpmd-full", layer="fc1", clients=3, rounds=1, val_share=0,
+                                        out=tmp_path / "no", workers=1, epochs=0.1)})  # fmt: skip
 
 
 def test_columns_of_one_run_share_it(tmp_path: Path) -> None:

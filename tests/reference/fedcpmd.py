@@ -10,10 +10,9 @@ from reference import PAPER, About, Case, Result, World, average, copied, evalua
 from reference.fedper import reference as fedper
 
 ABOUT = About(
-    f"{PAPER} (`reading = paper`), our change (`reading = mended`), described behaviour of the published code "
-    "(`reading = code`)",
+    f"{PAPER} (`fedcpmd`), our change (`fedcpmd-mended`), described behaviour of the published code (`fedcpmd-code`)",
     (
-        "`reading = code`: clusters take turns in the same rounds, not one after another; the text's distances",
+        "`fedcpmd-code`: clusters take turns in the same rounds, not one after another; the text's distances",
         "counters stay with the client, which sends the layer in the lead",
         "a client that never voted sends its layer when phase 2 begins, without training",
     ),
@@ -31,12 +30,13 @@ def reference(  # type: ignore[no-untyped-def]
     heads, names = head_names(start), list(tensors(start))
     linear = [k for k, m in start.named_modules() if isinstance(m, nn.Linear)]
     layers = linear if candidates == "fc" else linear[-1:]
-    kinds = ("js", "w2", "hellinger", "bhattacharyya") if distance == "auto" else (distance,)
+    kinds = ("js", "w2", "hellinger", "bhattacharyya") if distance in ("auto", "best") else (distance,)
     models = {i: world.module() for i in world.clients}
     w: Tree = {k: v.clone() for k, v in tensors(start).items() if k not in heads or phase1_personal == "none"}
     votes = {i: torch.zeros(len(kinds), len(layers)) for i in world.clients}
     sums = {i: torch.zeros(len(kinds), len(layers), dtype=torch.float64) for i in world.clients}
     voted: set[int] = set()
+    errors: dict[int, Tensor] = {}  # on validation data, by layer
 
     def own(m: int) -> list[str]:
         extra = heads if personal_part == "layer_and_classifier" else []
@@ -58,6 +58,8 @@ def reference(  # type: ignore[no-untyped-def]
             for d in range(len(kinds)):
                 votes[i][d, max(m for m in range(len(layers)) if s[d, m] == s[d].min())] += 1
             sums[i] += s
+            if distance == "best":
+                errors[i] = _errors(world, i, begun, models[i], [own(m) for m in range(len(layers))])
         voted |= set(ids)
         shared = list(w) if t < preparation or personal_part != "layer" else names  # at the switch the classifier too
         mean = average([models[i] for i in ids], [world.sizes[i] for i in ids])
@@ -67,7 +69,11 @@ def reference(  # type: ignore[no-untyped-def]
     # ---- the switch --------------------------------------------------------------------------------------------------
     choice = {i: [_leads(votes[i][d], sums[i][d], variant) for d in range(len(kinds))] for i in world.clients}
     agreed = [sum(choice[i][d] == choice[i][e] for i in choice for e in range(len(kinds))) for d in range(len(kinds))]
-    layer = {i: choice[i][agreed.index(max(agreed))] for i in world.clients}
+    deciding = agreed.index(max(agreed))
+    if distance == "best":
+        wrong = [sum(world.sizes[i] * float(errors[i][choice[i][d]]) for i in choice) for d in range(len(kinds))]
+        deciding = wrong.index(min(wrong))
+    layer = {i: choice[i][deciding] for i in world.clients}
     if variant == "random":
         order = sorted(layer, key=lambda i: (world.sizes[i], i))
         dealt = sorted(layer.values())
@@ -216,6 +222,25 @@ def full(world: World, layer: str = "") -> Result:
     return Result({i: load(own[i], w) for i in world.clients})
 
 
+def assigned(world: World, assignment: list[str]) -> Result:
+    """Each client keeps the layer it is given and trains with the clients that keep the same one."""
+    own, bodies = {i: world.module() for i in world.clients}, dict[str, Tree]()
+    layers = [name for name, _ in world.module().named_modules() if name in assignment]
+    members = {k: [i for i in world.clients if assignment[i] == k] for k in layers}
+    for k in layers:
+        bodies[k] = {n: v for n, v in tensors(world.module()).items() if not n.startswith(f"{k}.")}
+    for t in range(1, world.rounds + 1):
+        rng = world.rng("sample", t)
+        for k, ids in members.items():
+            order = torch.randperm(len(ids), generator=rng).tolist()
+            picked = sorted(ids[p] for p in order[: max(1, int(world.join * len(ids) + 0.5))])
+            for i in picked:
+                world.fit(load(own[i], bodies[k]), t, i)
+            mean = average([own[i] for i in picked], [world.sizes[i] for i in picked])
+            bodies[k] = {n: mean[n] for n in bodies[k]}
+    return Result({i: load(own[i], bodies[assignment[i]]) for i in world.clients})
+
+
 RUN = {"rounds": 5, "lr": 0.01}  # at this rate votes differ, so that there are two clusters
 
 
@@ -276,6 +301,9 @@ CASES = [
         RUN,
         long=("cnn",),
     ),
+    Case("fedcpmd", reference, TEXT | {"distance": "best"}, RUN, tag="best", long=("cnn",)),
+    Case("fedcpmd-assigned", assigned, {"assignment": ["1", "3", "1", "1", "3", "3"]}, models=("mlp",)),
+    Case("fedcpmd-assigned", assigned, {"assignment": ["8", "10", "0", "8", "10", "10"]}, models=("cnn",), tag="cnn"),
     Case("fedcpmd-full", full, long=("cnn",)),
     Case("fedcpmd-full", full, {"layer": "1"}, models=("mlp",), tag="first layer"),
 ]

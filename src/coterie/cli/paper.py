@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,7 +49,7 @@ def paper(
     from coterie.data.catalogue import dataset_size
     from coterie.errors import CoterieError
     from coterie.papers import output, presets, protocol
-    from coterie.results.grid import SweepStatus, sweep
+    from coterie.results.grid import sweep
     from coterie.results.run import Run
 
     if name == "list":
@@ -64,17 +64,22 @@ def paper(
     shrink = presets.Shrink(rounds, subset, changes, stand_in, {d: sum(dataset_size(d, data_dir)) for d in used})
     folder = out or Path("runs") / name
     seeds = seeds or chosen.seeds or 1
+    stop, failed, how = Stop(), dict[Path, str](), engine(workers=workers, data_dir=data_dir)
+
+    def run(title: str, cells: Iterable["Cell"]) -> None:
+        distinct = list({c.out: c for c in cells}.values())
+        if distinct and not chosen.reads_only and not stop.asked:
+            with stop.listening(), bar(title, sum(c.settings.rounds for c in distinct), quiet) as update:
+                failed.update(sweep(distinct, how, lambda s: update(s.done(), _time_left(s)), stop).failed)
+
+    if not dry_run:
+        run(f"{name} {item}, one layer for all", presets.first_cells(chosen, seeds, shrink, folder))
     cells = presets.cells(chosen, seeds, shrink, folder)
-    distinct = list({c.out: c for c in cells.values()}.values())
     if dry_run:
         _show_plan(chosen, cells, protocol.note(chosen, shrink, seeds), data_dir, workers)
         return
-    stop, status = Stop(), SweepStatus({}, {})
-    if not chosen.reads_only:
-        with stop.listening(), bar(f"{name} {item}", sum(c.settings.rounds for c in distinct), quiet) as update:
-            how = engine(workers=workers, data_dir=data_dir)
-            status = sweep(distinct, how, lambda s: update(s.done(), _time_left(s)), stop)
-    done = {k: Run(c.out) for k, c in cells.items() if c.out not in status.failed and c.finished()}
+    run(f"{name} {item}", cells.values())
+    done = {k: Run(c.out) for k, c in cells.items() if c.out not in failed and c.finished()}
     if done:
         finished = min(sum((r, c, s) in done for s in range(seeds)) for r, c, _ in done)
         note = protocol.note(chosen, shrink, finished)
@@ -90,14 +95,14 @@ def paper(
                           highlight=False)  # fmt: skip
     elif chosen.reads_only:
         raise CoterieError(f"{folder} has no finished run to compare; run {name} table7, 8 or 9 there first")
-    for reason in dict.fromkeys(status.failed.values()):
-        runs = [path.name for path, why in status.failed.items() if why == reason]
+    for reason in dict.fromkeys(failed.values()):
+        runs = [path.name for path, why in failed.items() if why == reason]
         more = f" and {len(runs) - 3} more" if len(runs) > 4 else ""
         typer.echo(f"coterie: {', '.join(runs[:3] if more else runs)}{more} failed: {reason}", err=True)
     if stop.asked:
         typer.echo("stopped; to resume, repeat the command", err=True)
         raise typer.Exit(130)
-    if status.failed:
+    if failed:
         raise typer.Exit(1 if done else 2)
 
 

@@ -255,6 +255,10 @@ class Method:
     # True if a newcomer's model needs no labels, so that it can be made from items alone
     unlabelled: ClassVar[bool] = False
 
+    def required(self) -> tuple[str, ...]:
+        """Return `needs`, and what these settings need in addition."""
+        return self.needs
+
     def check(self) -> None:
         """Raise CoterieError if the settings cannot work with this model or data; called once before any work."""
 

@@ -80,8 +80,15 @@ ALWAYS: dict[str, dict[str, Any]] = {
 }
 _ABLATIONS = ("", "ClusterOnly", "FourierOnly", "NoAgent", "NoKL")
 _SCFPFL = [f"SCFPFL{reading}{ablation}" for reading in ("", "Mended") for ablation in _ABLATIONS]
+_CONTROLS = ("", "Auto", "Random", "Oracle", "Classifier")
+_FEDCPMD = [f"FedCPMD{control}" for control in (*_CONTROLS, "Code", "OnlyCluster", "OnlyDecoupling")]
 # Class: the dataclass of its server's state, which is a dictionary in checkpoints of version 0.1.
-SERVERS = {"PFedHN": "PFedHNServer", **dict.fromkeys(_SCFPFL, "SCFPFLServer")}
+SERVERS = {
+    "PFedHN": "PFedHNServer",
+    **dict.fromkeys(_SCFPFL, "SCFPFLServer"),
+    **dict.fromkeys(_FEDCPMD, "FedCPMDServer"),
+    **{f"FedCPMDMended{control}": "FedCPMDMendedServer" for control in _CONTROLS},
+}
 # Class: the dataclass of its clients' states, which are dictionaries in files of version 0.1.
 CLIENTS = dict.fromkeys(_SCFPFL, "SCFPFLClient")
 # Class: the name that checkpoints of version 0.1 have for it.

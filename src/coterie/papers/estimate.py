@@ -22,7 +22,7 @@ from coterie.data.catalogue import DATASETS
 from coterie.data.dataset import subset_size
 from coterie.engine.session import prepare
 from coterie.methods import find
-from coterie.papers.presets import Item, Shrink, cell
+from coterie.papers.presets import Item, Shrink, cell, layer_cells
 from coterie.storage import atomic as disk
 from coterie.train.optimisers import Optimiser
 from coterie.train.trainer import train
@@ -132,14 +132,15 @@ def estimate(
     seen: set[str] = set()
     for row in it.rows:
         for column in it.columns:
-            s = cell(it, row, column, 0, Shrink())
-            key = s.model_dump_json()
-            if it.reads_only or key in seen:
-                continue
-            seen.add(key)
-            time_of_run = run_seconds(s, clock, sizes, workers)
-            total += time_of_run
-            available += time_of_run if s.data in data else 0.0
+            first = layer_cells(it, row, column, 0, Shrink()).values()
+            for s in (cell(it, row, column, 0, Shrink()), *first):
+                key = s.model_dump_json()
+                if it.reads_only or key in seen:
+                    continue
+                seen.add(key)
+                time_of_run = run_seconds(s, clock, sizes, workers)
+                total += time_of_run
+                available += time_of_run if s.data in data else 0.0
     return Estimate(available, total)
 
 

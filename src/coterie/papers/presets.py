@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from coterie.engine.session import recorded, resolved
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build_method, fields
 from coterie.results.grid import Cell
+from coterie.results.paper_metrics import best_layers
+from coterie.results.run import Run
 from coterie.storage.run_folder import read_settings
 
 _LEAST = 2  # least samples of a client in a reduced protocol: one to train and one to test
@@ -220,14 +223,27 @@ def _joined(parts: Sequence[str], known: set[str]) -> list[str]:
     return out
 
 
-def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSettings:
-    """Return the settings of one run: protocol, then item, column and method, then the reader's changes."""
+def layer_cells(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> dict[str, RunSettings]:
+    """Return layer -> the run of X-full that a row of given layers needs first; empty for other rows."""
+    layers = _preset(it.paper)["methods"][row].get("best_of", ())
+    layers = it.settings.get("best_of", layers) if layers else ()
+    full = {
+        "method": "fedcpmd-full",
+        "val_share": 0.2,
+    }
+    return {layer: cell(it, row, column, seed, shrink, {**full, "layer": layer}) for layer in layers}
+
+
+def cell(
+    it: Item, row: str, column: str, seed: int, shrink: Shrink, more: Mapping[str, Any] | None = None
+) -> RunSettings:
+    """Return the settings of one run: protocol, item, column, method and `more`, then the reader's changes."""
     preset = _preset(it.paper)
-    given = {**preset["protocol"], **it.settings, **preset["columns"][column], **preset["methods"][row]}
+    given = {**preset["protocol"], **it.settings, **preset["columns"][column], **preset["methods"][row], **(more or {})}
     has = fields(given["method"], given)
     told = {k: v for k, v in given.pop("own", {}).items() if k in has}  # settings for methods that have them
     given = {**told, **given}
-    for name in ("statistic", "ours", "differs"):
+    for name in ("statistic", "ours", "differs", "best_of"):
         given.pop(name, None)
     planned_data = given["data"]
     given["data"] = (shrink.stand_in or {}).get(planned_data, planned_data)
@@ -252,17 +268,30 @@ def cell(it: Item, row: str, column: str, seed: int, shrink: Shrink) -> RunSetti
 
 
 def cells(it: Item, seeds: int, shrink: Shrink, out: Path) -> dict[tuple[str, str, int], Cell]:
-    """Return (row, column, seed) -> cell; columns with different statistics of one run share it."""
+    """Return (row, column, seed) -> cell; columns with different statistics of one run share it.
+
+    A row of given layers has a cell when its runs of X-full have finished.
+    """
     made = {}
-    for row in it.rows:
-        for column in it.columns:
-            for seed in range(seeds):
-                s = cell(it, row, column, seed, shrink)
-                text = json.dumps(_written_out(s).model_dump(mode="json"), sort_keys=True)
-                key = hashlib.sha256(text.encode()).hexdigest()[:8]
-                name = f"{s.method}-{Path(s.data).stem}-s{s.seed}"
-                made[row, column, seed] = _earlier(s, out, name) or Cell(s, out / f"{name}-{key}")
+    for row, column, seed in product(it.rows, it.columns, range(seeds)):
+        first = {k: _placed(s, out) for k, s in layer_cells(it, row, column, seed, shrink).items()}
+        if all(c.finished() for c in first.values()):
+            chosen = {"assignment": best_layers({k: Run(c.out) for k, c in first.items()})} if first else {}
+            made[row, column, seed] = _placed(cell(it, row, column, seed, shrink, chosen), out)
     return made
+
+
+def first_cells(it: Item, seeds: int, shrink: Shrink, out: Path) -> list[Cell]:
+    """Return the runs that must have finished before `cells` knows all rows."""
+    every = product(it.rows, it.columns, range(seeds))
+    return [_placed(s, out) for r, c, seed in every for s in layer_cells(it, r, c, seed, shrink).values()]
+
+
+def _placed(s: RunSettings, out: Path) -> Cell:
+    """Return the cell of a run: in the folder of an earlier run with the same settings, if there is one."""
+    text = json.dumps(_written_out(s).model_dump(mode="json"), sort_keys=True)
+    name = f"{s.method}-{Path(s.data).stem}-s{s.seed}"
+    return _earlier(s, out, name) or Cell(s, out / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
 
 
 def _written_out(s: RunSettings) -> RunSettings:

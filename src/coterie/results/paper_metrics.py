@@ -3,7 +3,7 @@
 Do not mix them in one table: they differ in model, data and round.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -59,6 +59,22 @@ def official_curves(run: Run) -> pd.DataFrame:
     rounds = [int(e["round"]) for e in run.events if "evaluation" in e]
     view = "trained" if all("trained/official/hits" in run.evaluation(t) for t in rounds) else "personal"
     return pd.DataFrame({t: official(run, t, view) for t in rounds}).T.rename_axis("round")
+
+
+def best_layers(runs: Mapping[str, Run]) -> list[str]:
+    """Return the layer with which each client is most accurate, from runs of X-full by layer (FedCPMD, section 4).
+
+    Validation data decide. A tie, or a client without such data, goes to the last of the layers.
+    """
+    scores = {}
+    for layer, run in runs.items():
+        each = run.clients()
+        if "personal/val" not in each:
+            raise CoterieError(f"{run.path} has no validation part to choose layers by; run it with val_share above 0")
+        scores[layer] = each.loc[~each["newcomer"], "personal/val"].fillna(0)
+    order = list(reversed(scores))
+    best: list[str] = pd.DataFrame(scores)[order].idxmax(axis=1).tolist()
+    return best
 
 
 def clustering_round(run: Run) -> float:

@@ -250,7 +250,7 @@ _NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {
 
 
 def _check_needs(method: Method, federation: Federation) -> None:
-    for need in method.needs:
+    for need in method.required():
         holds, words = _NEEDS[need]
         if not holds(method, federation):
             task = f", and the task is {federation.task.name}" if need == "classes" else ""

@@ -149,7 +149,7 @@ class Session:
                 f"{method.card.title}: train_fraction = {own:g} takes the place of join = {s.join:g}; comparisons with "
                 "other methods are not at equal training"
             )
-        if "some_val" in method.needs and (few := int((federation.sizes("val") < _FEW).sum())):
+        if "some_val" in method.required() and (few := int((federation.sizes("val") < _FEW).sum())):
             sentences.append(
                 f"{method.card.title} chooses by validation data: {few} of {len(federation.clients)} clients have "
                 f"fewer than {_FEW} such samples and follow the choice of all (val_share = {s.federation.val_share:g})"

@@ -22,5 +22,7 @@ class FedCPMDCode(FedCPMD):
     Settings: ClassVar[type[Settings]] = FedCPMDCodeSettings
     card = replace(FedCPMD.card, title="FedCPMD (code)")
 
-    def participants(self, clients: int, least: int) -> int:
+    voter_count = 1
+
+    def participants(self, members: int) -> int:
         return 1

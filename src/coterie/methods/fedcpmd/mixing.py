@@ -16,6 +16,7 @@ from coterie.core.tree import Tree
 from coterie.methods.fedcpmd.settings import Unsampled
 from coterie.parts.similarity import SimilarityMap, cosine, cosine_rows, map_similarity, mix, normalise_rows
 
+PHI = "x:phi"  # entry of a client's layer, for the similarity
 NEARLY_ONE = 0.9999  # a client is no more like itself than this
 Layers = dict[ClientId, Tensor]  # last known personal layer of each member, flat
 Rows = tuple[dict[ClientId, Tensor], dict[str, float]]  # weights per member, and what the log says of Phi
@@ -24,6 +25,11 @@ Rows = tuple[dict[ClientId, Tensor], dict[str, float]]  # weights per member, an
 def flat_layer(tree: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     """One layer as rows weight||bias [out, in + 1]."""
     return torch.cat([tree[k].flatten(1) if tree[k].ndim > 1 else tree[k][:, None] for k in names], 1)
+
+
+def known_layers(before: Layers, uploads: Sequence[Upload]) -> Layers:
+    """Return the last known layers after these uploads."""
+    return {**before, **{u.sender: u.tree[PHI] for u in uploads if PHI in u.tree}}
 
 
 def mixing_rows(

@@ -20,8 +20,10 @@ class VoteSettings(Settings):
     candidates: Literal["fc", "all", "classifier"] | list[str] = Field(
         "fc", description="layers that may become personal: linear ones, convolutions too, or names"
     )
-    distance: Literal["js", "w2", "hellinger", "bhattacharyya", "js_moment", "auto"] = Field(
-        "js", description="between Gaussians; auto takes the one of the paper's four whose votes agree most"
+    distance: Literal["js", "w2", "hellinger", "bhattacharyya", "js_moment", "auto", "best"] = Field(
+        "js",
+        description="between Gaussians; of the paper's four, auto takes the one whose votes agree most, best the one "
+        "whose layers are best on validation data",
     )
     gaussian: Literal["scalar", "diag_mean"] = Field("scalar", description="one Gaussian per tensor or per column")
     fit_normalize: Normalize = Field("minmax", description="scaling of inputs and layer outputs before the fit")
@@ -41,7 +43,17 @@ class VoteSettings(Settings):
     )
 
 
-class FedCPMDSettings(VoteSettings):
+class SimilaritySettings(VoteSettings):
+    """Phase 2: what clients are compared by."""
+
+    similarity_payload: Literal["full", "sketch", "none"] = Field(
+        "full", description="what is uploaded for the similarity: the layer, a random projection, or nothing"
+    )
+    sketch_dims: int = Field(64, ge=1, description="numbers in a sketch")
+    phi_map: SimilarityMap = Field("clip", description="cosines to [0, 1]")
+
+
+class FedCPMDSettings(SimilaritySettings):
     """Settings of the text."""
 
     phase1_personal: Literal["classifier", "voted", "none"] = Field("classifier", description="private in phase 1")
@@ -53,11 +65,6 @@ class FedCPMDSettings(VoteSettings):
     min_participants: int = Field(
         1, ge=1, description="fewest participants of each cluster in a round, if it has that many members"
     )
-    similarity_payload: Literal["full", "sketch", "none"] = Field(
-        "full", description="what is uploaded for the similarity: the layer, a random projection, or nothing"
-    )
-    sketch_dims: int = Field(64, ge=1, description="numbers in a sketch")
-    phi_map: SimilarityMap = Field("clip", description="cosines to [0, 1]")
     phi_of: Literal["flat", "rows"] = Field("flat", description="cosine of whole layers or mean over their rows")
     phi_input: Literal["params", "delta"] = Field(
         "params", description="of parameters or of their change since the start"
@@ -83,11 +90,6 @@ class FedCPMDCodeSettings(VoteSettings):
     phi_weight: ClassVar[str] = "linear"
 
 
-class FedCPMDMendedSettings(VoteSettings):
+class FedCPMDMendedSettings(SimilaritySettings):
     """Settings of the mended version."""
 
-    similarity_payload: Literal["full", "sketch", "none"] = Field(
-        "full", description="what is uploaded for the similarity: the layer, a random projection, or nothing"
-    )
-    sketch_dims: int = Field(64, ge=1, description="numbers in a sketch")
-    phi_map: SimilarityMap = Field("clip", description="cosines to [0, 1]")

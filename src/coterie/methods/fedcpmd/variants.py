@@ -4,19 +4,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from coterie.core.context import ClientData, ClientId, Context, EdgeId, Extras, Split, State
-from coterie.core.method import Download, Method, Settings
+from coterie.core.context import ClientData, ClientId, EdgeId, Extras
+from coterie.core.method import Download
 from coterie.core.tree import Tree
-from coterie.errors import CoterieError, unknown
 from coterie.methods.fedcpmd import mixing, votes
 from coterie.methods.fedcpmd.mended import FedCPMDMended
 from coterie.methods.fedcpmd.settings import FedCPMDSettings
-from coterie.methods.fedcpmd.text import FedCPMD
-from coterie.methods.fedcpmd.voting import LayerVotes
+from coterie.methods.fedcpmd.text import FedCPMD, FedCPMDServer
+from coterie.methods.fedcpmd.voting import LayerVotes, S, VoteServer
 from coterie.parts.variants import variant, with_defaults
+
+AUTO = "{} with the distance whose votes agree most with the others'."
+CLASSIFIER = "{} with the classifier as the only candidate: one cluster and no switch."
 
 
 class _Random(LayerVotes):
@@ -24,13 +25,13 @@ class _Random(LayerVotes):
 
     card = replace(LayerVotes.card, title="FedCPMD (random)")
 
-    def switch(self, server: State) -> State:
+    def switch(self, server: S) -> S:
         server = super().switch(server)
         # by size, so that the draw does not depend on how clients are numbered
-        order = sorted(server["samples"], key=lambda i: (server["samples"][i], i))
-        layers = sorted(server["layer"][i] for i in order)
+        order, layer = sorted(server.samples, key=lambda i: (server.samples[i], i)), server.layer or {}
+        layers = sorted(layer[i] for i in order)
         drawn = [layers[int(p)] for p in torch.randperm(len(layers), generator=self.ctx.rng("deal"))]
-        return {**server, "layer": {**server["layer"], **dict(zip(order, drawn, strict=True))}}
+        return replace(server, layer={**layer, **dict(zip(order, drawn, strict=True))})
 
 
 class _Oracle(LayerVotes):
@@ -44,38 +45,16 @@ class _Oracle(LayerVotes):
     card = replace(LayerVotes.card, title="FedCPMD (oracle)")
 
     def scores(self, params: Tree, extras: Extras, data: ClientData) -> Tensor:
-        errors = []
-        for m in range(len(self.layers)):
-            tried = {**extras["start"], **{k: params[k] for k in self.own(m)}}
-            errors.append(1 - _accuracy(self.ctx, tried, data.val))
-        return torch.tensor(errors, dtype=torch.float64).expand(1, len(votes.distances(self.hp)), -1)
+        errors = 1 - self.accuracies(params, extras["start"], data)
+        return errors.expand(1, len(votes.distances(self.hp)), -1)
 
     def leading(self, ballot: votes.Ballot) -> Tensor:
         return super().leading({**ballot, "votes": torch.ones_like(ballot["votes"])})  # only the errors decide
 
 
-@torch.no_grad()
-def _accuracy(ctx: Context, params: Tree, split: Split) -> float:
-    parts = zip(torch.split(split.x, votes.CHUNK), torch.split(split.y, votes.CHUNK), strict=True)
-    hits = [(ctx.forward(params, x).argmax(1) == y).sum() for x, y in parts]
-    return float(torch.stack(hits).sum()) / len(split)
-
-
-FedCPMDAuto = variant(
-    FedCPMD,
-    "FedCPMDAuto",
-    "FedCPMD (auto)",
-    "The text with the distance whose votes agree most with the others'.",
-    distance="auto",
-)
-
-
+FedCPMDAuto = variant(FedCPMD, "FedCPMDAuto", "FedCPMD (auto)", AUTO.format("The text"), distance="auto")
 FedCPMDClassifier = variant(
-    FedCPMD,
-    "FedCPMDClassifier",
-    "FedCPMD (classifier)",
-    "The text with the classifier as the only candidate: one cluster and no switch.",
-    candidates="classifier",
+    FedCPMD, "FedCPMDClassifier", "FedCPMD (classifier)", CLASSIFIER.format("The text"), candidates="classifier"
 )
 
 
@@ -87,20 +66,15 @@ class FedCPMDOracle(_Oracle, FedCPMD):
     """The text with the layers that help most on validation data."""
 
 
+OURS = "The mended version"
 FedCPMDMendedAuto = variant(
-    FedCPMDMended,
-    "FedCPMDMendedAuto",
-    "FedCPMD (mended, auto)",
-    "The mended version with the distance whose votes agree most with the others'.",
-    distance="auto",
+    FedCPMDMended, "FedCPMDMendedAuto", "FedCPMD (mended, auto)", AUTO.format(OURS), distance="auto"
 )
-
-
 FedCPMDMendedClassifier = variant(
     FedCPMDMended,
     "FedCPMDMendedClassifier",
     "FedCPMD (mended, classifier)",
-    "The mended version with the classifier as the only candidate: one cluster and no switch.",
+    CLASSIFIER.format(OURS),
     candidates="classifier",
 )
 
@@ -138,41 +112,18 @@ class FedCPMDOnlyDecoupling(FedCPMD):
     Settings = with_defaults(FedCPMDSettings, similarity_payload="none")
     card = replace(FedCPMD.card, title="FedCPMD Only_decoupling")
 
-    def edges(self, server: State) -> dict[EdgeId, list[ClientId]] | None:
+    def edges(self, server: FedCPMDServer) -> dict[EdgeId, list[ClientId]] | None:
         return None
 
-    def pools(self, server: State) -> list[list[ClientId]]:
-        return [sorted(server["layer"])]
+    def pools(self, server: VoteServer) -> list[list[ClientId]]:
+        return [sorted(server.layer or {})]
 
-    def begun(self, server: State, layer: int) -> bool:
+    def begun(self, server: FedCPMDServer, layer: int) -> bool:
         return False  # what is sent is what the cloud has
 
-    def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
-        sent, layer = super().down(server, ids, round), server["layer"]
+    def down(self, server: FedCPMDServer, ids: Sequence[ClientId], round: int) -> Download:
+        sent, layer = super().down(server, ids, round), server.layer
         if layer is None:
             return sent
         bodies = {m: self._first_body(server, m) for m in set(layer.values())}
         return Download(each={i: {**(bodies[layer[i]] if i in layer else {}), **sent.each.get(i, {})} for i in ids})
-
-
-class FedCPMDFullSettings(Settings):
-    layer: str = Field("", description="the layer everybody keeps from round 1; empty: the last linear one")
-
-
-class FedCPMDFull(Method):
-    """X-full of the paper's motivation: all clients keep the same layer, the other layers are averaged; no phases."""
-
-    Settings = FedCPMDFullSettings
-    hp: FedCPMDFullSettings
-    card = replace(FedCPMD.card, title="FedCPMD X-full", family="S", personal="one layer, the same for all")
-
-    def check(self) -> None:
-        layers = self.ctx.net.layout.layers
-        if self.hp.layer not in ("", *layers):
-            raise unknown("layer", self.hp.layer, layers)
-        if not self.hp.layer and not self.ctx.net.layout.of_kind("fc"):
-            raise CoterieError("the model has no linear layer, so FedCPMD X-full needs a layer to be named")
-
-    def private(self, name: str) -> bool:
-        layer = self.hp.layer or self.ctx.net.layout.of_kind("fc")[-1]
-        return name in self.ctx.group(f"layer:{layer}")

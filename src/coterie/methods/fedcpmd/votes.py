@@ -89,7 +89,7 @@ def layer_outputs(net: Net, params: Tree, x: Tensor, layers: Sequence[str]) -> l
 
 def distances(hp: VoteSettings) -> tuple[str, ...]:
     """The distances that clients vote with."""
-    return PAPER if hp.distance == "auto" else (hp.distance,)
+    return PAPER if hp.distance in ("auto", "best") else (hp.distance,)
 
 
 def scores(hp: VoteSettings, outputs: Sequence[Tensor], x: Tensor, y: Tensor, classes: int) -> Tensor:
