@@ -511,6 +511,19 @@ def test_every_knob_runs(own: dict[str, Any], tmp_path: Path) -> None:
     assert play(tmp_path, rounds=3, **own).done == 3
 
 
+def test_settings_without_effect_are_refused() -> None:
+    for own, words in (
+        ({"distance": "w2", "js_sqrt": True}, "js_sqrt = True has no effect unless the distance is js"),
+        ({"w2_sigma": False}, "w2_sigma = False has no effect unless the distance is w2"),
+        ({"sketch_dims": 8}, "sketch_dims = 8 has no effect unless similarity_payload = sketch"),
+        ({"similarity_payload": "none", "phi_of": "rows"}, "phi_of = rows has no effect unless similarity_payload is"),
+    ):
+        with pytest.raises(CoterieError, match=words):
+            build("fedcpmd", own)
+        build("fedcpmd", {k: v for k, v in own.items() if k in ("distance", "similarity_payload")})
+    build("fedcpmd", {"distance": "auto", "js_sqrt": True, "w2_sigma": False})
+
+
 def test_phi_input_delta_compares_changes() -> None:
     m = bound(phi_input="delta")
     assert not m.similarity(m.ctx.w0, 0)["x:phi"].any()

@@ -575,3 +575,10 @@ def test_counts_as_large_as_they_may_be_add_up_to_no_negative_number() -> None:
     _, up = method.merge(Edge(0, (0, 1), {}, Download()), [Upload(most, {}, i, 5) for i in (0, 1)], 1)
     method.schema("edge_up", Moment(method.setup(), 0, 1)).check(up.tree, "the upload")
     assert up.tree["x:counts"].tolist() == [2**31 - 1, 2]
+
+
+def test_a_run_says_that_its_loss_departs_from_the_printed_one() -> None:
+    (said,) = testing.Bench(FedPC, {}).session().automatic_choices()
+    assert said.startswith("FedPC: the pull is a squared error, because the printed loss (3)")
+    for cls, own in ((FedPC, {"reading": "text"}), (FedPCNoProto, {}), (FedPCMended, {})):
+        assert testing.Bench(cls, own).session().automatic_choices() == []

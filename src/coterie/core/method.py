@@ -259,6 +259,10 @@ class Method:
         """Return `needs`, and what these settings need in addition."""
         return self.needs
 
+    def departures(self) -> list[str]:
+        """Return sentences on how these settings depart from the paper on purpose; a run says them when it starts."""
+        return []
+
     def check(self) -> None:
         """Raise CoterieError if the settings cannot work with this model or data; called once before any work."""
 

@@ -131,9 +131,10 @@ class Session:
         )
 
     def automatic_choices(self) -> list[str]:
-        """Return one message for each choice that the method needs and that was made without the user."""
+        """Return one message for each choice that was made without the user, or departs from the method's paper."""
         s, method, federation = self.settings, self.method, self.federation
-        sentences = list(federation.choices)
+        departures = [f"{method.card.title}: {sentence}" for sentence in method.departures()]
+        sentences = [*federation.choices, *departures]
         if "bn" in method.needs and s.model is None and self.objects.model is None:
             name = default_for(federation.shape, federation.num_classes, federation.dataset.x.dtype, batch_norm=True)
             sentences.append(

@@ -1,11 +1,12 @@
 """Settings of FedCPMD's classes; docs/methods/fedcpmd.md gives the reasons for the defaults."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from coterie.core.method import Settings
 from coterie.parts.gaussian import LayerScore, Normalize, Tie
+from coterie.parts.idle_settings import refuse_idle
 from coterie.parts.similarity import SimilarityMap
 
 Unsampled = Literal["similarity", "cluster_mean", "keep"]
@@ -42,6 +43,19 @@ class VoteSettings(Settings):
         "layer", description="what is private: the layer voted for, or the classifier as well"
     )
 
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        refuse_idle(self, "FedCPMD", self.fixed, *self.rules())
+        return self
+
+    def rules(self) -> list[tuple[str, bool, str]]:
+        """Return when settings have an effect (parts/idle_settings.py)."""
+        four = self.distance in ("auto", "best")
+        return [
+            ("js_sqrt", four or self.distance.startswith("js"), "the distance is js"),
+            ("w2_sigma", four or self.distance == "w2", "the distance is w2"),
+        ]
+
 
 class SimilaritySettings(VoteSettings):
     """Phase 2: what clients are compared by."""
@@ -51,6 +65,14 @@ class SimilaritySettings(VoteSettings):
     )
     sketch_dims: int = Field(64, ge=1, description="numbers in a sketch")
     phi_map: SimilarityMap = Field("clip", description="cosines to [0, 1]")
+
+    def rules(self) -> list[tuple[str, bool, str]]:
+        payload = self.similarity_payload
+        return [
+            *super().rules(),
+            ("sketch_dims", payload == "sketch", "similarity_payload = sketch"),
+            ("phi_map phi_of phi_input phi_weight", payload != "none", "similarity_payload is full or sketch"),
+        ]
 
 
 class FedCPMDSettings(SimilaritySettings):

@@ -33,6 +33,9 @@ class FedPCMended(FedPC):
     use = "best"
     controls = ("fedpc-mended-no-proto", "fedpc-mended-random")
 
+    def departures(self) -> list[str]:
+        return []
+
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         start = super().begin(state, download, data, round)
         received = start.extras["received"]

@@ -87,6 +87,14 @@ class FedPC(EdgeMethod):
         if self.hp.feature == "pre_relu":
             P.pre_relu_layer(self.ctx)
 
+    def departures(self) -> list[str]:
+        hp = self.hp
+        other = hp.gamma and hp.reading == "paper" and (hp.proto_loss, hp.proto_reduce) == ("mse", "mean")
+        said = (
+            "the pull is a squared error, because the printed loss (3) makes all features equal (reading = text has it)"
+        )
+        return [said] if other else []
+
     def private(self, name: str) -> bool:
         return name in self.ctx.group("head")
 
