@@ -519,9 +519,9 @@ def test_settings_without_effect_are_refused() -> None:
         ({"similarity_payload": "none", "phi_of": "rows"}, "phi_of = rows has no effect unless similarity_payload is"),
     ):
         with pytest.raises(CoterieError, match=words):
-            build("fedcpmd", own)
-        build("fedcpmd", {k: v for k, v in own.items() if k in ("distance", "similarity_payload")})
-    build("fedcpmd", {"distance": "auto", "js_sqrt": True, "w2_sigma": False})
+            build_method("fedcpmd", own)
+        build_method("fedcpmd", {k: v for k, v in own.items() if k in ("distance", "similarity_payload")})
+    build_method("fedcpmd", {"distance": "auto", "js_sqrt": True, "w2_sigma": False})
 
 
 def test_phi_input_delta_compares_changes() -> None:
