@@ -114,4 +114,3 @@ class FedCPMDCodeSettings(VoteSettings):
 
 class FedCPMDMendedSettings(SimilaritySettings):
     """Settings of the mended version."""
-
