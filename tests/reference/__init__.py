@@ -127,11 +127,11 @@ class World:
     def public_part(self) -> Tensor | None:
         return torch.randn(self.public, 1, 6, 6, generator=torch_rng(7, "public")) if self.public else None
 
-    def data(self, client: int) -> ClientData:
+    def data(self, client: int, round: int = 1) -> ClientData:
         train, val = Split(*self.train_part(client)), Split(*self.val_part(client))
         return ClientData(client, train, val, self.classes, self.public_part)
 
-    def test(self, client: int) -> Split:
+    def test(self, client: int, round: int = 1) -> Split:
         return Split(*self.test_part(client))
 
     # ---- what a reference starts from --------------------------------------------------------------------------------

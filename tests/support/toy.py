@@ -38,11 +38,11 @@ class Toy:
     parts: list[tuple[torch.Tensor, torch.Tensor]]
     classes: int
 
-    def data(self, client):
+    def data(self, client, round=1):
         x, y = self.parts[client]
         return ClientData(client, Split(x, y), Split(x[:2], y[:2]), self.classes)
 
-    def test(self, client):
+    def test(self, client, round=1):
         return Split(*self.parts[client])
 
 
