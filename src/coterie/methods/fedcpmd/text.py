@@ -32,8 +32,8 @@ from coterie.methods.fedcpmd.voting import LAYER, LayerVotes, VoteServer, byte
 from coterie.parts.cluster_models import numbered
 
 MEMBERS = "x:ids"  # participants of a cluster server
-MEAN = "mean"  # tag of the mean body that a cluster server reports
-DISTANCE = "x:distance"  # the distance whose votes decided, for a client without a layer
+MEAN_BODY = "mean"  # tag of the mean body that a cluster server reports
+VOTED_DISTANCE = "x:distance"  # the distance whose votes decided, for a client without a layer
 
 
 @state
@@ -58,7 +58,7 @@ class FedCPMD(LayerVotes, EdgeMethod):
         if now is None:
             bodies = numbered(dict.fromkeys(range(len(self.layers)), self.whole()))
             distance = Entry((1,), torch.uint8, "control", "switch", 0, len(votes.PAPER) - 1)
-            return Schema({**self.whole(), LAYER: self.layer_entry(), DISTANCE: distance, **bodies}).optional()
+            return Schema({**self.whole(), LAYER: self.layer_entry(), VOTED_DISTANCE: distance, **bodies}).optional()
         return (
             self._down(now) if link == "down" else Schema(like(self._first_body(now.server, now.client), part="body"))
         )
@@ -68,7 +68,7 @@ class FedCPMD(LayerVotes, EdgeMethod):
         members = list(self.ctx.clients) if now is None else self.clusters(now.server)[now.client]
         ids = Entry(("ids",), torch.int32, "control", "log", min(members), max(members), distinct=True)
         body = T.drop(self.ctx.w0, self.stays) if now is None else self.body(now.client)
-        mean = Schema(like(T.tag(MEAN, body), part="newcomers"))
+        mean = Schema(like(T.tag(MEAN_BODY, body), part="newcomers"))
         return Schema({MEMBERS: ids}, {"ids": (1, len(members))}) | (mean.optional() if now is None else mean)
 
     def _down(self, now: Moment) -> Schema:
@@ -116,7 +116,7 @@ class FedCPMD(LayerVotes, EdgeMethod):
         new = [i for i in ids if i not in self.ctx.clients]
         if server.layer is None or not new:
             return sent
-        every = {**server.w, DISTANCE: byte(server.distance), **numbered(server.bodies)}
+        every = {**server.w, VOTED_DISTANCE: byte(server.distance), **numbered(server.bodies)}
         return replace(sent, each={**sent.each, **dict.fromkeys(new, every)})
 
     def begun(self, server: FedCPMDServer, layer: int) -> bool:
@@ -148,9 +148,9 @@ class FedCPMD(LayerVotes, EdgeMethod):
     # ---- client ------------------------------------------------------------------------------------------------------
     def composed(self, state: State, download: Tree, data: ClientData) -> tuple[Tree, Extras]:
         params, extras = super().composed(state, download, data)
-        if DISTANCE in download and len(data.train):
+        if VOTED_DISTANCE in download and len(data.train):
             lead = self.leading(votes.cast(None, self.scores(params, {"start": params}, data)))
-            layer = int(lead[int(download[DISTANCE])])
+            layer = int(lead[int(download[VOTED_DISTANCE])])
             return {**params, **T.tagged(str(layer), download)}, {"layer": layer}
         if LAYER in download and self.hp.switch_init == "reset":
             head = [k for k in self.ctx.group("head") if k not in self.own(extras["layer"])]
@@ -183,7 +183,7 @@ class FedCPMD(LayerVotes, EdgeMethod):
 
         start = edge.download.edge.get(edge.id, {})
         state = mixing.renewed({**edge.state, "phi": phi}, start, bodies, mean, rows, self.hp.unsampled_body)
-        report = T.tag(MEAN, T.mean(bodies, self.weights(uploads)))
+        report = T.tag(MEAN_BODY, T.mean(bodies, self.weights(uploads)))
         return state, Upload({MEMBERS: torch.tensor(participants, dtype=torch.int32), **report}, note)
 
     def rows(
@@ -204,7 +204,7 @@ class FedCPMD(LayerVotes, EdgeMethod):
     def after_training(self, server: FedCPMDServer, sent: Sequence[Upload]) -> FedCPMDServer:
         reports = [u for u in sent if MEMBERS in u.tree]
         phi = {u.sender: dict(u.note) for u in reports if u.note}
-        bodies = {u.sender: T.tagged(MEAN, u.tree) for u in reports}
+        bodies = {u.sender: T.tagged(MEAN_BODY, u.tree) for u in reports}
         return replace(server, phi={**server.phi, **phi}, bodies={**server.bodies, **bodies})
 
     def facts(self, server: State) -> dict[str, Any]:

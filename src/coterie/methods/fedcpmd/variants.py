@@ -13,7 +13,7 @@ from coterie.methods.fedcpmd import mixing, votes
 from coterie.methods.fedcpmd.mended import FedCPMDMended
 from coterie.methods.fedcpmd.settings import FedCPMDSettings
 from coterie.methods.fedcpmd.text import FedCPMD, FedCPMDServer
-from coterie.methods.fedcpmd.voting import LayerVotes, S, VoteServer
+from coterie.methods.fedcpmd.voting import LayerVotes, Server, VoteServer
 from coterie.parts.variants import variant, with_defaults
 
 AUTO = "{} with the distance whose votes agree most with the others'."
@@ -25,7 +25,7 @@ class _Random(LayerVotes):
 
     card = replace(LayerVotes.card, title="FedCPMD (random)")
 
-    def switch(self, server: S) -> S:
+    def switch(self, server: Server) -> Server:
         server = super().switch(server)
         # by size, so that the draw does not depend on how clients are numbered
         order, layer = sorted(server.samples, key=lambda i: (server.samples[i], i)), server.layer or {}

@@ -41,7 +41,7 @@ class VoteServer:
     trained: list[ClientId] = field(default_factory=list)  # clients that have trained in phase 2
 
 
-S = TypeVar("S", bound=VoteServer)
+Server = TypeVar("Server", bound=VoteServer)
 
 
 class LayerVotes(Method):
@@ -261,7 +261,7 @@ class LayerVotes(Method):
         server = replace(server, layer={**server.layer, **late}, trained=trained)
         return self.after_training(server, [u for u in uploads if VOTE not in u.tree])
 
-    def _counted(self, server: S, uploads: Sequence[Upload]) -> S:
+    def _counted(self, server: Server, uploads: Sequence[Upload]) -> Server:
         """Return the state with the uploads' votes, and each entry averaged over its senders: Algorithm 2, line 13."""
         voted = [u for u in uploads if VOTE in u.tree]
         told = {u.sender: u.tree[ACCURACY].tolist() for u in voted if ACCURACY in u.tree}
@@ -273,7 +273,7 @@ class LayerVotes(Method):
             accuracy={**server.accuracy, **told},
         )
 
-    def switch(self, server: S) -> S:
+    def switch(self, server: Server) -> Server:
         """Make layers personal by the votes of one distance, and by `unseen` for clients that never voted.
 
         Algorithm 2, line 13.

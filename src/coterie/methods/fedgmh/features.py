@@ -42,7 +42,6 @@ class FeatureSender(Method):
         compute="one pass over the training data for mean features",
         certainty="P",
     )
-    controls = ("fedgmh-o", "fedgmh-a", "fedgmh-oa")
 
     def private(self, name: str) -> bool:
         return True

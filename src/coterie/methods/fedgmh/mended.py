@@ -32,6 +32,7 @@ class FedGMHMended(FeatureSender):
 
     Settings: ClassVar[type[Settings]] = FedGMHMendedSettings
     hp: FedGMHMendedSettings
+    controls = ("fedgmh-o", "fedgmh-a", "fedgmh-oa")
     card = replace(FeatureSender.card, title="FedGMH (mended)", certainty="O")
     use = "best"
 

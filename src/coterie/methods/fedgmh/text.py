@@ -33,6 +33,7 @@ class FedGMH(FeatureSender):
 
     Settings: ClassVar[type[Settings]] = FedGMHSettings
     hp: FedGMHSettings
+    controls = ("fedgmh-o", "fedgmh-a", "fedgmh-oa")
 
     # ---- server, down ------------------------------------------------------------------------------------------------
     def opening(self) -> bool:
