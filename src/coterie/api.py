@@ -55,7 +55,7 @@ def _torch_as_found() -> Iterator[None]:
 @_torch_as_found()
 def run(
     method: str | type[Method] = "fedavg",
-    data: str | Path | Dataset | DataFunction | None = None,
+    data: str | Path | Dataset | DataFunction = "",
     model: str | nn.Module | Factory | PerClient | None = None,
     *,
     as_in_paper: bool | str = False,
@@ -74,13 +74,12 @@ def run(
     `as_in_paper` takes the settings of one run of the method's paper, or of the paper that it names ("fedcpmd"), from
     the first table with the method. Settings that are given override them, and every difference is reported.
     """
-    names, objects = _named("digits" if data is None else data, model)
+    default = isinstance(data, str) and not data
+    names, objects = _named("digits" if default else data, model)
     how = _engine(more)
     if as_in_paper:
         given = {**more, **({} if model is None else {"model": names["model"]})}
-        chosen = _paper_settings(
-            method, as_in_paper, names["data"] if data is not None else None, given, how, callbacks
-        )
+        chosen = _paper_settings(method, as_in_paper, None if default else names["data"], given, how, callbacks)
     else:
         chosen = settings(**{**more, "method": method, **names})
     objects = replace(objects, method=None if isinstance(method, str) else method)

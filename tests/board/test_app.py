@@ -140,7 +140,7 @@ def test_a_log_read_in_pieces_is_the_whole_log(made, tmp_path) -> None:
         ("events.jsonl", lambda b: b[:-40], "stopped", ""),  # an incomplete line
         ("events.jsonl", lambda b: b.replace(b'"round": 2', b'"round": 7'), "damaged", "damaged in line 2"),
         ("events.jsonl", lambda b: b"\x00\xff" * 50 + b"\n" + b, "damaged", "damaged in line 1"),
-        ("settings.json", lambda b: b[:200], "damaged", "no JSON"),
+        ("settings.json", lambda b: b[:200], "damaged", "not JSON"),
         ("settings.json", lambda b: b"[]", "damaged", "no checksum"),
         ("settings.json", lambda b: None, "damaged", "settings.json is missing"),
         ("timing.jsonl", lambda b: b"\xff\xfe{", "finished", ""),

@@ -9,6 +9,7 @@ from coterie.engine.evaluation import Evaluation, statistics
 from coterie.engine.messages import Score, ScoreAnswer
 from coterie.errors import CoterieError
 from coterie.methods import build_method
+from coterie.methods.fedcpmd.text import FedCPMDServer
 from coterie.methods.scfpfl.edges import SCFPFLServer
 from coterie.results.comparison import Comparison
 from coterie.results.report.figures import bars, curves
@@ -106,6 +107,8 @@ def test_methods_with_clusters_say_who_is_where(name: str) -> None:
     server = {
         "cluster": {1: 0, 2: 1}, "layer": {1: 0, 2: 1}, "groups": {1: 0, 2: 1}, "hat": {0: {}, 1: {}},
     }  # fmt: skip
+    if name == "fedcpmd":
+        server = FedCPMDServer(w={}, layer=server["layer"])
     if name == "sc-fpfl":
         server = SCFPFLServer(theta={}, samples={}, hat=server["hat"], cluster=server["cluster"], ask=False, moves={})
     assert method.cluster_of(server) == {1: 0, 2: 1}

@@ -115,7 +115,7 @@ def run(
                 raise CoterieError("--from-round rolls a run back; name the run with --resume")
             if paper is not None and not as_in_paper:
                 raise CoterieError("--paper names the paper of --as-in-paper")
-            result = api.run(given.pop("method"), given.pop("data", None), given.pop("model", None),
+            result = api.run(given.pop("method"), given.pop("data", ""), given.pop("model", None),
                              as_in_paper=paper or as_in_paper, out=out, **how, **given)  # fmt: skip
     if as_json:
         typer.echo(json.dumps(json_values({"run": str(result.path), "finished": result.finished, **result.summary()})))

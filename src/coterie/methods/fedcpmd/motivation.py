@@ -97,7 +97,7 @@ class FedCPMDAssigned(EdgeMethod):
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         if now is None:
-            return self.model_schema.optional()
+            return Schema(like(T.drop(self.ctx.w0, self.stays), part="body")).optional()
         at = now.client if link.startswith("edge") else self.cluster(now.client)
         return Schema(like(self.body(at, self.ctx.w0), part="body"))
 

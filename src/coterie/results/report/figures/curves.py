@@ -83,6 +83,8 @@ def draw_rounds(runs: Sequence[Run], view: str = "") -> Figure:
 def draw_official(runs: Sequence[Run]) -> Figure:
     """Draw FedPC's statistics on the official test part against round: a row of panels GM, PM(V), PM(L) per group."""
     curves = {r.path: 100 * official_curves(r) for r in runs}
+    if all(c.empty for c in curves.values()):
+        raise CoterieError("none of these runs was evaluated on the official test part (official = true)")
     groups, order = (list(dict.fromkeys(getattr(r, k) for r in runs)) for k in ("group", "title"))
     names = ("GM", "PM(V)", "PM(L)")
     figure, all_axes = style.panels(len(groups) * len(names), columns=len(names))
