@@ -16,9 +16,10 @@ from coterie.engine import codec
 from coterie.engine.messages import TrainAnswer
 from coterie.federation.policy.quarantine import Quarantine
 from coterie.federation.protocol.messages import EdgeAnswer
-from coterie.methods import find, method_names
+from coterie.methods import find
 from coterie.testing import events
 from support.in_process_link import Federation, federation
+from support.methods import PARAMETERS
 
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 BAD = 1  # number of the hostile device
@@ -91,7 +92,7 @@ def test_a_hostile_upload_stops_neither_cloud_nor_edge(tmp_path: Path, name: str
             assert what in ("ids of 99", "negative counts", "nothing", "empty rows")
 
 
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_every_method_refuses_uploads_with_huge_values(tmp_path: Path, name: str) -> None:
     """All values are too large, in the rounds that upload any."""
     full: dict[str, Any] = {"join": 1.0, "rounds": 2, "watch": False, "final_trained": False}

@@ -12,6 +12,7 @@ from coterie.core.edges import EdgeMethod
 from coterie.engine import codec
 from coterie.methods import find, method_names
 from support.in_process_link import federation, simulated
+from support.methods import PARAMETERS
 
 OWN: dict[str, dict[str, Any]] = {}  # settings that the small task needs
 
@@ -20,7 +21,7 @@ def full(name: str) -> dict[str, Any]:
     return {"join": 1.0} if "full" in find(name).needs else {}
 
 
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_a_method_has_the_events_of_the_simulation(tmp_path: Path, name: str) -> None:
     with federation(tmp_path, name, **full(name), **OWN.get(name, {})) as f:
         assert f.loop.run()

@@ -1,4 +1,4 @@
-"""Every registered method passes the common battery; its variants do so in `make test-all`."""
+"""Every registered method passes the common battery; its variants and the dearest checks run in `make test-all`."""
 
 import pytest
 
@@ -6,13 +6,23 @@ from coterie.methods import method_names
 from coterie.testing import CHECKS, check
 from support.methods import METHODS
 
+# two checks train for longer; the quick tests run them for the five papers' methods and a method of each kind
+DEAR = ("learns_a_small_task", "permuting_ids_permutes_results")
+TRAINED = (
+    "fedavg", "fedrep", "ditto", "ifca", "fedproto", "apfl", "scaffold", "autopilot",
+    "fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl",
+)  # fmt: skip
 
-def marks(method):
-    """Return the marks of a method's checks: they run in one process, where they share a run."""
-    return [pytest.mark.xdist_group(method), *([] if method in METHODS else [pytest.mark.long])]
+
+def marks(method, name):
+    """Return the marks of a check: the checks of a method run in one process, where they share a run."""
+    quick = method in METHODS and (name not in DEAR or method in TRAINED)
+    return [pytest.mark.xdist_group(method), *([] if quick else [pytest.mark.long])]
 
 
-@pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("method", [pytest.param(m, marks=marks(m)) for m in method_names()])
+CASES = [pytest.param(m, name, marks=marks(m, name), id=f"{m}-{name}") for m in method_names() for name in CHECKS]
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
 def test_battery(method: str, name: str) -> None:
     check(method, name)
