@@ -341,7 +341,10 @@ def test_a_state_of_an_edge_that_cannot_be_used_does_not_end_the_run_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
 ) -> None:
     """It is found when it comes, not when clients are evaluated rounds later."""
-    monkeypatch.setattr(find("fedcpmd"), "clusters", lambda self, server: {0: [0, 1], 1: [2, 3]})
+    cls = find("fedcpmd")
+    switch = cls.switch  # type: ignore[attr-defined]
+    layers = {0: 0, 1: 0, 2: 1, 3: 1}  # two clusters of two clients, whatever they voted for
+    monkeypatch.setattr(cls, "switch", lambda self, server: replace(switch(self, server), layer=layers))
     lied = []
     with federation(tmp_path, "fedcpmd", 2, join=1.0, rounds=6, eval_every=6) as f:
 

@@ -61,7 +61,7 @@ ALLOWED_KINDS = (*get_args(Kind), "scores")  # scores: counts of predictions per
 # settings of a run that decide what a device computes or sends; the others concern only the cloud
 GOVERNED_SETTINGS = (
     "batch", "lr", "lr_decay", "optimizer", "momentum", "weight_decay", "opt_state", "bn_stats", "eval_every", "watch",
-    "final_trained", "headline",
+    "final_trained", "headline", "use",
 )  # fmt: skip
 _FORBIDDEN_SETTINGS = ("warm_start", "official", "log_updates")  # read local files, or send undeclared models
 

@@ -25,6 +25,9 @@ def example_policy(name: str) -> str:
     epochs = max(
         count_epochs(method, phases, _SAMPLES) for phases in (method.phases(1), method.phases(2), method.adapt())
     )
+    usual = {n: RunSettings.model_fields[n].default for n in GOVERNED_SETTINGS} | {
+        "headline": session.settings.headline
+    }
     lines = [
         f"# What a cloud may ask of this host: {method.card.title} with its default settings.",
         "# Allow more with a list of values, or with {min = 1, max = 2}; delete what you do not allow.",
@@ -32,7 +35,7 @@ def example_policy(name: str) -> str:
         f"models = {json.dumps(sorted(ZOO))}",
         "",
         "[settings]  # of the run; a setting that is not listed must have its default value",
-        *_values(RunSettings.model_fields, {n: RunSettings.model_fields[n].default for n in GOVERNED_SETTINGS}),
+        *_values(RunSettings.model_fields, usual),
         "",
     ]
     if fields := methods.fields(key):
