@@ -6,8 +6,13 @@ from coterie.methods import method_names
 from coterie.testing import CHECKS, check
 from support.methods import METHODS
 
-# two checks train for longer; the quick tests run them for the five papers' methods and a method of each kind
-DEAR = ("learns_a_small_task", "permuting_ids_permutes_results")
+# these checks train for longer; the quick tests run them for the five papers' methods and a method of each kind
+DEAR = (
+    "learns_a_small_task",
+    "permuting_ids_permutes_results",
+    "numbers_are_learned_or_refused",
+    "a_newcomer_gets_a_model",
+)
 TRAINED = (
     "fedavg", "fedrep", "ditto", "ifca", "fedproto", "apfl", "scaffold", "autopilot",
     "fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl",
