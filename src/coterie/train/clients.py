@@ -49,7 +49,7 @@ class Opened:
     state: State
     download: Tree
     memory: Tree | None  # state of its optimisers; a separate dictionary, because training replaces its entries
-    used: UseMemory  # of the rule of use
+    used: UseMemory  # memory of the rule of use
     fresh: bool  # it has never taken part
 
 
@@ -312,9 +312,9 @@ class Clients:
 class ClientState(NamedTuple):
     """The parts of a client's stored state."""
 
-    state: State  # as the method's hooks take it
-    memory: Tree  # of its optimisers; a copy
-    used: UseMemory  # of the rule of use
+    state: State  # the state that the method's hooks take
+    memory: Tree  # a copy of the optimisers' memory
+    used: UseMemory  # memory of the rule of use
 
 
 def stored_state(state: State, memory: Tree | None, used: UseMemory) -> State:

@@ -1,4 +1,4 @@
-"""The rule of use: which model a client uses, out of those that it receives and trains. The same for every method.
+"""The rule of use decides which of the models that a client receives and trains is the one it uses, for every method.
 
 - received: the model that the method makes for the client now.
 - trained: the client's model as its last local training left it.
@@ -7,8 +7,8 @@
 - guarded: best, unless the client's own model, trained in the same rounds on its own data alone, is better on the
   validation data by more than a standard error; then that one. Its training is counted.
 
-A client that has not trained yet uses the received model. Without validation data of its own, a client has no best
-model and uses the received one.
+A client that has not trained yet uses the received model. A client without validation data
+has no best model and uses the received one.
 """
 
 import math
@@ -23,7 +23,7 @@ from coterie.core.method import Method, Model, Phase
 from coterie.core.tree import Tree
 from coterie.core.views import Use
 
-UseMemory = Mapping[str, Any]  # of one client: `params`, `extras` and `score` of the model kept, and `local` if guarded
+UseMemory = Mapping[str, Any]  # a client's `params`, `extras` and `score` of the model kept, and `local` if guarded
 PER_LOSS = 1e-3  # weight of the loss, which decides between equally accurate models
 NEED_VALIDATION: tuple[Use, ...] = ("best", "guarded")  # rules that need validation data
 
@@ -45,7 +45,7 @@ def quality(method: Method, model: Model, split: Split) -> float:
 
 
 def after_training(method: Method, use: Use, memory: UseMemory, model: Model, data: ClientData) -> dict[str, Any]:
-    """Return the memory after a client has trained `model`; of equal models the newer is kept."""
+    """Return the memory after a client has trained `model`; the newer of two equal models is kept."""
     new = {**memory, "params": model.params, "extras": dict(model.extras)}
     if use == "trained":
         return new
