@@ -181,6 +181,18 @@ def test_a_dry_run_shows_cells_settings_and_time_and_runs_nothing(
     for part in ("FedCPMD", "preparation = 60", "in all runs: ", "rounds = 200", "2 runs, about", "nothing was run"):
         assert part in words
     assert "This machine is busy" in words
+    assert "momentum" not in words  # It is zero in all runs.
+
+
+@pytest.mark.parametrize("paper", presets.PAPERS)
+def test_the_first_table_of_every_paper_has_a_dry_run_with_all_rows(
+    paper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "measure", lambda *a: 1e-5)
+    monkeypatch.setattr(estimate, "cache_file", lambda: tmp_path / "calibration.json")
+    first = next(iter(presets.items(paper)))
+    done = CliRunner().invoke(app, ["paper", paper, first.name, "--dry-run"])
+    assert done.exit_code == 0, done.output
 
 
 def test_unknown_names_are_refused() -> None:

@@ -121,9 +121,8 @@ def _show_plan(
     sizes = {c.settings.data: dataset_size(c.settings.data, data_dir) for c in cells.values()}
     flat = {key: protocol.flat_settings(c.settings) for key, c in cells.items()}
     names = sorted({name for f in flat.values() for name in f} - {"seed"})
-    common = {
-        k: v for k in names if len({str(f.get(k)) for f in flat.values()}) == 1 if (v := flat[next(iter(flat))][k])
-    }
+    same = {k for k in names if len({str(f.get(k)) for f in flat.values()}) == 1}
+    common = {k: v for k in sorted(same) if (v := next(iter(flat.values())).get(k))}
     table = Table(title=f"{item.paper} {item.name}: {item.what}; {note}", title_justify="left")
     for column in ("row", "column", "settings of its own", "runs", "finished", "time"):
         table.add_column(column)
@@ -132,7 +131,7 @@ def _show_plan(
         for column in item.columns:
             mine = {key: c for key, c in cells.items() if key[:2] == (row, column)}
             own = next(flat[key] for key in mine)
-            text = presets.settings_text({k: v for k, v in own.items() if k not in (*common, "seed") and v is not None})
+            text = presets.settings_text({k: v for k, v in own.items() if k not in (*same, "seed") and v is not None})
             new = {c.out: estimate.run_seconds(c.settings, clock, sizes, n) for c in mine.values() if c.out not in seen}
             seen |= {path: 0.0 if c.finished() else new[path] for c in mine.values() if (path := c.out) in new}
             time = estimate.duration_text(sum(seen[path] for path in new)) if new else "shared"
