@@ -35,8 +35,8 @@ from coterie.methods.autopilot.method import Autopilot
 from coterie.results.run import Run
 
 FIXED = (
-    "local", "fedavg", "fedavg-ft", "fedper", "fedrep", "ditto", "apfl", "pfedsim", "fedala", "fedcpmd", "fedpc",
-    "fedgmh", "ecs-fl", "sc-fpfl",
+    "local", "fedavg", "fedavg-ft", "fedper", "fedrep", "ditto", "apfl", "pfedsim", "fedala", "fedcpmd-mended",
+    "fedpc-mended", "fedgmh-mended", "ecs-fl-mended", "sc-fpfl-mended",
 )  # fmt: skip
 PILOT = "autopilot"
 ADAPTED = {"fedavg-ft"}  # used after fine-tuning

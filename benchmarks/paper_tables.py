@@ -29,7 +29,7 @@ from coterie.results.paper_metrics import official
 from coterie.results.run import Run
 
 Settings = dict[str, Any]
-FIVE: dict[str, Settings] = {name: {} for name in ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")}
+FIVE: dict[str, Settings] = {f"{name}-mended": {} for name in ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")}
 BEST: dict[str, Settings] = {f"{name}-best": {"method": name, "use": "best"} for name in ("local", "fedavg")}
 USUAL: dict[str, Settings] = {"local": {}, "fedavg-ft": {}, "fedper": {}, **BEST}
 
@@ -102,9 +102,11 @@ EXPERIMENTS: dict[str, Experiment] = {
     "fedgmh-0.5": Experiment("mnist", {**GMH, "partition": "exdir(2,0.5)"}, FEDGMH, (0, 1, 2), "lenet5-nobn", "fedgmh"),
     "fedgmh-5": Experiment("mnist", {**GMH, "partition": "exdir(2,5)"}, FEDGMH, (0, 1, 2), "lenet5-nobn", "fedgmh"),
     "ecs-fl-shards": Experiment(
-        "fmnist", {**ECS, "partition": "shards(2)"}, ECSFL, (0, 1, 2), "lenet5-nobn", "ecs-fl", "global"
+        "fmnist", {**ECS, "partition": "shards(2)"}, ECSFL, (0, 1, 2), "lenet5-nobn", "ecs-fl-mended", "global"
     ),
-    "ecs-fl-iid": Experiment("fmnist", {**ECS, "partition": "iid"}, ECSFL, (0,), "lenet5-nobn", "ecs-fl", "global"),
+    "ecs-fl-iid": Experiment(
+        "fmnist", {**ECS, "partition": "iid"}, ECSFL, (0,), "lenet5-nobn", "ecs-fl-mended", "global"
+    ),
     **{
         f"sc-fpfl-{k}": Experiment(
             "fmnist", {**SC, "partition": f"rotate({k})"}, SCFPFL, (1, 2, 3), "lenet5-nobn", "sc-fpfl"

@@ -284,6 +284,9 @@ def test_a_participation_of_the_methods_own_is_said_at_the_start() -> None:
     ]
     for own in ({}, {"train_fraction": 1.0}):
         assert Bench(ECSFL, own).session(join=1.0).automatic_choices() == []
+    assert Bench(ECSFL, {}).session(join=0.4).automatic_choices() == [
+        "ECS-FL: Algorithm 2 trains all devices in every round; here 2 of 5 train (train_fraction = 1: all)"
+    ]
 
 
 def test_the_variants_are_the_text_with_one_change() -> None:

@@ -84,9 +84,9 @@ class SelectingEdges(EdgeMethod):
         if self.hp.train_fraction is None:
             return super().sample(server, round, rng)
         order = torch.randperm(len(self.ctx.clients), generator=rng)
-        return sorted(self.ctx.clients[i] for i in order[: self._training(len(order))])
+        return sorted(self.ctx.clients[i] for i in order[: self.training(len(order))])
 
-    def _training(self, devices: int) -> int:
+    def training(self, devices: int) -> int:
         """Return K, how many of this number of devices train in a round."""
         fraction = self.ctx.join if self.hp.train_fraction is None else self.hp.train_fraction
         return max(1, int(fraction * devices + 0.5))
@@ -125,7 +125,7 @@ class SelectingEdges(EdgeMethod):
     # ---- edge --------------------------------------------------------------------------------------------------------
     def count(self, edge: Edge) -> int:
         """Return |T_e|, the number of devices that an edge aggregates: max(1, ceil(r_sel K_e))."""
-        training = self._training(len(edge.clients))
+        training = self.training(len(edge.clients))
         return max(select_count(self.hp.select_fraction, training), min(self.hp.select_least, training))
 
     def averaged(self, edge: Edge, chosen: Sequence[Upload], weights: Tensor, total: Tensor) -> tuple[State, Upload]:

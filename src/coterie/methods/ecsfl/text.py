@@ -34,6 +34,16 @@ class ECSFL(SelectingEdges):
     hp: ECSFLSettings
     controls = ("ecs-fl-random", "ecs-fl-mean-all")
 
+    def departures(self) -> list[str]:
+        devices = len(self.ctx.clients)
+        training = self.training(devices)
+        if self.hp.train_fraction is not None or training == devices:
+            return []
+        return [
+            f"Algorithm 2 trains all devices in every round; here {training} of {devices} train "
+            "(train_fraction = 1: all)"
+        ]
+
     def weight_entry(self, devices: int) -> Entry:
         if self.hp.aggregation == "mean":
             return super().weight_entry(devices)
