@@ -460,6 +460,7 @@ def test_p15_aun_of_updates_that_cancel_is_zero() -> None:
         ("sc-fpfl-cluster-only", {"public": 0}, "needs a public set"),
         ("sc-fpfl", {"own": {"k0": 6}}, "k0 = 6 is more than the 5 clients"),
         ("sc-fpfl", {"own": {"cluster_when": "round:9"}}, "after the last of 3 rounds"),
+        ("sc-fpfl", {"own": {"cluster_when": "stationary", "min_round": 2}}, "after round 4 at the earliest"),
     ],
 )
 def test_what_cannot_work_gets_a_sentence(name, changes, words) -> None:

@@ -3,7 +3,7 @@
 import csv
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -150,6 +150,41 @@ def test_a_method_runs_with_the_protocol_of_its_paper() -> None:
             protocol.paper_run(*wrong)
 
 
+def test_one_run_of_sc_fpfl_has_clusters_and_short_runs_keep_the_share_of_rounds_before_them() -> None:
+    found = protocol.paper_run("sc-fpfl")
+    assert found.note == "sc-fpfl fig4, SC-FPFL, K=2: as in the paper"
+    assert found.settings.federation.partition == "rotate(2)" and found.settings.settings["k0"] == 2
+    assert protocol.paper_run("sc-fpfl", data="K=1").settings.federation.partition == "rotate(1)"
+    short = protocol.paper_run("sc-fpfl", data="mnist", changes={"rounds": 10})
+    assert short.settings.settings["min_round"] == 2
+    words = "mnist instead of emnist; 10 rounds instead of 100; min_round = 2 instead of 20"
+    assert short.note == f"sc-fpfl fig4, SC-FPFL, K=2: differs from the paper: {words}"
+    start = protocol.paper_run("sc-fpfl", changes={"rounds": 10, "cluster_when": "start"})
+    assert start.settings.settings == {"k0": 2, "cluster_when": "start"}
+    assert protocol.paper_run("cfl", "sc-fpfl", changes={"rounds": 10}).settings.settings == {"first_round": 2}
+
+
+def test_the_least_client_follows_the_samples_that_the_paper_uses() -> None:
+    it = presets.item("sc-fpfl", "fig4")
+
+    def least(**shrink: Any) -> int:
+        return presets.cell(it, "SC-FPFL", "K=2", 0, presets.Shrink(**shrink)).federation.min_size
+
+    # the paper takes some 30,000 of 814,255 pictures, and MNIST has as many
+    assert least(stand_in={"emnist": "mnist"}) == 10
+    assert least(subset=15_500) == 5 and least(subset=100) == 2
+
+
+def test_unstated_settings_of_sc_fpfl_have_the_values_of_its_runs() -> None:
+    for it in presets.items("sc-fpfl"):
+        row = "LR=0.05" if it.name == "fig3" else "SC-FPFL"
+        run = protocol.flat_settings(presets.cell(it, row, it.columns[0], 0, presets.Shrink()))
+        assert {"lambda1", "g", "warmup_epochs"} <= it.unstated.keys()
+        assert ("lr" in it.unstated) == (it.name != "fig3")  # which shows three rates
+        for name, value in it.unstated.items():
+            assert " " in name or value == run[name], name
+
+
 def test_every_method_of_a_paper_has_a_run_as_in_the_paper() -> None:
     for paper in presets.PAPERS:
         assert protocol.paper_run(paper).settings.method == paper
@@ -166,6 +201,8 @@ def test_printed_cells_are_counted_by_how_they_are_measured() -> None:
     assert protocol.count_cells(it, seeds, presets.Shrink(rounds=5)) == text.format(0, 3)
     assert protocol.count_cells(it, seeds, presets.Shrink(held={"mnist": 9000})) == text.format(0, 3)
     assert protocol.count_cells(it, seeds, presets.Shrink(changes={"lr": 0.5})) == text.format(2, 1)
+    drawn = presets.item("sc-fpfl", "fig4")
+    assert protocol.count_cells(drawn, {}, presets.Shrink()) == "the paper prints no numbers for this item"
 
 
 def test_a_dry_run_shows_cells_settings_and_time_and_runs_nothing(
@@ -317,7 +354,12 @@ def test_gains_in_words_stand_beside_the_measured_range() -> None:
     lines += [("FedAvg", "K=1", 0.0)]  # K = 1 is not part of the claim
     table = pd.DataFrame([{"method": m, "column": c, "printed": np.nan, "measured": v} for m, c, v in lines])
     assert printed_values.printed_verdicts(it, table) == [
-        "SC-FPFL minus FedAvg, CFL, PRR-FL: +0.00 to +10.00 points (+3 to +13 in the paper)"
+        "SC-FPFL minus FedAvg, CFL, PRR-FL at K=2, K=5: +0.00 to +10.00 points (+3 to +13 in the paper)",
+        "SC-FPFL minus FedAvg, CFL at K=1: +2.00 to +90.00 points (0 in the paper)",
+    ]
+    some = table[table["method"].isin(["SC-FPFL", "CFL"]) & (table["column"] == "K=2")]
+    assert printed_values.printed_verdicts(it, some) == [
+        "SC-FPFL minus CFL at K=2: +2.00 to +2.00 points (+3 to +13 in the paper)"
     ]
     assert presets.printed()["sc-fpfl", "fig6", "SC-FPFL", "K=4 clusters after round"].value == 30
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from reference import PAPER, About, Case, Result, World, average, copied, evaluated, load, two_means
 
 ABOUT = About(
-    f"{PAPER} (`reading = paper`), our change (`reading = mended`)",
+    f"{PAPER} (`sc-fpfl`), our change (`sc-fpfl-mended`)",
     (
-        "in `paper` too the number of clusters is found in the eigenvalues unless it is given",
+        "the number of clusters is found in the eigenvalues (mended: by modularity) unless it is given",
         "the models of the first average travel with the predictions",
     ),
 )

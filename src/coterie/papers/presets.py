@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from coterie.config import RunSettings, settings
 from coterie.data.catalogue import DATASETS
-from coterie.data.dataset import smaller_subset
+from coterie.data.dataset import smaller_subset, subset_size
 from coterie.data.partition_spec import parse_scheme
 from coterie.data.settings import PartitionSettings
 from coterie.engine.session import recorded, resolved
@@ -27,6 +27,7 @@ from coterie.results.paper_metrics import best_layers
 from coterie.results.run import Run
 from coterie.storage.run_folder import read_settings
 
+_PHASES = {"preparation": 1, "min_round": 0, "first_round": 0}  # rounds that keep their share of a shorter run; least
 _LEAST = 2  # least samples of a client in a reduced protocol: one to train and one to test
 PAPERS = ("fedcpmd", "fedpc", "fedgmh", "ecs-fl", "sc-fpfl")
 
@@ -63,7 +64,8 @@ class Item:
     spread: str = ""  # name of the table's row or column of standard deviations over the other rows
     gain: Mapping[str, Any] = field(default_factory=dict)  # headline: `of` a row, mean `over` columns, as `printed`
     rivals: tuple[str, ...] = ()  # rows that the statistics `ahead_from` and `lead` compare the other rows with
-    gain_range: Mapping[str, Any] = field(default_factory=dict)  # gains of a `row` `over` others, as `printed` in words
+    gain_ranges: tuple[Mapping[str, Any], ...] = ()  # claims: gains of a `row` `over` others, as `printed` in words
+    one_run: str = ""  # column of a single run with the paper's protocol; empty: the first
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,15 @@ class Shrink:
         held = min((self.held or {}).get(data, original), original)
         return min(held, self.subset or held), original
 
-    def least(self, planned_data: str, data: str, planned: int) -> int:
-        """Return the least samples of a client: reduced in proportion to the paper's data set, not below _LEAST."""
+    def least(self, planned_data: str, data: str, planned: int, subset: int | str | None) -> int:
+        """Return the least samples of a client: reduced in proportion to the paper's samples, not below _LEAST.
+
+        `subset` is the part of its data set that the paper uses.
+        """
         original = self.samples(planned_data)[1]
+        wanted = min(original, subset_size(subset)) if subset else original
         used = self.samples(data)[0] or self.subset or original
-        return max(min(_LEAST, planned), planned * used // original) if used < original else planned
+        return max(min(_LEAST, planned), planned * used // wanted) if used < wanted else planned
 
 
 @cache
@@ -130,8 +136,10 @@ def _item(paper: str, name: str, body: dict[str, Any]) -> Item:
         body.get("misprints", {}), body.get("printed", name), body.get("axis", ""), body.get("axis_label", ""),
         tuple(body.get("figures", ())), body.get("reads_only", False), preset.get("seeds"),
         body.get("differs", {}), preset.get("images", {}),
-        {k: preset["protocol"][k] for k in preset["unstated"]}, body.get("spread", ""), body.get("gain", {}),
-        tuple(body.get("rivals", ())), body.get("gain_range", {}),
+        {**{k: preset["protocol"][k] for k in preset["unstated"]}, **preset.get("unstated_of_method", {}),
+         **body.get("unstated", {})},
+        body.get("spread", ""), body.get("gain", {}), tuple(body.get("rivals", ())), tuple(body.get("gain_ranges", ())),
+        body.get("one_run", ""),
     )  # fmt: skip
 
 
@@ -251,18 +259,23 @@ def cell(
     planned = int(given["rounds"])
     if shrink.rounds:
         given["rounds"] = shrink.rounds
-        if isinstance(given.get("preparation"), int):  # phases keep their share of a shorter run
-            given["preparation"] = max(1, round(given["preparation"] * shrink.rounds / planned))
+        for name, least in _PHASES.items():
+            if isinstance(given.get(name), int):
+                given[name] = max(least, round(given[name] * shrink.rounds / planned))
         given["eval_every"] = max(1, min(int(given.get("eval_every", 10)), shrink.rounds // 2))
+    planned_subset = given.get("subset")
     if shrink.subset:
         given["subset"] = smaller_subset(given.get("subset"), shrink.subset)
     size = given.get("min_size", PartitionSettings().min_size)
-    if (least := shrink.least(planned_data, given["data"], size)) < size:
+    if (least := shrink.least(planned_data, given["data"], size, planned_subset)) < size:
         given["min_size"] = least
         if least == _LEAST and parse_scheme(given["partition"]).name in ("dirichlet", "rotate"):
             given.setdefault("short", "fill")  # so few samples that hardly any draw gives every client two
+    changes = shrink.changes or {}
+    if "cluster_when" in changes:
+        given.pop("min_round", None)  # belongs to the paper's value
     try:
-        return settings(**{**given, **(shrink.changes or {})})
+        return settings(**{**given, **changes})
     except CoterieError as e:
         raise CoterieError(f"{it.paper} {it.name}, {row}: {e}") from e
 

@@ -171,22 +171,22 @@ def printed_verdicts(it: Item, table: pd.DataFrame) -> list[str]:
         rho = "not defined" if equal else f"{float(spearmanr(both['printed'], both['measured']).statistic):.2f}"
         won = f"{theirs} in the paper and here" if theirs == ours else f"{theirs} in the paper, {ours} here"
         out.append(f"{column}: rank correlation {rho} over {len(both)} methods; best: {won}")
-    return out + _gain_verdict(it, table)
+    return out + _gain_verdicts(it, table)
 
 
-def _gain_verdict(it: Item, table: pd.DataFrame) -> list[str]:
-    """Return the least and the largest gain of a row over other rows, beside those that the paper claims."""
-    if not it.gain_range:
-        return []
-    row, over, columns, claimed = (it.gain_range[k] for k in ("row", "over", "columns", "printed"))
+def _gain_verdicts(it: Item, table: pd.DataFrame) -> list[str]:
+    """Return for each claim the least and the largest gain of a row over those of the other rows that were run."""
     value = {(r["method"], r["column"]): float(r["measured"]) for _, r in table.iterrows()}
-    gains: list[float] = []
-    for column in columns:
-        others = [value[r, column] for r in over if (r, column) in value]
-        if others and (row, column) in value:
-            gains += paper_metrics.gain_range(value[row, column], others)
-    words = f"{row} minus {', '.join(over)}: {min(gains):+.2f} to {max(gains):+.2f} points" if gains else ""
-    return [f"{words} ({claimed} in the paper)"] if words else []
+    out = []
+    for claim in it.gain_ranges:
+        row = claim["row"]
+        pairs = [(r, c) for r in claim["over"] for c in claim["columns"] if {(row, c), (r, c)} <= value.keys()]
+        if pairs:
+            gains = [value[row, c] - value[r, c] for r, c in pairs]
+            others, columns = (", ".join(dict.fromkeys(names)) for names in zip(*pairs, strict=True))
+            words = f"{row} minus {others} at {columns}: {min(gains):+.2f} to {max(gains):+.2f} points"
+            out.append(f"{words} ({claim['printed']} in the paper)")
+    return out
 
 
 def _winners(both: pd.DataFrame, kind: str, lower: bool) -> str:

@@ -64,11 +64,13 @@ def count_cells(it: Item, seeds: Mapping[tuple[str, str], int], shrink: Shrink) 
     """Return how many printed cells of the whole table are measured at full size, at reduced size and not at all.
 
     `seeds` has the number of finished runs by row and column. At full size, a cell has the paper's data, samples,
-    clients and rounds, and as many seeds.
+    clients and rounds, and as many seeds. Without printed cells, the text says so.
     """
     whole = item(it.paper, it.name)
     wanted = {(r, c) for p, i, r, c in printed() if (p, i) == (it.paper, it.printed_as)}
     cells = [(r, c) for r in whole.rows for c in whole.columns if (r, c) in wanted]
+    if not cells:
+        return "the paper prints no numbers for this item"
     measured = [key for key in cells if seeds.get(key, 0)]
     full = sum(seeds[r, c] >= (it.seeds or 1) and _is_full_size(it, r, c, shrink) for r, c in measured)
     return (
@@ -114,7 +116,8 @@ def paper_run(
     paper = paper or paper_of(method)
     it, row = _first_item(paper, method)
     known = {c: cell(it, row, c, 0, Shrink()).data for c in it.columns}
-    column = next((c for c in it.columns if data in (None, c, known[c])), it.columns[0])
+    first = it.one_run or it.columns[0]
+    column = next((c for c in (first, *it.columns) if data in (None, c, known[c])), first)
     used = data if data is not None and data not in (column, known[column]) else known[column]
     changed = dict(changes or {})
     rounds, subset = changed.pop("rounds", None), changed.get("subset")

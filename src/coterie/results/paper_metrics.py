@@ -3,7 +3,7 @@
 Do not mix them in one table: they differ in model, data and round.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -95,9 +95,3 @@ def aun_rise(run: Run) -> float:
     aun, made = run.rounds["note/aun"].dropna(), clustering_round(run)
     around = [made - 1, made + 1]
     return float(aun[around[1]] / aun[around[0]]) if all(r in aun.index for r in around) else float("nan")
-
-
-def gain_range(own: float, others: Sequence[float]) -> tuple[float, float]:
-    """Return the smallest and the largest gain over other methods, such as "3 to 13 points"."""
-    gains = [own - value for value in others]
-    return min(gains), max(gains)

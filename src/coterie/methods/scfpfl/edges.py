@@ -68,6 +68,9 @@ class ClusterEdges(EdgeMethod):
         when = self.hp.cluster_when
         if when.startswith("round:") and int(when[6:]) > rounds:
             raise CoterieError(f"{self.card.title}: cluster_when = {when} is after the last of {rounds} rounds")
+        if when == "stationary" and (first := self.hp.min_round + 2) > rounds:  # one round after the trigger
+            few = f"min_round = {self.hp.min_round} lets clusters appear after round {first} at the earliest"
+            raise CoterieError(f"{self.card.title}: {few}, and the run has {rounds} rounds")
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """The model; in the round that ends with clusters also a question down and predictions up."""
