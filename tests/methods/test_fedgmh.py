@@ -251,12 +251,15 @@ def test_one_head_learns_from_all_pairs_in_one_step() -> None:
     assert torch.allclose(new[W][0], server["heads"][W][0] - w.grad, atol=1e-6)
 
 
-def test_feature_weight_samples_weighs_vectors_by_their_counts() -> None:
-    method = bind(FedGMH, {"feature_weight": "samples"})
+def test_weighting_by_samples_weighs_vectors_by_their_counts() -> None:
+    method = bind(FedGMH, weighting="samples")
     server, f = {**method.setup(), "heads": stack()}, torch.rand(2, D)
     weighed = method.aggregate(server, [sent(f[:1], [1], 0, [3]), sent(f[1:], [1], 1, [1])], 1)["heads"]
     repeated = bind(FedGMH).aggregate(server, [sent(f[[0, 0, 0, 1]], [1, 1, 1, 1])], 1)["heads"]
     assert all(torch.allclose(weighed[k], repeated[k], atol=1e-6) for k in repeated)
+    large = replace(sent(f[:1], [1], 0), samples=300)
+    alike = [bind(FedGMH).aggregate(server, [u, sent(f[1:], [1], 1)], 1)["heads"] for u in (large, sent(f[:1], [1]))]
+    assert same(*alike) and not same(alike[0], weighed) and FedGMH.weighting == "uniform"
 
 
 # ---- bytes, data and settings ----------------------------------------------------------------------------------------
@@ -285,7 +288,11 @@ def test_a_client_stores_its_model_and_a_mask_of_one_byte_per_entry_of_the_head(
     assert kilobytes(state["own"]) == pytest.approx(3431.79, abs=0.005)
     assert kilobytes(state["mask"]) == pytest.approx(5.01, abs=0.005)
     assert {k for k, v in state.items() if k not in ("own", "mask")} == {"labels", "joined"}
-    assert sizes(method, 100)[1] / 1024 / 3431.79 + 5.01 / 3431.79 == pytest.approx(0.5854, abs=2e-4)  # as printed
+    body = kilobytes(T.drop(state["own"], method.ctx.group("head").__contains__))
+    assert body == pytest.approx(3411.75, abs=0.005) and body / 3431.79 == pytest.approx(0.9942, abs=5e-5)
+    up, down = (n / 1024 for n in sizes(method, 100))  # of 100 labels, with the head of ten classes, as printed
+    assert up == pytest.approx(200.39, abs=0.005) and down == pytest.approx(2004, abs=0.5)
+    assert (down + 5.01) / 3431.79 == pytest.approx(0.5854, abs=2e-4)
 
 
 def test_download_all_and_counts_change_bytes_as_declared(tmp_path: Path) -> None:
@@ -294,7 +301,7 @@ def test_download_all_and_counts_change_bytes_as_declared(tmp_path: Path) -> Non
         a, b = own.runtime.states.get(i)["own"], everything.runtime.states.get(i)["own"]
         assert all(torch.allclose(a[k], b[k], atol=1e-5) for k in a)
     assert everything.bytes["device-cloud"]["down"] == {"heads": 3 * 5 * S * 4 * L}
-    assert sizes(bind(FedGMH, {"feature_weight": "samples"}), 2)[0] == 2 * (4 * D + 8)
+    assert sizes(bind(FedGMH, weighting="samples"), 2)[0] == 2 * (4 * D + 8)
     assert sizes(bind(FedGMHo), 2)[1] == 4 * L
 
 
@@ -419,7 +426,7 @@ def test_who_missed_round_0_trains_alone_until_its_labels_are_known(tmp_path: Pa
 
 
 def test_a_wrong_upload_is_refused() -> None:
-    method = bind(FedGMH, {"feature_weight": "samples"})
+    method = bind(FedGMH, weighting="samples")
     good = {
         "x:means": torch.rand(2, D), "x:labels": torch.tensor([0, 2], dtype=torch.int32),
         "x:counts": torch.tensor([4, 5], dtype=torch.int32),

@@ -36,14 +36,14 @@ DEVICES: dict[str, Any] = {
 }  # fmt: skip
 OTHER: dict[str, dict[str, Any]] = {
     "fedgmh": {
-        "reading": "code", "init": "independent", "feature_weight": "samples", "eta_h": 0.3, "server_steps": 2,
+        "reading": "code", "init": "independent", "eta_h": 0.3, "server_steps": 2,
         "server_batch": 1, "head_weight_decay": 0.1, "feature_norm": "l2", "score": "received", "heads": "one",
         "download": "all", "write": "whole", "beta": 0.2, "criticality": "square", "mask_scope": "tensor",
         "written": "others", "first_psi": "ones", "received_share": (0.3, {"write": "average"}),
         "decay_on": "participation",
     },
     "fedgmh-mended": {
-        "init": "independent", "feature_weight": "samples", "eta_h": 0.3, "server_steps": 2, "server_batch": 1,
+        "init": "independent", "eta_h": 0.3, "server_steps": 2, "server_batch": 1,
         "head_weight_decay": 0.1, "feature_norm": "l2", "received_share": 0.3,
     },
     "ecs-fl": {

@@ -11,7 +11,7 @@ from coterie.engine.session import recorded
 from coterie.errors import CoterieError
 from coterie.methods import BUILT_IN, READINGS, build_method, fields, find, method_names, resolve, unusual_reading
 from coterie.methods.restore import restored
-from coterie.methods.stored import RENAMED, use_of_0_1
+from coterie.methods.stored import RENAMED, run_settings_of_0_1
 from coterie.parts.readings import ReadingSettings
 from coterie.parts.variants import with_defaults
 
@@ -115,13 +115,18 @@ def test_a_method_has_only_settings_that_its_class_uses() -> None:
 
 def test_settings_of_version_0_1_find_the_class_that_does_the_same() -> None:
     gone = ("reading", "aggregation", "select", "distance_norm", "two_stage", "use")
-    assert use_of_0_1(ECSFL) == {"use": "best"} and use_of_0_1({**ECSFL, "reading": "paper"}) == {}
+    of_run = run_settings_of_0_1
+    assert of_run(ECSFL) == {"use": "best"} and of_run({**ECSFL, "reading": "paper"}) == {}
     assert restored("ecs-fl", ECSFL) == ("ecs-fl-mended", {k: v for k, v in ECSFL.items() if k not in gone})
     hybrid = {**ECSFL, "select": "nearest", "use": "received"}  # of the text's class, whatever the reading says
     name, kept = restored("ecs-fl", hybrid)
     assert name == "ecs-fl" and kept["two_stage"] is True
     with pytest.raises(CoterieError, match="no method of this version combines"):
         restored("ecs-fl", {**ECSFL, "select": "nearest"})
+    weighed = {"reading": "paper", "feature_weight": "samples"}
+    assert restored("fedgmh", weighed) == ("fedgmh", {"reading": "paper"})
+    assert of_run(weighed) == {"weighting": "samples"}
+    assert of_run({**weighed, "feature_weight": "uniform"}) == {"weighting": None}
 
 
 @pytest.mark.parametrize("name", READ)

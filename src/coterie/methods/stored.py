@@ -39,10 +39,15 @@ def names_today(name: str, reading: str | None) -> list[str]:
     return [mended, plain] if reading == "mended" else [plain, mended]
 
 
-def use_of_0_1(stored: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rule of use, a setting of the run today, that a method of version 0.1 had as its own setting."""
+def run_settings_of_0_1(stored: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return settings of the run that methods of version 0.1 had as their own: rule of use and FedGMH's weighting."""
     rule = {"own": "received"}.get(stored.get("score", ""), stored.get("use", stored.get("score")))
-    return {"use": rule} if rule in ("best", "received") and stored.get("reading") == "mended" else {}
+    out: dict[str, str | None] = {}
+    if rule in ("best", "received") and stored.get("reading") == "mended":
+        out["use"] = rule
+    if "feature_weight" in stored:  # FedGMH, which did not read the weighting of the run
+        out["weighting"] = "samples" if stored["feature_weight"] == "samples" else None
+    return out
 
 
 # Class: settings of version 0.1 that it has no longer, with the value that it acts on. All other settings of version

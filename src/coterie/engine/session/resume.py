@@ -16,7 +16,7 @@ from coterie.errors import CoterieError
 from coterie.methods import build_method as build_method
 from coterie.methods import fields
 from coterie.methods.restore import restored
-from coterie.methods.stored import names_today, use_of_0_1
+from coterie.methods.stored import names_today, run_settings_of_0_1
 from coterie.models.registry import options_of_0_1
 from coterie.runtimes.registry import canonical_runtime, runtime_kind
 from coterie.storage.run_folder import START, read_settings
@@ -101,7 +101,7 @@ def recorded(run: Mapping[str, Any], method: type[Method] | None = None) -> RunS
     if method is None and names_today(settings.method, None):
         stored = run.get("method", {}).get("settings", settings.settings)
         name, own = restored(settings.method, stored)
-        settings = settings.model_copy(update={"method": name, "settings": own, **use_of_0_1(stored)})
+        settings = settings.model_copy(update={"method": name, "settings": own, **run_settings_of_0_1(stored)})
     return resolved(settings, method)
 
 

@@ -32,6 +32,7 @@ class FeatureSender(Method):
 
     hp: FeatureSettings
     needs: ClassVar[tuple[str, ...]] = ("head", "classes")
+    weighting = "uniform"
     agree = "head"
     card = Card(
         title="FedGMH",
@@ -60,9 +61,13 @@ class FeatureSender(Method):
             entries[MEANS] = Entry(
                 ("labels", width), kind="prototype", part="prototypes", low=-bound, high=bound, optional=later
             )
-            if self.hp.feature_weight == "samples":
+            if self.counted():
                 entries[LABEL_COUNTS] = replace(counts("labels", "prototypes"), low=1, optional=later)
         return Schema(entries, {"labels": (1, classes)})
+
+    def counted(self) -> bool:
+        """True if clients send the number of samples behind each mean feature, which is then its weight."""
+        return (self.ctx.weighting or self.weighting) == "samples"
 
     def _heads(self, now: Moment | None) -> Schema:
         """What the server holds for the client's labels, once it knows these; or all of it."""
@@ -120,7 +125,7 @@ class FeatureSender(Method):
         """Return the mean of the features, equation (4), of each label, equation (5); Algorithm 2, line 8."""
         (value, mask), count = collect(lambda x: self.ctx.features(params, x), *data.train, data.classes)
         sent = {MEANS: value[mask], LABELS: labels_of(data)}
-        if self.hp.feature_weight == "samples":
+        if self.counted():
             sent[LABEL_COUNTS] = count[mask].int()
         return sent
 
@@ -136,9 +141,8 @@ class FeatureSender(Method):
             return {**server, "labels": labels}
         z, y = (torch.cat([u.tree[name] for u in uploads]) for name in (MEANS, LABELS))
         z = F.normalize(z, dim=-1) if self.hp.feature_norm == "l2" else z
-        sampled = self.hp.feature_weight == "samples"
-        weight = torch.cat([u.tree[LABEL_COUNTS] for u in uploads]).to(z) if sampled else torch.ones(len(z)).to(z)
-        return {"heads": self.step(server["heads"], z, y.long(), weight, uploads), "labels": labels}
+        weight = torch.cat([u.tree[LABEL_COUNTS] for u in uploads]) if self.counted() else torch.ones(len(z))
+        return {"heads": self.step(server["heads"], z, y.long(), weight.to(z), uploads), "labels": labels}
 
     def step(self, heads: Tree, z: Tensor, y: Tensor, weight: Tensor, uploads: Sequence[Upload]) -> Tree:
         """Return the heads trained on features z [v, d] of labels y [v] with weights [v], sorted as the uploads."""

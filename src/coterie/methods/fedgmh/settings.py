@@ -16,9 +16,6 @@ class FeatureSettings(Settings):
     init: Literal["shared", "independent"] = Field(
         "shared", description="whether clients and heads start from the same random model, or each from its own"
     )
-    feature_weight: Literal["uniform", "samples"] = Field(
-        "uniform", description="weights of received features; samples: counts are sent too"
-    )
     eta_h: float = Field(1.0, gt=0, description="learning rate of the server's heads")
     server_steps: int = Field(1, ge=0, description="passes of the server over the received features per round")
     server_batch: int = Field(0, ge=0, description="features per step of one head; 0: all")
@@ -27,7 +24,7 @@ class FeatureSettings(Settings):
 
     def server_rule(self) -> tuple[str, bool, str]:
         """Return when the settings of the server's training have an effect (parts/idle_settings.py)."""
-        names = "eta_h server_batch head_weight_decay feature_norm feature_weight"
+        names = "eta_h server_batch head_weight_decay feature_norm"
         return names, self.server_steps > 0, "server_steps is above 0"
 
 

@@ -4,6 +4,10 @@ The server keeps one complete head per label and trains head s only on mean feat
 interfere. A client downloads the heads of its labels, mixes them by its label shares and writes the mix into those
 entries of its own head that its last training found critical. Extractors stay private and are never averaged.
 
+- All clients and all heads start from one random model, because the features of different extractors have no common
+  coordinates. Algorithm 2 can be read as one draw for each (`init = independent`).
+- A client has no mask before its first participation, which is therefore plain local training.
+- Algorithm 2 broadcasts all heads; the text sends a client those of its labels, as here (`download = all`: all).
 - The paper does not say how the server learns a client's labels: here round 0 sends them (4 bytes each, counted). A
   client that misses round 0 is sent no heads until its first upload names its labels.
 - If data change during the run, clients are sent all heads, so that a new label has its head at once (section 2.3.5).
