@@ -81,7 +81,10 @@ PC: Settings = {
     "partition": "dirichlet(0.3)", "pool": "train", "official": True, "val_share": 0, "clients": 20, "join": 1.0,
     "rounds": 20, "epochs": 2, "lr": 0.02, "momentum": 0.9, "final_trained": True,
 }  # fmt: skip
-GMH: Settings = {"clients": 40, "join": 0.5, "rounds": 30, "epochs": 2, "batch": 50, "lr": 0.05, "subset": 6000}
+GMH: Settings = {
+    "clients": 40, "join": 0.5, "rounds": 30, "epochs": 2, "batch": 50, "lr": 0.05, "subset": 6000,
+    "exdir_cap": True, "exdir_min_holders": None,
+}  # fmt: skip
 ECS: Settings = {"clients": 100, "join": 0.1, "rounds": 25, "epochs": 2, "lr": 0.05, "val_share": 0, "subset": 5000}
 SC: Settings = {
     "subset": 2400, "clients": 12, "join": 1.0, "rounds": 20, "epochs": 5, "lr": 0.05, "public": 200, "val_share": 0.2,
@@ -99,8 +102,12 @@ EXPERIMENTS: dict[str, Experiment] = {
     "fedpc-tenth": Experiment(
         "fmnist", {**PC, "subset": 6000, "join": 0.1, "rounds": 100}, FEDPC, (1,), "lenet5-nobn", "fedpc", scores=True
     ),
-    "fedgmh-0.5": Experiment("mnist", {**GMH, "partition": "exdir(2,0.5)"}, FEDGMH, (0, 1, 2), "lenet5-nobn", "fedgmh"),
-    "fedgmh-5": Experiment("mnist", {**GMH, "partition": "exdir(2,5)"}, FEDGMH, (0, 1, 2), "lenet5-nobn", "fedgmh"),
+    **{
+        f"fedgmh-{alpha}": Experiment(
+            "mnist", {**GMH, "partition": f"exdir(2,{alpha})"}, FEDGMH, (0, 1, 2), "lenet5-nobn", "fedgmh-mended"
+        )
+        for alpha in ("0.5", "5")
+    },
     "ecs-fl-shards": Experiment(
         "fmnist", {**ECS, "partition": "shards(2)"}, ECSFL, (0, 1, 2), "lenet5-nobn", "ecs-fl-mended", "global"
     ),
@@ -127,7 +134,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "cifar10", {**PC, "subset": 10_000, "rounds": 30}, FEDPC, (1,), "lenet5-nobn", "fedpc", scores=True
     ),
     "fedgmh-cifar10": Experiment(
-        "cifar10", {**GMH, "partition": "exdir(2,0.5)", "subset": 10_000}, FEDGMH, (0,), "lenet5-nobn", "fedgmh"
+        "cifar10", {**GMH, "partition": "exdir(2,0.5)", "subset": 10_000}, FEDGMH, (0,), "lenet5-nobn", "fedgmh-mended"
     ),
 }  # fmt: skip
 
