@@ -4,20 +4,18 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-import torch
 from pydantic import BaseModel
 
+from coterie.cli.payload_table import payload_rows
 from coterie.cli.traffic import declared
 from coterie.cli.words import FAMILIES, bounds_words, parents, type_words
 from coterie.config import Engine, RunSettings, settings
-from coterie.core.edges import EdgeMethod
 from coterie.core.method import Context, Method
-from coterie.core.schema import LARGEST_ENTRY, LINKS, Entry, Link, Schema
-from coterie.core.tree import Tree
 from coterie.data.arrays import from_arrays
 from coterie.data.catalogue import DATASETS
 from coterie.data.settings import PartitionSettings
@@ -50,14 +48,6 @@ SETTINGS_TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
 COUNT = re.compile(r"(<!-- count ([\w ]+) -->)\d*<!-- end -->")
 NAMES = re.compile(r"(<!-- names -->).*?<!-- end -->", flags=re.S)
 MODEL = "lenet5"
-LINK_WORDS: dict[Link, str] = {
-    "up": "device to server",
-    "down": "server to device",
-    "edge_up": "edge to cloud",
-    "edge_down": "cloud to edge",
-}
-AS_MODEL, SOME_VALUES = "as in the model", "some of its values, as a vector"
-PLAIN_LINKS: tuple[Link, ...] = ("up", "down")  # of methods without edges
 
 
 def methods() -> dict[str, type[Method]]:
@@ -146,60 +136,17 @@ def _cost(m: type[Method]) -> str:
 def payload_table(m: type[Method]) -> str:
     """All entries that may cross a link, by the method's general schema."""
     method = m()
-    method.ctx = context = _context()
-    links = LINKS if isinstance(method, EdgeMethod) else PLAIN_LINKS
+    method.ctx = _context()
     try:
         method.check()
-        schemas = {link: method.schema(link) for link in links}
+        rows = payload_rows(method)
     except (CoterieError, KeyError) as e:
         return f"The default settings do not fit `{MODEL}`: {_escape(str(e))}."
     lines = [f"For `{MODEL}` on 28x28 grey pictures with 10 classes. What is not listed cannot cross.", ""]
-    lines += ["| link | entry | shape | type | kind | heading | may be summed | when |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
-    for link, schema in schemas.items():
-        for row in _entries(schema, context.w0) or [("nothing", *[""] * 6)]:
-            lines.append("| " + " | ".join(_cell(c) for c in (LINK_WORDS[link], *row)) + " |")
+    lines += ["| link | entry | shape | type | kind | heading | may be summed | when | bytes at most |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    lines += ["| " + " | ".join(_cell(str(c)) for c in astuple(row)) + " |" for row in rows]
     return "\n".join(lines)
-
-
-def _entries(schema: Schema, model: Tree) -> list[tuple[str, ...]]:
-    """Rows of the table; entries of the model that differ in name and shape only share one."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for name, entry in schema.entries.items():
-        mark, _, plain = name.rpartition(":")
-        shape = " x ".join(map(str, entry.shape)) or "one number"
-        if plain in model and entry.shape == tuple(model[plain].shape):
-            shape = AS_MODEL
-        elif name in model and schema.lengths.get(shape, (0, 0))[1] == model[name].numel():
-            shape = SOME_VALUES
-        of_model = shape in (AS_MODEL, SOME_VALUES)
-        summed, when = "yes" if entry.summable else "no", "not always" if entry.optional else "always"
-        key = (mark if of_model else name, shape, _range(entry), entry.kind, entry.part, summed, when)
-        rows.setdefault(key, []).append(plain if of_model else name)
-    found = []
-    for (mark, shape, *rest), names in rows.items():
-        of_model = shape in (AS_MODEL, SOME_VALUES)
-        found.append((_names(mark, names, len(model)) if of_model else f"`{mark}`", shape, *rest))
-    return found
-
-
-def _names(mark: str, names: list[str], model: int) -> str:
-    """Entries of the model, with the mark before their names if they have one."""
-    if len(names) == model:
-        text = "all entries of the model"
-    elif len(names) <= 4:
-        text = ", ".join(f"`{n}`" for n in names)
-    else:
-        text = f"{len(names)} of the model's {model} entries, `{names[0]}` to `{names[-1]}`"
-    return f"`{mark}:` {text}" if mark else text
-
-
-def _range(entry: Entry) -> str:
-    text = str(entry.dtype).removeprefix("torch.")
-    if entry.dtype != torch.bool and (entry.low > -LARGEST_ENTRY or entry.high < LARGEST_ENTRY):
-        low, high = (f"{v:g}" if abs(v) < LARGEST_ENTRY else "any" for v in (entry.low, entry.high))
-        text += f", {low} to {high}" if high != "any" else f", {low} or more"
-    return text + (", no value twice" if entry.distinct else "") + (", NaN: absent" if entry.nan else "")
 
 
 def settings_table(name: str) -> str:

@@ -1,8 +1,17 @@
 """Every registered method passes the common battery; its variants and the dearest checks run in `make test-all`."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 
+from coterie.core import tree as T
+from coterie.core.context import ClientData, State
+from coterie.core.method import Method, Moment, Trained, Upload
+from coterie.core.schema import Entry, Link, Schema
 from coterie.methods import method_names
+from coterie.methods.fedavg import FedAvg
+from coterie.methods.fedrod import FedRoD
 from coterie.testing import CHECKS, check
 from support.methods import METHODS
 
@@ -12,6 +21,7 @@ DEAR = (
     "permuting_ids_permutes_results",
     "numbers_are_learned_or_refused",
     "a_newcomer_gets_a_model",
+    "label_information_is_declared",
 )
 TRAINED = (
     "fedavg", "fedrep", "ditto", "ifca", "fedproto", "apfl", "scaffold", "autopilot",
@@ -31,3 +41,30 @@ CASES = [pytest.param(m, name, marks=marks(m, name), id=f"{m}-{name}") for m in 
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_battery(method: str, name: str) -> None:
     check(method, name)
+
+
+class _Undeclared(FedRoD):
+    """FedRoD, which sends the rows of absent classes back unchanged, with the schema of a plain model."""
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        return self.model_schema
+
+
+class _Counts(FedAvg):
+    """FedAvg that also sends numbers of samples per class, declared as a statistic."""
+
+    def schema(self, link: Link, now: Moment | None = None) -> Schema:
+        return self.model_schema | Schema({"x:n": Entry((10,), kind="statistic", part="n")} if link == "up" else {})
+
+    def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
+        state, upload = super().end(state, trained, data, round)
+        return state, Upload({**upload.tree, "x:n": data.label_counts.float()})
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
+        return super().aggregate(server, [replace(u, tree=T.drop(u.tree, "x:n".__eq__)) for u in uploads], round)
+
+
+@pytest.mark.parametrize(("method", "way"), [(_Undeclared, "rows that came back unchanged"), (_Counts, "counts")])
+def test_label_information_under_another_name_is_found(method: type[Method], way: str) -> None:
+    with pytest.raises(AssertionError, match=f"shows which classes a client has .*{way}"):
+        check(method, "label_information_is_declared")

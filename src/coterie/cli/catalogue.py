@@ -238,14 +238,23 @@ def show(
         "source": source(m),
     } | ({"variants": ", ".join(related)} if related else {})
     fields = _fields(m.Settings)
+    payloads = _payloads(method)
     if as_json:
         about = {"name": method, "title": card.title, "paper": card.paper, "idea": text, **facts}
-        typer.echo(json.dumps({**about, "settings": fields}, default=str))
+        typer.echo(json.dumps({**about, "settings": fields, "payloads": payloads}, default=str))
         return
     console.print(f"[bold]{escape(card.title)}[/bold] ({escape(card.paper)})", highlight=False)
     console.print(f"\n{text}\n", markup=False, highlight=False)
     for name, words in facts.items():
         console.print(f"{name + ':':10} {words}", markup=False, highlight=False)
+    if payloads:
+        console.print("\nwhat crosses a link, with the default model on digits; what is not listed cannot cross")
+        table = Table()
+        for name in payloads[0]:
+            table.add_column(name, justify="right" if name == "bytes" else "left")
+        for row in payloads:
+            table.add_row(*(escape(f"{v:,}" if isinstance(v, int) else v.replace("`", "")) for v in row.values()))
+        console.print(table)
     if not fields:
         console.print("\nno settings of its own; `coterie run --help` shows those of every run")
         return
@@ -259,6 +268,18 @@ def show(
     console.print(table)
     if issubclass(m.Settings, ReadingSettings):
         console.print(_readings(m.Settings))
+
+
+def _payloads(method: str) -> list[dict[str, Any]]:
+    """Return the entries that may cross a link, for the default model; nothing if the method does not fit it."""
+    from dataclasses import asdict
+
+    from coterie.cli.payload_table import payload_rows
+    from coterie.cli.traffic import Traffic
+
+    bound = Traffic(None, "digits", None).bound(method)
+    shown = ("link", "entry", "shape", "type", "kind", "bytes")
+    return [] if bound is None else [{k: asdict(row)[k] for k in shown} for row in payload_rows(bound)]
 
 
 def _equations(method: str, as_json: bool) -> None:

@@ -41,15 +41,23 @@ class Traffic:
         n = sum(self._session.method.ctx.w0[k].numel() for k in self._session.method.ctx.net.trainable)
         return f"{self._model or 'the default model'} ({n:,} parameters)"
 
-    def of(self, name: str) -> tuple[str, str]:
-        """Return the KB up and down of `declared`; a dash if the method does not fit the model or the data."""
+    def bound(self, name: str) -> Method | None:
+        """Return a method with its default settings and a context; None if it does not fit the model or the data."""
         method = find(name)()
         method.ctx = (self._normed if "bn" in method.needs and not self._model else self._session).method.ctx
         try:
             method.check()
-            up, down = declared(method)
+            method.schema("up")
         except (CoterieError, KeyError):
+            return None
+        return method
+
+    def of(self, name: str) -> tuple[str, str]:
+        """Return the KB up and down of `declared`; a dash if the method does not fit the model or the data."""
+        method = self.bound(name)
+        if method is None:
             return "-", "-"
+        up, down = declared(method)
         return f"{up / 1024:.1f}", f"{down / 1024:.1f}"
 
 

@@ -32,8 +32,8 @@ class NonFiniteError(CoterieError):
 class Entry:
     """One tensor of a payload.
 
-    A length given as a word ("labels") is chosen by the sender, is the same for all entries of the payload that use the
-    word, and lies within the schema's `lengths`.
+    A length given as a word is chosen by the sender, is the same for all entries of the payload that use the word, and
+    lies within the schema's `lengths`. The word "labels" is the number of classes that the sender has.
     """
 
     shape: tuple[int | str, ...]
@@ -47,6 +47,13 @@ class Entry:
     optional: bool = False
     summable: bool = False  # True if a weighted sum over clients is meaningful
     counted: bool = False  # numbers of samples, together at most as many as the sender has
+    shows_labels: bool = False  # True if its values show which classes the sender has
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Everything that the entry is: label information too if its values or its length show the sender's classes."""
+        shows = self.shows_labels or "labels" in self.shape
+        return (self.kind, "label information") if shows and self.kind != "label information" else (self.kind,)
 
     def size(self, lengths: Mapping[str, int]) -> int:
         """Return the bytes on the wire, with these lengths for its words; booleans are one bit each."""

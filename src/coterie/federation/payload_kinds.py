@@ -66,10 +66,13 @@ def of_reply(method: Method, reply: object) -> BytesByKind:
 
 
 def _of_tree(schema: Schema, tree: Tree) -> BytesByKind:
-    """Return the bytes of a tree; entries that the schema does not declare are of kind "undeclared"."""
+    """Return the bytes of a tree; entries that the schema does not declare are of kind "undeclared".
+
+    An entry that also shows labels has both kinds as its key.
+    """
     sizes: BytesByKind = {}
     for name, v in tree.items():
-        kind = schema.entries[name].kind if name in schema.entries else "undeclared"
+        kind = " and ".join(schema.entries[name].kinds) if name in schema.entries else "undeclared"
         sizes[kind] = sizes.get(kind, 0) + value_bytes(v.numel(), v.dtype)
     return sizes
 

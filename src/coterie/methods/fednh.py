@@ -56,7 +56,8 @@ class FedNH(Method):
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """The body and, instead of the head's weight, unit rows: prototypes down, mean directions up."""
         classes, part = self.ctx.classes, "prototypes"
-        rows = Entry((classes, self.ctx.net.width), kind="prototype", part=part, low=-UNIT, high=UNIT)
+        shape = (classes, self.ctx.net.width)
+        rows = Entry(shape, kind="prototype", part=part, low=-UNIT, high=UNIT, shows_labels=link == "up")
         entries = {**like(self._body()), self._weight: rows}
         if self.hp.learn_scale:
             entries[SCALE] = Entry((), summable=True)

@@ -7,6 +7,8 @@ a newcomer has one at once; its hidden width is our choice.
 The personal head starts as a copy of the generic one. Absent classes count as 1e-12 samples.
 """
 
+from dataclasses import replace
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -39,8 +41,15 @@ class FedRoD(Method):
         return T.is_tagged("p", name)
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The model with its generic head and, with `hyper`, the network that makes personal heads travel both ways."""
-        return self.model_schema | Schema(like(self._hyper_net(), part="hyper-network"))
+        """The model with its generic head and, with `hyper`, the network that makes personal heads travel both ways.
+
+        The balanced softmax leaves the head's rows of absent classes as they were, so an upload shows the labels.
+        """
+        model = self.model_schema
+        head = {
+            k: replace(e, shows_labels=link == "up") for k, e in model.entries.items() if k in self.ctx.group("head")
+        }
+        return model | Schema(head) | Schema(like(self._hyper_net(), part="hyper-network"))
 
     def _second_head(self) -> Tree:
         return T.tag("p", T.keep(self.ctx.w0, lambda k: k in self.ctx.group("head")))

@@ -54,10 +54,10 @@ class PFedFDA(Method):
         return name in self.ctx.group("head")
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The body with class means and covariance travels both ways."""
-        d, part = self.ctx.net.width, "gaussians"
+        """The body with class means and covariance travels both ways; means of absent classes come back unchanged."""
+        d, part, labels = self.ctx.net.width, "gaussians", link == "up"
         gaussians = {
-            CLASS_MEANS: Entry((self.ctx.classes, d), kind="prototype", part=part, summable=True),
+            CLASS_MEANS: Entry((self.ctx.classes, d), kind="prototype", part=part, summable=True, shows_labels=labels),
             COVARIANCE: Entry((d, d), kind="statistic", part=part, summable=True),
         }
         return self.model_schema | Schema(gaussians)

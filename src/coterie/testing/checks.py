@@ -20,7 +20,7 @@ from coterie.engine import codec
 from coterie.engine.edge_steps import merge, preview, relay
 from coterie.engine.loop import Loop
 from coterie.engine.messages import TrainAnswer, TrainRequest
-from coterie.engine.round import RoundAnswers, close, receive
+from coterie.engine.round import RoundAnswers, RoundPlan, close, receive
 from coterie.engine.session import Callbacks, Objects
 from coterie.errors import CoterieError
 from coterie.methods import build_method, find
@@ -286,6 +286,64 @@ def _contains(sent: Tensor, own: Tensor) -> bool:
     return bool(sent_too.float().mean() > 0.9) and len(torch.unique(own)) > 4
 
 
+def label_information_is_declared(bench: Bench, tmp: Path) -> None:
+    """Look for the labels of clients in their uploads; an entry that shows them is declared as label information.
+
+    A server can read a client's classes from rows that came back as they were sent, from rows without values, from
+    lengths, and from numbers that are counts, shares or ids. An entry shows labels if one of these ways is right for
+    every client that lacks a class.
+    """
+    session = bench.session(partition="dirichlet(0.1)", join=1.0, watch=False, eval_every=100, final_trained=False)
+    counts = torch.as_tensor(np.asarray(session.federation.label_counts("train")))
+    found: dict[str, list[set[str]]] = {}
+    undeclared = set[str]()
+    loop = open_loop(session, tmp)
+    run, train, requests = loop.runtime.run, loop.runtime.train, dict[ClientId, TrainRequest]()
+
+    def keep_requests(asked: Sequence[TrainRequest]) -> Replies[TrainAnswer]:
+        requests.update({r.client: r for r in asked})
+        return train(asked)
+
+    def keep_answers(plan: RoundPlan) -> RoundAnswers:
+        answers = run(plan)
+        for i, answer in answers.trained.items():
+            if bool((counts[i] > 0).all()):
+                continue  # A client with all classes shows nothing.
+            entries = session.method.schema("up", Moment(loop.server, i, plan.round)).entries
+            for name, sent in answer.upload.items():
+                found.setdefault(name, []).append(_ways_to_labels(sent, requests[i].download.get(name), counts[i]))
+                if "label information" not in entries[name].kinds:
+                    undeclared.add(name)
+        return answers
+
+    loop.runtime.train, loop.runtime.run = keep_requests, keep_answers  # type: ignore[method-assign, assignment]
+    loop.run()
+    close_loop(loop)
+    for name, ways in found.items():
+        always = set.intersection(*ways)
+        assert not (always and name in undeclared), (
+            f"{name} shows which classes a client has ({min(always)}); declare it with shows_labels=True in the schema"
+        )
+
+
+def _ways_to_labels(sent: Tensor, received: Tensor | None, counts: Tensor) -> set[str]:
+    """Return the ways in which an entry shows the classes of its sender, given its true counts per class."""
+    ways, present = set[str](), counts > 0
+    if sent.ndim and len(sent) == len(counts):
+        rows = sent.reshape(len(sent), -1)
+        if received is not None and received.shape == sent.shape:
+            same = (rows == received.reshape(len(sent), -1)).all(1)
+            ways |= {"rows that came back unchanged"} if torch.equal(same, ~present) else set()
+        empty = (rows == 0).all(1) | rows.isnan().all(1)
+        ways |= {"rows without values"} if torch.equal(empty, ~present) else set()
+        if rows.shape[1] == 1 and float(total := rows.double().sum()):
+            share = counts / counts.sum()
+            ways |= {"counts"} if torch.allclose(rows[:, 0].double() / total, share.double(), atol=1e-6) else set()
+    elif sent.ndim and len(sent) == int(present.sum()):
+        ways.add("its length")
+    return ways
+
+
 def hooks_do_not_change_what_they_are_given(bench: Bench, tmp: Path) -> None:
     changed = standard(bench).changed
     assert not changed, f"{changed[0]} changed one of its arguments"
@@ -390,6 +448,7 @@ CHECKS: dict[str, Callable[[Bench, Path], None]] = {
         payload_is_what_is_declared,
         a_spoiled_upload_is_refused,
         nothing_private_is_uploaded,
+        label_information_is_declared,
         hooks_do_not_change_what_they_are_given,
         use_of_planned_rounds_is_declared,
         state_survives_the_codec,

@@ -217,7 +217,7 @@ class Allow:
         up, down = method.schema("up"), method.schema("down")
         for name, entry in up.entries.items():
             if not entry.optional and not up.may_be_empty:
-                self._check_entry(name, entry.kind)
+                self._check_entry(name, entry.kinds)
         for verb, schema, allowed in (("sends", up, self.bytes_up), ("receives", down, self.bytes_down)):
             if (size := _smallest_bytes(schema)) > allowed:
                 raise CoterieError(
@@ -245,13 +245,14 @@ class Allow:
         """Raise CoterieError if an answer contains entries or scores that may not leave."""
         for name in upload:
             entry = up.entries.get(name)
-            self._check_entry(name, "unknown" if entry is None else entry.kind)
+            self._check_entry(name, ("unknown",) if entry is None else entry.kinds)
         if "scores" in sizes and "scores" not in self.kinds:
             raise CoterieError('this host does not let "scores" leave')
 
-    def _check_entry(self, name: str, kind: str) -> None:
-        if kind not in self.kinds:
-            raise CoterieError(f'this host does not let "{kind}" leave, which the method sends ({name})')
+    def _check_entry(self, name: str, kinds: Iterable[str]) -> None:
+        for kind in kinds:
+            if kind not in self.kinds:
+                raise CoterieError(f'this host does not let "{kind}" leave, which the method sends ({name})')
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.entries):
             raise CoterieError(f'this host does not let the entry "{name}" leave, which the method sends')
 

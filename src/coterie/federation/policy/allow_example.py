@@ -21,7 +21,7 @@ def example_policy(name: str) -> str:
     session = prepare(settings(key, data="digits", **given))
     method = session.method
     up, down = method.schema("up"), method.schema("down")
-    kinds = [*sorted({e.kind for e in up.entries.values()}), "scores"]
+    kinds = [*sorted({kind for e in up.entries.values() for kind in e.kinds}), "scores"]
     epochs = max(
         count_epochs(method, phases, _SAMPLES) for phases in (method.phases(1), method.phases(2), method.adapt())
     )
