@@ -17,7 +17,8 @@ SRC = Path(coterie.__file__).parent
 # From the ground up: a room imports only rooms of earlier lines. The longest prefix of a module's name is its room.
 ROOMS = [
     ["errors", "core.rng", "core.tree", "core.views", "train.native", "engine.provenance"],
-    ["core.schema", "core.states", "storage.atomic", "engine.ledger"],
+    ["core.schema", "core.states", "core.calls", "storage.atomic", "engine.ledger"],
+    ["core.schedules", "train.optimisers"],
     ["engine.codec", "core.tasks"],
     ["core.layers"],
     ["core.net"],

@@ -35,6 +35,7 @@ from coterie.results.grid import Cell, SweepStatus, sweep
 from coterie.results.run import Run
 from coterie.results.search import Budget, Sampler, Tuning, make_trials, search
 from coterie.storage.run_folder import fresh_folder
+from coterie.train.optimisers import named_optimiser
 
 DataFunction = Callable[[], Dataset]
 log = logging.getLogger("coterie")
@@ -76,13 +77,13 @@ def run(
     """
     default = isinstance(data, str) and not data
     names, objects = _named("digits" if default else data, model)
-    how = _engine(more)
+    how, functions = _engine(more), _own_functions(more)
     if as_in_paper:
         given = {**more, **({} if model is None else {"model": names["model"]})}
         chosen = _paper_settings(method, as_in_paper, None if default else names["data"], given, how, callbacks)
     else:
         chosen = settings(**{**more, "method": method, **names})
-    objects = replace(objects, method=None if isinstance(method, str) else method)
+    objects = replace(objects, method=None if isinstance(method, str) else method, functions=functions)
     session = prepare(chosen, how, objects, start=initial_values(chosen))
     for sentence in session.automatic_choices():
         _checked(callbacks).on_info(sentence)
@@ -115,6 +116,7 @@ def resume(
     method: type[Method] | None = None,
     data: Dataset | DataFunction | None = None,
     model: nn.Module | Factory | None = None,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
     on_round: OnRound = (),
     track: str | None = None,
     callbacks: Callbacks | None = None,
@@ -123,13 +125,15 @@ def resume(
     """Resume an interrupted run; the result is bit-identical to that of an uninterrupted one.
 
     More `rounds` extend the run; `from_round` goes back to the checkpoint of a round, if it is still kept. Your own
-    method, data function or model is imported by its name if possible; otherwise pass the same object again. `how`
-    takes the options of `run` about how a run is computed, such as `workers`.
+    method, data function or model is imported by its name if possible; otherwise pass the same object again, and your
+    own functions by setting, such as functions={"optimizer": make}. `how` takes the options of `run` about how a run is
+    computed, such as `workers`.
     """
     folder, engine = _folder(path), _engine(how)
     for name in how:
         raise unknown("option", name, [*Engine.model_fields, *inspect.signature(resume).parameters])
-    session = rebuild(folder, engine, _objects(method, data, model), rounds)
+    objects = replace(_objects(method, data, model), functions=dict(functions or {}))
+    session = rebuild(folder, engine, objects, rounds)
     return _execute(session, folder, on_round, track, callbacks, resume=True, from_round=from_round)
 
 
@@ -292,6 +296,7 @@ def tune(
     trials. `more` takes settings, and `workers` and `data_dir` as in `run`.
     """
     names, objects = _named(data, model)
+    objects = replace(objects, functions=_own_functions(more))
     how = _engine(more, "workers", "data_dir")
     limits = Budget(eta, budget, minutes, trials)
     chosen: list[str | type[Method]] = [methods] if isinstance(methods, str | type) else list(methods)
@@ -324,6 +329,7 @@ def comparison_cells(
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise CoterieError(f"methods = {methods!r} is invalid: compare takes a list of methods")
     more = _with_one_rule_of_use(more)
+    objects = replace(objects, functions=_own_functions(more))
     for k, instead in (("method", "a list of methods"), ("seed", "seeds")):
         if k in more:
             raise CoterieError(f"compare takes {instead}; leave out {k}")
@@ -473,6 +479,23 @@ def _named(
     }
     own = data if isinstance(data, Dataset) else None
     return names, Objects(None, own, None if isinstance(model, str) else model, source)
+
+
+_FUNCTIONS = ("optimizer",)  # settings that may be functions of the user
+
+
+def _own_functions(more: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Return the functions of the user among the settings; in the settings their names take their places."""
+    found = {k: v for k, v in more.items() if k in _FUNCTIONS and v is not None and not isinstance(v, str)}
+    for name, function in [*found.items()]:
+        if name == "optimizer" and (text := named_optimiser(function)) is not None:
+            more[name] = text
+            del found[name]
+        elif not callable(function) or not hasattr(function, "__qualname__"):
+            raise CoterieError(f"{name} = {function!r} is invalid: it must be a name, a class or a function")
+        else:
+            more[name] = origin(function)
+    return found
 
 
 def _path(given: str | Path | None) -> Path | None:

@@ -2,12 +2,14 @@
 
 import tomllib
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from coterie.core.method import Method
+from coterie.core.schedules import check_schedule
 from coterie.core.tasks import task_name
 from coterie.core.views import Use, View
 from coterie.data.dataset import SUBSET
@@ -17,6 +19,7 @@ from coterie.data.timeline import read_timeline
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build_method, find, resolve, validation_sentence
 from coterie.runtimes.registry import canonical_runtime
+from coterie.train.optimisers import check_optimiser
 
 PUBLIC = 200  # default number of unlabelled items that are set aside for a method that needs them
 LARGEST_RATE = 1e6  # largest rate or number of epochs; larger values are typing errors
@@ -48,10 +51,31 @@ class RunSettings(BaseModel):
     batch: int = Field(32, ge=1, le=2**31, description="batch size of local training")
     lr: float = Field(0.05, gt=0, le=LARGEST_RATE, description="learning rate of local training")
     lr_decay: float = Field(1.0, gt=0, le=1, description="factor by which lr is multiplied after every round")
-    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="optimiser of local training")
+    lr_rounds: Annotated[str, AfterValidator(partial(check_schedule, "lr_rounds"))] | None = Field(
+        None,
+        description="schedule of lr over the rounds: step(every, factor), exponential(factor), cosine(end), "
+        "linear(end), warmup(count, start), or several joined by +, whose factors are multiplied; empty: constant",
+    )
+    lr_steps: Annotated[str, AfterValidator(partial(check_schedule, "lr_steps"))] | None = Field(
+        None, description="the same over the steps of each phase of local training; empty: constant"
+    )
+    local_steps: int | None = Field(
+        None, ge=1, le=10**9, description="steps of local training per round, instead of epochs; empty: epochs"
+    )
+    optimizer: Annotated[str, AfterValidator(check_optimiser)] = Field(
+        "sgd",
+        description="optimiser of local training: a name of torch.optim in any spelling, with options, such as "
+        "adamw(betas=(0.9, 0.99)), or package.module:function",
+    )
+    grad_clip: float | None = Field(
+        None, gt=0, le=LARGEST_RATE, description="largest norm of a gradient in local training; empty: not clipped"
+    )
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd")
     weight_decay: float = Field(
-        0.0, ge=0, le=LARGEST_RATE, description="L2 penalty (sgd, adam) or decoupled decay (adamw)"
+        0.0,
+        ge=0,
+        le=LARGEST_RATE,
+        description="weight decay, as the optimiser defines it: an L2 penalty (sgd, adam) or decoupled (adamw)",
     )
     opt_state: Literal["reset", "keep"] = Field(
         "reset", description="keep: a client's momentum or Adam moments carry over to its next round"
@@ -113,11 +137,6 @@ class RunSettings(BaseModel):
             if name not in cls.model_fields:
                 raise unknown("setting", str(name), cls.model_fields)
         return given
-
-    @field_validator("optimizer", mode="before")
-    @classmethod
-    def _optimizer(cls, given: Any) -> Any:
-        return given.lower() if isinstance(given, str) else given
 
     @field_validator("task")
     @classmethod
@@ -190,10 +209,12 @@ def settings(method: str | type[Method], **given: Any) -> RunSettings:
         chosen = RunSettings(method=name, settings=own, federation=PartitionSettings(**fed), **run)
     except ValidationError as e:
         raise CoterieError(validation_sentence("settings", e)) from None
-    if chosen.momentum and chosen.optimizer != "sgd":
+    if chosen.momentum and chosen.optimizer.partition("(")[0] != "sgd":
         raise CoterieError(
             f"momentum = {chosen.momentum} has no effect with optimizer = {chosen.optimizer}; leave it out"
         )
+    if chosen.local_steps is not None and "epochs" in run:
+        raise CoterieError(f"local_steps = {chosen.local_steps} takes the place of epochs; leave one of them out")
     return chosen
 
 

@@ -168,8 +168,7 @@ class World:
     def batches(
         self, round: int, client: int, epochs: float | None = None, stream: int = 0, steps: int | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """All batches of a local training, or the first `steps`. One sample alone teaches batch norm nothing and is
-        left out."""
+        """All batches of a local training, or the first `steps`."""
         for epoch in self.epochs_of(round, client, epochs if steps is None else steps, stream):
             yield from epoch if steps is None else epoch[:steps]
             steps = None if steps is None else steps - len(epoch[:steps])
@@ -177,11 +176,12 @@ class World:
     def epochs_of(
         self, round: int, client: int, epochs: float | None = None, stream: int = 0
     ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """The same, epoch by epoch."""
+        """The same, epoch by epoch. With batch norm, fewer than four samples at the end join the batch before them."""
         x, y = self.train_part(client)
-        smallest = 2 if self.model == "cnn" else 1
         for order in self.orders(round, client, int(self.epochs if epochs is None else epochs), stream):
-            parts = [p for p in order.split(self.batch) if len(p) >= smallest]
+            parts = list(order.split(self.batch))
+            if self.model == "cnn" and len(parts) > 1 and len(parts[-1]) < min(4, self.batch):
+                parts[-2:] = [torch.cat(parts[-2:])]
             yield [(x[p], y[p]) for p in parts]
 
     def start(self, number: int) -> nn.Module:

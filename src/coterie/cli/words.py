@@ -30,6 +30,8 @@ NEEDS = {
     "head": "a model whose last layer is linear",
     "val": "a validation part at every client",
     "some_val": "validation parts",
+    "constant_lr": "one learning rate per round",
+    "epochs": "local work in epochs",
     "public": "a public set without labels",
     "full": "all clients in every round",
 }

@@ -10,6 +10,7 @@ from torch import Tensor
 from coterie.core.layers import Names
 from coterie.core.net import Net
 from coterie.core.rng import torch_rng
+from coterie.core.schedules import lr_factor
 from coterie.core.tasks import Classification, Task
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError
@@ -76,6 +77,9 @@ class Context:
     public_items: Tensor | None = None  # these items [public, ...], for server hooks; clients find them in their data
     headline: str = "personal"  # the view that tables lead with
     momentum: float = 0.0  # momentum of the run's optimiser, if it is SGD
+    lr_rounds: str | None = None  # schedule of the learning rate over the rounds (schedules.py)
+    lr_steps: str | None = None  # schedule of the learning rate over the steps of each phase
+    local_steps: int | None = None  # steps of a phase that names neither steps nor epochs, instead of `epochs`
     changing: bool = False  # True if the clients' data change during the run
 
     @property
@@ -88,8 +92,14 @@ class Context:
         return max(1, int(self.join * (len(self.clients) if clients is None else clients) + 0.5))
 
     def lr_at(self, round: int) -> float:
-        """Learning rate of a round; it decays from round 2."""
-        return float(self.lr * self.lr_decay ** max(0, round - 1))
+        """Learning rate of a round; lr_decay and lr_rounds change it from round 2."""
+        factor = lr_factor(self.lr_rounds, round - 1, self.planned_rounds)
+        return float(self.lr * self.lr_decay ** max(0, round - 1) * factor)
+
+    @property
+    def loop_only(self) -> str:
+        """The reason why clients are trained one by one, whatever the engine; empty if there is none."""
+        return "stacks have one learning rate for all steps of a round (lr_steps is set)" if self.lr_steps else ""
 
     def group(self, name: str) -> Names:
         """Names of the model's entries in a group: "head", "body", "bn", "conv", "layer:NAME", ..."""

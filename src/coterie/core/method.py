@@ -162,7 +162,7 @@ class Method:
 
     Settings: ClassVar[type[Settings]] = Settings
     card: ClassVar[Card] = Card()
-    needs: ClassVar[tuple[str, ...]] = ()  # of: bn, val, some_val, head, public, full, classes
+    needs: ClassVar[tuple[str, ...]] = ()  # keys of _NEEDS in engine/session/build.py
     weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
 
     ctx: Context  # set by the runtime before any hook is called

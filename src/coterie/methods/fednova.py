@@ -29,6 +29,7 @@ class FedNova(Method):
         certainty="A",
         compute="as FedAvg",
     )
+    needs = ("constant_lr",)  # changes are normalised by numbers of steps
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         """The model travels both ways; uploads add the number of local steps."""

@@ -51,7 +51,7 @@ class PRRFL(Method):
         "S,R",
         personal="the whole model; the deputy's batch norm",
     )
-    needs = ("classes",)
+    needs = ("classes", "epochs")
     weighting = "uniform"
     plans_ahead = True
 

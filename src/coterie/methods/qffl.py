@@ -39,6 +39,7 @@ class QFFL(Method):
         compute="one further forward pass over the training part per round",
     )
 
+    needs = ("constant_lr",)  # L = 1 / lr
     weighting = "uniform"
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:

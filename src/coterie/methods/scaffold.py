@@ -38,6 +38,7 @@ class Scaffold(Method):
         certainty="B",
         compute="as FedAvg; one inner product with the parameters per step",
     )
+    needs = ("constant_lr",)  # c_i is the change of the model divided by steps times lr
     weighting = "uniform"
 
     def _zero(self) -> Tree:

@@ -24,7 +24,6 @@ from coterie.engine.session import prepare
 from coterie.methods import find
 from coterie.papers.presets import Item, Shrink, cell, layer_cells
 from coterie.storage import atomic as disk
-from coterie.train.optimisers import Optimiser
 from coterie.train.trainer import train
 
 # time of a round relative to FedAvg with the same settings: measured in single runs on a busy machine, or guessed
@@ -92,12 +91,11 @@ def measure(s: RunSettings, shape: tuple[int, ...], classes: int, budget: float 
     )  # fmt: skip
     session = prepare(plain, Engine(workers=1), loaded=from_arrays(x, y, name="stand-in", classes=names))
     method, data = session.method, session.federation.data(0)
-    rule = Optimiser(plain.optimizer, 0.0, 0.0)
     times: list[float] = []
     until = math.inf
     while len(times) < 2 or (time.perf_counter() < until and len(times) < 50):
         start = time.perf_counter()
-        train(method.ctx, rule, method.phases(1), Start(method.ctx.w0), data, 1)
+        train(method.ctx, session.rule, method.phases(1), Start(method.ctx.w0), data, 1)
         times.append((time.perf_counter() - start) / len(data.train))
         until = min(until, time.perf_counter() + budget)  # after the first training, which warms up
     return min(times[1:])  # disturbances only make a measurement slower

@@ -26,7 +26,21 @@ GENERAL: dict[str, tuple[str, ...]] = {
     "fedper": ("",),
 }
 CONTROLS = "controls"  # name for the usual controls and those of the method
-BUDGET = ("rounds", "epochs", "batch", "lr", "lr_decay", "join", "model", "optimizer", "momentum", "weight_decay")
+BUDGET = (
+    "rounds",
+    "epochs",
+    "batch",
+    "lr",
+    "lr_decay",
+    "lr_rounds",
+    "lr_steps",
+    "local_steps",
+    "join",
+    "model",
+    "optimizer",
+    "momentum",
+    "weight_decay",
+)
 UNEQUAL = 0.1  # two rows whose training differs by more than this share are named in a warning
 At = Literal["last", "selected"]
 

@@ -42,10 +42,10 @@ def choose_engine(clients: Clients, asked: Asked) -> Choice:
         if asked == "stack":
             raise CoterieError("engine = stack trains clients of one model together; here their models differ")
         return Choice("loop", "clients have different models")
-    if clients.rule.keep:
+    if why := clients.rule.loop_only or clients.method.ctx.loop_only:
         if asked == "stack":
-            raise CoterieError("engine = stack trains without memory of earlier rounds; opt_state = keep needs loop")
-        return Choice("loop", "optimisers keep their memory, which stacks do not have")
+            raise CoterieError(f"engine = stack is not possible: {why}")
+        return Choice("loop", why)
     if asked == "auto" and clients.method.ctx.net.layout.of_kind("conv"):
         return Choice("loop", "convolutions of many clients at once are slower than one after the other")
     try:

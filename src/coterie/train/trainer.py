@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,12 @@ from coterie.core import tree as T
 from coterie.core.context import Batch, ClientData, Context, Extras
 from coterie.core.method import Phase, Start, Trained
 from coterie.core.rng import key, torch_rng
+from coterie.core.schedules import lr_factor
 from coterie.core.tree import Tree
 from coterie.parts.gradient import clipped
-from coterie.train.optimisers import Memory, Optimiser, blank, stepper
+from coterie.train.optimisers import Optimiser, Stepper
+
+FEWEST = 4  # samples of a last batch, with batch norm
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,13 @@ def run_phase(
         return PhaseResult(params, extras, [], steps, seen, torch.zeros(()))
     names = trained_names(ctx, phase, params)
     leaves = [params[k].requires_grad_() for k in names]
-    memory = blank(rule, leaves)
+    lr = phase_lr(ctx, phase, round)
+    step = Stepper(rule, leaves, weight_decays(rule, phase, names), lr)
     if kept is not None:
-        recall(memory, names, *kept)
-    step = stepper(rule, leaves, weight_decays(rule, phase, names), phase_lr(ctx, phase, round), memory)
+        step.recall(names, *kept)
     assert phase.loss is not None
-    objective, clip = phase.loss, phase.clip
+    objective, clip = phase.loss, largest_norm(rule, phase)
+    planned = steps_planned(ctx, phase, len(data.train), share)
     auxes: list[Any] = []
     total, steps, seen = torch.zeros(()), 0, 0
     if leaves:
@@ -104,7 +109,8 @@ def run_phase(
                     auxes.append(aux)
                 if loss.requires_grad:
                     slopes: Sequence[Tensor | None] = torch.autograd.grad(loss, leaves, allow_unused=True)
-                    step(slopes if clip is None else clipped(slopes, clip))
+                    now = lr * lr_factor(ctx.lr_steps, steps, planned)
+                    step(slopes if clip is None else clipped(slopes, clip), now)
                 total += loss.detach()
                 steps += 1
                 seen += len(batch.y) if isinstance(batch, Batch) else sum(len(b.y) for b in batch)
@@ -117,21 +123,8 @@ def run_phase(
     for leaf in leaves:
         leaf.requires_grad_(False)
     if kept is not None:
-        remember(memory, names, *kept)
+        step.remember(names, *kept)
     return PhaseResult(params, extras, auxes, steps, seen, total)
-
-
-def recall(memory: Memory, names: Sequence[str], tree: Tree, mark: str) -> None:
-    """Fill an optimiser's blank memory from `tree`; entries that the tree lacks stay blank."""
-    for kind, entries in memory.items():
-        for i, name in enumerate(names):
-            if (stored := tree.get(f"{mark}{kind}/{name}")) is not None:
-                entries[i] = stored.clone()  # steps work in place
-
-
-def remember(memory: Memory, names: Sequence[str], tree: Tree, mark: str) -> None:
-    for kind, entries in memory.items():
-        tree.update({f"{mark}{kind}/{k}": v for k, v in zip(names, entries, strict=True) if v is not None})
 
 
 def trained_names(ctx: Context, phase: Phase, params: Tree) -> list[str]:
@@ -141,6 +134,11 @@ def trained_names(ctx: Context, phase: Phase, params: Tree) -> list[str]:
 def weight_decays(rule: Optimiser, phase: Phase, names: Iterable[str]) -> list[float]:
     """Return the weight decay of each entry."""
     return [rule.weight_decay if phase.weight_decay is None else phase.weight_decay(k) for k in names]
+
+
+def largest_norm(rule: Optimiser, phase: Phase) -> float | None:
+    """Return the largest gradient norm of a phase; None if gradients are not clipped."""
+    return rule.clip if phase.clip is None else phase.clip
 
 
 def phase_lr(ctx: Context, phase: Phase, round: int) -> float:
@@ -171,44 +169,56 @@ def _epochs(
     ctx: Context, phase: Phase, data: ClientData, round: int, share: float, per_sample: Tensor | None = None
 ) -> Iterator[Iterator[Any]]:
     """Yield the batches of each epoch."""
-    starts = starts_of(ctx, len(data.train))
+    spans = batch_spans(ctx, len(data.train))
     for order, limit in orders(ctx, phase, data, round, share):
         columns = [*data.train, *(() if per_sample is None else (per_sample,))]
-        yield _batches([c[order] for c in columns], starts, ctx.batch, phase.batches_per_step, limit)
+        yield _batches([c[order] for c in columns], spans, phase.batches_per_step, limit)
 
 
-def starts_of(ctx: Context, n: int) -> list[int]:
-    """Return the first positions of the batches of an epoch over n samples."""
-    lone = ctx.net.has_batch_norm  # batch norm cannot learn from one sample
-    return [a for a in range(0, n, ctx.batch) if not (lone and min(ctx.batch, n - a) == 1)]
+def batch_spans(ctx: Context, n: int) -> list[slice]:
+    """Return the positions of the batches of an epoch over n samples.
+
+    With batch norm, a last batch of fewer than FEWEST samples joins the batch before it, because statistics of so few
+    samples are useless, and a client with one sample has no batch. Without batch norm, the last batch is what is left.
+    """
+    norm, left = ctx.net.has_batch_norm, n % ctx.batch
+    starts = list(range(0, n, ctx.batch))
+    if norm and len(starts) > 1 and 0 < left < FEWEST:
+        starts.pop()
+    return [] if norm and n == 1 else [slice(a, b) for a, b in pairwise([*starts, n])]
+
+
+def steps_planned(ctx: Context, phase: Phase, n: int, share: float) -> int:
+    """Return the steps of a phase over n samples; a straggler does a share of them."""
+    batches = len(batch_spans(ctx, n))
+    local = ctx.local_steps if phase.epochs is None and phase.steps is None else None
+    if local is not None:
+        return (max(1, math.floor(local * share)) if share < 1.0 else local) if batches else 0
+    epochs = ctx.epochs if phase.epochs is None else phase.epochs
+    if share < 1.0 and epochs > 0:
+        epochs = max(min(1.0, epochs), math.floor(epochs * share))
+    each = math.ceil(batches / phase.batches_per_step)
+    return (phase.steps if phase.steps is not None else math.ceil(epochs * each)) if batches else 0
 
 
 def orders(ctx: Context, phase: Phase, data: ClientData, round: int, share: float) -> Iterator[tuple[Tensor, int]]:
     """Yield the order of the samples and the number of steps of each epoch, keyed by (seed, round, client, stream)."""
     n = len(data.train)
-    starts = starts_of(ctx, n)
-    if not starts:
-        return
-    per_epoch = math.ceil(len(starts) / phase.batches_per_step)
-    epochs = ctx.epochs if phase.epochs is None else phase.epochs
-    if share < 1.0 and epochs > 0:
-        epochs = max(min(1.0, epochs), math.floor(epochs * share))
-    steps = phase.steps if phase.steps is not None else math.ceil(epochs * per_epoch)
-    for epoch in range(math.ceil(steps / per_epoch)):
+    each, steps = math.ceil(len(batch_spans(ctx, n)) / phase.batches_per_step), steps_planned(ctx, phase, n, share)
+    for epoch in range(math.ceil(steps / each) if steps else 0):
         order = torch.randperm(n, generator=torch_rng(ctx.seed, "batches", round, data.client, phase.stream, epoch))
-        yield order, min(per_epoch, steps - epoch * per_epoch)
+        yield order, min(each, steps - epoch * each)
 
 
-def _batches(columns: Sequence[Tensor], starts: list[int], size: int, group: int, limit: int) -> Iterator[Any]:
-    def batch(a: int) -> Batch:
-        x, y, *per_sample = (c[a : a + size] for c in columns)
+def _batches(columns: Sequence[Tensor], spans: list[slice], group: int, limit: int) -> Iterator[Any]:
+    def batch(span: slice) -> Batch:
+        x, y, *per_sample = (c[span] for c in columns)
         return Batch(x, y, None, *per_sample)
 
     if group == 1:
-        for a in starts[:limit]:
-            yield batch(a)
+        for span in spans[:limit]:
+            yield batch(span)
         return
     for i in range(limit):
         # a step that needs more batches than are left takes the rest from the beginning of the same order
-        picked = [starts[(i * group + j) % len(starts)] for j in range(group)]
-        yield tuple(batch(a) for a in picked)
+        yield tuple(batch(spans[(i * group + j) % len(spans)]) for j in range(group))

@@ -1,8 +1,9 @@
 """Build a session: load the data, build the model and the method, and check everything before any work starts."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +19,14 @@ from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, as_given, federate
 from coterie.data.sources import load_dataset
 from coterie.data.target_types import with_task
-from coterie.engine.session.spec import Factory, Objects, Session, fitting_options, model_name
+from coterie.engine.provenance import import_named
+from coterie.engine.session.spec import Factory, Function, Objects, Session, fitting_options, model_name
 from coterie.errors import CoterieError
 from coterie.methods import build_method as build_method
 from coterie.models.per_client import PerClient, assign_models, is_assignment
 from coterie.models.registry import build_model as build_model
 from coterie.train import native
+from coterie.train.optimisers import Optimiser, check_fit, optimiser
 from coterie.train.rule_of_use import NEED_VALIDATION
 
 
@@ -51,7 +54,7 @@ def prepare(
     federation = federate(dataset, settings.federation, settings.seed)
     if settings.warm_start is not None and start is None:
         raise CoterieError(f"warm_start = {settings.warm_start} is set, but no initial values are given")
-    session = bind(settings, engine, method, federation, objects.model, start, planned_rounds)
+    session = bind(settings, engine, method, federation, objects.model, start, planned_rounds, objects.functions)
     return replace(session, objects=objects)
 
 
@@ -76,12 +79,15 @@ def bind(
     model: nn.Module | Factory | PerClient | None = None,
     start: Tree | None = None,
     planned_rounds: int | None = None,
+    functions: Mapping[str, Function] | None = None,
 ) -> Session:
     """Give the method its model and its context on partitioned data, check both, and return the session."""
     if isinstance(model, PerClient) or (model is None and is_assignment(settings.model)):
         if start is not None:
             raise CoterieError("warm_start needs one model for all clients")
-        return _bind_each(settings, engine, method, federation, model or str(settings.model), planned_rounds)
+        models = model or str(settings.model)
+        return _bind_each(settings, engine, method, federation, models, planned_rounds, functions)
+    functions = _functions(settings, functions or {})
     n = len(federation.clients)
     if settings.newcomers >= n:
         raise CoterieError(f"newcomers = {settings.newcomers} leaves none of the {n} clients for training")
@@ -103,7 +109,10 @@ def bind(
         public=settings.federation.public,
         public_items=federation.public() if "public" in method.needs else None,
         headline=settings.headline,
-        momentum=settings.momentum if settings.optimizer == "sgd" else 0.0,
+        momentum=settings.momentum,
+        lr_rounds=settings.lr_rounds,
+        lr_steps=settings.lr_steps,
+        local_steps=settings.local_steps,
         changing=settings.federation.timeline is not None,
     )
     _check_needs(method, federation)
@@ -123,8 +132,57 @@ def bind(
     if settings.stop_at is not None and federation.task.metric.percent and not 0 < settings.stop_at <= 1:
         metric = federation.task.metric.name
         raise CoterieError(f"stop_at = {settings.stop_at:g} is not a share between 0 and 1; 0.9 is {metric} 90 %")
+    if net.has_batch_norm and settings.batch == 1:
+        raise CoterieError("batch = 1 is too small: batch norm needs at least two samples in a batch")
     method.check()
-    return Session(settings, engine, federation, method, notes=_output_notes(method.ctx, federation))
+    rule = _rule(settings, functions)
+    check_fit(rule, [method.ctx.w0[k] for k in net.trainable])
+    notes = (*_output_notes(method.ctx, federation), *_unused_notes(settings, method))
+    return Session(settings, engine, federation, method, notes=notes, rule=rule, functions=functions)
+
+
+_NAME_CODE = ("optimizer",)  # settings that may name a function of the user
+
+
+def _functions(settings: RunSettings, given: Mapping[str, Function]) -> dict[str, Function]:
+    """Return the functions that settings name as module:name, imported unless they are given."""
+    named = {name: str(getattr(settings, name)) for name in _NAME_CODE}
+    return {k: given.get(k) or imported(k, path) for k, path in named.items() if ":" in path}
+
+
+def _rule(settings: RunSettings, functions: Mapping[str, Function]) -> Optimiser:
+    """Return the optimiser of local training."""
+    s, make = settings, functions.get("optimizer")
+    keep, more = s.opt_state == "keep", {"momentum": s.momentum, "weight_decay": s.weight_decay, "clip": s.grad_clip}
+    return optimiser(s.optimizer, make, keep=keep, **more)
+
+
+def imported(setting: str, path: str) -> Any:
+    """Import the function that a setting names; raise CoterieError if there is none."""
+    try:
+        function = import_named(path)
+    except Exception as e:  # whatever a user's module raises
+        raise CoterieError(f"{setting} = {path} cannot be imported: {type(e).__name__}: {e}") from None
+    if not callable(function):
+        raise CoterieError(f"{setting} = {path} is invalid: it must name a function")
+    return function
+
+
+# settings of the optimiser, with the values at which they do nothing
+_OF_THE_OPTIMISER: dict[str, Any] = {
+    "optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "opt_state": "reset", "grad_clip": None, "lr_steps": None,
+}  # fmt: skip
+
+
+def _unused_notes(settings: RunSettings, method: Method) -> tuple[str, ...]:
+    """Return a warning if phases of the method have update rules of their own, which ignore settings that are given."""
+    given = [f"{k} = {v}" for k, off in _OF_THE_OPTIMISER.items() if (v := getattr(settings, k)) != off]
+    phases = [*method.phases(1), *method.phases(2)]
+    own = [p for p in phases if p.update is not None]
+    if not given or not own:
+        return ()
+    part = "its local training has" if len(own) == len(phases) else "a phase of its local training has"
+    return (f"{method.card.title} does not follow {', '.join(given)}: {part} an update rule of its own",)
 
 
 def _started(drawn: Tree, start: Tree | None, where: str | None) -> Tree:
@@ -146,6 +204,7 @@ def _bind_each(
     federation: Federation,
     models: PerClient | str,
     planned_rounds: int | None = None,
+    functions: Mapping[str, Function] | None = None,
 ) -> Session:
     """Bind the method once for each distinct model; the server uses the model of the first client.
 
@@ -169,7 +228,7 @@ def _bind_each(
             options = fitting_options(source, settings.model_options) if isinstance(source, str) else {}
             one = settings.model_copy(update={"model": name, "model_options": options})
             own = None if isinstance(source, str) else source
-            sessions[key] = bind(one, engine, copy.copy(method), federation, own, planned_rounds=planned_rounds)
+            sessions[key] = bind(one, engine, copy.copy(method), federation, own, None, planned_rounds, functions)
         method_of[i] = sessions[key].method
     used = {name for s in sessions.values() for name in s.settings.model_options}
     if unused := set(settings.model_options) - used:
@@ -188,8 +247,18 @@ def _bind_each(
                 "must agree"
             )
     others = {i: other for i, other in method_of.items() if other is not first}
+    one_session = next(iter(sessions.values()))
     notes = tuple(dict.fromkeys(n for s in sessions.values() for n in s.notes))
-    return Session(settings, engine, federation, first, others=others, notes=notes)
+    return Session(
+        settings,
+        engine,
+        federation,
+        first,
+        others=others,
+        notes=notes,
+        rule=one_session.rule,
+        functions=one_session.functions,
+    )
 
 
 def _net(
@@ -246,6 +315,8 @@ _NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {
     "public": (lambda m, f: f.public() is not None, "a public set (set public to a number of items)"),
     "classes": (lambda m, f: f.num_classes > 0, "class labels (task = classification or binary)"),
     "full": (lambda m, f: m.ctx.join == 1, "full participation (set join to 1)"),
+    "constant_lr": (lambda m, f: m.ctx.lr_steps is None, "one learning rate for all steps of a round (no lr_steps)"),
+    "epochs": (lambda m, f: m.ctx.local_steps is None, "local work in epochs (no local_steps)"),
 }
 
 

@@ -65,6 +65,10 @@ def check_unchanged(session: Session, path: Path) -> None:
         default = session.settings.model or origin(session.method.ctx.net.module)
         name = session.objects.described().get("model", default)
         raise CoterieError(f"the code of the model {name} has changed since {path} was made")
+    for name, digest in session.code_digests().items():
+        if digests.get(name, digest) != digest:
+            path_of = getattr(session.settings, name)
+            raise CoterieError(f"the code of {name} = {path_of} has changed since {path} was made")
     if run.get("tensors", mark := session.tensors()) != mark:
         raise CoterieError(f"this is not the model of {path}: tensor names, shapes or initial values differ")
     now, then = session.federation.identity, run["partition"]

@@ -15,10 +15,11 @@ from torch import nn
 
 from coterie.config import PUBLIC, Engine, RunSettings
 from coterie.core.method import Method
+from coterie.core.schedules import uses_length
 from coterie.core.views import Use
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation
-from coterie.engine.provenance import code_digest, method_digest, model_digest, origin, recalled
+from coterie.engine.provenance import code_digest, method_digest, model_digest, origin, recalled, source_digest
 from coterie.errors import CoterieError
 from coterie.methods import unusual_reading
 from coterie.models.per_client import PerClient, assign_models, is_assignment
@@ -30,6 +31,7 @@ from coterie.train.optimisers import Optimiser
 from coterie.train.vmap.trainer import Stacker
 
 Factory = Callable[..., nn.Module]
+Function = Callable[..., Any]  # a function of the user that a setting names
 _FEW = 10  # validation samples below which a choice made on them is mostly chance
 
 
@@ -41,6 +43,7 @@ class Objects:
     dataset: Dataset | None = None
     model: nn.Module | Factory | PerClient | None = None
     data_from: str = ""  # module:name of the function that made the data set, if a function made it
+    functions: Mapping[str, Function] = field(default_factory=dict)  # by the name of the setting, such as optimizer
 
     def described(self) -> dict[str, str]:
         """Return module:name of each object; the run can be resumed only with the same objects."""
@@ -52,7 +55,7 @@ class Objects:
         return {} if self.model is None else {"model": code_digest(_maker(self.model))}
 
     def _given(self) -> dict[str, object]:
-        given = {"method": self.method, "data": self.dataset, "model": self.model}
+        given = {"method": self.method, "data": self.dataset, "model": self.model, **self.functions}
         return {name: thing for name, thing in given.items() if thing is not None}
 
     def recall(self, recorded: Mapping[str, Any], path: Path) -> "Objects":
@@ -73,6 +76,8 @@ class Objects:
                 objects = replace(objects, method=thing)
             elif thing is not None and name == "model" and callable(thing):
                 objects = replace(objects, model=thing)
+            elif thing is not None and name in RunSettings.model_fields and callable(thing):
+                objects = replace(objects, functions={**objects.functions, name: thing})
             else:
                 raise CoterieError(f"{path} was made with a {name} of your own ({where}); pass the same {name} again")
         return objects
@@ -94,6 +99,8 @@ class Session:
     objects: Objects = field(default_factory=Objects)
     others: Mapping[int, Method] = field(default_factory=dict)  # the method bound to other models, by client
     notes: tuple[str, ...] = ()  # warnings about the model, one sentence each
+    rule: Optimiser = field(default_factory=Optimiser)  # optimiser of local training
+    functions: Mapping[str, Function] = field(default_factory=dict)  # functions of the user, by setting
 
     def method_of(self, client: int) -> Method:
         """Return the method bound to this client's model."""
@@ -106,10 +113,8 @@ class Session:
 
     def clients(self) -> Clients:
         """Return the client side of the run, which trains and scores."""
-        s = self.settings
-        rule = Optimiser(s.optimizer, s.momentum, s.weight_decay, s.opt_state == "keep")
-        stacker = Stacker(self.method.ctx, rule) if self.engine.engine == "stack" else None
-        return Clients(self.method, self.federation, rule, stacker, self.others, self.use)
+        stacker = Stacker(self.method.ctx, self.rule) if self.engine.engine == "stack" else None
+        return Clients(self.method, self.federation, self.rule, stacker, self.others, self.use)
 
     @property
     def use(self) -> Use:
@@ -121,13 +126,15 @@ class Session:
         return ClientStates(folder, len(self.federation.clients), self.engine.state == "disk")
 
     def extension_warning(self) -> str:
-        """Return a warning if the run is extended and its method plans ahead; otherwise an empty string."""
+        """Return a warning if the run is extended and depends on its number of rounds; otherwise an empty string."""
         planned, rounds = self.method.ctx.planned_rounds, self.settings.rounds
-        if planned == rounds or not self.method.plans_ahead:
+        scheduled = uses_length(self.settings.lr_rounds)
+        if planned == rounds or not (self.method.plans_ahead or scheduled):
             return ""
+        what = f"lr_rounds = {self.settings.lr_rounds}" if scheduled else self.method.card.title
         return (
-            f"{self.method.card.title} plans by the number of rounds: it keeps its plan for {planned} rounds, so the "
-            f"result differs from a run that was started with {rounds} rounds"
+            f"{what} plans by the number of rounds: it keeps its plan for {planned} rounds, so the result differs from "
+            f"a run that was started with {rounds} rounds"
         )
 
     def automatic_choices(self) -> list[str]:
@@ -192,6 +199,10 @@ class Session:
         made_by = _maker(self.objects.model) if self.objects.model else recalled(name) if ":" in name else None
         return "-".join(model_digest(net.module, made_by) for net in nets.values())
 
+    def code_digests(self) -> dict[str, str]:
+        """Return digests of the source code of the user's functions, by setting."""
+        return {name: source_digest([function]) for name, function in self.functions.items()}
+
     def cost(self, client: int) -> int:
         """Return the relative cost of computing a client, in any unit."""
         return int(self._costs[client])
@@ -214,7 +225,11 @@ class Session:
             },
             "objects": self.objects.described(),
             "task": {"name": self.method.ctx.task.name, "outputs": self.method.ctx.task.outputs},
-            "digests": {"method": method_digest(type(self.method)), "model": self.model_digest()},
+            "digests": {
+                "method": method_digest(type(self.method)),
+                "model": self.model_digest(),
+                **self.code_digests(),
+            },
             "built": ["model"] if isinstance(self.objects.model, nn.Module | PerClient) else [],
             "tensors": self.tensors(),
             "partition": self.federation.identity,

@@ -2,6 +2,7 @@
 
     methods = ["fedavg", "fedrep"]             # default: all methods of Coterie
     models = ["mlp", "wards.models:ChestNet"]  # default: all models of Coterie, and no code by module path
+    code = ["wards.training:*"]                # functions that settings may name by module path; default: none
 
     [settings]                # a setting of the run that is not listed must have its default value
     lr = {max = 0.1}
@@ -60,9 +61,10 @@ _MAX_OPTION = 200  # characters or items of an option of the model
 ALLOWED_KINDS = (*get_args(Kind), "scores")  # scores: counts of predictions per class, such as correct ones
 # settings of a run that decide what a device computes or sends; the others concern only the cloud
 GOVERNED_SETTINGS = (
-    "batch", "lr", "lr_decay", "optimizer", "momentum", "weight_decay", "opt_state", "bn_stats", "eval_every", "watch",
-    "final_trained", "headline", "use",
+    "batch", "lr", "lr_decay", "lr_rounds", "lr_steps", "local_steps", "optimizer", "grad_clip", "momentum",
+    "weight_decay", "opt_state", "bn_stats", "eval_every", "watch", "final_trained", "headline", "use",
 )  # fmt: skip
+CODE_SETTINGS = ("optimizer",)  # settings that may name a function by module path
 _FORBIDDEN_SETTINGS = ("warm_start", "official", "log_updates")  # read local files, or send undeclared models
 
 
@@ -97,6 +99,7 @@ class Allow:
 
     methods: tuple[str, ...] | None = None  # None: all methods of Coterie
     models: tuple[str, ...] | None = None  # None: all models of Coterie
+    code: tuple[str, ...] = ()  # functions by module path that settings may name
     settings: SettingRules | None = None  # rules for the run's settings; None: any value
     method_settings: Mapping[str, SettingRules] = field(default_factory=dict)  # by method; any value for others
     rounds: float = 100_000
@@ -126,12 +129,14 @@ class Allow:
     @staticmethod
     def of(tables: Mapping[str, Any]) -> "Allow":
         """Return the policy in the tables of a file; raise CoterieError about the first mistake."""
-        _check_known("key", tables, ("methods", "models", "settings", "bounds", "leave"))
+        _check_known("key", tables, ("methods", "models", "code", "settings", "bounds", "leave"))
         policy: dict[str, Any] = {}
         if "methods" in tables:
             policy["methods"] = tuple(map(_method, _names("methods", tables["methods"])))
         if "models" in tables:
             policy["models"] = tuple(map(_model, _names("models", tables["models"])))
+        if "code" in tables:
+            policy["code"] = tuple(map(_code, _names("code", tables["code"])))
         if "settings" in tables:
             policy["settings"], policy["method_settings"] = _settings(_table("settings", tables["settings"]))
         bounds, leave = _table("bounds", tables.get("bounds", {})), _table("leave", tables.get("leave", {}))
@@ -156,6 +161,9 @@ class Allow:
         for name in _FORBIDDEN_SETTINGS:
             if getattr(settings, name):
                 raise CoterieError(f"the plan sets {name}, which no host of a federation allows")
+        for name in CODE_SETTINGS:
+            if isinstance(path := getattr(settings, name), str) and ":" in path:
+                self._check_code(name, path)
         if self.settings is not None:
             defaults = {name: RunSettings.model_fields[name].default for name in GOVERNED_SETTINGS}
             _check_rules(self.settings, {name: getattr(settings, name) for name in GOVERNED_SETTINGS}, defaults)
@@ -205,6 +213,12 @@ class Allow:
             raise CoterieError(f"the plan's model {name[:80]!r} is neither a name nor package.module:name")
         if not {name, f"{name.partition(':')[0]}:*"} & set(self.models or ()):
             raise CoterieError(f'the plan names the code "{name}" as its model, which this host does not allow')
+
+    def _check_code(self, setting: str, path: str) -> None:
+        if not _CODE_PATH.fullmatch(path) or path.endswith("*"):
+            raise CoterieError(f"the plan's {setting} {path[:80]!r} is not of the form package.module:name")
+        if not {path, f"{path.partition(':')[0]}:*"} & set(self.code):
+            raise CoterieError(f'the plan names the code "{path}" as its {setting}, which this host does not allow')
 
     def check_session(self, session: Session, samples: int | None) -> None:
         """Check what is known only once method and model are built: a default model, payloads, epochs.
@@ -281,8 +295,9 @@ def count_epochs(method: Method, phases: Iterable[Phase], samples: int | None) -
     batches = math.inf if samples is None else max(1, math.ceil(samples / method.ctx.batch))
     total = 0.0
     for phase in phases:
-        if phase.steps is not None:
-            total += phase.steps * phase.batches_per_step / batches
+        steps = method.ctx.local_steps if phase.steps is None and phase.epochs is None else phase.steps
+        if steps is not None:
+            total += steps * phase.batches_per_step / batches
         else:
             total += method.ctx.epochs if phase.epochs is None else phase.epochs
     return total
@@ -360,6 +375,12 @@ def _rule(name: str, value: Any, about: FieldInfo) -> SettingRule:
             raise _invalid(name, item, m.validation_sentence(name, e).partition("is invalid: ")[2]) from None
 
     return SettingRule(tuple(map(validated, value if isinstance(value, list) else [value])))
+
+
+def _code(name: str) -> str:
+    if not _CODE_PATH.fullmatch(name):
+        raise CoterieError(f"code = {name!r} is invalid: it must be package.module:name or package.module:*")
+    return name
 
 
 def _positive_int(name: str, value: Any) -> float:

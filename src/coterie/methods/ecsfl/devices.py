@@ -119,8 +119,8 @@ class SelectingEdges(EdgeMethod):
 
     def distance(self, w: Tree, reference: Tree, norm: DistanceNorm = "none", samples: int = 0) -> Tensor:
         """Return d_k [1] of one model, equations (4) and (9)."""
-        steps = torch.tensor([math.ceil(self.ctx.epochs * math.ceil(samples / self.ctx.batch))])
-        return model_distances(T.stack([T.keep(w, self.measured)]), reference, norm, steps)
+        steps = self.ctx.local_steps or math.ceil(self.ctx.epochs * math.ceil(samples / self.ctx.batch))
+        return model_distances(T.stack([T.keep(w, self.measured)]), reference, norm, torch.tensor([steps]))
 
     # ---- edge --------------------------------------------------------------------------------------------------------
     def count(self, edge: Edge) -> int:

@@ -61,7 +61,7 @@ class FedGMH(FeatureSender):
         head = self.written(state, download, data)
         extras: Extras = {"before": head}
         if self.hp.decay_on == "participation":
-            extras["pace"] = torch.tensor(self.ctx.lr_decay ** (state.get("joined", 0) - (round - 1)))
+            extras["pace"] = torch.tensor(self.ctx.lr_at(state.get("joined", 0) + 1) / self.ctx.lr_at(round))
         return Start({**state["own"], **head}, extras)
 
     def written(self, state: State, download: Tree, data: ClientData) -> Tree:

@@ -20,8 +20,17 @@ from coterie.core.method import Phase
 from coterie.core.rng import key
 from coterie.core.tree import Tree
 from coterie.parts.gradient import clipped
-from coterie.train.optimisers import Optimiser, stepper
-from coterie.train.trainer import orders, phase_lr, run_phase, starts_of, trained_names, weight_decays
+from coterie.train.optimisers import Optimiser, Stepper
+from coterie.train.trainer import (
+    FEWEST,
+    batch_spans,
+    largest_norm,
+    orders,
+    phase_lr,
+    run_phase,
+    trained_names,
+    weight_decays,
+)
 from coterie.train.vmap.phase import LARGEST_STACK, Draws, Member, Stack
 from coterie.train.vmap.step import Extra, Recipe, Steps, UnstackableError, identity, truly_batched
 
@@ -88,7 +97,9 @@ class Stacker:
 
     def _width(self, n: int) -> int:
         """Return the size to which batches of a client with n samples are padded; batch norm allows no padding."""
-        return self.ctx.batch if self.ctx.net.has_batch_norm else min(self.ctx.batch, -(-n // PADDING) * PADDING)
+        if self.ctx.net.has_batch_norm:
+            return self.ctx.batch + FEWEST - 1
+        return min(self.ctx.batch, -(-n // PADDING) * PADDING)
 
     def _together(self, name: Any, phase: Phase, members: list[Member], round: int) -> None:
         draws = [_draws(self.ctx, phase, m, round, self._width(len(m.data.train))) for m in members]
@@ -116,11 +127,11 @@ class Stacker:
             moves,
             tuple(weight_decays(self.rule, phase, trains)),
             self.rule,
-            phase.clip,
+            largest_norm(self.rule, phase),
             Extra.of(first.extras),
             not self.ctx.net.has_batch_norm,
         )
-        at = (name, recipe.trains, recipe.decays, phase.clip)
+        at = (name, recipe.trains, recipe.decays, recipe.clip)
         if at not in self._checked:
             self._checked[at] = _check(recipe, first, draws[0][0], draws[1][0])
         padded, unused = self._checked[at]
@@ -129,17 +140,20 @@ class Stacker:
 
 def _draws(ctx: Context, phase: Phase, m: Member, round: int, width: int) -> Draws:
     """Return the samples of each step of a client [steps, width], padded with its first, and counts of real ones."""
-    n = len(m.data.train)
-    starts = starts_of(ctx, n)
+    spans = batch_spans(ctx, len(m.data.train))
     batches = list(orders(ctx, phase, m.data, round, m.share))
     if not batches:
         return torch.zeros(0, width, dtype=torch.int64), []
-    steps, whole = sum(limit for _, limit in batches), len(starts) * ctx.batch
-    order = torch.stack([o for o, _ in batches])  # [epochs, n]
-    if n < whole:
-        order = torch.cat([order, order[:, :1].expand(-1, whole - n)], 1)
-    rows = order[:, :whole].reshape(-1, ctx.batch)[:steps, :width]  # only the last epoch may be cut short
-    return rows, ([min(ctx.batch, n - a) for a in starts] * len(batches))[:steps]
+    steps = sum(limit for _, limit in batches)
+    sizes = torch.tensor([span.stop - span.start for span in spans])
+    within = torch.arange(width)
+    at = (torch.tensor([span.start for span in spans])[:, None] + within) * (
+        within < sizes[:, None]
+    )  # [batches, width]
+    rows = torch.stack([o for o, _ in batches])[:, at].reshape(-1, width)[
+        :steps
+    ]  # only the last epoch may be cut short
+    return rows, (sizes.tolist() * len(batches))[:steps]
 
 
 def _check(recipe: Recipe, m: Member, drawn: Tensor, real: int) -> tuple[bool, tuple[str, ...]]:
@@ -158,7 +172,7 @@ def _check(recipe: Recipe, m: Member, drawn: Tensor, real: int) -> tuple[bool, t
     unused = tuple(k for k, g in zip(recipe.trains, gradients, strict=True) if g is None)
     gradients = gradients if recipe.clip is None else clipped(gradients, recipe.clip)
     rule = replace(recipe.rule, kind="sgd", momentum=0.0)  # plain SGD reveals a wrong gradient best
-    stepper(rule, leaves, list(recipe.decays), 0.1)(gradients)
+    Stepper(rule, leaves, recipe.decays, 0.1)(gradients, 0.1)
     recipe = replace(recipe.without(unused), rule=rule)
     for padded in (True, False) if recipe.padded else (False,):
         took = drawn if padded else drawn[:short]

@@ -1,0 +1,77 @@
+"""Parse settings that are written as calls: adamw(betas=(0.9, 0.99)), warmup(5) + cosine, crop(4) + flip."""
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from coterie.errors import CoterieError, unknown
+
+_LONGEST = 400  # characters of such a setting
+
+
+@dataclass(frozen=True)
+class Call:
+    """A name with positional values and options."""
+
+    name: str
+    values: tuple[Any, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        inside = [*map(repr, self.values), *(f"{k}={v!r}" for k, v in self.options)]
+        return f"{self.name}({', '.join(inside)})" if inside else self.name
+
+
+def parse_calls(setting: str, text: Any) -> tuple[Call, ...]:
+    """Return the calls in a text, which are joined by "+"; raise CoterieError if it is not of this form."""
+    try:
+        if not isinstance(text, str) or len(text) > _LONGEST:
+            raise ValueError
+        return tuple(_calls(ast.parse(text.strip(), mode="eval").body))
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        shown = text if len(str(text)) < 80 else f"{str(text)[:80]}..."
+        raise CoterieError(f"{setting} = {shown} is invalid: it must be a name or name(value, option=value)") from None
+
+
+def _calls(node: ast.expr) -> list[Call]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [*_calls(node.left), *_calls(node.right)]
+    if isinstance(node, ast.Name):
+        return [Call(node.id.lower())]
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise ValueError
+    values = tuple(ast.literal_eval(v) for v in node.args)
+    options = tuple((k.arg or "", ast.literal_eval(k.value)) for k in node.keywords)
+    if not all(map(_is_number, [*values, *(v for _, v in options)])):
+        raise ValueError
+    return [Call(node.func.id.lower(), values, options)]
+
+
+def _is_number(value: Any) -> bool:
+    """True for a finite number, True, False, None and tuples of them."""
+    if isinstance(value, tuple):
+        return all(map(_is_number, value))
+    return value is None or (isinstance(value, int | float) and abs(value) <= 1e9)
+
+
+def bind_call(setting: str, call: Call, known: Mapping[str, Callable[..., Any]]) -> inspect.BoundArguments:
+    """Match a call with the parameters of the function of its name, which all must be given numbers."""
+    if call.name not in known:
+        raise unknown(setting, call.name, known)
+    signature = _signature(known[call.name])
+    try:
+        bound = signature.bind(*call.values, **dict(call.options))
+    except TypeError as e:
+        raise CoterieError(f"{setting} = {call} is invalid: {e}; write {call.name}{signature}") from None
+    bound.apply_defaults()
+    return bound
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the parameters that a setting gives, without types: those before the first one that is keyword-only."""
+    given = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    return inspect.Signature([p.replace(annotation=p.empty) for p in given])
