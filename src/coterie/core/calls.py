@@ -13,7 +13,7 @@ _LONGEST = 400  # characters of such a setting
 
 
 @dataclass(frozen=True)
-class Call:
+class WrittenCall:
     """A name with positional values and options."""
 
     name: str
@@ -25,7 +25,7 @@ class Call:
         return f"{self.name}({', '.join(inside)})" if inside else self.name
 
 
-def parse_calls(setting: str, text: Any) -> tuple[Call, ...]:
+def parse_calls(setting: str, text: Any) -> tuple[WrittenCall, ...]:
     """Return the calls in a text, which are joined by "+"; raise CoterieError if it is not of this form."""
     try:
         if not isinstance(text, str) or len(text) > _LONGEST:
@@ -36,18 +36,18 @@ def parse_calls(setting: str, text: Any) -> tuple[Call, ...]:
         raise CoterieError(f"{setting} = {shown} is invalid: it must be a name or name(value, option=value)") from None
 
 
-def _calls(node: ast.expr) -> list[Call]:
+def _calls(node: ast.expr) -> list[WrittenCall]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return [*_calls(node.left), *_calls(node.right)]
     if isinstance(node, ast.Name):
-        return [Call(node.id.lower())]
+        return [WrittenCall(node.id.lower())]
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise ValueError
     values = tuple(ast.literal_eval(v) for v in node.args)
     options = tuple((k.arg or "", ast.literal_eval(k.value)) for k in node.keywords)
     if not all(map(_is_number, [*values, *(v for _, v in options)])):
         raise ValueError
-    return [Call(node.func.id.lower(), values, options)]
+    return [WrittenCall(node.func.id.lower(), values, options)]
 
 
 def _is_number(value: Any) -> bool:
@@ -57,7 +57,7 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and abs(value) <= 1e9)
 
 
-def bind_call(setting: str, call: Call, known: Mapping[str, Callable[..., Any]]) -> inspect.BoundArguments:
+def bind_call(setting: str, call: WrittenCall, known: Mapping[str, Callable[..., Any]]) -> inspect.BoundArguments:
     """Match a call with the parameters of the function of its name, which all must be given numbers."""
     if call.name not in known:
         raise unknown(setting, call.name, known)

@@ -4,41 +4,43 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-from coterie.core.calls import Call, bind_call, parse_calls
+from coterie.core.calls import WrittenCall, bind_call, parse_calls
 from coterie.errors import CoterieError
 
 
-def step(every: int, factor: float = 0.1, *, at: int, of: int) -> float:
+def _step(every: int, factor: float = 0.1, *, at: int, of: int) -> float:
     """Multiply by `factor` every so many rounds or steps, as StepLR."""
     _need(every >= 1 and 0 < factor <= 1, "step(every, factor) takes every >= 1 and 0 < factor <= 1")
     return float(factor ** (at // every))
 
 
-def exponential(factor: float, *, at: int, of: int) -> float:
+def _exponential(factor: float, *, at: int, of: int) -> float:
     """Multiply by `factor` in every round or step, as ExponentialLR."""
     _need(0 < factor <= 1, "exponential(factor) takes 0 < factor <= 1")
     return float(factor**at)
 
 
-def cosine(end: float = 0.0, *, at: int, of: int) -> float:
+def _cosine(end: float = 0.0, *, at: int, of: int) -> float:
     """Fall to the share `end` along half a cosine, as CosineAnnealingLR."""
     _need(0 <= end <= 1, "cosine(end) takes 0 <= end <= 1")
     return float(end + (1 - end) * (1 + math.cos(math.pi * at / of)) / 2)
 
 
-def linear(end: float = 0.0, *, at: int, of: int) -> float:
+def _linear(end: float = 0.0, *, at: int, of: int) -> float:
     """Fall to the share `end` along a line, as LinearLR."""
     _need(0 <= end <= 1, "linear(end) takes 0 <= end <= 1")
     return float(1 + (end - 1) * at / of)
 
 
-def warmup(count: int, start: float = 0.1, *, at: int, of: int) -> float:
+def _warmup(count: int, start: float = 0.1, *, at: int, of: int) -> float:
     """Rise from the share `start` to 1 in `count` rounds or steps, as LinearLR."""
     _need(count >= 1 and 0 < start <= 1, "warmup(count, start) takes count >= 1 and 0 < start <= 1")
     return float(start + (1 - start) * min(at, count) / count)
 
 
-SCHEDULES: dict[str, Callable[..., float]] = {f.__name__: f for f in (step, exponential, cosine, linear, warmup)}
+SCHEDULES: dict[str, Callable[..., float]] = {
+    f.__name__.removeprefix("_"): f for f in (_step, _exponential, _cosine, _linear, _warmup)
+}
 USE_LENGTH = ("cosine", "linear")  # schedules that depend on the number of rounds or steps
 
 
@@ -72,12 +74,12 @@ def uses_length(schedule: str | None) -> bool:
     return schedule is not None and any(call.name in USE_LENGTH for call in _parsed(schedule))
 
 
-def _value(call: Call, at: int, of: int) -> float:
+def _value(call: WrittenCall, at: int, of: int) -> float:
     return SCHEDULES[call.name](*call.values, **dict(call.options), at=at, of=of)
 
 
 @cache
-def _parsed(schedule: str) -> tuple[Call, ...]:
+def _parsed(schedule: str) -> tuple[WrittenCall, ...]:
     return parse_calls("schedule", schedule)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.core.calls import Call, parse_calls
+from coterie.core.calls import WrittenCall, parse_calls
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError, unknown
 
@@ -81,7 +81,7 @@ def named_optimiser(given: object) -> str | None:
     options = given.keywords if isinstance(given, partial) else {}
     name = getattr(cls, "__name__", "").lower()
     if name in known_optimisers() and known_optimisers()[name] is cls:
-        return check_optimiser(str(Call(name, (), tuple(options.items()))))
+        return check_optimiser(str(WrittenCall(name, (), tuple(options.items()))))
     return None
 
 
@@ -104,7 +104,7 @@ def check_optimiser(text: str) -> str:
             raise CoterieError(f"{name} is a setting of the run: set {name} instead of an option of {call.name}")
         if name not in parameters or name in _TECHNICAL:
             raise unknown(f"option of {call.name}", name, set(parameters) - _OF_THE_RUN - _TECHNICAL)
-    return str(Call(call.name, (), tuple(sorted(call.options))))
+    return str(WrittenCall(call.name, (), tuple(sorted(call.options))))
 
 
 _EXAMPLE = "adamw(betas=(0.9, 0.99))"
@@ -118,7 +118,7 @@ def check_fit(rule: Optimiser, leaves: Sequence[Tensor]) -> None:
         stepper([torch.zeros_like(c) for c in copies], 0.1)
     except Exception as e:  # whatever torch or a function of the user raises
         why = (str(e).splitlines() or [type(e).__name__])[0][:200]
-        shown = str(Call(rule.kind, (), rule.options)) if rule.make is None else rule.kind
+        shown = str(WrittenCall(rule.kind, (), rule.options)) if rule.make is None else rule.kind
         raise CoterieError(f"optimizer = {shown} cannot train this model: {why}") from None
 
 
