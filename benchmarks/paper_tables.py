@@ -116,7 +116,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     **{
         f"sc-fpfl-{k}": Experiment(
-            "fmnist", {**SC, "partition": f"rotate({k})"}, SCFPFL, (1, 2, 3), "lenet5-nobn", "sc-fpfl"
+            "fmnist", {**SC, "partition": f"rotate({k})"}, SCFPFL, (1, 2, 3), "lenet5-nobn", "sc-fpfl-mended"
         )
         for k in (1, 2, 4)
     },

@@ -49,6 +49,13 @@ def test_a_diverged_run_is_said_and_has_an_exit_code_of_its_own(cli) -> None:
     assert cli("run", "fedavg", *options, "--out", "calm")[0] == 0
 
 
+@pytest.mark.parametrize(("lambda1", "words"), [(1e9, ["every agent was rejected in rounds 1 to 3"]), (0.0, [])])
+def test_a_run_that_stands_still_says_so(tmp_path, lambda1, words) -> None:
+    given = {**SMALL, "rounds": 3, "join": 1.0, "public": 20, "warmup_epochs": 20, "lr": 0.3, "k0": 1, "val_share": 0.4}
+    run = coterie.run("sc-fpfl", out=tmp_path / "a", lambda1=lambda1, **given)
+    assert [w.split(": ")[1] for w in run.warnings()] == words
+
+
 def test_a_method_of_another_package_is_not_called_checked() -> None:
     class Mine(coterie.Method):
         pass

@@ -347,6 +347,24 @@ def test_the_figures_that_ecs_fl_prints_in_words_and_losses_are_computed() -> No
     assert set(text[text["column"] == "CIFAR10 loss, final"]["printed"]) == {"0.038"}
 
 
+def test_runs_that_never_divided_the_clients_are_remarked() -> None:
+    class Finished:
+        def __init__(self, **facts: Any):
+            self.events = [{"round": t, "facts": facts} for t in range(3)]
+
+        def summary(self) -> dict[str, Any]:
+            return {"personal": {"last": 0.5}}
+
+    it = presets.narrow(presets.item("sc-fpfl", "fig4"), ["K=2"], ["FedAvg", "CFL", "SC-FPFL"])
+    one, two = Finished(clusters={"0": 0, "1": 0}), Finished(clusters={"0": 0, "1": 1})
+    runs = {("FedAvg", "K=2", 0): Finished(), ("CFL", "K=2", 0): two, ("SC-FPFL", "K=2", 0): Finished(clusters={})}
+    table = printed_values.compare_with_printed(it, runs)  # type: ignore[arg-type]
+    assert list(table["remark"]) == ["", "", "one cluster to the end"]
+    runs = {("CFL", "K=2", 0): one, ("CFL", "K=2", 1): two}
+    table = printed_values.compare_with_printed(it, runs)  # type: ignore[arg-type]
+    assert list(table["remark"]) == ["one cluster to the end in 1 of 2 runs"]
+
+
 def test_gains_in_words_stand_beside_the_measured_range() -> None:
     it = presets.item("sc-fpfl", "fig4")
     value = {"FedAvg": 80.0, "CFL": 88.0, "PRR-FL": 85.0, "SC-FPFL": 90.0}

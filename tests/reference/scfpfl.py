@@ -144,7 +144,8 @@ FOURIER = {"g": 0.35, "g_schedule": "const", "fourier_linear": "fourier", "fouri
            "fourier_mask": "symmetric", "fourier_layout": "tile", "fourier_weight": "uniform"}  # fmt: skip
 AGENT = {"lambda1": 0.9, "local_train_each_round": False, "agent_fail": "keep", "kl_weight": 1.0}
 PUBLIC = {"public": 12}
-TEXT = FIRST | CLUSTERS | FOURIER | {"fourier_linear": "auto", "fourier_bias": "keep"} | AGENT
+TEXT_FOURIER = FOURIER | {"fourier_linear": "auto", "fourier_bias": "keep"}
+TEXT = FIRST | CLUSTERS | TEXT_FOURIER | AGENT
 MENDED = FOURIER | {"score": "own", "warmup_epochs": 2, "kl_weight": 1.0}
 TWO = {"cluster_when": "start", "k0": 2}
 CASES = [
@@ -163,9 +164,9 @@ CASES = [
     Case("sc-fpfl-mended-fourier-only", mended_fourier_only, MENDED, long=("cnn",)),
     Case("sc-fpfl", reference, TEXT, PUBLIC),
     Case("sc-fpfl-no-kl", reference, TEXT | {"kl_weight": 0.0}, PUBLIC, long=("cnn",)),
-    Case("sc-fpfl-no-agent", no_agent, FIRST | CLUSTERS | FOURIER, PUBLIC, long=("cnn",)),
+    Case("sc-fpfl-no-agent", no_agent, FIRST | CLUSTERS | TEXT_FOURIER, PUBLIC, long=("cnn",)),
     Case("sc-fpfl-cluster-only", cluster_only, FIRST | CLUSTERS, PUBLIC, long=("cnn",)),
-    Case("sc-fpfl-fourier-only", fourier_only, FIRST | FOURIER | AGENT, long=("cnn",)),
+    Case("sc-fpfl-fourier-only", fourier_only, FIRST | TEXT_FOURIER | AGENT, long=("cnn",)),
     Case(
         "sc-fpfl",
         reference,

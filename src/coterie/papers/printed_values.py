@@ -104,6 +104,9 @@ def compare_with_printed(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> 
             if math.isnan(measured):
                 without = "not reached" if name in LOWER_IS_BETTER else "the method has no such model"
                 remark = remark or _WITHOUT.get(name, without)
+            if name in ("ac", "ac_edge"):
+                mine = [run for (a, b, _), run in runs.items() if (a, b) == (row, column)]
+                remark = "; ".join(filter(None, (remark, _undivided(mine))))
             rows.append({
                 "method": row, "column": column, "printed": paper.value if paper else math.nan, "measured": measured,
                 "std": float(values.std(ddof=1)) if len(values) > 1 else math.nan,
@@ -111,6 +114,12 @@ def compare_with_printed(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> 
                 "remark": remark,
             })  # fmt: skip
     return pd.DataFrame([*rows, *_spread(it, rows)])
+
+
+def _undivided(runs: Sequence[Run]) -> str:
+    """Return a remark if runs of a method with clusters never divided the clients."""
+    one = [r for r in runs if "clusters" in r.events[-1]["facts"] and math.isnan(paper_metrics.clustering_round(r))]
+    return f"one cluster to the end{f' in {len(one)} of {len(runs)} runs' * (len(one) < len(runs))}" if one else ""
 
 
 def _spread(it: Item, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from coterie.results.statistics import summarise
 from coterie.storage import run_folder as folder
 
 _FINE_TUNING = ("fedavg-ft", "lp-ft", "per-fedavg", "per-fedavg-hf", "fedbabu")  # used adapted in version 0.1 too
+_REJECTIONS = 3  # last rounds without an accepted agent (SC-FPFL) that are worth a warning
 IN_USE = "in use"  # stands for the headline of each run where these differ
 _NEEDED = ("settings", "method", "partition", "versions", "data", "subset", "federation", "rounds", "seed")
 
@@ -222,6 +223,9 @@ class Run:
         if personal.get("nonfinite"):
             clients = f"{personal['nonfinite']} of {personal['clients']} clients"
             out.append(f"{name}: training diverged, the personal models of {clients} give NaN or infinity")
+        accepted = [e["round"] for e in self.events if e["notes"].get("rejected") != 1.0]
+        if accepted and self.last_round - accepted[-1] >= _REJECTIONS:
+            out.append(f"{name}: every agent was rejected in rounds {accepted[-1] + 1} to {self.last_round}")
         if personal.get("undefined"):
             clients = f"{personal['undefined']} of {personal['clients']} clients"
             out.append(f"{self.title}: {self.metric.name} is not defined for {clients}, which its mean leaves out")
