@@ -93,8 +93,8 @@ class Context:
 
     def lr_at(self, round: int) -> float:
         """Learning rate of a round; lr_decay and lr_rounds change it from round 2."""
-        factor = lr_factor(self.lr_rounds, round - 1, self.planned_rounds)
-        return float(self.lr * self.lr_decay ** max(0, round - 1) * factor)
+        lr = self.lr * self.lr_decay ** max(0, round - 1)
+        return float(lr if self.lr_rounds is None else lr * lr_factor(self.lr_rounds, round - 1, self.planned_rounds))
 
     @property
     def loop_only(self) -> str:
