@@ -21,6 +21,8 @@ from coterie.engine.messages import (
     Score,
     ScoreAnswer,
     ScoreRequest,
+    SendAnswer,
+    SendRequest,
     TrainAnswer,
     TrainRequest,
     TrainResult,
@@ -49,7 +51,7 @@ MESSAGES = {
     m.__class__.__name__: m
     for m in (
         SCORE, TRAIN, ANSWER, EDGE, SCHEMA, INDEX, SCORING, SCHEMA.entries["ids"], EDGE.download,
-        MERGE, MERGED, HELLO, WIRE,
+        MERGE, MERGED, HELLO, WIRE, SendRequest(3, 7), SendAnswer(3, W, 12),
         ScoreAnswer(1, {"personal/test": SCORE, "global/val": SCORE}, 12, W),
         Beside(3), Job(TRAIN, {"own": W}), TrainResult(ANSWER, {"own": W}), Upload(W, {"a": 1.0}, 3, 12),
         checkpoint.Checkpoint(5, "FedAvg", {"w": W}, {2: {}}, INDEX, {"edge-cloud": {"up": {"model": 3}}}, 100, 50),
@@ -61,8 +63,9 @@ MESSAGES = {
     )
 }  # fmt: skip
 FROM_AFAR = [
-    TrainRequest, TrainAnswer, MergeRequest, MergeAnswer, ScoreRequest, ScoreAnswer, hosts.PlanText, hosts.Hello,
-    hosts.RunOver, hosts.Attached, hosts.Common, hosts.DeviceJob, hosts.EdgeJob, hosts.EdgeAnswer,
+    TrainRequest, TrainAnswer, MergeRequest, MergeAnswer, ScoreRequest, ScoreAnswer, SendRequest, SendAnswer,
+    hosts.PlanText, hosts.Hello, hosts.RunOver, hosts.Attached, hosts.Common, hosts.DeviceJob, hosts.EdgeJob,
+    hosts.EdgeAnswer,
 ]  # fmt: skip
 
 

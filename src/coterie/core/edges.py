@@ -11,6 +11,11 @@ from coterie.core.tree import Tree
 ANNOUNCE = "announce:"  # prefix of the entries that a device sends before the rest of its upload (see EdgeMethod.calls)
 
 
+def is_announced(name: str) -> bool:
+    """True for an entry that a device sends before the rest of its upload."""
+    return name.startswith(ANNOUNCE)
+
+
 @dataclass(frozen=True)
 class Edge:
     """An edge server as its hooks see it."""
@@ -47,7 +52,12 @@ class EdgeMethod(Method):
         return Download({**got.shared, **got.edge.get(edge.id, {})}, {i: got.each[i] for i in ids if i in got.each})
 
     def calls(self, edge: Edge, announced: Sequence[Upload], round: int) -> Collection[ClientId] | None:
-        """Choose the clients that send the rest, by the entries marked ANNOUNCE alone; None: all send all at once."""
+        """Choose the clients that send the rest of their uploads, by what they announced; None: all of them.
+
+        A method whose schema of uploads has entries marked ANNOUNCE uploads in two steps: each client sends these
+        entries, and only the clients that are called send the rest. If one of them fails, this hook is asked again
+        without it, so it must depend on its arguments alone.
+        """
         return None
 
     def merge(self, edge: Edge, uploads: Sequence[Upload], round: int) -> tuple[State, Upload]:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from coterie.core.tree import value_bytes
+from coterie.core.tree import Predicate, value_bytes
 from coterie.errors import CoterieError
 
 Link = Literal["up", "down", "edge_up", "edge_down"]
@@ -78,6 +78,10 @@ class Schema:
     def optional(self) -> "Schema":
         """Return a schema with these entries, none of them required."""
         return replace(self, entries={k: replace(e, optional=True) for k, e in self.entries.items()}, may_be_empty=True)
+
+    def keep(self, chosen: Predicate) -> "Schema":
+        """Return the schema of the entries for which `chosen` is true."""
+        return replace(self, entries={k: e for k, e in self.entries.items() if chosen(k)})
 
     def nbytes(self, **lengths: int) -> int:
         """Return the declared bytes of a payload with all entries; a word without a length has its largest."""

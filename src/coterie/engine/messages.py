@@ -81,6 +81,28 @@ class TrainAnswer:
 
 @register
 @dataclass(frozen=True)
+class SendRequest:
+    """Calls a client: it sends the rest of the upload that it announced in this round."""
+
+    client: ClientId
+    round: int
+
+    @property
+    def data_round(self) -> int:
+        """The round whose data were used."""
+        return self.round
+
+
+@register
+@dataclass(frozen=True)
+class SendAnswer:
+    client: ClientId
+    upload: Tree  # without the announced entries
+    samples: int  # training samples of the client
+
+
+@register
+@dataclass(frozen=True)
 class MergeRequest:
     """An edge's part of a round: relay the download, let its clients train, and merge their uploads."""
 

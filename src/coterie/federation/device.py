@@ -7,16 +7,29 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from coterie.core import tree as T
 from coterie.core.context import ClientId, State
+from coterie.core.edges import is_announced
 from coterie.core.schema import NonFiniteError
-from coterie.core.tree import value_bytes
+from coterie.core.tree import Tree, value_bytes
 from coterie.data.sources import load_dataset
 from coterie.data.timeline import Change
 from coterie.engine import codec
-from coterie.engine.messages import Job, Remote, Score, TrainAnswer, TrainRequest, check_message
+from coterie.engine.edge_steps import announces
+from coterie.engine.messages import (
+    Job,
+    Remote,
+    Score,
+    ScoreRequest,
+    SendAnswer,
+    SendRequest,
+    TrainAnswer,
+    TrainRequest,
+    check_message,
+)
 from coterie.engine.personal_models import model_in_use
 from coterie.engine.session import Session
 from coterie.errors import CoterieError
@@ -33,7 +46,19 @@ from coterie.storage.atomic import write_atomic
 
 _HEADER_BYTES = 2**20  # bytes of a message in addition to its payload
 _MAX_RUNS = 100  # runs whose states a device keeps
+_KINDS: dict[type, str] = {TrainRequest: "train", ScoreRequest: "score", SendRequest: "send"}
 log = logging.getLogger("coterie.device")
+
+
+@dataclass(frozen=True)
+class HeldUpload:
+    """The part of an upload that a device keeps until it is called; a new round replaces it."""
+
+    run: str
+    client: ClientId
+    round: int
+    tree: Tree
+    samples: int
 
 
 @dataclass
@@ -52,6 +77,7 @@ class DeviceHandler:
     ended: Callable[[], None] = lambda: None  # called when a run has ended, unless `stay` is set
     _plan: FederationPlan | None = None
     _session: Session | None = field(default=None, repr=False)
+    _held: HeldUpload | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._lock = lock_folder(self.state)
@@ -91,7 +117,7 @@ class DeviceHandler:
     def answer(self, kind: str, round: int, job: DeviceJob) -> Answer:
         """Train or score as a job asks; raises CoterieError if the job or the answer is not allowed."""
         with self._noting_refusal(job.run, round, kind):
-            if kind != ("train" if isinstance(job.request, TrainRequest) else "score"):
+            if kind != _KINDS[type(job.request)]:
                 raise CoterieError(f'a device cannot answer "{kind}"')
             session = self.session(job.run)
             arrived = of_request(session.method, job.request)
@@ -103,13 +129,13 @@ class DeviceHandler:
             self.allow.check_request(session.method, job.request, samples)
             self._spent.count("down", job.run, round, sum(arrived.values()))
             self._take_seat(job.run, job.request.client)
-            answer = self._compute(session, job)
+            answer = self._held_part(job) if isinstance(job.request, SendRequest) else self._compute(session, job)
             self._release(session, round, kind, job.run, answer)
             return answer
 
     def _release(self, session: Session, round: int, kind: str, run: str, answer: Answer) -> None:
         """Check that an answer may leave the device, count its bytes, and write it to the audit log."""
-        upload = answer.upload if isinstance(answer, TrainAnswer) else {}
+        upload = answer.upload if isinstance(answer, TrainAnswer | SendAnswer) else {}
         sizes = of_answer(session.method, answer)
         self.allow.check_leaving(session.method.schema("up"), upload, sizes)
         self._spent.count("up", run, round, sum(sizes.values()))
@@ -202,21 +228,36 @@ class DeviceHandler:
     def _compute(self, session: Session, job: DeviceJob) -> Answer:
         request = job.request
         states = DeviceStates(self.state / job.run / str(request.client), self.keep)
+        assert not isinstance(request, SendRequest)
         local_job = Job(request, states.read(job.base))
         if isinstance(request, TrainRequest):
             done = session.clients().train([local_job])[0]
-            with suppress(NonFiniteError):  # training diverged: the round excludes the client and says why
+            in_two_steps = announces(session.method)
+            with suppress(*() if in_two_steps else (NonFiniteError,)):  # the round excludes the client and says why
                 session.method.schema("up").check(done.answer.upload, "the upload made here")
             states.write(request.round, _in_memory(done.state), job.base)
             self._log_progress(
                 session, f"round {request.round} of {session.settings.rounds}: trained", done.answer.after
             )
-            return done.answer
+            return self._announced(job.run, done.answer, request.round) if in_two_steps else done.answer
         answer = session.clients().score([local_job])[0]
         self._write_model(session, job.run, local_job)
         what = f"after round {request.round - 1} of {session.settings.rounds}: personal model"
         self._log_progress(session, what, answer.scores.get("personal/test"))
         return answer
+
+    def _announced(self, run: str, answer: TrainAnswer, round: int) -> TrainAnswer:
+        """Return the answer with the announced entries; the rest of the upload stays here until it is called for."""
+        rest = T.drop(answer.upload, is_announced)
+        self._held = HeldUpload(run, answer.client, round, rest, answer.samples)
+        return replace(answer, upload=T.keep(answer.upload, is_announced))
+
+    def _held_part(self, job: DeviceJob) -> SendAnswer:
+        """Return the part of the upload of this round that was not sent with the announcement."""
+        held, request = self._held, job.request
+        if held is None or (held.run, held.client, held.round) != (job.run, request.client, request.round):
+            raise CoterieError(f"nothing was announced in round {request.round}, or the device was started again since")
+        return SendAnswer(held.client, held.tree, held.samples)
 
     def _log_progress(self, session: Session, what: str, score: Score | None) -> None:
         """Log what was done, with the device's own score if there is one."""

@@ -6,6 +6,7 @@ answer, so an edge that dies loses nothing.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import cast, get_args
 
 from coterie.core.context import ClientId
 from coterie.core.method import Method
+from coterie.core.tree import Tree
 from coterie.engine import codec
-from coterie.engine.messages import TrainAnswer, check_message
+from coterie.engine.edge_steps import announces
+from coterie.engine.messages import SendAnswer, SendRequest, TrainAnswer, check_message
 from coterie.errors import CoterieError
 from coterie.federation.cloud.dispatch import OVER_SECONDS, Dispatcher, Greeting, excluded_line
-from coterie.federation.cloud.upload_bounds import UsualSizes, judge_answers
+from coterie.federation.cloud.upload_bounds import UsualSizes, judge_answers, judge_uploads
 from coterie.federation.edge_stage import EdgeStage
 from coterie.federation.identity.admin import SUSPENDED
 from coterie.federation.identity.authority import Certs
@@ -48,6 +51,7 @@ from coterie.federation.transport.server import GrpcServer
 from coterie.federation.validation import SamplesError, check_answer, check_request, check_task, largest_message
 
 _DEVICE_SHARE = 0.85  # share of the cloud's deadline that devices get; the rest is for the reply to the cloud
+_TRAIN_SHARE = 0.7  # part of that which training gets, if clients are called for the rest of their uploads
 log = logging.getLogger("coterie.edge")
 
 
@@ -187,12 +191,29 @@ class EdgeHandler:
         for task in job.merges:
             check_task(run.method, task, job.names)
             stage.relay(task)
-        gathered = self._ask(run, kind, round, job, [*requests, *stage.requests])
+        until = time.monotonic() + _DEVICE_SHARE * job.deadline
+        first = _TRAIN_SHARE if job.merges and announces(run.method) else 1.0
+        gathered = self._ask(run, kind, round, job, [*requests, *stage.requests], first * _DEVICE_SHARE * job.deadline)
         trained = {i: a for i, a in gathered.answers.items() if isinstance(a, TrainAnswer)}
         # the cloud judges the uploads that are only passed on
         judged = judge_answers(stage.requests, trained, job.norm_bound, run.usual)
+        downloads = {r.client: r.download for r in stage.requests}
+
+        def send(clients: Sequence[ClientId]) -> dict[ClientId, Tree]:
+            nonlocal judged
+            left = max(1.0, until - time.monotonic())
+            more = self._ask(run, "send", round, job, [SendRequest(i, round) for i in clients], left)
+            rest = {i: a.upload for i, a in more.answers.items() if isinstance(a, SendAnswer)}
+            sizes = judge_uploads({i: downloads[i] for i in rest}, rest, job.norm_bound, run.usual)
+            judged |= sizes
+            gathered.missing |= more.missing
+            gathered.refused |= more.refused
+            gathered.wire = _sum([gathered.wire, more.wire])
+            return {i: tree for i, tree in rest.items() if i not in sizes.refused}
+
+        first_refused = {**gathered.refused, **judged.refused}
+        merged = stage.merge({i: a for i, a in trained.items() if i not in first_refused}, send)
         refused = {**gathered.refused, **judged.refused}
-        merged = stage.merge({i: a for i, a in trained.items() if i not in refused})
         if usual := judged.usual(i for m in merged.values() for i in m.senders):
             run.usual.add(round, usual)
         missing |= {**gathered.missing, **stage.missing}
@@ -212,7 +233,9 @@ class EdgeHandler:
         )
         return reply
 
-    def _ask(self, run: EdgeRun, kind: JobKind, round: int, job: EdgeJob, requests: Sequence[Request]) -> Gathered:
+    def _ask(
+        self, run: EdgeRun, kind: JobKind, round: int, job: EdgeJob, requests: Sequence[Request], seconds: float
+    ) -> Gathered:
         """Send all requests to their devices at once, and check the answers."""
         suspended, gathered = self._suspended(), Gathered()
         jobs = {
@@ -221,7 +244,7 @@ class EdgeHandler:
             if job.names[r.client] not in suspended
         }
         largest = largest_message(run.method, ["up"])
-        replies = run.dispatcher.send_jobs(jobs, kind, round, _DEVICE_SHARE * job.deadline, largest)
+        replies = run.dispatcher.send_jobs(jobs, kind, round, seconds, largest)
         gathered.wire = _sum(replies.traffic.values())
         for r in requests:
             name = job.names[r.client]

@@ -1,18 +1,21 @@
 """Relays and merges the method's edges on this host; an error in one edge's part of a round affects only that edge."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 from coterie.core.context import ClientId, EdgeId
 from coterie.core.edges import EdgeMethod
 from coterie.core.method import Method
-from coterie.engine.edge_steps import merge, relay
+from coterie.core.tree import Tree
+from coterie.engine.edge_steps import Merging, relay
 from coterie.engine.fault_isolation import contain
 from coterie.engine.messages import Bytes, MergeAnswer, MergeRequest, TrainAnswer, TrainRequest
 
 log = logging.getLogger("coterie.edge")
+T = TypeVar("T")
+Send = Callable[[Sequence[ClientId]], Mapping[ClientId, Tree]]  # asks clients for the rest; some may fail
 
 
 @dataclass
@@ -34,38 +37,69 @@ class EdgeStage:
         self.requests += requests
         self._tasks.append((task, down))
 
-    def merge(self, trained: Mapping[ClientId, TrainAnswer]) -> dict[EdgeId, MergeAnswer]:
-        """Merge the uploads of each relayed edge's clients."""
-        merged = {}
+    def merge(self, trained: Mapping[ClientId, TrainAnswer], send: Send) -> dict[EdgeId, MergeAnswer]:
+        """Merge the uploads of each relayed edge's clients; `send` asks clients that are called for the rest."""
+        merging: list[Merging] = []
         for task, down in self._tasks:
             answers = [trained[r.client] for r in task.requests if r.client in trained]
+            merging.append(Merging(cast(EdgeMethod, self.method), task, answers, down))
+        failed = self._call(merging, send)
+        merged = {}
+        for m in merging:
             try:
-                merged[task.edge.id] = self._merge(task, answers, down)
+                if m.task.edge.id not in failed:
+                    merged[m.task.edge.id] = self._merge(m, send)
             except Exception as e:
-                self._fail("merged", task, (a.client for a in answers), e)
+                self._fail("merged", m.task, m.answered, e)
         return merged
 
-    def _merge(self, task: MergeRequest, answers: Sequence[TrainAnswer], down: Bytes) -> MergeAnswer:
-        """Merge an edge without the senders whose uploads cause an error."""
+    def _call(self, merging: Sequence[Merging], send: Send) -> set[EdgeId]:
+        """Call clients until all that are called have sent the rest; return the edges whose choice raises an error."""
+        failed: set[EdgeId] = set()
+        while True:
+            wanted: dict[EdgeId, list[ClientId]] = {}
+            for m in merging:
+                e = m.task.edge.id
+                try:
+                    wanted[e] = [] if e in failed else self._contained(m, m.wanted)
+                except Exception as error:
+                    failed.add(e)
+                    self._fail("merged", m.task, m.answered, error)
+            asked = [i for clients in wanted.values() for i in clients]
+            if not asked:
+                return failed
+            rest = send(asked)
+            for m in merging:
+                theirs = wanted.get(m.task.edge.id, [])
+                m.exclude(dict.fromkeys((i for i in theirs if i not in rest), ""))
+                m.take({i: rest[i] for i in theirs if i in rest})
 
-        def compute(excluded: frozenset[ClientId]) -> MergeAnswer:
-            rest = [a for a in answers if a.client not in excluded]
-            return merge(cast(EdgeMethod, self.method), task, rest, down)
+    def _merge(self, m: Merging, send: Send) -> MergeAnswer:
+        """Merge an edge; without senders that cause an error the choice of clients may be a different one."""
+        while True:
+            senders = m.senders
+            answer = self._contained(m, m.merged)
+            if m.senders == senders:
+                return answer
+            if failed := self._call([m], send):
+                raise RuntimeError(f"the clients of edge {min(failed)} could not be chosen")
 
-        contained = contain([frozenset({a.client}) for a in answers], compute)
+    def _contained(self, m: Merging, compute: Callable[[frozenset[ClientId]], T]) -> T:
+        """Compute without the senders whose uploads cause an error; they are excluded from the merge."""
+        contained = contain([frozenset({i}) for i in m.senders], compute)
         if not contained.left_out:
             return contained.result
-        error = contained.error
-        log.error("edge %s could be merged only without some clients", task.edge.id, exc_info=error)
-        reason = f"edge {task.edge.id} could not be merged with the upload: {type(error).__name__}: {error}"
+        error, e = contained.error, m.task.edge.id
+        log.error("edge %s could be merged only without some clients", e, exc_info=error)
+        reason = f"edge {e} could not be merged with the upload: {type(error).__name__}: {error}"
         senders = sorted(frozenset[ClientId]().union(*contained.left_out))
         reasons = dict.fromkeys(senders, " ".join(reason[:400].split()))
-        if len(answers) == len(senders):  # no other answer shows that the method itself works
+        if len(m.senders) == len(senders):  # no other answer shows that the method itself works
             raise error or RuntimeError(reason)
+        m.exclude(reasons, refused=contained.certain)
         if not contained.certain:  # the senders lose the round, and the error is not counted against them
             self.missing |= reasons
-            return contained.result
-        return replace(contained.result, refused={**contained.result.refused, **reasons})
+        return contained.result
 
     def _fail(self, step: str, task: MergeRequest, clients: Iterable[ClientId], error: Exception) -> None:
         log.error("edge %s could not be %s", task.edge.id, step, exc_info=error)

@@ -8,7 +8,7 @@ from coterie.core.schema import Schema
 from coterie.core.tree import Tree, value_bytes
 from coterie.engine import codec
 from coterie.engine.ledger import summed
-from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer, check_message
+from coterie.engine.messages import ScoreAnswer, ScoreRequest, SendAnswer, SendRequest, TrainAnswer, check_message
 from coterie.errors import CoterieError
 from coterie.federation.protocol.messages import Answer, DeviceJob, EdgeAnswer, NodeJob, Request
 
@@ -18,6 +18,8 @@ _NUMBER_BYTES = 8
 
 def of_request(method: Method, request: Request) -> BytesByKind:
     """Return the bytes of a request's payload."""
+    if isinstance(request, SendRequest):
+        return {}
     sizes = _of_tree(method.schema("down"), request.download)
     if isinstance(request, ScoreRequest) and request.global_model is not None:
         sizes = _added([sizes, {"model": T.nbytes(request.global_model)}])
@@ -26,6 +28,8 @@ def of_request(method: Method, request: Request) -> BytesByKind:
 
 def of_answer(method: Method, answer: Answer) -> BytesByKind:
     """Return the bytes of an answer's payload, scores and numbers."""
+    if isinstance(answer, SendAnswer):
+        return _of_tree(method.schema("up"), answer.upload) | {"numbers": _NUMBER_BYTES}
     if isinstance(answer, TrainAnswer):
         scores = [s for s in (answer.before, answer.after) if s is not None]
         sizes = _of_tree(method.schema("up"), answer.upload)
@@ -55,7 +59,7 @@ def of_reply(method: Method, reply: object) -> BytesByKind:
         check_message(reply, type(reply))
     except (CoterieError, TypeError):
         return {}
-    if isinstance(reply, TrainAnswer | ScoreAnswer):
+    if isinstance(reply, TrainAnswer | ScoreAnswer | SendAnswer):
         return of_answer(method, reply)
     if isinstance(reply, EdgeAnswer):
         sizes = [of_answer(method, a) for a in reply.answers]

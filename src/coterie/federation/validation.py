@@ -19,6 +19,8 @@ from coterie.engine.messages import (
     MergeRequest,
     ScoreAnswer,
     ScoreRequest,
+    SendAnswer,
+    SendRequest,
     TrainAnswer,
     TrainRequest,
     check_message,
@@ -42,6 +44,10 @@ def check_answer(answer: Value, request: Request, samples: int, task: Task) -> A
     """Return the answer of a device whose hello announced `samples` training samples; its upload is not checked."""
     if isinstance(request, TrainRequest):
         return _check_trained(check_message(answer, TrainAnswer), request, samples, task)
+    if isinstance(request, SendRequest):
+        sent = check_message(answer, SendAnswer)
+        _check_sender(sent, request, samples)
+        return sent
     return _check_scored(check_message(answer, ScoreAnswer), request, samples, task)
 
 
@@ -97,7 +103,7 @@ def check_merged(
         raise CoterieError("the merged upload reports a different number of samples than its senders have")
     check_note(answer.note)
     _check_bytes(answer.down, method.schema("down"), len(task.clients), "down")
-    _check_bytes(answer.up, method.schema("up"), len(asked), "up")
+    _check_bytes(answer.up, method.schema("up"), len(task.requests), "up")
     for v in codec.tensors_of(answer.state):
         if v.is_floating_point() and v.numel() and not bool((v.isnan() | (v.abs() <= LARGEST_ENTRY)).all()):
             raise CoterieError("the state of the edge has values that are infinite or too large")
@@ -134,6 +140,8 @@ def check_request(method: Method, request: Request, round: int) -> None:
     """Raise CoterieError if a request, or the download in it, is not valid for the round."""
     if request.round != round:
         raise CoterieError(f"the message of round {round} holds a request of round {request.round}")
+    if isinstance(request, SendRequest):
+        return
     method.schema("down").check(request.download, "the download")
     if isinstance(request, TrainRequest):
         if not 0 <= request.share <= 1:

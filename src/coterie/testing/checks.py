@@ -13,7 +13,7 @@ from torch import Tensor
 from coterie.config import shared_names
 from coterie.core import tree as T
 from coterie.core.context import ClientId
-from coterie.core.edges import ANNOUNCE, EdgeMethod
+from coterie.core.edges import EdgeMethod, is_announced
 from coterie.core.method import Client, Method, Moment
 from coterie.core.schema import Entry, Schema
 from coterie.engine import codec
@@ -142,7 +142,7 @@ def payload_is_what_is_declared(bench: Bench, tmp: Path) -> None:
                 exact.check(tree, f"round {t}, {link} of client {i}")
                 method.schema(link).check(tree, f"round {t}, {link} of client {i}, in general")  # type: ignore[arg-type]
                 if link == "up" and i in uncalled:
-                    exact = Schema({k: e for k, e in exact.entries.items() if k.startswith(ANNOUNCE)}, exact.lengths)
+                    exact = exact.keep(is_announced)
                 if tree or not exact.may_be_empty:
                     declared[link] += exact.nbytes(labels=int(labels[i]))
         for e, merged in w.answers.merged.items():
@@ -160,7 +160,7 @@ def _uncalled(method: Method, w: Watched) -> set[ClientId]:
         assert isinstance(method, EdgeMethod)
         answers = [w.answers.trained[r.client] for r in task.requests]
         heard = receive(task.schemas, sorted(answers, key=lambda a: a.client)).uploads
-        ahead = [replace(u, tree={k: v for k, v in u.tree.items() if k.startswith(ANNOUNCE)}) for u in heard]
+        ahead = [replace(u, tree=T.keep(u.tree, is_announced)) for u in heard]
         called = method.calls(task.edge, ahead, w.plan.round)
         uncalled |= set() if called is None else {u.sender for u in heard} - set(called)
     return uncalled

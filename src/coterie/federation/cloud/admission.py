@@ -1,13 +1,15 @@
 """Decides which answers count: checks of their form, bounds on their size, and the senders of refused answers."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from coterie.core.context import ClientId, EdgeId
 from coterie.core.method import Method
+from coterie.core.tree import Tree
 from coterie.engine.codec import Value
-from coterie.engine.messages import MergeAnswer, TrainAnswer
+from coterie.engine.edge_steps import announces
+from coterie.engine.messages import MergeAnswer, SendAnswer, TrainAnswer
 from coterie.engine.round import RoundPlan, RoundResult
 from coterie.errors import CoterieError, sentence
 from coterie.federation.cloud.liveness import Liveness
@@ -106,16 +108,30 @@ class Admission:
         collected: Collected,
         asked: Collection[ClientId],
         absent: Collection[ClientId],  # clients of edges that are not connected
+        ask: Callable[[Sequence[ClientId]], Collected],  # asks clients for the rest of their uploads
     ) -> RoundTrip:
         """Judge the uploads of a round, and merge the edges that the cloud merges itself."""
         trained = cast(dict[ClientId, TrainAnswer], collected.answers)
-        refused = dict(collected.refused)
         requests = [r for r in (*plan.direct, *stage.requests) if r.client in trained and trained[r.client].upload]
         bound, usual = self.rules.norm_bound, self.quarantine
         sizes = judge_answers(requests, trained, bound, usual.memory)
-        refused |= sizes.refused
         trained = {i: a for i, a in trained.items() if i not in sizes.refused}
-        merged = {**collected.merged, **stage.merge(trained)}
+        downloads = {r.client: r.download for r in (*plan.direct, *stage.requests)}
+
+        def send(clients: Sequence[ClientId]) -> dict[ClientId, Tree]:
+            nonlocal sizes
+            more = ask(clients)
+            collected.add_failures(more)
+            rest = {i: a.upload for i, a in more.answers.items() if isinstance(a, SendAnswer)}
+            judged = judge_uploads({i: downloads[i] for i in rest}, rest, bound, usual.memory)
+            sizes |= judged
+            return {i: tree for i, tree in rest.items() if i not in judged.refused}
+
+        if announces(self.method) and (direct := [r.client for r in plan.direct if r.client in trained]):
+            rest = send(direct)  # no edge chooses among them
+            trained |= {i: replace(trained[i], upload={**tree, **trained[i].upload}) for i, tree in rest.items()}
+        merged = {**collected.merged, **stage.merge(trained, send)}
+        refused = {**collected.refused, **sizes.refused}
         sent = {task.edge.id: task.edge.received[0] for task in plan.edges}
         merged_sizes = judge_uploads(sent, {e: answer.upload for e, answer in merged.items()}, bound, usual.merged)
         for e in merged_sizes.refused.keys() & collected.merged.keys():  # the cloud trusts its own merging

@@ -107,6 +107,13 @@ class Collected:
         self.refused |= reasons
         self.refused_node |= reasons.keys()
 
+    def add_failures(self, other: "Collected") -> None:
+        """Add the clients that a later exchange of the same round lost."""
+        self.missing |= other.missing
+        self.absent |= other.absent
+        self.refused |= other.refused
+        self.refused_node |= other.refused_node
+
     @property
     def excluded(self) -> dict[ClientId, str]:
         """Clients without an answer that counts, with the reason."""

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, cast
 
 from coterie.core.context import ClientId
 from coterie.core.method import Method
-from coterie.engine.messages import MergeRequest, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest, check_message
+from coterie.engine.messages import (
+    MergeRequest,
+    ScoreAnswer,
+    ScoreRequest,
+    SendRequest,
+    TrainAnswer,
+    TrainRequest,
+    check_message,
+)
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult
 from coterie.errors import CoterieError, sentence
 from coterie.federation.cloud.admission import Admission, AdmissionRules
@@ -78,7 +86,11 @@ class FederationRuntime(Runtime):
             else:
                 stage.relay(task)
         collected = self._exchange("train", [*plan.direct, *stage.requests], remote)
-        return self.admission.close(plan, stage, collected, asked, absent)
+        return self.admission.close(plan, stage, collected, asked, absent, lambda ids: self._call(ids, plan.round))
+
+    def _call(self, clients: Sequence[ClientId], round: int) -> Collected:
+        """Ask clients for the rest of the uploads that they announced in this round."""
+        return self._exchange("send", [SendRequest(i, round) for i in clients])
 
     def conclude(self, plan: RoundPlan, answers: RoundAnswers, result: RoundResult) -> Conclusion:
         """Count refused answers, and accept the round if enough of the asked clients count.
@@ -129,8 +141,12 @@ class FederationRuntime(Runtime):
         deadline, bound = self.waiting.rules.deadline, self.admission.rules.norm_bound
         jobs = make_jobs(self.membership, self.plan.run, deadline, bound, requests, merges)
         collected = Collected(missing={i: self.membership.why_absent(i) for i in jobs.absent}, absent={*jobs.absent})
-        doing = f"round {jobs.round}: training" if kind == "train" else f"after round {self.versions.closed}: scoring"
-        self.liveness.work(doing, jobs.by_node)
+        self.liveness.work(
+            f"after round {self.versions.closed}: scoring"
+            if kind == "score"
+            else f"round {jobs.round}: {'training' if kind == 'train' else 'receiving uploads'}",
+            jobs.by_node,
+        )
         largest = jobs.largest_reply(self.method)
         replies = self.dispatcher.send_jobs(jobs.by_node, kind, jobs.round, deadline, largest)
         for node, job in jobs.by_node.items():

@@ -48,6 +48,11 @@ class Judgement:
     refused: Mapping[int, str] = field(default_factory=dict)  # reason by sender
     sizes: Mapping[int, EntrySizes] = field(default_factory=dict)  # by sender
 
+    def __or__(self, other: "Judgement") -> "Judgement":
+        """Return the judgement of uploads that came in two parts."""
+        sizes = {i: {**self.sizes.get(i, {}), **other.sizes.get(i, {})} for i in {**self.sizes, **other.sizes}}
+        return Judgement({**self.refused, **other.refused}, sizes)
+
     def usual(self, accepted: Iterable[int]) -> EntrySizes:
         """Return the usual size of every entry in the uploads of these senders."""
         return _medians([self.sizes[i] for i in accepted if i in self.sizes], 1)

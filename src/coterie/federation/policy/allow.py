@@ -44,7 +44,7 @@ from coterie import methods as m
 from coterie.config import RunSettings
 from coterie.core.method import Method, Phase
 from coterie.core.schema import Kind, Schema
-from coterie.engine.messages import ScoreRequest, TrainRequest
+from coterie.engine.messages import ScoreRequest, SendRequest, TrainRequest
 from coterie.engine.session import Session
 from coterie.errors import CoterieError, unknown
 from coterie.federation.payload_kinds import BytesByKind
@@ -245,6 +245,8 @@ class Allow:
         last = self.rounds + isinstance(request, ScoreRequest)  # the models of the last round are scored after it
         if request.round > last:
             raise CoterieError(f"round {request.round} is beyond the {self.rounds:g} rounds that this host allows")
+        if isinstance(request, SendRequest):
+            return
         if isinstance(request, TrainRequest) or "trained" in request.more:
             self._check_epochs(method, method.phases(request.round), samples, request.round)
         if isinstance(request, ScoreRequest):

@@ -34,7 +34,7 @@ class AuditLine:
 
     run: str
     round: int
-    message: str  # hello, train, score or over
+    message: str  # hello, train, score, send or over
     way: Literal["in", "out"]  # seen from this host
     peer: str  # the sender or the receiver
     sizes: Mapping[str, int] = field(default_factory=dict)  # bytes by kind

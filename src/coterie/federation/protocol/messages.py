@@ -1,8 +1,8 @@
 """The messages between the hosts of a federation, as frozen dataclasses; engine/codec.py turns them into bytes.
 
-There are four kinds: `hello` (a PlanText, answered with a device's Hello or an edge's Attached), `train` and `score` (a
-DeviceJob or an EdgeJob; trees that all jobs of an exchange share are a separate part, Common), and `over` (a RunOver,
-which is sent back).
+There are five kinds: `hello` (a PlanText, answered with a device's Hello or an edge's Attached), `train`, `score` and
+`send` (a DeviceJob or an EdgeJob; trees that all jobs of an exchange share are a separate part, Common), and `over` (a
+RunOver, which is sent back). `send` calls devices that have announced their upload: they send the rest of it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,11 +12,20 @@ from typing import Literal, TypeVar, cast
 from coterie.core.context import ClientId
 from coterie.core.states import register
 from coterie.core.tree import Tree
-from coterie.engine.messages import MergeAnswer, MergeRequest, ScoreAnswer, ScoreRequest, TrainAnswer, TrainRequest
+from coterie.engine.messages import (
+    MergeAnswer,
+    MergeRequest,
+    ScoreAnswer,
+    ScoreRequest,
+    SendAnswer,
+    SendRequest,
+    TrainAnswer,
+    TrainRequest,
+)
 
-JobKind = Literal["train", "score"]
-Request = TrainRequest | ScoreRequest
-Answer = TrainAnswer | ScoreAnswer
+JobKind = Literal["train", "score", "send"]
+Request = TrainRequest | ScoreRequest | SendRequest
+Answer = TrainAnswer | ScoreAnswer | SendAnswer
 
 
 # ---- hello -----------------------------------------------------------------------------------------------------------
@@ -145,7 +154,7 @@ def _requests(job: NodeJob) -> Sequence[Request]:
 
 
 def _shared_trees(job: NodeJob) -> Iterator[Tree]:
-    yield from (r.shared for r in _requests(job))
+    yield from (r.shared for r in _requests(job) if not isinstance(r, SendRequest))
     if isinstance(job, EdgeJob):
         yield from (task.edge.download.shared for task in job.merges)
 
@@ -154,6 +163,8 @@ def _with_trees(job: NodeJob, change: Callable[[Tree], Tree], global_model: Tree
     """Return the job with `change` applied to its shared trees, and with this global model to score."""
 
     def request(r: Request) -> Request:
+        if isinstance(r, SendRequest):
+            return r
         if isinstance(r, ScoreRequest):
             return replace(r, shared=change(r.shared), global_model=global_model)
         return replace(r, shared=change(r.shared))

@@ -7,7 +7,8 @@ A device sits a round out while its last model is nearer than epsilon to the new
 - The paper contradicts itself: Algorithms 1 and 2 average the nearest devices (10), but the proof is about weights 1/d
   over all devices (6), (12). This class follows the algorithms; the setting `aggregation` has the other ways.
 - No device stops before it has trained (8).
-- Selection follows the uploads and saves none; with `two_stage` devices send their distance first.
+- Selection follows the uploads and saves none; with `two_stage` devices send their distance, and only the selected
+  send their models.
 """
 
 from collections.abc import Sequence
