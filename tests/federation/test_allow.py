@@ -171,15 +171,18 @@ def test_training_for_evaluation_is_bounded_too() -> None:
             allow.check_request(Training(), request, 40)  # type: ignore[arg-type]
 
 
-def test_bytes_are_counted_by_round_and_run_before_they_leave() -> None:
-    spent = ByteBudget(Allow(bytes_up=100, bytes_down=50))
+def test_bytes_are_counted_by_round_and_run_before_they_leave(tmp_path: Path) -> None:
+    spent = ByteBudget(Allow(bytes_up=100, bytes_down=50), tmp_path / "bytes.json")
     spent.count("up", "a", 1, 60)
     spent.count("down", "a", 1, 50)
     with pytest.raises(CoterieError, match="round 1 would send 120 bytes, this host allows 100 in a round"):
         spent.count("up", "a", 1, 60)  # the same question again
     with pytest.raises(CoterieError, match="round 1 would receive 51 bytes, this host allows 50 in a round"):
         spent.count("down", "a", 1, 1)
+    spent = ByteBudget(spent.allow, spent.path)  # a new process
     spent.count("up", "a", 1, 40)  # what was refused does not count
+    with pytest.raises(CoterieError, match="round 1 would send 101 bytes"):
+        spent.count("up", "a", 1, 1)
     spent.count("up", "a", 2, 100)
     spent.count("up", "b", 1, 100)
 

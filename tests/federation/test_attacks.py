@@ -13,7 +13,6 @@ pytest.importorskip("grpc", reason="a federation needs the extra federation")
 
 import torch
 
-from coterie.cli.federation import OneLine
 from coterie.engine import codec
 from coterie.engine.messages import Score, TrainAnswer, TrainRequest, check_message
 from coterie.errors import CoterieError, sentence
@@ -23,6 +22,7 @@ from coterie.federation.cloud.program import reopen
 from coterie.federation.identity import admin as nodes
 from coterie.federation.identity.roles import NodeRole
 from coterie.federation.identity.seats import MAX_DEVICES_OF_EDGE, MAX_NAMED_STRANGERS, Roster, read_attached
+from coterie.federation.line_log import OneLine
 from coterie.federation.policy.audit import AuditLog
 from coterie.federation.policy.quarantine import Quarantine
 from coterie.federation.protocol.messages import Attached, EdgeAnswer, EdgeJob, Hello

@@ -19,6 +19,7 @@ from coterie.cli.catalogue import catalogue
 from coterie.cli.export import export_app
 from coterie.cli.federation import federation_app
 from coterie.cli.figure import figure_app
+from coterie.cli.flower import flower_app
 from coterie.cli.paper import paper_app
 from coterie.cli.screen import Bar, Stop, console, frame_table
 from coterie.cli.tune import tune_app
@@ -48,6 +49,7 @@ def _main(
 app.add_typer(catalogue)
 app.add_typer(paper_app)
 app.add_typer(federation_app)
+app.add_typer(flower_app, name="flower")
 app.add_typer(audit_app)
 app.add_typer(figure_app)
 app.add_typer(arena_app)

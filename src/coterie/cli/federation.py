@@ -1,6 +1,5 @@
 """The commands of a federation: certs, serve, status, release, join, edge and up; `coterie nodes` is in nodes.py."""
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,6 @@ from typer import Argument, Option
 from coterie.cli import options as o
 from coterie.cli.nodes import CertificateDays, DevicesOption, EdgeFlag, nodes_add, nodes_app, nodes_remove
 from coterie.cli.screen import Stop, console
-from coterie.errors import printable
 
 federation_app = typer.Typer()
 certs_app = typer.Typer(no_args_is_help=True, help="Keys and certificates of a federation.")
@@ -37,22 +35,6 @@ Stay = Annotated[
     bool, Option("--stay", help="wait for the next run when a run has ended, instead of ending with code 0")
 ]
 MethodName = Annotated[str | None, Argument(help="a method; `coterie list methods` shows all")]
-
-
-class OneLine(logging.Formatter):
-    """Formats each message as one printable line, even with text of other hosts in it; tracebacks keep their lines."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        return printable(super().formatMessage(record))
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802
-        return "\n".join(map(printable, super().formatException(ei).split("\n")))
-
-
-def _log() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 @certs_app.command("init")
@@ -216,12 +198,13 @@ def serve(
     from coterie.errors import CoterieError
     from coterie.federation.cloud import program as s
     from coterie.federation.cloud.waiting import QuorumError
+    from coterie.federation.line_log import log_lines, log_progress
     from coterie.federation.localhost.processes import die_with_parent, owner_only
     from coterie.storage.run_folder import fresh_folder
 
     o.check_transport(transport)
     die_with_parent()
-    _log()
+    log_lines()
     given |= {} if method is None else {"method": method}
     rules: dict[str, Any] = {
         "min_clients": min_clients, "norm_bound": norm_bound, "quarantine_after": quarantine_after, "keep": keep,
@@ -239,30 +222,23 @@ def serve(
         if "method" not in given:
             raise CoterieError("name a method, for example `coterie serve fedrep`; `coterie list methods` shows all")
         chosen = settings(**given)
-        names = () if classes.isdecimal() else _class_names(classes)
-        n = len(names) or int(classes)
-        items = _shape(shape, 2 if chosen.task not in (None, "classification", "binary") else n)
+        own = own_data(chosen.task, shape, classes)
         where: dict[str, Any] = {
             "certs": str(certs),
             "host": host,
             "port": port,
             "data_dir": str(data_dir) if data_dir else None,
         }
-        cloud = s.CloudSettings(**where, deadline=deadline, shape=items, classes=n, class_names=names, **rules)
+        cloud = s.CloudSettings(**where, deadline=deadline, **own, **rules)
         folder = out or fresh_folder(f"{chosen.method}-federation")
-        again = (folder / "cloud.json").exists() and (folder / "settings.json").exists()
-        if again:
-            earlier_settings, earlier = s.reopen(folder)
-            if earlier_settings != chosen:
-                raise CoterieError(f"{folder} contains a federation with different settings; choose a different folder")
-            cloud = replace(cloud, run=earlier.run)
+        cloud, again = s.earlier_run(folder, chosen, cloud)
     owner_only(folder)
     session = s.open_session(chosen, cloud)
     stop = Stop()
     try:
         with stop.listening():
             ended = s.run_cloud(
-                session, cloud, folder, resume=again, tell=_log_progress, stopped=stop, from_round=from_round
+                session, cloud, folder, resume=again, tell=log_progress, stopped=stop, from_round=from_round
             )
     except QuorumError as e:
         typer.echo(f"coterie: {e}; continue with: coterie serve --resume {folder}", err=True)
@@ -271,11 +247,6 @@ def serve(
     if not ended:
         typer.echo(f"stopped; continue with: coterie serve --resume {folder}", err=True)
         raise typer.Exit(130)
-
-
-def _log_progress(p: Any) -> None:
-    score = f", {p.text}" if p.text else ""
-    logging.getLogger("coterie.cloud").info("round %s of %s, %.1f s%s", p.round, p.rounds, p.seconds, score)
 
 
 def _patience(text: str) -> float | None:
@@ -323,6 +294,14 @@ def status(
             typer.echo(line)
 
 
+def own_data(task: str | None, shape: str | None, classes: str) -> dict[str, Any]:
+    """Return the settings of the cloud about the form of the devices' own data."""
+    names = () if classes.isdecimal() else _class_names(classes)
+    n = len(names) or int(classes)
+    items = _shape(shape, 2 if task not in (None, "classification", "binary") else n)
+    return {"shape": items, "classes": n, "class_names": names}
+
+
 def _class_names(text: str) -> tuple[str, ...]:
     from coterie.errors import CoterieError
 
@@ -368,13 +347,14 @@ def join(
     """Run a device: train on this host's data at the cloud's requests, until the run has ended."""
     from coterie.data.timeline import parse_timeline, read_timeline
     from coterie.federation import device
+    from coterie.federation.line_log import log_lines
     from coterie.federation.localhost.processes import die_with_parent, owner_only
     from coterie.federation.policy.allow import Allow
 
     allowed, changes = Allow.read(allow), parse_timeline(read_timeline(timeline))
     owner_only(state)
     die_with_parent()
-    _log()
+    log_lines()
     handler = device.DeviceHandler(data, state, client, data_dir, allowed, keep, stay, timeline=changes)
     device.join(cloud, ca, key, handler, cert)
 
@@ -395,6 +375,7 @@ def edge(
     """Run an edge: a node of the cloud, and a server for its own devices."""
     from coterie.errors import CoterieError
     from coterie.federation.edge import run_edge
+    from coterie.federation.line_log import log_lines
     from coterie.federation.localhost.processes import die_with_parent, owner_only
     from coterie.federation.policy.allow import Allow
 
@@ -405,7 +386,7 @@ def edge(
     allowed = Allow.read(allow)
     owner_only(state)
     die_with_parent()
-    _log()
+    log_lines()
     run_edge(up, ca, key, host or "0.0.0.0", int(port), certs, state, allowed, stay, cert)
 
 

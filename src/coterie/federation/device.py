@@ -75,13 +75,14 @@ class DeviceHandler:
     peer: str = "cloud"  # address of the cloud or the edge
     timeline: str | tuple[Change, ...] | None = None  # changes of the device's own data during a run
     ended: Callable[[], None] = lambda: None  # called when a run has ended, unless `stay` is set
+    lock_seconds: float = 0.0  # time to wait for a different process that uses the folder
     _plan: FederationPlan | None = None
     _session: Session | None = field(default=None, repr=False)
     _held: HeldUpload | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self._lock = lock_folder(self.state)
-        self._spent = ByteBudget(self.allow)
+        self._lock = lock_folder(self.state, self.lock_seconds)
+        self._spent = ByteBudget(self.allow, self.state / "bytes.json")
         self._audit = AuditLog(self.state / AUDIT_FILE)
         self._offered = ""  # text of the last plan
         self._refusal = ""  # run and reason of the last refused plan, which the cloud offers again and again

@@ -7,6 +7,7 @@ versions are for a cloud that goes back to an earlier round (`coterie serve --re
 
 import fcntl
 import logging
+import time
 from pathlib import Path
 from typing import IO
 
@@ -62,16 +63,20 @@ class DeviceStates:
             raise CoterieError(f"the state of round {round} could not be written: {e.strerror or e}") from e
 
 
-def lock_folder(folder: Path) -> IO[str]:
-    """Lock a folder of states for this process; raises CoterieError if another process has locked it."""
+def lock_folder(folder: Path, seconds: float = 0.0) -> IO[str]:
+    """Lock a folder of states for this process; raises CoterieError if another process holds it after `seconds`."""
+    until = time.monotonic() + seconds
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = (folder / "lock").open("w")
     except OSError as e:
         raise CoterieError(f"state {folder} cannot be used: {e.strerror}") from e
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        file.close()
-        raise CoterieError(f"state {folder} is in use by another process") from e
-    return file
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError as e:
+            if time.monotonic() >= until:
+                file.close()
+                raise CoterieError(f"state {folder} is in use by another process") from e
+        time.sleep(0.2)

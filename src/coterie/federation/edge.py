@@ -45,9 +45,8 @@ from coterie.federation.protocol.messages import (
     with_common,
 )
 from coterie.federation.protocol.plan import FederationPlan
-from coterie.federation.transport import Cause, NoPlanError, listening
+from coterie.federation.transport import Cause, NodeLink, NoPlanError, listening
 from coterie.federation.transport.node import Node
-from coterie.federation.transport.server import GrpcServer
 from coterie.federation.validation import SamplesError, check_answer, check_request, check_task, largest_message
 
 _DEVICE_SHARE = 0.85  # share of the cloud's deadline that devices get; the rest is for the reply to the cloud
@@ -82,7 +81,7 @@ class Gathered:
 class EdgeHandler:
     """Answers the cloud by asking the devices of its own link."""
 
-    link: GrpcServer
+    link: NodeLink
     allow: Allow = field(default_factory=Allow)
     audit: AuditLog | None = None
     peer: str = "cloud"  # address of the cloud

@@ -6,7 +6,7 @@ The cloud uses it for its nodes, and an edge for its devices. A node gets the pl
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from coterie.core.method import Method
 from coterie.engine import codec
@@ -26,11 +26,7 @@ from coterie.federation.protocol.messages import (
     WireBytes,
     split_common,
 )
-from coterie.federation.transport import Buffer, Cause, Failure, NodeReplies
-
-if TYPE_CHECKING:  # they need gRPC
-    from coterie.federation.transport.exchange import GrpcExchange
-    from coterie.federation.transport.server import GrpcServer
+from coterie.federation.transport import Buffer, Cause, Exchange, Failure, NodeLink, NodeReplies
 
 OVER_SECONDS = 10.0  # time for the message that a run has ended; an edge gives its devices half of it
 _HELLO_SECONDS = 120.0  # time for a device to load its data and build the model; rounds do not wait for it
@@ -59,7 +55,7 @@ class JobReplies(NamedTuple):
 class Dispatcher:
     """Talks to the nodes of one link about one run."""
 
-    def __init__(self, link: "GrpcServer", plan: str, run: str, method: Method, audit: AuditLog | None = None):
+    def __init__(self, link: NodeLink, plan: str, run: str, method: Method, audit: AuditLog | None = None):
         self.link, self.plan, self.run, self.method, self.audit = link, plan, run, method, audit
         self.line_budget = LineBudget()
         self._last_hellos: dict[str, Value] = {}  # newest hello of every node; only a different one is noted
@@ -182,7 +178,7 @@ class Greeting:
 
     def __init__(self, dispatcher: Dispatcher, largest: int = MAX_HELLO_BYTES):
         self.dispatcher, self.largest = dispatcher, largest
-        self._open: list[tuple[float, GrpcExchange]] = []  # exchanges that are not complete, with their start times
+        self._open: list[tuple[float, Exchange]] = []  # exchanges that are not complete, with their start times
         self._ask_after: dict[str, float] = {}  # time after which a node that did not answer is asked again
         self._pause: dict[str, float] = {}  # seconds until then; doubled every time
 

@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,12 +23,15 @@ from coterie.federation.cloud.status_file import StatusFile
 from coterie.federation.cloud.waiting import WaitingRules
 from coterie.federation.device_data import DeviceFederation, example_dataset
 from coterie.federation.identity.authority import Certs
+from coterie.federation.identity.roles import NodeRole
 from coterie.federation.protocol.plan import FederationPlan
-from coterie.federation.transport import listening
+from coterie.federation.transport import NodeLink, listening
 from coterie.methods import build_method
 from coterie.runtimes.base import Runtime
 from coterie.storage.atomic import write_atomic
 
+# opens the connections to the nodes, and returns them with a function that reads the roles of all registered nodes
+Connect = Callable[[Liveness], AbstractContextManager[tuple[NodeLink, Callable[[], Mapping[str, NodeRole]]]]]
 log = logging.getLogger("coterie.cloud")
 
 
@@ -90,6 +93,19 @@ def check_possible(settings: RunSettings) -> None:
             raise CoterieError(f"{name} = true {why}; the devices of a federation do not send them")
 
 
+def over_grpc(cloud: CloudSettings) -> Connect:
+    """Return a function that starts the gRPC server; raise CoterieError if its certificates cannot be used."""
+    certs = Certs(Path(cloud.certs))
+    certs.check()
+
+    @contextmanager
+    def connect(liveness: Liveness) -> Iterator[tuple[NodeLink, Callable[[], Mapping[str, NodeRole]]]]:
+        with listening(certs, cloud.host, cloud.port, liveness.observe_waiting) as link:
+            yield link, certs.roles
+
+    return connect
+
+
 @contextmanager
 def open_cloud(
     session: Session,
@@ -97,15 +113,14 @@ def open_cloud(
     folder: Path,
     waiting: WaitingRules,
     admission: AdmissionRules,
+    connect: Connect,
     status: StatusFile | None = None,
 ) -> Iterator[FederationRuntime]:
-    """Start the server and yield the runtime that reaches devices through it."""
-    certs = Certs(Path(cloud.certs))
-    certs.check()
+    """Connect to the nodes and yield the runtime that reaches devices through them."""
     liveness = Liveness() if status is None else Liveness(status.publish)
-    with listening(certs, cloud.host, cloud.port, liveness.observe_waiting) as link:
+    with connect(liveness) as (link, roles):
         plan = FederationPlan.of(session, cloud.run)
-        runtime = FederationRuntime(session.method, link, plan, certs.roles, folder, waiting, admission, liveness)
+        runtime = FederationRuntime(session.method, link, plan, roles, folder, waiting, admission, liveness)
         if status is not None:
             status.watch(runtime)
         try:
@@ -123,9 +138,10 @@ def run_cloud(
     tell: Callable[[Progress], None] = lambda p: None,
     stopped: Callable[[], bool] = lambda: False,
     from_round: int | None = None,
+    connect: Connect | None = None,  # None: over gRPC
 ) -> bool:
     """Run the federation in the folder `out`. Return True when it has finished, False when it was stopped."""
-    Certs(Path(cloud.certs)).check()
+    connect = connect or over_grpc(cloud)
     if not resume:
         cloud = replace(cloud, run=secrets.token_hex(16))
         write_atomic(out / "cloud.json", json.dumps(asdict(cloud), indent=2).encode())
@@ -135,7 +151,7 @@ def run_cloud(
         seconds = math.inf if cloud.patience is None else cloud.patience
         waiting = WaitingRules(cloud.min_clients, cloud.deadline, stopped, seconds=seconds)
         admission = AdmissionRules(cloud.norm_bound, cloud.quarantine_after)
-        return open_cloud(session, cloud, folder, waiting, admission, status)
+        return open_cloud(session, cloud, folder, waiting, admission, connect, status)
 
     def show(progress: Progress) -> None:
         status.progress(progress)
@@ -173,6 +189,19 @@ def _log_traceback(out: Path, error: Exception) -> Path:
     with suppress(OSError), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as f:
         f.write(time.strftime("%Y-%m-%d %H:%M:%S\n") + "".join(traceback.format_exception(error)) + "\n")
     return path
+
+
+def earlier_run(out: Path, settings: RunSettings, cloud: CloudSettings) -> tuple[CloudSettings, bool]:
+    """Return the settings of the cloud, and True if the folder has a federation with the same settings to continue.
+
+    Raises CoterieError if the folder has a federation with different settings.
+    """
+    if not ((out / "cloud.json").exists() and (out / "settings.json").exists()):
+        return cloud, False
+    earlier_settings, earlier = reopen(out)
+    if earlier_settings != settings:
+        raise CoterieError(f"{out} contains a federation with different settings; choose a different folder")
+    return replace(cloud, run=earlier.run), True
 
 
 def reopen(out: Path) -> tuple[RunSettings, CloudSettings]:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from coterie.core.context import ClientId
 from coterie.core.method import Method
@@ -33,14 +33,11 @@ from coterie.federation.policy.audit import AUDIT_FILE, AuditLog
 from coterie.federation.policy.quarantine import Quarantine
 from coterie.federation.protocol.messages import EdgeAnswer, EdgeJob, JobKind, Request
 from coterie.federation.protocol.plan import FederationPlan
-from coterie.federation.transport import Cause
+from coterie.federation.transport import Cause, NodeLink
 from coterie.federation.validation import check_wire
 from coterie.federation.wire_bytes import WireBytesLog
 from coterie.runtimes.base import Conclusion, Replies, Runtime
 from coterie.storage.client_states import Index
-
-if TYPE_CHECKING:  # needs gRPC
-    from coterie.federation.transport.server import GrpcServer
 
 log = logging.getLogger("coterie.cloud")
 
@@ -51,7 +48,7 @@ class FederationRuntime(Runtime):
     def __init__(
         self,
         method: Method,
-        link: "GrpcServer",
+        link: NodeLink,
         plan: FederationPlan,
         roles: Callable[[], Mapping[str, NodeRole]],  # reads the roles of all registered nodes
         folder: Path,  # for roster.json, quarantine.json, wire.jsonl and the audit log

@@ -12,7 +12,7 @@ from pathlib import Path
 from coterie.engine.session import Session
 from coterie.errors import CoterieError
 from coterie.federation.cloud.admission import AdmissionRules
-from coterie.federation.cloud.program import CloudSettings, check_possible, open_cloud
+from coterie.federation.cloud.program import CloudSettings, check_possible, open_cloud, over_grpc
 from coterie.federation.cloud.runtime import FederationRuntime
 from coterie.federation.cloud.waiting import WaitingRules
 from coterie.federation.localhost.nodes import SupervisedNodes
@@ -51,7 +51,7 @@ def open_localhost(session: Session, folder: Path, stopped: Callable[[], bool]) 
 
     waiting = WaitingRules(1, _DEADLINE, interrupted, frozenset(clients), _PAUSE)
     admission = AdmissionRules(norm_bound=0.0, quarantine_after=0)  # the devices are this program's own
-    with open_cloud(session, cloud, home, waiting, admission) as runtime, nodes:
+    with open_cloud(session, cloud, home, waiting, admission, over_grpc(cloud)) as runtime, nodes:
         yield runtime
 
 

@@ -27,6 +27,7 @@ the actual request and the actual answer.
 """
 
 import fnmatch
+import json
 import math
 import re
 import tomllib
@@ -52,6 +53,7 @@ from coterie.federation.protocol.messages import Request
 from coterie.models.per_client import is_assignment, parse_client_models
 from coterie.models.registry import ENTRY_POINT_GROUP, WITH_NORM, count_parameters
 from coterie.models.zoo import ZOO
+from coterie.storage.atomic import write_atomic
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _CODE_PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:([A-Za-z_][A-Za-z0-9_.]*|\*)")
@@ -274,22 +276,33 @@ class Allow:
 
 
 class ByteBudget:
-    """Counts the bytes of each round of a run, repeated requests included, and keeps them within the policy."""
+    """Counts the bytes of each round of a run, repeated requests included, and keeps them within the policy.
 
-    def __init__(self, allow: Allow):
-        self.allow = allow
-        self._run, self._bytes = "", dict[tuple[str, int], int]()
+    The file has the sums of a run with bounds, so that a process that was started again continues with them.
+    """
+
+    def __init__(self, allow: Allow, path: Path):
+        self.allow, self.path = allow, path
+        self._run, self._bytes = "", dict[str, int]()
+        try:
+            if path.is_file():
+                content = json.loads(path.read_text())
+                self._run, self._bytes = str(content["run"]), {str(k): int(n) for k, n in content["bytes"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise CoterieError(f"{path} is damaged ({e}); remove it") from None
 
     def count(self, way: str, run: str, round: int, size: int) -> None:
         """Add `size` bytes; raise CoterieError, and add nothing, if that would exceed the bound."""
         if run != self._run:
             self._run, self._bytes = run, {}
         allowed = self.allow.bytes_up if way == "up" else self.allow.bytes_down
-        total = self._bytes.get((way, round), 0) + size
+        total = self._bytes.get(f"{way} {round}", 0) + size
         if total > allowed:
             verb = "send" if way == "up" else "receive"
             raise CoterieError(f"round {round} would {verb} {total} bytes, this host allows {allowed:.0f} in a round")
-        self._bytes[way, round] = total
+        self._bytes[f"{way} {round}"] = total
+        if allowed < math.inf:
+            write_atomic(self.path, json.dumps({"run": run, "bytes": self._bytes}).encode())
 
 
 def count_epochs(method: Method, phases: Iterable[Phase], samples: int | None) -> float:

@@ -23,8 +23,10 @@ from coterie.federation.transport.base import (
     AnswerFunction,
     Buffer,
     Cause,
+    Exchange,
     Failure,
     LinkBytes,
+    NodeLink,
     NodeReplies,
     NoPlanError,
     RefusedError,
@@ -51,6 +53,18 @@ def listening(
 
 
 __all__ = [
-    "MAX_PAYLOAD", "AnswerFunction", "Buffer", "Cause", "Failure", "LinkBytes", "NoPlanError", "NodeReplies",
-    "RefusedError", "UnreachableError", "WaitObserver", "listening",
+    "MAX_PAYLOAD",
+    "AnswerFunction",
+    "Buffer",
+    "Cause",
+    "Exchange",
+    "Failure",
+    "LinkBytes",
+    "NoPlanError",
+    "NodeLink",
+    "NodeReplies",
+    "RefusedError",
+    "UnreachableError",
+    "WaitObserver",
+    "listening",
 ]  # fmt: skip

@@ -1,9 +1,9 @@
 """The types that callers of the transport see. This module does not need gRPC."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -73,6 +73,40 @@ class NodeReplies(NamedTuple):
     answers: dict[str, memoryview]
     errors: dict[str, Failure]
     traffic: dict[str, LinkBytes]
+
+
+class Exchange(Protocol):
+    """Requests to several nodes that were sent without waiting for the answers."""
+
+    @property
+    def waiting(self) -> set[str]:
+        """Nodes with a pending request, or with an outcome that `poll` has not returned yet."""
+
+    def poll(self) -> NodeReplies:
+        """Return what is new since the last call, without waiting."""
+
+
+class NodeLink(Protocol):
+    """The connections of the cloud or of an edge to its nodes."""
+
+    def nodes(self) -> list[str]:
+        """Names of the connected nodes."""
+
+    def send(
+        self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
+        largest: int = MAX_PAYLOAD,
+    ) -> NodeReplies:  # fmt: skip
+        """Send requests and wait for the answers, at most `deadline` seconds.
+
+        `shared` goes to all nodes, in addition to their own payloads. An answer of more than `largest` bytes is
+        refused.
+        """
+
+    def begin(
+        self, payloads: Mapping[str, Buffer], kind: str, round: int, deadline: float, shared: Buffer | None = None,
+        largest: int = MAX_PAYLOAD,
+    ) -> Exchange:  # fmt: skip
+        """Send requests as `send` does, without waiting."""
 
 
 def aligned_buffer(length: int) -> memoryview:
