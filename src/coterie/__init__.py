@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from coterie.api import compare, open_run, resume, run, tune
     from coterie.core.method import Card, Download, Method, Phase, Settings, Upload
     from coterie.data.arrays import from_arrays, from_torch
+    from coterie.data.frames import from_frame
     from coterie.engine.loop import Progress
     from coterie.errors import CoterieError
     from coterie.export.personal_model import load_model
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "compare": "api", "open_run": "api", "resume": "api", "run": "api", "tune": "api",
-    "from_arrays": "data.arrays", "from_torch": "data.arrays",
+    "from_arrays": "data.arrays", "from_frame": "data.frames", "from_torch": "data.arrays",
     "CoterieError": "errors", "Progress": "engine.loop", "load_model": "export.personal_model",
     "Card": "core.method", "Download": "core.method", "Method": "core.method", "Phase": "core.method",
     "Settings": "core.method", "Upload": "core.method",
@@ -72,5 +73,5 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Card", "CoterieError", "Download", "Method", "PerClient", "Phase", "Progress", "Settings", "Upload", "compare",
-    "from_arrays", "from_torch", "load_model", "open_run", "resume", "run", "tune",
+    "from_arrays", "from_frame", "from_torch", "load_model", "open_run", "resume", "run", "tune",
 ]  # fmt: skip

@@ -466,8 +466,8 @@ def _named(
     if not own_data and not isinstance(data, str | Path):
         kind = type(data).__name__
         raise CoterieError(
-            f"data of type {kind} is invalid: it must be a name, a path, a function or a Dataset; arrays and data "
-            "frames become one with coterie.data.from_arrays(x, y, client=...)"
+            f"data of type {kind} is invalid: it must be a name, a path, a function or a Dataset; data frames become "
+            "one with coterie.from_frame(frame, target=..., client=...), arrays with coterie.from_arrays(x, y)"
         )
     if own_model and not callable(model) and not isinstance(model, PerClient):
         raise CoterieError(

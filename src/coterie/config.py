@@ -15,6 +15,7 @@ from coterie.core.views import Use, View
 from coterie.data.dataset import SUBSET
 from coterie.data.natural import NATURAL
 from coterie.data.settings import PartitionSettings
+from coterie.data.table import TableColumns
 from coterie.data.timeline import read_timeline
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build_method, find, resolve, validation_sentence
@@ -33,7 +34,19 @@ class RunSettings(BaseModel):
 
     method: str = Field(description="name of the method")
     settings: dict[str, Any] = Field({}, description="the method's own settings")
-    data: str = Field("digits", description="a known name, a file or folder, hub:owner/name or module:function")
+    data: str = Field(
+        "digits", description="a known name, a file (.npz, .csv, .parquet) or folder, hub:owner/name or module:function"
+    )
+    target: str | None = Field(
+        None, description="column of a table to predict; several are separated by commas (survival: time,event)"
+    )
+    client: str | None = Field(None, description="column of a table that says whose row it is")
+    features: str | None = Field(
+        None,
+        description="columns of a table that the model sees, separated by commas; NAME:category names a column's kind "
+        "(number, boolean, date or category); empty: all other columns",
+    )
+    split_column: str | None = Field(None, description="column of a table that holds train, val or test")
     task: str | None = Field(
         None, description="classification, binary, regression, count, multilabel or survival; empty: as the data show"
     )
@@ -129,6 +142,11 @@ class RunSettings(BaseModel):
         description="log the norm of the participants' mean update (aun), the largest norm, and the mean loss of the "
         "participants' models on their training data (train_loss)",
     )
+
+    @property
+    def columns(self) -> TableColumns:
+        """The columns of a table that have a meaning."""
+        return TableColumns(target=self.target, client=self.client, features=self.features, split=self.split_column)
 
     @model_validator(mode="before")
     @classmethod

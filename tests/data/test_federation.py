@@ -98,6 +98,7 @@ def test_every_parameter_changes_the_identity():
         "exdir_min_holders": 2,
         "rotate_interp": "nearest",
         "timeline": "swap_labels(3)",
+        "scaling": "client",
     }
     assert set(changes) | {"test_from"} == set(PartitionSettings.model_fields)
     for name, value in changes.items():

@@ -136,7 +136,18 @@ def run(
 
 @app.command()
 @o.takes_settings(
-    "data", "task", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "lr", use=o.UseOfAll
+    "data",
+    *o.COLUMN_OPTIONS,
+    "task",
+    "model",
+    "partition",
+    "clients",
+    "join",
+    "rounds",
+    "epochs",
+    "batch",
+    "lr",
+    use=o.UseOfAll,
 )
 def compare(
     given: dict[str, Any],

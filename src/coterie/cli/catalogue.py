@@ -355,7 +355,7 @@ def data_list(
 
 
 @data_app.command("show")
-@o.takes_settings("data", "task", "partition", "clients", "seed")
+@o.takes_settings("data", *o.COLUMN_OPTIONS, "task", "partition", "clients", "seed")
 def data_show(
     given: dict[str, Any],
     data_dir: o.DataDir = None,
@@ -371,7 +371,7 @@ def data_show(
     from coterie.engine.session import Objects, follow_data
 
     s = settings(**{"method": "fedavg", **given})
-    dataset = with_task(load_dataset(s.data, data_dir, s.subset, s.task), s.task)
+    dataset = with_task(load_dataset(s.data, data_dir, s.subset, s.task, s.columns), s.task)
     federation = federate(dataset, follow_data(s, dataset, Objects()).federation, s.seed)
     for note in (*federation.choices, *federation.notes):
         typer.echo(note, err=True)

@@ -64,7 +64,7 @@ def export(
 ) -> None:
     """Write a client's personal model as a file with its preprocessing, and print how to load it."""
     from coterie.errors import CoterieError, unknown
-    from coterie.export.deployment import ENDINGS, deploy
+    from coterie.export.deployment import ENDINGS, columns_file, deploy
     from coterie.export.run_models import export_model
 
     if format not in (*ENDINGS, "safetensors"):
@@ -84,7 +84,10 @@ def export(
     target = out or stem.with_name(f"{stem.name}{ENDINGS[kind]}")
     deploy(model, target, kind)
     items = model.about.items
-    meaning = {"uint8": "bytes 0 to 255", "float32": "floats as in the training data", "int64": "token ids"}[items.type]
+    meaning = {
+        "uint8": "bytes 0 to 255", "float32": "floats as in the training data", "int64": "token ids",
+        "float64": f"rows of the table, as {columns_file(target).name} says",
+    }[items.type]  # fmt: skip
     plain = ", before any softmax" if model.task.classes else ""
     say(
         f"wrote {target}; its input x is {items.type} [n, {', '.join(map(str, items.shape))}] ({meaning}), output is "
@@ -95,7 +98,9 @@ def export(
 @export_app.command()
 def predict(
     source: Annotated[Path, Argument(metavar="MODEL|RUN", help="a model file, or the folder of a run")],
-    data: Annotated[Path, Option(help="new items: .npz with x (and y, if labels are known), or .npy")],
+    data: Annotated[
+        Path, Option(help="new items: .npz with x (and y, if labels are known), .npy, or a table (.csv, .parquet)")
+    ],
     client: _Client = None,
     out: Annotated[Path | None, Option(help="file to write: .npz or .csv")] = None,
     proba: Annotated[bool, Option("--proba", help="write probabilities of the classes too")] = False,
@@ -108,12 +113,13 @@ def predict(
     Raw items are prepared as in training. If the file has labels, scores are printed too.
     """
     from coterie.data.files import new_items
+    from coterie.data.frames import TABLE_SUFFIXES, read_table
     from coterie.errors import CoterieError
 
     if out is not None and out.suffix not in (".npz", ".csv"):
         raise CoterieError(f"--out {out} must end in .npz or .csv")
     model = _predictor(source, client, data_dir, allow_module)
-    x, y = new_items(data)
+    x, y = (read_table(data), None) if data.suffix.lower() in TABLE_SUFFIXES else new_items(data)
     predictions = model.predict(x, y, str(data))
     if proba and predictions.proba is None:
         raise CoterieError(f"--proba needs classes or labels, and the task of the model is {model.about.task}")
@@ -132,7 +138,10 @@ def predict(
 @export_app.command()
 def welcome(
     folder: Annotated[Path, Argument(metavar="RUN", help="the folder of a run, or of a federation's cloud")],
-    data: Annotated[Path, Option(help="own samples: .npz with x, y if labels are known, x_test and y_test if any")],
+    data: Annotated[
+        Path,
+        Option(help="own samples: a table (.csv, .parquet), or .npz with x, y if labels are known, x_test and y_test"),
+    ],
     out: Annotated[Path | None, Option(help="model file to write (default: named after the data)")] = None,
     name: Annotated[str, Option(help="name of the newcomer")] = "newcomer",
     data_dir: o.DataDir = None,
@@ -141,6 +150,7 @@ def welcome(
     """Make a personal model for a newcomer by the run's method, and compare it with others."""
     from coterie.config import engine
     from coterie.data.files import own_items
+    from coterie.data.frames import TABLE_SUFFIXES, read_table
     from coterie.engine.session import rebuild
     from coterie.errors import CoterieError
     from coterie.results.run import Run
@@ -152,7 +162,8 @@ def welcome(
     run = Run(folder)
     if not (folder / "cloud.json").exists():
         run = Run(folder, rebuild(folder, engine(workers=1, data_dir=data_dir)))
-    welcomed = run.welcome(*own_items(data), name)
+    is_table = data.suffix.lower() in TABLE_SUFFIXES
+    welcomed = run.welcome(read_table(data), name=name) if is_table else run.welcome(*own_items(data), name)
     welcomed.save(target)
     if as_json:
         shown = {"model": str(target), "kept": welcomed.kept, "samples": welcomed.samples, "scores": welcomed.scores}

@@ -158,7 +158,18 @@ _ClientsOption = Annotated[
 
 @federation_app.command()
 @o.takes_settings(
-    "task", "data", "model", "partition", "join", "rounds", "epochs", "batch", "lr", "seed", clients=_ClientsOption
+    "task",
+    "data",
+    *o.COLUMN_OPTIONS,
+    "model",
+    "partition",
+    "join",
+    "rounds",
+    "epochs",
+    "batch",
+    "lr",
+    "seed",
+    clients=_ClientsOption,
 )
 def serve(
     given: dict[str, Any],
@@ -229,12 +240,26 @@ def serve(
             "port": port,
             "data_dir": str(data_dir) if data_dir else None,
         }
+        tables = chosen.target is not None and "data" not in given  # that only the devices have
+        if tables and (shape is not None or classes != "0"):
+            raise CoterieError("the devices' tables say their shape and classes; leave out --shape and --classes")
         cloud = s.CloudSettings(**where, deadline=deadline, **own, **rules)
         folder = out or fresh_folder(f"{chosen.method}-federation")
+        if tables and (folder / "cloud.json").exists():
+            raise CoterieError(f"{folder} contains a federation; continue it with --resume {folder}")
         cloud, again = s.earlier_run(folder, chosen, cloud)
     owner_only(folder)
-    session = s.open_session(chosen, cloud)
     stop = Stop()
+    if resume is None and tables:
+        from coterie.federation.cloud.table_agreement import agree_on_table
+        from coterie.runtimes.base import Interrupted
+
+        with stop.listening():
+            try:
+                chosen, cloud = agree_on_table(chosen, cloud, folder, stop)
+            except Interrupted:
+                raise typer.Exit(130) from None
+    session = s.open_session(chosen, cloud)
     try:
         with stop.listening():
             ended = s.run_cloud(
@@ -391,7 +416,7 @@ def edge(
 
 
 @federation_app.command()
-@o.takes_settings("data", "model", "partition", "join", "rounds", "epochs", "batch", "lr", "seed")
+@o.takes_settings("data", *o.COLUMN_OPTIONS, "model", "partition", "join", "rounds", "epochs", "batch", "lr", "seed")
 def up(
     given: dict[str, Any],
     method: Annotated[str, Argument(help="a method; `coterie list methods` shows all")],

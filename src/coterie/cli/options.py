@@ -15,6 +15,11 @@ DataName = Annotated[
 ModelName = Annotated[str | None, Option(help="lenet5, mlp, ... or module:factory (default: chosen from the data)")]
 OPTIONS: dict[str, Any] = {  # settings that have an option of their own
     "data": DataName,
+    "target": Annotated[str | None, Option(help="column of a table (CSV, Parquet) to predict")],
+    "client": Annotated[str | None, Option(help="column of a table that says whose row it is")],
+    "features": Annotated[
+        str | None, Option(help="columns of a table that the model sees: a,b,c:category (default: all other columns)")
+    ],
     "task": Annotated[
         str | None, Option(help="regression, multilabel, binary, count, survival, ... (default: chosen from the data)")
     ],
@@ -36,6 +41,7 @@ OPTIONS: dict[str, Any] = {  # settings that have an option of their own
         float | None, Option(help="end when the value on validation data reaches this target, 0.9 for 90 %")
     ],
 }
+COLUMN_OPTIONS = ("target", "client", "features")
 UseOfAll = Annotated[
     str | None,
     Option("--use", help="model that clients use: received (default for all methods), trained, best, guarded, or own"),

@@ -23,7 +23,18 @@ _SEARCHED = Annotated[
 
 @tune_app.command()
 @o.takes_settings(
-    "data", "task", "model", "partition", "clients", "join", "rounds", "epochs", "batch", "seed", set_=_SEARCHED
+    "data",
+    *o.COLUMN_OPTIONS,
+    "task",
+    "model",
+    "partition",
+    "clients",
+    "join",
+    "rounds",
+    "epochs",
+    "batch",
+    "seed",
+    set_=_SEARCHED,
 )
 def tune(
     given: dict[str, Any],

@@ -2,7 +2,7 @@
 
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, PartitionSettings, federate
-from coterie.data.sources import from_arrays, from_torch, list_datasets, load_dataset, save_dataset
+from coterie.data.sources import from_arrays, from_frame, from_torch, list_datasets, load_dataset, save_dataset
 
 __all__ = [
     "Dataset",
@@ -10,6 +10,7 @@ __all__ = [
     "PartitionSettings",
     "federate",
     "from_arrays",
+    "from_frame",
     "from_torch",
     "list_datasets",
     "load_dataset",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coterie.data.annotations import group_codes, split_codes
 from coterie.data.dataset import Array, Dataset
+from coterie.data.table import TableEncoding
 from coterie.data.target_types import read_targets, target_notes
 from coterie.data.text import LENGTH, VOCABULARY, tokens
 from coterie.errors import CoterieError, unknown
@@ -76,8 +77,13 @@ def from_torch(train: Any, test: Any = None, *, name: str = "torch", classes: Se
     return make_dataset(name, RawData(x, y, x_test, y_test, classes or getattr(train, "classes", None)))
 
 
-def make_dataset(name: str, raw: RawData, task: str | None = None) -> Dataset:
-    """Check raw arrays and bring them into the form of a Dataset; `task` is used if the arrays do not name theirs."""
+def make_dataset(
+    name: str, raw: RawData, task: str | None = None, table: TableEncoding | None = None, notes: Sequence[str] = ()
+) -> Dataset:
+    """Check raw arrays and bring them into the form of a Dataset; `task` is used if the arrays do not name theirs.
+
+    With `table`, x holds the rows of a table with these columns, and `notes` say how it was read.
+    """
     if (raw.x_test is None) != (raw.y_test is None):
         raise CoterieError(f"{name} has only one of x_test and y_test")
     for x, y, part_name in ((raw.x, raw.y, "training"), (raw.x_test, raw.y_test, "test")):
@@ -106,7 +112,7 @@ def make_dataset(name: str, raw: RawData, task: str | None = None) -> Dataset:
             )
         y = np.concatenate([y, more])
     kind, labels, classes = read_targets(name, y, raw.classes, raw.task or task)
-    items = convert_items(name, x, raw.items)
+    items = convert_items(name, x, raw.items) if table is None else torch.from_numpy(x)
     inferred = raw.task is None and task is None and raw.classes is None
     is_test = torch.arange(len(labels)) >= n_train
     part = _part(name, raw, n_train)
@@ -114,10 +120,11 @@ def make_dataset(name: str, raw: RawData, task: str | None = None) -> Dataset:
     mean, std = _channel_moments(items, ~is_test)
     vocab = VOCABULARY if x.dtype.kind == "U" else int(items.max()) + 1 if items.dtype == torch.int64 else None
     owner, names = _owner(name, raw, n_train)
-    data = Dataset(name, items, labels, classes, is_test, owner, mean, std, vocab, kind)
+    data = Dataset(name, items, labels, classes, is_test, owner, mean, std, vocab, kind, table=table)
     about_targets = target_notes(name, y, kind) if inferred else ()
     return replace(
-        data, part=part, group=_group(name, raw, n_train), client_names=names, notes=_notes(name, x, items, raw),
+        data, part=part, group=_group(name, raw, n_train), client_names=names,
+        notes=_notes(name, x, items, raw) if table is None else tuple(notes),
         target_notes=about_targets,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from coterie.core.rng import torch_rng
 from coterie.core.tasks import Task, make
 from coterie.data.rotation import Interp, rotate
+from coterie.data.table import TableEncoding
 from coterie.errors import CoterieError
 
 Array = NDArray[Any]
@@ -30,7 +31,9 @@ class Dataset:
     """
 
     name: str
-    x: Tensor  # uint8 [n, C, H, W] pictures | float32 [n, ...] pictures, signals [n, C, T], vectors | int64 [n, L] text
+    # uint8 [n, C, H, W] pictures | float32 [n, ...] pictures, signals [n, C, T], vectors | int64 [n, L] text |
+    # float64 [n, columns] rows of a table (table.py)
+    x: Tensor
     y: Tensor  # classes: int64 [n]; other targets: float32 [n, k]
     classes: tuple[str, ...]  # names of the classes or labels; empty if targets are numbers
     is_test: Tensor  # bool [n], the official test part
@@ -48,6 +51,7 @@ class Dataset:
     client_names: tuple[str, ...] | None = None  # client names, indexed by the values of owner
     notes: tuple[str, ...] = ()  # sentences about items that were read in a way that may not be meant
     target_notes: tuple[str, ...] = ()  # the same about targets; none if the task is named
+    table: TableEncoding | None = None  # columns of a table and, once it is learnt, their encoding
 
     def __len__(self) -> int:
         return len(self.y)
@@ -55,7 +59,7 @@ class Dataset:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one item as the model sees it."""
-        return tuple(self.x.shape[1:])
+        return tuple(self.x.shape[1:]) if self.table is None else (len(self.table.feature_names),)
 
     @property
     def targets(self) -> int:
@@ -85,6 +89,8 @@ class Dataset:
         for t in (self.x, self.y):
             digest.update(f"{t.dtype} {tuple(t.shape)}".encode())
             digest.update(t.contiguous().numpy().data)
+        if self.table is not None:
+            digest.update(self.table.model_dump_json().encode())
         return digest.hexdigest()
 
     def ready(
@@ -92,6 +98,8 @@ class Dataset:
     ) -> Tensor:
         """Return items as the model takes them: gathered, rotated by `degrees`, scaled to 0..1 and standardised."""
         x = self.x.index_select(0, index)
+        if self.table is not None:
+            return self.table.encode(x, normalize == "standard")
         return prepare_items(x, normalize, self.mean, self.std, degrees, interp)
 
     def subset(self, n: int, test: int | None = None) -> "Dataset":

@@ -1,6 +1,8 @@
 """A federation of clients, each with train, validation and test samples, stored as one index array and offsets."""
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +19,14 @@ from coterie.data.partition import deal
 from coterie.data.scale import check_unit, standardised, unscaled_items, unscaled_targets
 from coterie.data.settings import PartitionSettings
 from coterie.data.split import deal_official_test, draw_grouped_parts, draw_parts, hold_out_public
+from coterie.data.table import (
+    TableEncoding,
+    agree_encoding,
+    described_encoding,
+    measure_rows,
+    measure_targets,
+    own_scale,
+)
 from coterie.data.timeline import make_timeline
 from coterie.errors import CoterieError
 
@@ -46,6 +56,9 @@ class Federation:
         self._test_from = test_from
         self.notes: tuple[str, ...] = ()  # warnings about the data, one sentence each
         self.choices: tuple[str, ...] = ()  # automatic choices, one sentence each
+        self.client_tables: tuple[
+            TableEncoding, ...
+        ] = ()  # encoding per client, if each has its own (scaling = client)
         self._index = torch.from_numpy(index)  # samples by client, then part, then sample number
         self._bounds = bounds  # [3 * clients + 1] into index: train, val, test of client 0, train of client 1, ...
         self._public = torch.from_numpy(public)
@@ -149,7 +162,8 @@ class Federation:
 
     def source(self, client: int) -> Dataset:
         """Return the data set that this client's items come from."""
-        return self.dataset
+        table = self.client_tables[client] if self.client_tables else self.dataset.table
+        return self.dataset if table is self.dataset.table else replace(self.dataset, table=table)
 
     def _split(self, client: int, part: Part, round: int) -> Split:
         stage = self.timeline.at(client, round)
@@ -158,7 +172,7 @@ class Federation:
         if split is None:
             index, s = self.indices(client, part, round), self.settings
             x, y = (
-                self.dataset.ready(index, s.normalize, self.rotation(client, round), s.rotate_interp),
+                self.source(client).ready(index, s.normalize, self.rotation(client, round), s.rotate_interp),
                 self.dataset.y[index],
             )
             split = Split(x, y if stage is None or stage.labels is None else torch.from_numpy(stage.labels)[y])
@@ -193,8 +207,8 @@ class Federation:
 
 
 def identity_settings(settings: PartitionSettings) -> dict[str, Any]:
-    """Return the settings in the identity of a partition; without a timeline as before there were timelines."""
-    without = {"timeline"} if settings.timeline is None else None
+    """Return the settings in the identity of a partition; timeline and scaling only if they are not the default."""
+    without = {name for name in ("timeline", "scaling") if getattr(settings, name) in (None, "pooled")}
     return settings.model_dump(mode="json", exclude=without)
 
 
@@ -258,22 +272,49 @@ def federate(dataset: Dataset, settings: PartitionSettings, seed: int, standardi
     n = int(client.max()) + 1
     notes, choices = [*dataset.notes, *dataset.target_notes, *_left_out(dataset, client_names)], []
     train = np.sort(pool[part == 0])
-    if settings.normalize == "standard" and standardise:
+    order = np.lexsort((pool, 3 * client + part))
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(3 * client + part, minlength=3 * n))])
+    tables: tuple[TableEncoding, ...] = ()
+    if dataset.table is not None:
+        rows = [pool[order][bounds[3 * i] : bounds[3 * i + 1]] for i in range(n)]  # training rows of each client
+        if standardise:
+            dataset = learn_table(dataset, rows, settings.normalize == "standard")
+            choices += described_encoding(dataset.name, dataset.table, settings.scaling)  # type: ignore[arg-type]  # learnt
+        if settings.scaling == "client":
+            tables = tuple(own_scale(dataset.table, measure_rows(dataset.table, dataset.x, r)) for r in rows)  # type: ignore[arg-type]  # a table
+    elif settings.normalize == "standard" and standardise:
         dataset, sentence = standardised(dataset, train)
         choices += [sentence] if sentence else []
     elif settings.normalize == "standard":
         notes += [sentence] if (sentence := unscaled_items(dataset, train)) else []
-    notes += [sentence] if (sentence := unscaled_targets(dataset, train)) else []
+    if dataset.table is None or not dataset.table.target_mean:
+        notes += [sentence] if (sentence := unscaled_targets(dataset, train)) else []
     if test_from != "own":
         _check_parts(np.bincount(3 * client + part, minlength=3 * n).reshape(n, 3), client_names)
         _check_groups(dataset, pool, client, part, client_names)
-    order = np.lexsort((pool, 3 * client + part))
-    bounds = np.concatenate([[0], np.cumsum(np.bincount(3 * client + part, minlength=3 * n))])
     federation = Federation(
         dataset, settings, seed, pool[order], bounds, public, official, rotations, client_names, test_from
     )
-    federation.notes, federation.choices = tuple(notes), tuple(choices)
+    federation.notes, federation.choices, federation.client_tables = tuple(notes), tuple(choices), tables
     return federation
+
+
+def learn_table(dataset: Dataset, rows: Sequence[Ints], standardise: bool) -> Dataset:
+    """Return a table with the encoding that its clients agree on; `rows` are the training rows of each client."""
+    assert dataset.table is not None
+    scales = standardise and dataset.kind == "regression"
+    names = dataset.table.target if scales else ()
+    measured = [
+        {**measure_rows(dataset.table, dataset.x, r), **measure_targets(names, dataset.y, r)} for r in rows
+    ]  # fmt: skip
+    return with_encoding(dataset, agree_encoding(dataset.table, measured, scales))
+
+
+def with_encoding(dataset: Dataset, encoding: TableEncoding) -> Dataset:
+    """Return a table with this encoding: its categories are numbered and its targets scaled accordingly."""
+    assert dataset.table is not None
+    x = encoding.read_codes(dataset.x, dataset.table, dataset.name)
+    return replace(dataset, x=x, y=encoding.scale_targets(dataset.y), table=encoding)
 
 
 def _left_out(dataset: Dataset, kept: tuple[str, ...] | None) -> list[str]:

@@ -68,6 +68,8 @@ def unscaled_targets(data: Dataset, train: Ints) -> str:
 
 def check_unit(data: Dataset) -> None:
     """Raise CoterieError if normalize = unit would leave items outside 0..1."""
+    if data.table is not None:
+        raise CoterieError(f"normalize = unit is for pictures, and {data.name} is a table; take standard or none")
     low, high = float(data.x.min()), float(data.x.max())
     if data.x.is_floating_point() and not (low >= 0 and high <= 1):
         raise CoterieError(

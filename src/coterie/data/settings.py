@@ -58,6 +58,11 @@ class PartitionSettings(BaseModel):
         description="preprocessing of items: standardise bytes, and floats that are far from 1, by the training part; "
         "unit: scale bytes to 0..1; or none",
     )
+    scaling: Literal["pooled", "client"] = Field(
+        "pooled",
+        description="columns of a table are standardised with mean and deviation of all clients' training rows, or "
+        "each client with its own",
+    )
     exdir_prior: Literal["indicator", "normalized"] = Field(
         "indicator", description="concentration for each holder of a class: alpha, or alpha / number of holders"
     )

@@ -8,15 +8,17 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from coterie.data import files, hub
+from coterie.data import files, frames, hub
 from coterie.data.arrays import from_arrays, from_torch, make_dataset
 from coterie.data.catalogue import DATASETS, data_dir, locate, missing_message
 from coterie.data.dataset import SUBSET, Dataset
+from coterie.data.frames import from_frame
 from coterie.data.natural import NATURAL
+from coterie.data.table import TableColumns
 from coterie.engine.provenance import import_named
 from coterie.errors import CoterieError, unknown
 
-_TABLES = (".csv", ".tsv", ".txt", ".parquet", ".feather", ".xls", ".xlsx", ".json", ".arff")
+_OTHER_TABLES = (".txt", ".feather", ".xls", ".xlsx", ".json", ".arff")
 
 
 class DatasetInfo(NamedTuple):
@@ -34,20 +36,26 @@ class DatasetInfo(NamedTuple):
 
 
 def load_dataset(
-    name: str, data_dir: Path | None = None, subset: int | str | None = None, task: str | None = None
+    name: str,
+    data_dir: Path | None = None,
+    subset: int | str | None = None,
+    task: str | None = None,
+    columns: TableColumns | None = None,
 ) -> Dataset:
     """Load a data set.
 
     `name` is a known name (also of a natural federation), the NAME of NAME.npz in the data folder, a path,
     `hub:owner/name` or `package.module:callable`. With `subset`, only that many samples are kept;
     "N+M" stands for N training and M official test samples, all drawn from the official training part.
-    Targets of files that do not name their task are read for `task`.
+    Targets of files that do not name their task are read for `task`. A table needs `columns`, which name its target.
     """
     if not re.fullmatch(SUBSET, str(1 if subset is None else subset)):
         raise CoterieError(f"subset must be at least 1, or N+M with N and M of at least 1, not {subset}")
     if data_dir is not None and not Path(data_dir).is_dir():
         raise CoterieError(f"data-dir {data_dir} is not a folder")
-    data = _load(name, None if data_dir is None else Path(data_dir), task)
+    data = _load(name, None if data_dir is None else Path(data_dir), task, columns)
+    if data.table is None and columns is not None and (given := columns.model_dump(exclude_defaults=True)):
+        raise CoterieError(f"{next(iter(given))} names a column of a table, and {name} is none (CSV or Parquet file)")
     return data if subset is None else data.subset(*map(int, str(subset).split("+")))
 
 
@@ -64,6 +72,8 @@ def list_datasets(folder: Path | None = None) -> list[DatasetInfo]:
 
 def save_dataset(data: Dataset, path: Path) -> None:
     """Write a data set as an .npz file, which opens much faster than thousands of picture files."""
+    if data.table is not None:
+        raise CoterieError(f"{data.name} is a table; keep it as a CSV or Parquet file")
     test = data.is_test.numpy() if data.part is None else np.zeros(len(data), bool)
     arrays = {"classes": np.array(data.classes)} if data.classes else {}
     arrays["task"] = np.array(data.kind)
@@ -99,7 +109,7 @@ def digits() -> Dataset:
     return Dataset("digits", pictures, labels, DATASETS["digits"].classes, is_test, None, mean, std)
 
 
-def _load(name: str, folder: Path | None, task: str | None) -> Dataset:
+def _load(name: str, folder: Path | None, task: str | None, columns: TableColumns | None) -> Dataset:
     if name == "digits":
         return digits()
     if name in DATASETS:
@@ -117,10 +127,12 @@ def _load(name: str, folder: Path | None, task: str | None) -> Dataset:
     path, kind = _path(name)
     if kind == "folder":
         return make_dataset(path.resolve().name, files.folder(path))
-    if kind == "file" and path.suffix.lower() in _TABLES:
+    if kind == "file" and path.suffix.lower() in frames.TABLE_SUFFIXES:
+        return frames.load_table(path, columns, task)
+    if kind == "file" and path.suffix.lower() in _OTHER_TABLES:
         raise CoterieError(
             f"{name} is a table, which is not read directly: read it with pandas in a function that returns "
-            "coterie.data.from_arrays(x, y, client=...), and give --data module:function"
+            "coterie.from_frame(frame, target=..., client=...), and give --data module:function"
         )
     if kind == "file" or path.suffix == ".npz":
         return make_dataset(path.stem, files.npz(path), task)
@@ -128,7 +140,8 @@ def _load(name: str, folder: Path | None, task: str | None) -> Dataset:
         return _call(name)
     if "/" in name:
         raise CoterieError(
-            f"{name} does not exist; data can be a known name, an .npz file, a folder of pictures or hub:NAME"
+            f"{name} does not exist; data can be a known name, an .npz, .csv or .parquet file, a folder of pictures or "
+            "hub:NAME"
         )
     root = folder or data_dir()
     raise unknown("data", name, [*DATASETS, *NATURAL, *(p.stem for p in root.glob("*.npz"))])
@@ -170,4 +183,6 @@ def call_data_function(make: Callable[[], object], name: str) -> Dataset:
     return data
 
 
-__all__ = ["DatasetInfo", "digits", "from_arrays", "from_torch", "list_datasets", "load_dataset", "save_dataset"]
+__all__ = [
+    "DatasetInfo", "digits", "from_arrays", "from_frame", "from_torch", "list_datasets", "load_dataset", "save_dataset",
+]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.core.rng import torch_rng
+from coterie.data.table import TableEncoding
 from coterie.errors import CoterieError
 from coterie.export.personal_model import Predictor
 from coterie.storage.atomic import write_atomic
@@ -30,8 +32,7 @@ class _Whole(nn.Module):
         self.network, self.items = model.network, model.about.items
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.network(self.items.ready(x))
-        return outputs
+        return self.items.in_units(self.network(self.items.ready(x)))
 
 
 def deploy(model: Predictor, path: Path, format: Format) -> None:
@@ -55,6 +56,26 @@ def deploy(model: Predictor, path: Path, format: Format) -> None:
     if not same:
         raise CoterieError(_cannot(model, format, "the outputs of the file differ from those of the model"))
     write_atomic(path, blob)
+    if (table := model.about.items.table) is not None:
+        write_atomic(columns_file(path), json.dumps(_columns_of(table), indent=2).encode())
+
+
+def columns_file(path: Path) -> Path:
+    """Return the file next to a model of a table that says what the columns of its input are."""
+    return path.with_name(f"{path.name}.columns.json")
+
+
+def _columns_of(table: TableEncoding) -> dict[str, Any]:
+    rule = {
+        "number": "the number", "boolean": "1 or 0", "date": "days since 2000-01-01, UTC", "empty": "NaN (not used)",
+        "category": "position in the list of categories, from 0; -1 if it is not there",
+    }  # fmt: skip
+    columns = [
+        {"name": c.name, "kind": c.kind, "value": rule[c.kind]}
+        | ({"categories": list(c.categories)} if c.kind == "category" else {})
+        for c in table.columns
+    ]
+    return {"input": "float64 [n, columns]; NaN where a value is missing", "columns": columns, "target": table.target}
 
 
 def _agrees(run: Callable[[Tensor], Tensor], x: Tensor, want: Tensor) -> bool:
@@ -72,6 +93,9 @@ def _cannot(model: Predictor, format: Format, why: str) -> str:
 
 def _raw_items(model: Predictor, n: int) -> Tensor:
     items, rng = model.about.items, torch_rng(0, "deployed", n)
+    if items.table is not None:  # numbers of any scale, positions of categories, and missing values
+        x = torch.randint(-1, 4, (n, *items.shape), generator=rng).double()
+        return torch.where(torch.rand(x.shape, generator=rng) < 0.2, torch.nan, x)
     if items.type == "float32":
         return torch.rand((n, *items.shape), generator=rng)
     most = 256 if items.type == "uint8" else max(1, items.vocab or 1)

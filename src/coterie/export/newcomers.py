@@ -20,7 +20,10 @@ from coterie.core.tasks import Task
 from coterie.core.tree import Tree
 from coterie.data import target_types as targets
 from coterie.data.arrays import convert_items
+from coterie.data.dataset import Ints
+from coterie.data.frames import target_values
 from coterie.data.split import draw_parts
+from coterie.data.table import measure_rows, own_scale
 from coterie.engine.edge_steps import preview
 from coterie.engine.personal_models import model_in_use
 from coterie.engine.session import Session, check_unchanged
@@ -88,7 +91,9 @@ def welcome_newcomer(
     saved = load_checkpoint(files[-1], type(session.method).__name__)
     about = About.of(session, session.federation.clients[0], saved.round, run_fingerprint(session))
     about = _items_of(session, about, name, x)
-    data, test = _split(session, about, x, y, x_test, y_test)
+    if (table := about.items.table) is not None:
+        y = target_values(x, table, "the data") if y is None and not isinstance(x, np.ndarray | dict) else y
+    about, data, test = _split(session, about, x, y, x_test, y_test)
     method, rule = session.method, session.clients().rule
     round, remarks = saved.round + 1, []
     shared, own = preview(method, saved.server, saved.edges, [data.client], round)[data.client]
@@ -135,21 +140,29 @@ def cloud_session(path: Path) -> Session | None:
 def _items_of(session: Session, about: About, name: str, x: Any) -> About:
     """Return the description of the newcomer's items: not rotated, and in a federation of their own type."""
     update: dict[str, Any] = {"turn": 0.0}
-    if session.federation.identity.get("partition") == "own":  # devices with data of their own
+    devices = session.federation.identity.get("partition") == "own"  # with data of their own
+    if devices and about.items.table is None:
         form = convert_items("the data", x)
         if form.dtype != torch.int64 and about.items.type != "int64":
             update["type"] = str(form.dtype).removeprefix("torch.")
     return about.model_copy(update={"client": name, "items": about.items.model_copy(update=update)})
 
 
-def _split(session: Session, about: About, x: Any, y: Any, x_test: Any, y_test: Any) -> tuple[ClientData, Split | None]:
-    """Return the newcomer's samples as training, validation and test parts, prepared as in the run."""
+def _split(
+    session: Session, about: About, x: Any, y: Any, x_test: Any, y_test: Any
+) -> tuple[About, ClientData, Split | None]:
+    """Return the newcomer's samples as training, validation and test parts, prepared as in the run.
+
+    The description has the newcomer's own scales of a table if every client has its own.
+    """
     fed, items = session.federation, about.items
     if y is None and (x_test is None or y_test is None):
         raw = items.raw(x)  # raises if the items do not fit
+        about = _scaled(session, about, raw, np.arange(len(raw)))
+        items = about.items
         none = Split(items.ready(raw[:0]), _labels(session, about, np.zeros(0, np.int64)))
         seen = Split(items.ready(raw), none.y) if session.method.unlabelled else none
-        return _client(session, seen, none), None
+        return about, _client(session, seen, none), None
     if y is None:
         raise CoterieError("the test part has labels and the other samples do not; give y too")
     if (x_test is None) != (y_test is None):
@@ -162,6 +175,8 @@ def _split(session: Session, about: About, x: Any, y: Any, x_test: Any, y_test: 
         raise CoterieError("one sample cannot be used for both training and testing; give more, or x_test and y_test")
     strata, _ = fed.task.strata(labels)
     part = draw_parts(np.zeros(len(raw), np.int64), strata, fed.settings, own_test, fed.seed)
+    about = _scaled(session, about, raw, np.flatnonzero(part == 0))
+    items = about.items
     splits = [Split(items.ready(raw[at]), labels[at]) for k in range(3) for at in [torch.from_numpy(part == k)]]
     if "val" in session.method.needs and not len(splits[1]):
         raise CoterieError(
@@ -172,7 +187,16 @@ def _split(session: Session, about: About, x: Any, y: Any, x_test: Any, y_test: 
         splits[2] = Split(items.ready(more), _labels(session, about, np.asarray(y_test), "the test part"))
         if len(more) != len(splits[2].y):
             raise CoterieError(f"the test part has {len(more)} samples and {len(splits[2].y)} labels")
-    return _client(session, splits[0], splits[1]), splits[2]
+    return about, _client(session, splits[0], splits[1]), splits[2]
+
+
+def _scaled(session: Session, about: About, raw: Tensor, rows: Ints) -> About:
+    """Return the description with the scales of these training rows if every client has its own (scaling = client)."""
+    table = about.items.table
+    if table is None or session.federation.settings.scaling != "client":
+        return about
+    own = own_scale(table, measure_rows(table, raw, rows))
+    return about.model_copy(update={"items": about.items.model_copy(update={"table": own})})
 
 
 def _labels(session: Session, about: About, y: np.ndarray, name: str = "the data") -> Tensor:
@@ -181,7 +205,8 @@ def _labels(session: Session, about: About, y: np.ndarray, name: str = "the data
     if not len(y):
         dataset = session.federation.dataset
         return dataset.y[:0]
-    return targets.targets_like(name, y, about.task, about.classes, about.outputs)
+    labels = targets.targets_like(name, y, about.task, about.classes, about.outputs)
+    return labels if about.items.table is None else about.items.table.scale_targets(labels)
 
 
 def _client(session: Session, train: Split, val: Split) -> ClientData:

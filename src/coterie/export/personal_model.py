@@ -29,7 +29,9 @@ from coterie.core.tree import Tree, plain
 from coterie.data import target_types as targets
 from coterie.data.arrays import items_like
 from coterie.data.dataset import Array, InputScale, prepare_items
+from coterie.data.frames import rows_like, target_values
 from coterie.data.rotation import Interp
+from coterie.data.table import TableEncoding
 from coterie.engine.provenance import origin, recalled
 from coterie.engine.session import Session
 from coterie.errors import CoterieError
@@ -41,7 +43,7 @@ from coterie.models.registry import build_model as build_model
 from coterie.storage import atomic as disk
 
 FORMAT = 2
-DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
+DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64, "float64": torch.float64}
 
 
 # ---- metadata of a file ----------------------------------------------------------------------------------------------
@@ -50,8 +52,9 @@ class Items(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    type: Literal["uint8", "float32", "int64"]  # bytes 0..255, floats, or token ids
+    type: Literal["uint8", "float32", "int64", "float64"]  # bytes 0..255, floats, token ids, or rows of a table
     shape: tuple[int, ...]  # shape of one item, channels first
+    table: TableEncoding | None = None  # columns of a table and how they become features
     vocab: int | None = None  # upper bound of token ids; texts become ids by data/text.py
     normalize: InputScale = "standard"  # none: bytes as they are; unit: divided by 255; standard: mean and std too
     mean: tuple[FiniteFloat, ...] | None = None
@@ -68,14 +71,27 @@ class Items(BaseModel):
         """The type of the network's input."""
         return torch.int64 if self.type == "int64" else torch.float32
 
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one item as the network takes it."""
+        return self.shape if self.table is None else (len(self.table.feature_names),)
+
     def raw(self, x: Any, name: str = "the data") -> Tensor:
-        """Return arrays as a tensor in the form of the training data."""
+        """Return arrays, or the rows of a data frame, as a tensor in the form of the training data."""
+        if self.table is not None:
+            return torch.from_numpy(rows_like(name, x, self.table))
         return items_like(name, x, self.dtype, self.shape, self.vocab)
 
     def ready(self, x: Tensor) -> Tensor:
         """Return the network's input for raw items, prepared exactly as in training."""
+        if self.table is not None:
+            return self.table.encode(x, self.normalize == "standard")
         x = x.clone() if x.is_floating_point() else x
         return prepare_items(x, self.normalize, self.mean, self.std, self.turn, self.interp)
+
+    def in_units(self, outputs: Tensor) -> Tensor:
+        """Return outputs of the network in the units of the targets."""
+        return outputs if self.table is None else self.table.unscale_outputs(outputs)
 
 
 class About(BaseModel):
@@ -115,7 +131,8 @@ class About(BaseModel):
             run=run, data=str(session.settings.data), task=fed.task.name, outputs=fed.task.outputs,
             classes=tuple(data.classes),
             items=Items(
-                type=str(data.x.dtype).removeprefix("torch."), shape=data.shape, vocab=fed.dataset.vocab,
+                type=str(data.x.dtype).removeprefix("torch."), shape=tuple(data.x.shape[1:]), table=data.table,
+                vocab=fed.dataset.vocab,
                 normalize=s.normalize, mean=data.mean, std=data.std, turn=fed.rotation(client, round),
                 interp=s.rotate_interp,
             ),
@@ -231,10 +248,15 @@ class Predictor(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Any, y: Any = None, name: str = "the data") -> Predictions:
-        """Return predictions for raw items, such as bytes 0..255 [n, H, W], and metrics if targets `y` are given."""
+        """Return predictions for raw items, such as bytes 0..255 [n, H, W] or the rows of a data frame.
+
+        If targets `y` are given, or a data frame has their columns, metrics are computed too.
+        """
+        if y is None and self.about.items.table is not None and not isinstance(x, np.ndarray | dict):
+            y = target_values(x, self.about.items.table, name)
         raw, task, classes = self.about.items.raw(x, name), self.task, self.about.classes
         parts = [self.network(self.about.items.ready(part)) for part in torch.split(raw, PER_PASS)]
-        outputs = torch.cat(parts)
+        outputs = self.about.items.in_units(torch.cat(parts))
         scores: dict[str, float] = {}
         if y is not None:
             true = targets.targets_like(name, np.asarray(y), self.about.task, classes, self.about.outputs)
@@ -312,7 +334,7 @@ def load_model(
         return Predictor(module, about).eval()
     frozen = {k.removeprefix("frozen."): v for k, v in tensors.items() if k.startswith("frozen.")}
     module.load_state_dict(frozen, strict=False)
-    net = Net(module, torch.zeros(2, *about.items.shape, dtype=about.items.input_dtype))
+    net = Net(module, torch.zeros(2, *about.items.input_shape, dtype=about.items.input_dtype))
     named = method or _method(path, about.method, allow_module)
     bound = build_method(*restored(named, about.settings))
     task = make_task(about.task, about.outputs)
@@ -345,7 +367,9 @@ def _module(path: Path, about: About, model: nn.Module | ModelFactory | None, al
         source = _imported(path, "model", about.own_model, allow)
     options = {} if isinstance(source, nn.Module) else about.options
     items = about.items
-    return build_model(source, items.shape, about.outputs, dtype=items.input_dtype, vocab=items.vocab, options=options)
+    return build_model(
+        source, items.input_shape, about.outputs, dtype=items.input_dtype, vocab=items.vocab, options=options
+    )
 
 
 def _method(path: Path, name: str, allow: Sequence[str]) -> str | type[Method]:

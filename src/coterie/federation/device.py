@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from coterie.core import tree as T
@@ -15,7 +15,10 @@ from coterie.core.context import ClientId, State
 from coterie.core.edges import is_announced
 from coterie.core.schema import NonFiniteError
 from coterie.core.tree import Tree, value_bytes
+from coterie.data.frames import TABLE_SUFFIXES, read_table
 from coterie.data.sources import load_dataset
+from coterie.data.table import ColumnStatistics
+from coterie.data.target_types import with_task
 from coterie.data.timeline import Change
 from coterie.engine import codec
 from coterie.engine.edge_steps import announces
@@ -34,12 +37,23 @@ from coterie.engine.personal_models import model_in_use
 from coterie.engine.session import Session
 from coterie.errors import CoterieError
 from coterie.export.personal_model import as_module, describe_model, write_model
+from coterie.federation.device_data import describe_table
 from coterie.federation.device_states import KEEP_STATES, DeviceStates, lock_folder
 from coterie.federation.payload_kinds import of_answer, of_request
 from coterie.federation.policy.allow import Allow, ByteBudget
 from coterie.federation.policy.audit import AUDIT_FILE, AuditLine, AuditLog
-from coterie.federation.protocol.messages import Answer, Common, DeviceJob, Hello, PlanText, RunOver, with_common
-from coterie.federation.protocol.plan import RUN_ID, FederationPlan
+from coterie.federation.protocol.messages import (
+    Answer,
+    Common,
+    DeviceJob,
+    Hello,
+    PlanText,
+    RunOver,
+    TableAnswer,
+    TableQuestion,
+    with_common,
+)
+from coterie.federation.protocol.plan import RUN_ID, FederationPlan, settings_of_cloud
 from coterie.federation.transport import MAX_PAYLOAD, NoPlanError
 from coterie.federation.validation import check_request
 from coterie.storage.atomic import write_atomic
@@ -95,6 +109,8 @@ class DeviceHandler:
     def handle(self, kind: str, round: int, shared: memoryview | None, own: memoryview) -> memoryview:
         """Answer a message of the cloud; the transport calls this."""
         message = codec.unpack_foreign(own)
+        if kind == "columns":
+            return codec.pack(self.columns(check_message(message, TableQuestion)))
         if kind == "hello":
             return codec.pack(self.hello(check_message(message, PlanText).text))
         if kind == "over":
@@ -142,6 +158,24 @@ class DeviceHandler:
         self._spent.count("up", run, round, sum(sizes.values()))
         entries = {name: value_bytes(v.numel(), v.dtype) for name, v in upload.items()}
         self._audit.write(AuditLine(run, round, kind, "out", self.peer, sizes, entries))
+
+    # ---- columns of a table ------------------------------------------------------------------------------------------
+    def columns(self, question: TableQuestion) -> TableAnswer:
+        """Return statistics of this device's table, which must be allowed to leave."""
+        with self._noting_refusal("", 0, "columns"):
+            settings = settings_of_cloud(question.settings)
+            self._audit.write(AuditLine("", 0, "columns", "in", self.peer, about=settings.columns.model_dump()))
+            columns = settings.columns.model_copy(update={"one_client": True})
+            data = with_task(load_dataset(self.data, self.data_dir, None, settings.task, columns), settings.task)
+            answer = describe_table(data, settings.federation, settings.seed)
+            self.allow.check_statistics([*answer.columns, *settings.columns.target_names])
+            sizes = {f"column.{name}": _statistics_bytes(s) for name, s in answer.columns.items()}
+            self._spent.count("up", "", 0, sum(sizes.values()))
+            left = {name: asdict(s) for name, s in answer.columns.items()} | {"classes": answer.classes}
+            self._audit.write(
+                AuditLine("", 0, "columns", "out", self.peer, {"columns": sum(sizes.values())}, sizes, left)
+            )
+            return answer
 
     # ---- runs --------------------------------------------------------------------------------------------------------
     def hello(self, text: str) -> Hello:
@@ -284,12 +318,20 @@ def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler, certificate: P
     """Answer the cloud until the run has ended, or until SIGTERM or Ctrl-C."""
     from coterie.federation.transport.node import Node  # needs gRPC
 
-    load_dataset(handler.data, handler.data_dir)  # an error in the name is found now, not when the cloud first asks
+    # an error in the name is found now, not when the cloud first asks; the columns of a table are known only then
+    if Path(handler.data).suffix.lower() in TABLE_SUFFIXES:
+        read_table(Path(handler.data))
+    else:
+        load_dataset(handler.data, handler.data_dir)
     handler.peer = cloud
     largest = min(MAX_PAYLOAD, handler.allow.bytes_down + _HEADER_BYTES)  # more is not allowed, so it is not fetched
     node = Node(cloud, ca, key, handler.handle, int(largest), certificate=certificate)
     handler.ended = node.leave
     node.stop_on_signals().run()
+
+
+def _statistics_bytes(s: ColumnStatistics) -> int:
+    return 25 + sum(len(c.encode()) for c in s.categories)  # three numbers and a flag
 
 
 def _in_memory(state: State | Remote) -> State:

@@ -218,13 +218,15 @@ class _Loaded:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.loaded: dict[tuple[str, int | str | None, str | None], Dataset] = {}
+        self.loaded: dict[tuple[object, ...], Dataset] = {}
         self.federations: dict[str, Federation] = {}
 
     def get(self, settings: RunSettings) -> Dataset:
-        key = (settings.data, settings.subset, settings.task)
+        key = (settings.data, settings.columns, settings.subset, settings.task)
         if key not in self.loaded:
-            self.loaded[key] = load_dataset(settings.data, self.engine.data_dir, settings.subset, settings.task)
+            self.loaded[key] = load_dataset(
+                settings.data, self.engine.data_dir, settings.subset, settings.task, settings.columns
+            )
             _ = self.loaded[key].digest  # computed once, here
         return self.loaded[key]
 
@@ -233,7 +235,7 @@ class _Loaded:
         s = cell.settings
         dataset = with_task(cell.objects.dataset or self.get(s), s.task)
         s = follow_data(s, dataset, cell.objects)
-        name = f"{s.data} {s.subset} {s.task} {s.seed} {s.federation.model_dump_json()}"
+        name = f"{s.data} {s.columns} {s.subset} {s.task} {s.seed} {s.federation.model_dump_json()}"
         if name not in self.federations:
             self.federations[name] = federate(dataset, s.federation, s.seed)
         method, start = build_method(cell.objects.method or s.method, s.settings), initial_values(s)

@@ -398,7 +398,7 @@ def _check_trials(trials: Sequence[Trial], engine: Engine) -> None:
             if k in PartitionSettings.model_fields or not isinstance(v, int | float):
                 first[t.method, k, str(v)] = t
     s = trials[0].cell.settings  # all trials have the same data
-    dataset = trials[0].cell.objects.dataset or load_dataset(s.data, engine.data_dir, s.subset)
+    dataset = trials[0].cell.objects.dataset or load_dataset(s.data, engine.data_dir, s.subset, s.task, s.columns)
     for t in {t.number: t for t in first.values()}.values():
         settings, loaded = t.cell.settings, None if "subset" in t.chosen else dataset
         session = prepare(settings, engine, t.cell.objects, loaded, initial_values(settings))

@@ -48,7 +48,11 @@ def prepare(
     torch.set_num_threads(1)
     engine = engine or Engine()
     method = build_method(objects.method or settings.method, settings.settings)
-    dataset = objects.dataset or loaded or load_dataset(settings.data, engine.data_dir, settings.subset, settings.task)
+    dataset = objects.dataset or loaded or load_dataset(
+        settings.data, engine.data_dir, settings.subset, settings.task, settings.columns
+    )  # fmt: skip
+    if objects.dataset is not None and (given := settings.columns.model_dump(exclude_defaults=True)):
+        raise CoterieError(f"{next(iter(given))} names a column of a file; name the columns in from_frame instead")
     dataset = with_task(dataset, settings.task)
     settings = follow_data(settings, dataset, objects)
     federation = federate(dataset, settings.federation, settings.seed)

@@ -236,6 +236,7 @@ class Session:
             "client_names": list(self.federation.names) if self.federation.named else None,
             "data_dir": str(self.engine.data_dir.resolve()) if self.engine.data_dir else None,
             "normalisation": {"mean": self.federation.dataset.mean, "std": self.federation.dataset.std},
+            "table": None if (table := self.federation.dataset.table) is None else table.model_dump(mode="json"),
             "warnings": self.warnings(),
             "parameters": sum(self.method.ctx.w0[k].numel() for k in self.method.ctx.net.trainable),
             "versions": {

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from coterie.config import Engine, RunSettings
+from coterie.data.table import TableEncoding
 from coterie.engine.loop import Progress
 from coterie.engine.session import Callbacks, Session, bind, execute, prepare
 from coterie.errors import CoterieError
@@ -47,6 +48,7 @@ class CloudSettings:
     shape: tuple[int, ...] = ()  # shape of the items that devices have; empty: named data
     classes: int = 0  # number of classes of the devices' data, or of numbers per target
     class_names: tuple[str, ...] = ()  # names of the classes; empty: they are numbered
+    table: str = ""  # common encoding of the devices' tables, as JSON; empty: no tables
     data_dir: str | None = None
     run: str = ""
     keep: int = 10  # number of checkpoints
@@ -59,7 +61,7 @@ def open_session(settings: RunSettings, cloud: CloudSettings) -> Session:
     """Build the method on named data, or on data that only the devices have."""
     check_possible(settings)
     engine = Engine(runtime="federation", data_dir=Path(cloud.data_dir) if cloud.data_dir else None, keep=cloud.keep)
-    if not cloud.shape:
+    if not cloud.shape and not cloud.table:
         session = prepare(settings, engine)
         _check_quorum(cloud.min_clients, len(session.method.ctx.clients))
         return session
@@ -67,7 +69,9 @@ def open_session(settings: RunSettings, cloud: CloudSettings) -> Session:
     classes = cloud.class_names or tuple(map(str, range(n)))
     names = classes if task in ("classification", "binary", "multilabel") else ()
     targets = 2 if task == "survival" else max(1, n)
-    example = example_dataset(cloud.shape, names, "float32", None, None, None, task, targets)
+    table = TableEncoding.model_validate_json(cloud.table) if cloud.table else None
+    shape, kind = (cloud.shape, "float32") if table is None else ((len(table.feature_names),), "float64")
+    example = example_dataset(shape, names, kind, None, None, None, task, targets, table)
     places = settings.federation.clients or cloud.min_clients
     _check_quorum(cloud.min_clients, places)
     federation = DeviceFederation(example, settings.federation, settings.seed, places)

@@ -19,7 +19,7 @@
     bytes_up = "2 MB"
 
     [leave]                   # payload entries that may leave the host, by kind and by name
-    kinds = ["model", "scores"]
+    kinds = ["model", "scores"]  # columns: counts, sums and categories of a table's columns, as entries column.NAME
     entries = ["body.*"]
 
 A plan is checked before anything that it names is imported or built. Bounds are checked again in every round, against
@@ -60,7 +60,8 @@ _CODE_PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:([A-Za-z_][A-Za-z0-9_.]*|\*)")
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(kB|MB|GB)")
 _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 _MAX_OPTION = 200  # characters or items of an option of the model
-ALLOWED_KINDS = (*get_args(Kind), "scores")  # scores: counts of predictions per class, such as correct ones
+# scores: counts of predictions per class, such as correct ones; columns: statistics of a table's columns (TableAnswer)
+ALLOWED_KINDS = (*get_args(Kind), "scores", "columns")
 # settings of a run that decide what a device computes or sends; the others concern only the cloud
 GOVERNED_SETTINGS = (
     "batch", "lr", "lr_decay", "lr_rounds", "lr_steps", "local_steps", "optimizer", "grad_clip", "momentum",
@@ -267,12 +268,17 @@ class Allow:
         if "scores" in sizes and "scores" not in self.kinds:
             raise CoterieError('this host does not let "scores" leave')
 
-    def _check_entry(self, name: str, kinds: Iterable[str]) -> None:
+    def check_statistics(self, columns: Iterable[str]) -> None:
+        """Raise CoterieError if the statistics of these columns of a table may not leave."""
+        for name in columns:
+            self._check_entry(f"column.{name}", ("columns",), "a federation of tables")
+
+    def _check_entry(self, name: str, kinds: Iterable[str], sender: str = "the method") -> None:
         for kind in kinds:
             if kind not in self.kinds:
-                raise CoterieError(f'this host does not let "{kind}" leave, which the method sends ({name})')
+                raise CoterieError(f'this host does not let "{kind}" leave, which {sender} sends ({name})')
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.entries):
-            raise CoterieError(f'this host does not let the entry "{name}" leave, which the method sends')
+            raise CoterieError(f'this host does not let the entry "{name}" leave, which {sender} sends')
 
 
 class ByteBudget:

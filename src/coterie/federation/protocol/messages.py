@@ -1,8 +1,9 @@
 """The messages between the hosts of a federation, as frozen dataclasses; engine/codec.py turns them into bytes.
 
-There are five kinds: `hello` (a PlanText, answered with a device's Hello or an edge's Attached), `train`, `score` and
-`send` (a DeviceJob or an EdgeJob; trees that all jobs of an exchange share are a separate part, Common), and `over` (a
-RunOver, which is sent back). `send` calls devices that have announced their upload: they send the rest of it.
+There are six kinds: `columns` (a TableQuestion before the plan of a federation of tables, answered with a TableAnswer),
+`hello` (a PlanText, answered with a device's Hello or an edge's Attached), `train`, `score` and `send` (a DeviceJob or
+an EdgeJob; trees that all jobs of an exchange share are a separate part, Common), and `over` (a RunOver, which is sent
+back). `send` calls devices that have announced their upload: they send the rest of it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Literal, TypeVar, cast
 from coterie.core.context import ClientId
 from coterie.core.states import register
 from coterie.core.tree import Tree
+from coterie.data.table import ColumnStatistics
 from coterie.engine.messages import (
     MergeAnswer,
     MergeRequest,
@@ -26,6 +28,26 @@ from coterie.engine.messages import (
 JobKind = Literal["train", "score", "send"]
 Request = TrainRequest | ScoreRequest | SendRequest
 Answer = TrainAnswer | ScoreAnswer | SendAnswer
+
+
+# ---- columns of tables -----------------------------------------------------------------------------------------------
+@register
+@dataclass(frozen=True)
+class TableQuestion:
+    """Asks a device for statistics of its table's columns, from which the cloud makes the common encoding."""
+
+    settings: str  # RunSettings of the run as JSON; they name the columns and decide the training rows
+
+
+@register
+@dataclass(frozen=True)
+class TableAnswer:
+    """What a device says about the training rows of its table."""
+
+    columns: Mapping[str, ColumnStatistics]  # features, and the targets of a regression
+    features: tuple[str, ...]  # names of the features in the order of the table
+    task: str
+    classes: tuple[str, ...]  # classes or labels that occur; empty if targets are numbers
 
 
 # ---- hello -----------------------------------------------------------------------------------------------------------

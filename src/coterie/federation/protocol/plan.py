@@ -16,6 +16,7 @@ from coterie.core import tasks
 from coterie.core.tree import Tree
 from coterie.data.dataset import Dataset
 from coterie.data.sources import load_dataset
+from coterie.data.table import TableEncoding
 from coterie.data.target_types import with_task
 from coterie.data.timeline import Change
 from coterie.engine.provenance import method_digest
@@ -52,11 +53,12 @@ class FederationPlan(BaseModel):
     task: str  # name of a task in core/tasks.py
     targets: int = Field(ge=1, le=_MAX_LENGTH)  # numbers per target; 1 for classes
     classes: tuple[str, ...] = Field(max_length=_MAX_LENGTH)
-    kind: Literal["float32", "uint8", "int64"]
+    kind: Literal["float32", "uint8", "int64", "float64"]
     vocab: int | None = Field(ge=1, le=2**24)
     mean: tuple[_Finite, ...] | None = Field(max_length=_MAX_LENGTH)
     std: tuple[_Positive, ...] | None = Field(max_length=_MAX_LENGTH)
     w0: str  # digest of the initial model
+    table: TableEncoding | None = None  # common encoding of the devices' tables
 
     @field_validator("shape")
     @classmethod
@@ -82,7 +84,7 @@ class FederationPlan(BaseModel):
             partition=None if own else session.federation.identity, shape=data.shape,
             task=data.kind, targets=data.targets, classes=data.classes,
             kind=str(data.x.dtype).removeprefix("torch."), vocab=data.vocab, mean=data.mean, std=data.std,
-            w0=_tree_digest(session.method.ctx.w0),
+            w0=_tree_digest(session.method.ctx.w0), table=data.table,
         )  # fmt: skip
 
     @staticmethod
@@ -95,6 +97,8 @@ class FederationPlan(BaseModel):
             check_protocol(fields)
             plan = FederationPlan(**fields)
             plan.check_moments()
+            if plan.table is not None and plan.shape != (len(plan.table.feature_names),):
+                raise ValueError("its table has a different number of features")
             return plan
         except (ValidationError, ValueError, TypeError, RecursionError) as e:
             reason = validation_sentence("plan", e) if isinstance(e, ValidationError) else str(e)
@@ -109,10 +113,7 @@ class FederationPlan(BaseModel):
     @property
     def run_settings(self) -> RunSettings:
         """The settings of the run; raises CoterieError if they are invalid."""
-        try:
-            return RunSettings(**self.settings)
-        except ValidationError as e:
-            raise CoterieError(validation_sentence("the cloud's settings", e)) from None
+        return settings_of_cloud(json.dumps(self.settings))
 
     def check(self, allow: Allow) -> RunSettings:
         """Return the settings; raise CoterieError if the policy forbids the plan or the method's code differs."""
@@ -171,7 +172,7 @@ class FederationPlan(BaseModel):
     def _example(self) -> Dataset:
         task = tasks.task_name(self.task)
         return example_dataset(
-            self.shape, self.classes, self.kind, self.vocab, self.mean, self.std, task, self.targets
+            self.shape, self.classes, self.kind, self.vocab, self.mean, self.std, task, self.targets, self.table
         )  # fmt: skip
 
     def _federation(
@@ -185,10 +186,19 @@ class FederationPlan(BaseModel):
         like, own = self._example(), None
         if data is not None:
             kind = "classification" if like.task.classes else like.kind
-            dataset = with_task(load_dataset(data, data_dir, task=kind), kind)
+            columns = None if self.table is None else settings.columns.model_copy(update={"one_client": True})
+            dataset = with_task(load_dataset(data, data_dir, task=kind, columns=columns), kind)
             partition = settings.federation.model_copy(update={"timeline": timeline})
             own = only_client(dataset, like, partition, settings.seed)
         return DeviceFederation(like, settings.federation, settings.seed, self.places, own, edge=data is None)
+
+
+def settings_of_cloud(text: str) -> RunSettings:
+    """Return the settings in a message of the cloud; raise CoterieError if they are invalid."""
+    try:
+        return RunSettings.model_validate_json(text)
+    except ValidationError as e:
+        raise CoterieError(validation_sentence("the cloud's settings", e)) from None
 
 
 def _tree_digest(tree: Tree) -> str:
