@@ -124,11 +124,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "fmnist", {**ALPHA, "subset": 6000, "clients": 30, "join": 0.2, "rounds": 200},
         # one participant per round: the same number of participations in six times the rounds
         {**FEDCPMD, "code": {"method": "fedcpmd-code", "rounds": 1200, "eval_every": 100}},
-        (1, 2, 3, 4, 5), "lenet5", "fedcpmd",
+        (1, 2, 3, 4, 5), "lenet5", "fedcpmd-mended",
     ),
     "fedcpmd-cifar10": Experiment(
         "cifar10", {**ALPHA, "subset": 25_000, "clients": 50, "join": 0.1, "rounds": 100}, FEDCPMD, (1, 2, 3),
-        "lenet5", "fedcpmd",
+        "lenet5", "fedcpmd-mended",
     ),
     "fedpc-cifar10": Experiment(
         "cifar10", {**PC, "subset": 10_000, "rounds": 30}, FEDPC, (1,), "lenet5-nobn", "fedpc", scores=True
@@ -234,13 +234,13 @@ def table(name: str, out: Path) -> str:
         Row(row, found.of(row)[0], view, runs)
         for row, runs in made.items()
         if runs
-        for view in VIEWS.get(row, (found.view, "trained") if row in FIVE else (found.view,))
+        for view in VIEWS.get(row, (found.view, "trained") if row in (*FIVE, found.default) else (found.view,))
         if all(f"{view}/test" in run.events[-1]["eval"] for run in runs.values())
     ]
     parts = []
     for default in [found.default] if found.default else FIVE:
         mine = [r for r in rows if r.title == default and r.view == found.view][:1]
-        others = [r for r in rows if r.title not in FIVE or r.title == default]
+        others = [r for r in rows if found.default or r.title not in FIVE or r.title == default]
         if mine:
             parts.append(_table(mine[0], others, found.scores))
     return f"## {name}\n\n" + "\n\n".join(parts)

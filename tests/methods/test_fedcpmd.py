@@ -137,6 +137,33 @@ def test_p5_a_layer_that_changes_nothing_scores_zero_and_is_chosen() -> None:
     assert votes.cast(None, s[None])["votes"].tolist() == [[0, 1, 0]] * 4
 
 
+def test_equation_6_is_the_distance_of_the_shift_by_a_layer_to_the_shift_of_the_data() -> None:
+    layers = G.Gaussian(torch.tensor([0.0, 3, 3]).double(), torch.tensor([3.0, 4, 3]).double())
+    data = [G.Gaussian(*torch.tensor(pair).double()) for pair in ([1.0, 5], [2.0, 12])]
+    # shifts by the layers: N(3, 5^2) and N(0, 5^2); from inputs to labels: N(1, 13^2)
+    assert G.shift_scores(layers, *data, G.w2).tolist() == pytest.approx([math.hypot(2, 8), math.hypot(1, 8)])
+    assert G.shift_scores(layers, *data[::-1], G.w2).tolist() == pytest.approx([math.hypot(4, 8), math.hypot(1, 8)])
+    o, x, y = outputs()
+    fits = [G.fit(t) for t in o]
+    ends = [G.fit(x), G.fit(y.double() / 9, "none")]
+    each = G.Gaussian(torch.stack([f.mu for f in fits]), torch.stack([f.sigma for f in fits]))
+    for score, pair in (("eq6", ends), ("eq6_reversed", ends[::-1])):
+        s = votes.scores(FedCPMDSettings(distance="w2", score=score), o, x, y, 10)
+        assert torch.equal(s[0], G.shift_scores(each, *pair, G.w2))
+    assert find("fedcpmd-code").Settings().score == "eq6_reversed"  # type: ignore[attr-defined]
+
+
+def test_labels_can_enter_as_class_numbers() -> None:
+    o, x, y = outputs()
+    raw = FedCPMDSettings(distance="w2", label_encoding="number", fit_normalize="none")
+    mean, std = y.double().mean(), y.double().std(correction=0)
+    to_y, to_x = ([math.hypot(t.double().mean() - m, t.double().std(correction=0) - s) for t in o]
+                  for m, s in ((mean, std), (x.double().mean(), x.double().std(correction=0))))  # fmt: skip
+    a = [dy - dx for dy, dx in zip(to_y, to_x, strict=True)]
+    expected = [abs(a[i] - a[i - 1]) for i in (1, 2, 3)]
+    assert votes.scores(raw, o, x, y, 10)[0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
 def test_p6_scores_do_not_depend_on_the_order_of_samples() -> None:
     o, x, y = outputs()
     turn = torch.randperm(60, generator=RNG)
@@ -466,6 +493,10 @@ def test_p14_bytes_are_those_of_the_page(layer: int, body: int) -> None:
     assert size(lenet(distance="auto"), "up", m.setup(), 1) == 4 * 61_200 + 4 + 4
     server = replace(m.setup(), layer={3: layer, 4: layer}, trained=[4])
     assert size(m, "down", server, 70) == 4 * body + 1  # with the byte of the switch
+    text = lenet(plain=True)  # by default the first download of phase 2 is a whole model
+    assert size(text, "up", text.setup(), text.prep) == 4 * 62_050 + 4 + 1
+    begun = replace(text.setup(), w=T.drop(text.ctx.w0, text.stays), layer={3: layer, 4: layer}, trained=[4])
+    assert size(text, "down", begun, 70) == 4 * 62_050 + 1
     server = replace(server, trained=[3, 4])
     assert size(m, "down", server, 70) == 4 * body and size(m, "up", server, 70) == 4 * 62_050
     assert size(lenet(similarity_payload="sketch"), "up", server, 70) == 4 * body + 4 * 64
@@ -504,7 +535,8 @@ def test_declared_bytes_are_counted_bytes_for_every_knob(own: dict[str, Any], tm
 
 @pytest.mark.parametrize("own", [
     {"phi_map": "shift01"}, {"phi_map": "abs"}, {"phi_of": "rows"}, {"phi_input": "delta"}, {"fit_normalize": "zscore"},
-    {"label_encoding": "onehot"}, {"score": "absdiff"}, {"js_sqrt": True}, {"distance": "w2", "w2_sigma": False},
+    {"label_encoding": "onehot"}, {"score": "absdiff"}, {"score": "eq6"}, {"js_sqrt": True},
+    {"distance": "w2", "w2_sigma": False},
     {"distance": "js_moment"}, {"sampler": "uniform"}, {"tie": "fc2"}, {"candidates": "all"}, {"vote": "batch"},
 ], ids=str)  # fmt: skip
 def test_every_knob_runs(own: dict[str, Any], tmp_path: Path) -> None:

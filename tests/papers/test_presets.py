@@ -47,6 +47,8 @@ def test_rows_and_columns_are_those_of_the_printed_table(paper: str, name: str) 
     theirs = [r for r in it.rows if not presets.is_ours(it, r)]
     found = {(r, c) for p, i, r, c in presets.printed() if (p, i) == (paper, name)}
     assert {r for r, _ in found} - {it.spread} == set(theirs) and {c for _, c in found} <= set(it.columns)
+    data = {c: presets.cell(it, it.rows[0], c, 0, presets.Shrink()).data for c in it.columns}
+    assert {data[c] for _, c in found} == set(data.values())  # no data set that the paper does not have
 
 
 def test_the_protocols_are_the_papers() -> None:
@@ -66,7 +68,7 @@ def test_shorter_runs_keep_the_share_of_their_phases() -> None:
         "digits instead of fmnist", "500 samples of digits instead of 1,797", "20 rounds instead of 200",
         "clients with at least 2 samples instead of 40", "short = fill instead of redraw",
         "preparation = 6 instead of 60 (FedCPMD)",
-        "FedCPMD with the JS distance; the paper prints the best of four distances",
+        "the FedCPMD row has one distance; the printed values are the best of four on test data",
     ]  # fmt: skip
     mine = presets.Shrink(subset=500, stand_in={"fmnist": "mine.npz"})  # a data set of unknown size
     one = presets.narrow(it, [], ["FedAvg"])
@@ -141,7 +143,12 @@ def test_a_method_runs_with_the_protocol_of_its_paper() -> None:
     assert column.settings.federation.partition == "exdir(2,5)" and column.settings.data == "cifar10"
     changed = protocol.paper_run("fedcpmd", data="digits", changes={"rounds": 20, "lr": 0.1})
     assert (changed.settings.rounds, changed.settings.lr, changed.settings.settings["preparation"]) == (20, 0.1, 6)
-    for words in ("digits instead of cifar10", "20 rounds instead of 200", "lr = 0.1 instead of 0.01", "JS distance"):
+    for words in (
+        "digits instead of cifar10",
+        "20 rounds instead of 200",
+        "lr = 0.1 instead of 0.01",
+        "has one distance",
+    ):
         assert words in changed.note
     ours = protocol.paper_run("fedcpmd-random", changes={"batch": 8})
     assert ours.note.endswith("batch = 8 instead of 32; the paper has none of these rows")
@@ -188,8 +195,12 @@ def test_unstated_settings_of_sc_fpfl_have_the_values_of_its_runs() -> None:
 def test_every_method_of_a_paper_has_a_run_as_in_the_paper() -> None:
     for paper in presets.PAPERS:
         assert protocol.paper_run(paper).settings.method == paper
-        for name in {presets.method_of(paper, r) for i in presets.items(paper) for r in i.rows}:
+        for name in {presets.method_of(paper, r) for i in presets.items(paper) for r in i.rows} - {"fedcpmd-assigned"}:
             assert protocol.paper_run(name, paper).settings.method == name
+    with pytest.raises(CoterieError, match="coterie paper fedcpmd table4"):
+        protocol.paper_run("fedcpmd-assigned")
+    given = protocol.paper_run("fedcpmd-assigned", changes={"assignment": ["fc1"] * 100})
+    assert given.settings.settings["assignment"] == ["fc1"] * 100
 
 
 def test_printed_cells_are_counted_by_how_they_are_measured() -> None:
@@ -230,6 +241,24 @@ def test_the_first_table_of_every_paper_has_a_dry_run_with_all_rows(
     first = next(iter(presets.items(paper)))
     done = CliRunner().invoke(app, ["paper", paper, first.name, "--dry-run"])
     assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(("name", "runs"), [("fig2", "7 runs"), ("table4", "6 runs")])
+def test_a_dry_run_counts_the_runs_that_choose_layers(
+    name: str, runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "measure", lambda *a: 1e-5)
+    monkeypatch.setattr(estimate, "cache_file", lambda: tmp_path / "calibration.json")
+    done = CliRunner().invoke(app, ["paper", "fedcpmd", name, "--data", "svhn", "--dry-run", "--out", str(tmp_path)])
+    assert done.exit_code == 0 and f"{runs}, about" in " ".join(done.output.split())
+
+
+def test_the_same_setting_is_one_run_in_all_tables_of_fedcpmd() -> None:
+    rows = {"table7": "FedCPMD", "table13": "JS", "table14": "gamma_0.1", "table15": "Kp_60", "fig5": "FedCPMD"}
+    cells = [presets.cell(presets.item("fedcpmd", i), row, "MNIST", 0, presets.Shrink()) for i, row in rows.items()]
+    assert len({protocol.build_method(s.method, s.settings).hp for s in cells}) == 1
+    assert len({s.model_dump_json(exclude={"settings"}) for s in cells}) == 1
+    assert cells[0].settings["sampler"] == "uniform"
 
 
 def test_unknown_names_are_refused() -> None:
@@ -406,9 +435,9 @@ def test_runs_use_as_many_images_as_the_paper_states(
 
 
 def test_given_layers_are_those_with_which_each_client_is_most_accurate(tmp_path: Path) -> None:
-    it = presets.narrow(presets.item("fedcpmd", "table5"), ["fmnist"], ["Mean-cluster", "Mean-cluster", "pooled"])
+    it = presets.narrow(presets.item("fedcpmd", "table5"), ["mnist"], ["Mean-cluster", "Mean-cluster", "pooled"])
     changes = {"clients": 5, "min_size": 10, "model": "mlp-bn", "cap": False}
-    shrink = presets.Shrink(rounds=3, changes=changes, stand_in={"fmnist": "digits"})
+    shrink = presets.Shrink(rounds=3, changes=changes, stand_in={"mnist": "digits"})
     first = {c.out: c for c in presets.first_cells(it, 1, shrink, tmp_path)}
     assert [c.settings.settings["layer"] for c in first.values()] == ["fc1", "fc2", "classifier"]
     assert presets.cells(it, 1, shrink, tmp_path) == {}  # layers are not known yet
@@ -422,12 +451,23 @@ def test_given_layers_are_those_with_which_each_client_is_most_accurate(tmp_path
         scores = {k: r.clients()["personal/val"][client] for k, r in runs.items()}
         assert scores[layer] == max(scores.values())
         assert layer == [k for k in scores if scores[k] == scores[layer]][-1]  # a tie goes to the deepest
-    assert presets.statistic(it, "FMNIST", "Mean-cluster") == "clusters" != presets.statistic(it, "FMNIST")
-    two = presets.layer_cells(presets.item("fedcpmd", "table4"), "Mean-cluster", "FMNIST", 0, presets.Shrink())
+    assert presets.statistic(it, "MNIST", "Mean-cluster") == "clusters" != presets.statistic(it, "MNIST")
+    two = presets.layer_cells(presets.item("fedcpmd", "table4"), "Mean-cluster", "MNIST", 0, presets.Shrink())
     assert list(two) == ["fc1", "classifier"] and {s.model for s in two.values()} == {"lenet5-2fc"}
     with pytest.raises(CoterieError, match="val_share above 0"):
         best_layers({"fc1": coterie.run("fedcpmd-full", layer="fc1", clients=3, rounds=1, val_share=0,
                                         out=tmp_path / "no", workers=1, epochs=0.1)})  # fmt: skip
+
+
+def test_the_size_of_a_cluster_stands_beside_the_printed_one(tmp_path: Path) -> None:
+    it = presets.narrow(presets.item("fedcpmd", "fig2"), ["cinic10"], ["two linear layers"])
+    run = coterie.run(
+        "fedcpmd-assigned", clients=3, rounds=1, epochs=0.1, workers=1, out=tmp_path, model="mlp-bn",
+        assignment=["fc1", "classifier", "fc1"],
+    )  # fmt: skip
+    table = printed_values.compare_with_printed(it, {("two linear layers", c, 0): run for c in it.columns})
+    assert table["measured"].tolist() == [2, 0, 1]
+    assert table["printed"].fillna(-1).tolist() == [79, -1, 21]
 
 
 def test_columns_of_one_run_share_it(tmp_path: Path) -> None:
@@ -441,7 +481,7 @@ def test_printed_values_are_complete() -> None:
     path = Path(presets.__file__).with_name("printed.csv")
     with path.open() as f:
         rows = list(csv.DictReader(f))
-    assert len(rows) == len(presets.printed()) == 1291
+    assert len(rows) == len(presets.printed()) == 1294
     assert presets.printed()["fedgmh", "table2", "FedGMH", "MNIST_ExDir(2,0.5)"].std == 0.15
 
 

@@ -1,6 +1,7 @@
 """FedCPMD: clients vote for the layer they keep; clients with the same layer share the rest by how alike it is."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ def reference(  # type: ignore[no-untyped-def]
     world: World, preparation: int, distance: str = "w2", phase1_personal: str = "classifier",
     personal_part: str = "layer", shared_by: str = "cluster", min_participants: int = 1, phi_of: str = "flat",
     phi_input: str = "params", phi_weight: str = "linear", candidates: str = "fc", variant: str = "",
-    relay: bool = False, **_,
+    relay: bool = False, score: str = "eq7", **_,
 ) -> Result:  # fmt: skip
     start = world.module()
     heads, names = head_names(start), list(tensors(start))
@@ -54,7 +55,7 @@ def reference(  # type: ignore[no-untyped-def]
             if variant == "oracle":
                 s = _errors(world, i, begun, models[i], [own(m) for m in range(len(layers))])[None]
             else:
-                s = torch.stack([_scores(world, i, models[i], layers, kind) for kind in kinds])
+                s = torch.stack([_scores(world, i, models[i], layers, kind, score) for kind in kinds])
             for d in range(len(kinds)):
                 votes[i][d, max(m for m in range(len(layers)) if s[d, m] == s[d].min())] += 1
             sums[i] += s
@@ -165,15 +166,26 @@ def _errors(world: World, i: int, begun: nn.Module, trained: nn.Module, parts: l
     return torch.tensor(out, dtype=torch.float64)
 
 
-def _scores(world: World, i: int, model: nn.Module, layers: list[str], kind: str) -> Tensor:
-    """|change of the distance to the labels - change of that to the inputs| from each candidate to the next."""
+def _scores(world: World, i: int, model: nn.Module, layers: list[str], kind: str, score: str) -> Tensor:
+    """|change of the distance to the labels - change of that to the inputs| from each candidate to the next.
+
+    eq6_reversed: distance of the difference of outputs to the difference of inputs and labels.
+    """
     x, y = world.train_part(i)
     assert isinstance(model, nn.Sequential)
     outputs = [evaluated(model[: int(k)], x) for k in layers] + [evaluated(model, x)]
     labels = _moments(y.double() / (world.classes - 1))
+    if score == "eq6_reversed":
+        wanted = _difference(_fit(x), labels)
+        steps = [_difference(_fit(b), _fit(a)) for a, b in pairwise(outputs)]
+        return torch.tensor([_distance(step, wanted, kind) for step in steps], dtype=torch.float64)
     to_y, to_x = (torch.tensor([_distance(_fit(o), end, kind) for o in outputs], dtype=torch.float64)
                   for end in (labels, _fit(x)))  # fmt: skip
     return (to_y.diff() - to_x.diff()).abs()
+
+
+def _difference(p: tuple[float, float], q: tuple[float, float]) -> tuple[float, float]:
+    return p[0] - q[0], math.sqrt(p[1] ** 2 + q[1] ** 2)
 
 
 def _fit(t: Tensor) -> tuple[float, float]:
@@ -273,7 +285,7 @@ MEND = {
     "phi_weight": "log",
 }  # fmt: skip
 OURS = VOTES | {"personal_part": "layer_and_classifier", "similarity_payload": "full"}
-CODE = VOTES | {"vote": "round", "tie": "mean_score", "preparation": 6}
+CODE = VOTES | {"vote": "round", "tie": "mean_score", "preparation": 6, "score": "eq6_reversed"}
 CASES = [
     Case("fedcpmd-mended", mended, OURS, RUN),
     Case("fedcpmd-mended-auto", mended, OURS | {"distance": "auto"}, RUN, long=("cnn",)),

@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,12 +72,12 @@ def paper(
             with stop.listening(), bar(title, sum(c.settings.rounds for c in distinct), quiet) as update:
                 failed.update(sweep(distinct, how, lambda s: update(s.done(), _time_left(s)), stop).failed)
 
-    if not dry_run:
-        run(f"{name} {item}, one layer for all", presets.first_cells(chosen, seeds, shrink, folder))
-    cells = presets.cells(chosen, seeds, shrink, folder)
     if dry_run:
-        _show_plan(chosen, cells, protocol.note(chosen, shrink, seeds), data_dir, workers)
+        plan = presets.planned_cells(chosen, seeds, shrink, folder)
+        _show_plan(chosen, plan, protocol.note(chosen, shrink, seeds), data_dir, workers)
         return
+    run(f"{name} {item}, one layer for all", presets.first_cells(chosen, seeds, shrink, folder))
+    cells = presets.cells(chosen, seeds, shrink, folder)
     run(f"{name} {item}", cells.values())
     done = {k: Run(c.out) for k, c in cells.items() if c.out not in failed and c.finished()}
     if done:
@@ -108,7 +108,7 @@ def paper(
 
 def _show_plan(
     item: "Item",
-    cells: "Mapping[tuple[str, str, int], Cell]",
+    plan: "Mapping[tuple[str, str, int], Sequence[Cell]]",
     note: str,
     data_dir: Path | None,
     workers: int | None,
@@ -118,26 +118,28 @@ def _show_plan(
     from coterie.papers import estimate, presets, protocol
 
     clock, n = estimate.Calibration(), workers or os.cpu_count() or 1
-    sizes = {c.settings.data: dataset_size(c.settings.data, data_dir) for c in cells.values()}
-    flat = {key: protocol.flat_settings(c.settings) for key, c in cells.items()}
-    names = sorted({name for f in flat.values() for name in f} - {"seed"})
-    same = {k for k in names if len({str(f.get(k)) for f in flat.values()}) == 1}
-    common = {k: v for k in sorted(same) if (v := next(iter(flat.values())).get(k))}
+    sizes = {c.settings.data: dataset_size(c.settings.data, data_dir) for runs in plan.values() for c in runs}
+    flat = {key: protocol.flat_settings(runs[-1].settings) | {"seed": None} for key, runs in plan.items()}
+    names = sorted({name for f in flat.values() for name in f})
+    common = {k: flat[next(iter(flat))].get(k) for k in names if len({str(f.get(k)) for f in flat.values()}) == 1}
     table = Table(title=f"{item.paper} {item.name}: {item.what}; {note}", title_justify="left")
     for column in ("row", "column", "settings of its own", "runs", "finished", "time"):
         table.add_column(column)
     seen: dict[Path, float] = {}
     for row in item.rows:
         for column in item.columns:
-            mine = {key: c for key, c in cells.items() if key[:2] == (row, column)}
-            own = next(flat[key] for key in mine)
-            text = presets.settings_text({k: v for k, v in own.items() if k not in (*same, "seed") and v is not None})
-            new = {c.out: estimate.run_seconds(c.settings, clock, sizes, n) for c in mine.values() if c.out not in seen}
-            seen |= {path: 0.0 if c.finished() else new[path] for c in mine.values() if (path := c.out) in new}
+            mine = {c.out: c for key, runs in plan.items() if key[:2] == (row, column) for c in runs}
+            own = {k: v for k, v in flat[row, column, 0].items() if k not in common and v not in (None, [], {})}
+            new = {path: c for path, c in mine.items() if path not in seen}
+            seen |= {
+                path: 0.0 if c.finished() else estimate.run_seconds(c.settings, clock, sizes, n)
+                for path, c in new.items()
+            }
             time = estimate.duration_text(sum(seen[path] for path in new)) if new else "shared"
-            table.add_row(row, column, text, str(len(mine)), str(sum(c.finished() for c in mine.values())), time)
+            finished = sum(c.finished() for c in mine.values())
+            table.add_row(row, column, presets.settings_text(own), str(len(mine)), str(finished), time)
     console.print(table)
-    console.print(f"in all runs: {presets.settings_text(common)}", highlight=False)
+    console.print(f"in all runs: {presets.settings_text({k: v for k, v in common.items() if v})}", highlight=False)
     total = estimate.duration_text(sum(seen.values()))
     console.print(
         f"{len(seen)} runs, about {total} with {n} workers for those that are not finished; nothing was run."

@@ -300,6 +300,18 @@ def first_cells(it: Item, seeds: int, shrink: Shrink, out: Path) -> list[Cell]:
     return [_placed(s, out) for r, c, seed in every for s in layer_cells(it, r, c, seed, shrink).values()]
 
 
+def planned_cells(it: Item, seeds: int, shrink: Shrink, out: Path) -> dict[tuple[str, str, int], list[Cell]]:
+    """Return (row, column, seed) -> its runs, those of X-full first; a row of given layers may not know them yet."""
+    known = cells(it, seeds, shrink, out)
+    return {
+        key: [
+            *(_placed(s, out) for s in layer_cells(it, *key, shrink).values()),
+            known.get(key) or _placed(cell(it, *key, shrink), out),
+        ]
+        for key in product(it.rows, it.columns, range(seeds))
+    }
+
+
 def _placed(s: RunSettings, out: Path) -> Cell:
     """Return the cell of a run: in the folder of an earlier run with the same settings, if there is one."""
     text = json.dumps(_written_out(s).model_dump(mode="json"), sort_keys=True)

@@ -53,6 +53,7 @@ STATISTICS: dict[str, Callable[[Run], float]] = {
     "rounds_to_75": lambda r: _rounds(r, 0.75),
     "megabytes": _clients_megabytes,
     **{f"client_{i}": partial(_client, i) for i in range(10)},
+    **{f"clients_with_{k}": partial(paper_metrics.clients_with_layer, layer=k) for k in ("fc1", "fc2", "classifier")},
 }
 RELATIVE: dict[str, Callable[[Run, Sequence[Run]], float]] = {  # of a run and its rivals with the same data and seed
     "ahead_from": lambda r, rivals: _ahead_from(_global(r), [_global(x) for x in rivals]),
@@ -62,6 +63,7 @@ LOWER_IS_BETTER = (  # not in percent, and lower is better
     "rounds_to_70", "rounds_to_75", "megabytes", "global_loss", "train_loss_final", "train_loss_best",
     "clustering_round", "aun_rise", "ahead_from",
 )  # fmt: skip
+NOT_IN_PERCENT = (*LOWER_IS_BETTER, "clients_with_fc1", "clients_with_fc2", "clients_with_classifier")
 _WITHOUT = {  # remarks on a missing value
     "clustering_round": "no clusters", "aun_rise": "no clusters", "ahead_from": "not ahead at the end",
 }  # fmt: skip
@@ -95,7 +97,7 @@ def compare_with_printed(it: Item, runs: Mapping[tuple[str, str, int], Run]) -> 
     for row in it.rows:
         for column in it.columns:
             name = statistic(it, column, row)
-            values = (1 if name in LOWER_IS_BETTER else 100) * np.array(_values(it, row, column, name, runs))
+            values = (1 if name in NOT_IN_PERCENT else 100) * np.array(_values(it, row, column, name, runs))
             if not len(values):
                 continue
             paper = printed().get((it.paper, it.printed_as, row, column))

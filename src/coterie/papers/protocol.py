@@ -19,6 +19,7 @@ from coterie.papers.presets import (
     is_ours,
     item,
     items,
+    layer_cells,
     method_of,
     narrow,
     printed,
@@ -128,6 +129,11 @@ def paper_run(
         {used: sum(dataset_size(used, data_dir))},
     )  # fmt: skip
     one = narrow(it, [column], [row])
+    if "assignment" not in changed and layer_cells(one, row, column, 0, shrink):
+        raise CoterieError(
+            f"{method} takes each client's layer from runs with one layer for all: `coterie paper {paper} {it.name}` "
+            "runs these first; or give an assignment"
+        )
     more = f" (`coterie paper {paper} {it.name}` runs all seeds)" if it.seeds not in (None, 1) else ""
     text = f"{paper} {it.name}, {row}, {column}: {note(one, shrink, 1)}{more}"
     return PaperRun(one, cell(one, row, column, 0, shrink), text)

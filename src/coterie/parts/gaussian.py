@@ -12,7 +12,8 @@ from torch import Tensor
 from coterie.errors import unknown
 
 Normalize = Literal["minmax", "none", "zscore"]
-LayerScore = Literal["eq7", "absdiff"]
+LabelEncoding = Literal["index", "onehot", "number"]
+LayerScore = Literal["eq7", "eq6", "eq6_reversed", "absdiff"]  # shift_scores computes eq6
 Tie = Literal["mean_score", "deepest", "fc2"]
 
 LN2 = math.log(2.0)
@@ -56,13 +57,15 @@ def fit(
     return Gaussian(mu, sigma.clamp(min=sigma_min))
 
 
-def encode_labels(y: Tensor, classes: int, encoding: Literal["index", "onehot"] = "index") -> Tensor:
-    """Return labels as numbers in [0, 1] by a range that is the same for every client."""
+def encode_labels(y: Tensor, classes: int, encoding: LabelEncoding = "index") -> Tensor:
+    """Return labels as numbers: y / (classes - 1), which has the same range for every client, one-hot, or y itself."""
+    if encoding == "number":
+        return y.double()
     if encoding == "index":
         return y.double() / max(classes - 1, 1)
     if encoding == "onehot":
         return F.one_hot(y, classes).double()
-    raise unknown("label_encoding", encoding, ("index", "onehot"))
+    raise unknown("label_encoding", encoding, ("index", "onehot", "number"))
 
 
 def pooled(g: Gaussian) -> Gaussian:
@@ -152,6 +155,20 @@ def layer_scores(to_y: Tensor, to_x: Tensor, score: LayerScore = "eq7") -> Tenso
     if score == "absdiff":
         return (step_y.abs() - step_x.abs()).abs()
     raise unknown("score", score, ("eq7", "absdiff"))
+
+
+def shift(before: Gaussian, after: Gaussian) -> Gaussian:
+    """Return the distribution of the difference of two independent variables: after - before."""
+    return Gaussian(after.mu - before.mu, torch.hypot(before.sigma, after.sigma))
+
+
+def shift_scores(outputs: Gaussian, start: Gaussian, end: Gaussian, d: Distance) -> Tensor:
+    """Mismatch s_l [L] by FedCPMD's equation (6): distance between the shift by layer l and the shift of the data.
+
+    The outputs [L + 1] have o_0 first.
+    """
+    before, after = (Gaussian(outputs.mu[part], outputs.sigma[part]) for part in (slice(-1), slice(1, None)))
+    return d(shift(before, after), shift(start, end))
 
 
 def best_layer(scores: Tensor) -> Tensor:

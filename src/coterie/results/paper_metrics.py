@@ -77,6 +77,12 @@ def best_layers(runs: Mapping[str, Run]) -> list[str]:
     return best
 
 
+def clients_with_layer(run: Run, layer: str) -> float:
+    """Return the number of clients that keep a layer at the end; NaN if the method lets clients keep none."""
+    kept = [e["facts"]["layer"] for e in run.events if "layer" in e.get("facts", {})]
+    return float(sum(name == layer for name in kept[-1].values())) if kept else float("nan")
+
+
 def clustering_round(run: Run) -> float:
     """Return the first round that ended with two or more clusters; NaN if no round did."""
     for event in run.events:

@@ -5,6 +5,8 @@ Nothing is private in phase 1. A round here has one participant (of each cluster
 participants in the published code is ten rounds here.
 
 - Votes are per mini-batch, and ties go to the layer fc2.
+- The mismatch of a layer is equation (6) with inputs minus labels, not the estimate (7).
+- The distances are the text's; the published code has other formulas, such as means without deviations for Wasserstein.
 - Clusters run side by side, not one after the other.
 """
 

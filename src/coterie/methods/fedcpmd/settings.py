@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from coterie.core.method import Settings
-from coterie.parts.gaussian import LayerScore, Normalize, Tie
+from coterie.parts.gaussian import LabelEncoding, LayerScore, Normalize, Tie
 from coterie.parts.idle_settings import refuse_idle
 from coterie.parts.similarity import SimilarityMap
 
@@ -28,9 +28,15 @@ class VoteSettings(Settings):
     )
     gaussian: Literal["scalar", "diag_mean"] = Field("scalar", description="one Gaussian per tensor or per column")
     fit_normalize: Normalize = Field("minmax", description="scaling of inputs and layer outputs before the fit")
-    label_encoding: Literal["index", "onehot"] = Field("index", description="labels as numbers")
+    label_encoding: LabelEncoding = Field(
+        "index", description="labels as numbers: y / (classes - 1), one-hot, or the class number y"
+    )
     sigma_min: float = Field(1e-3, gt=0, description="floor of fitted deviations")
-    score: LayerScore = Field("eq7", description="mismatch of a layer: equation (7) or the predecessor's code")
+    score: LayerScore = Field(
+        "eq7",
+        description="mismatch of a layer: equation (7), (6), (6) with inputs minus labels as in the published code, or "
+        "the predecessor's code",
+    )
     js_sqrt: bool = Field(False, description="the root of the JS divergence instead of it")
     w2_sigma: bool = Field(True, description="false compares means only, as the predecessor's code does")
     sampler: Literal["coverage", "uniform"] = Field(
@@ -54,6 +60,7 @@ class VoteSettings(Settings):
         return [
             ("js_sqrt", four or self.distance.startswith("js"), "the distance is js"),
             ("w2_sigma", four or self.distance == "w2", "the distance is w2"),
+            ("gaussian", not self.score.startswith("eq6"), "the score is eq7 or absdiff"),
         ]
 
 
@@ -98,6 +105,9 @@ class FedCPMDSettings(SimilaritySettings):
 class FedCPMDCodeSettings(VoteSettings):
     """Settings of the published code, in which the other choices of the text are fixed."""
 
+    score: LayerScore = Field(
+        "eq6_reversed", description="mismatch of a layer: equation (6) with inputs minus labels, or another"
+    )
     vote: Literal["round", "batch"] = Field("batch", description="one vote per participation or per mini-batch")
     tie: Tie = Field("fc2", description="which of the layers with most votes wins")
     phase1_personal: ClassVar[str] = "none"

@@ -21,6 +21,7 @@ from coterie.parts.gaussian import (
     encode_labels,
     fit,
     layer_scores,
+    shift_scores,
     winner,
 )
 
@@ -93,7 +94,10 @@ def distances(hp: VoteSettings) -> tuple[str, ...]:
 
 
 def scores(hp: VoteSettings, outputs: Sequence[Tensor], x: Tensor, y: Tensor, classes: int) -> Tensor:
-    """s_l [distances, L] of outputs against inputs and labels: equation (7), Algorithm 2, lines 2, 7 and 8."""
+    """s_l [distances, L] of outputs against inputs and labels: equation (7), Algorithm 2, lines 2, 7 and 8.
+
+    The score eq6 is equation (6), which (7) estimates; eq6_reversed takes inputs minus labels in it.
+    """
     per_dim = hp.gaussian == "diag_mean"
     inputs = fit(x, hp.fit_normalize, hp.sigma_min, per_dim=per_dim)
     labels = fit(encode_labels(y, classes, hp.label_encoding), "none", hp.sigma_min, per_dim=per_dim)
@@ -107,7 +111,12 @@ def scores(hp: VoteSettings, outputs: Sequence[Tensor], x: Tensor, y: Tensor, cl
         else:
             all_at_once = Gaussian(torch.stack([g.mu for g in o]), torch.stack([g.sigma for g in o]))
             to_y, to_x = (d(all_at_once, end) for end in (labels, inputs))
-        rows.append(layer_scores(to_y, to_x, hp.score))
+        if hp.score == "eq6":
+            rows.append(shift_scores(all_at_once, inputs, labels, d))
+        elif hp.score == "eq6_reversed":
+            rows.append(shift_scores(all_at_once, labels, inputs, d))
+        else:
+            rows.append(layer_scores(to_y, to_x, hp.score))
     return torch.stack(rows)
 
 
