@@ -25,7 +25,7 @@ from coterie.errors import CoterieError, unknown
 from coterie.methods import controls, fields, method_names, registered_name, resolve
 from coterie.models.per_client import PerClient
 from coterie.models.registry import WITH_NORM
-from coterie.papers.protocol import paper_run
+from coterie.papers.protocol import PaperRun, paper_run
 from coterie.results.callbacks import OnRound, round_callbacks
 from coterie.results.comparison import Comparison
 from coterie.results.controls import CONTROLS, GENERAL
@@ -80,31 +80,38 @@ def run(
     how, functions = _engine(more), _own_functions(more)
     if as_in_paper:
         given = {**more, **({} if model is None else {"model": names["model"]})}
-        chosen = _paper_settings(method, as_in_paper, None if default else names["data"], given, how, callbacks)
+        in_paper = _paper_run(method, as_in_paper, None if default else names["data"], given, how, callbacks)
+        chosen = in_paper.settings
     else:
-        chosen = settings(**{**more, "method": method, **names})
+        in_paper, chosen = None, settings(**{**more, "method": method, **names})
     objects = replace(objects, method=None if isinstance(method, str) else method, functions=functions)
     session = prepare(chosen, how, objects, start=initial_values(chosen))
     for sentence in session.automatic_choices():
         _checked(callbacks).on_info(sentence)
     folder = _path(out) or fresh_folder(f"{chosen.method}-{chosen.data}")
-    return _execute(session, folder, on_round, track, callbacks)
+    result = _execute(session, folder, on_round, track, callbacks)
+    if in_paper and result.finished:
+        from coterie.papers.output import values_of_run  # loads matplotlib
+
+        for sentence in values_of_run(in_paper.item, result):
+            _checked(callbacks).on_info(sentence)
+    return result
 
 
-def _paper_settings(
+def _paper_run(
     method: str | type[Method],
     paper: bool | str,
     data: str | None,
     given: Mapping[str, Any],
     how: Engine,
     callbacks: Callbacks | None,
-) -> RunSettings:
-    """Return the settings of a run as in a paper, after reporting what differs."""
+) -> PaperRun:
+    """Return a run as in a paper, after reporting what differs."""
     if not isinstance(method, str):
         raise CoterieError("as_in_paper takes the name of a method, because papers have no classes of your own")
     found = paper_run(method, None if paper is True else str(paper), data, given, how.data_dir)
     (callbacks or _TO_LOG).on_info(found.note)
-    return found.settings
+    return found
 
 
 @_torch_as_found()

@@ -17,8 +17,9 @@ from coterie.config import Engine
 from coterie.data import from_arrays
 from coterie.data.dataset import Dataset
 from coterie.data.federation import federate
+from coterie.engine.session import Callbacks
 from coterie.errors import CoterieError
-from coterie.papers import estimate, presets, printed_values, protocol, public_logs
+from coterie.papers import estimate, output, presets, printed_values, protocol, public_logs
 from coterie.results.discovery import find_runs
 from coterie.results.grid import sweep
 from coterie.results.paper_metrics import best_layers
@@ -155,6 +156,19 @@ def test_a_method_runs_with_the_protocol_of_its_paper() -> None:
     for wrong, words in ((("fedavg", None), "is not a method of the papers"), (("fedpc", "fedgmh"), "it is in fedpc")):
         with pytest.raises(CoterieError, match=words):
             protocol.paper_run(*wrong)
+
+
+def test_one_run_as_in_the_paper_ends_with_the_papers_statistic(tmp_path: Path) -> None:
+    said: list[str] = []
+    small = {"model": "mlp", "rounds": 2, "clients": 20, "workers": 1, "out": tmp_path / "run"}
+    run = coterie.run("fedgmh", "digits", as_in_paper=True, callbacks=Callbacks(on_info=said.append), **small)
+    best = 100 * run.rounds["personal/test/mean"].max()
+    words = "is the mean accuracy over clients at its best round; the paper prints 98.66"
+    assert said[-1] == f"MNIST_ExDir(2,0.5): {best:.2f} {words}"
+    found = protocol.paper_run("fedpc").item.columns  # three statistics of one run
+    assert found == ("Cifar10 beta=0.3 GM", "Cifar10 beta=0.3 PMV", "Cifar10 beta=0.3 PML")
+    lacks = output.values_of_run(protocol.paper_run("fedpc").item, run)
+    assert len(lacks) == 3 and all("this run lacks" in words for words in lacks)
 
 
 def test_one_run_of_sc_fpfl_has_clusters_and_short_runs_keep_the_share_of_rounds_before_them() -> None:

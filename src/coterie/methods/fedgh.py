@@ -30,6 +30,7 @@ class FedGH(Method):
     hp: FedGHSettings
     card = Card("FedGH", "Yi et al., ACM MM 2023, arXiv 2303.13137", 2023, "P,S", personal="the body")
     needs = ("head", "classes")
+    weighting = "uniform"  # every pair counts alike
     agree = "head"
 
     def private(self, name: str) -> bool:

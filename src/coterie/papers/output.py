@@ -112,6 +112,25 @@ def statistics_in_words(it: Item) -> dict[str, list[str]]:
     return out
 
 
+def values_of_run(it: Item, run: Run) -> list[str]:
+    """Return a sentence for each column of an item with one row: the paper's statistic of this run, and as printed."""
+    words = {column: text for text, columns in statistics_in_words(it).items() for column in columns}
+    out = []
+    for column in it.columns:
+        name = words.get(it.rows[0], words[column])
+        one = presets.narrow(it, [column], [])
+        try:
+            table = printed_values.compare_with_printed(one, {(it.rows[0], column, 0): run})
+        except (CoterieError, KeyError):
+            out.append(f"{column}: this run lacks {name}, which the paper reports")
+            continue
+        for _, row in printed_values.printed_text(table).iterrows() if len(table) else ():
+            printed = f"the paper prints {row['printed']}" if row["printed"] else "the paper prints no value"
+            measured = f"{row['measured']} is {name}" if row["measured"] else f"{row['remark']} ({name})"
+            out.append(f"{column}: {measured}; {printed}")
+    return out
+
+
 def draw_figures(it: Item, runs: Sequence[Run], folder: Path) -> list[str]:
     """Draw the item's figures; return a message for each that these runs do not allow."""
     missing = []

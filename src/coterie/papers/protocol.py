@@ -91,15 +91,11 @@ def _is_full_size(it: Item, row: str, column: str, shrink: Shrink) -> bool:
 
 @dataclass(frozen=True)
 class PaperRun:
-    """One run with the protocol of a paper: its settings, and the table or figure narrowed to its cell."""
+    """One run with the protocol of a paper: its settings, and the table or figure narrowed to its row and columns."""
 
     item: Item
     settings: RunSettings
     note: str  # table, row and column that it repeats, and every difference in words
-
-    @property
-    def cell(self) -> tuple[str, str]:
-        return self.item.rows[0], self.item.columns[0]
 
 
 def paper_run(
@@ -136,7 +132,9 @@ def paper_run(
         )
     more = f" (`coterie paper {paper} {it.name}` runs all seeds)" if it.seeds not in (None, 1) else ""
     text = f"{paper} {it.name}, {row}, {column}: {note(one, shrink, 1)}{more}"
-    return PaperRun(one, cell(one, row, column, 0, shrink), text)
+    chosen = cell(one, row, column, 0, shrink)
+    shared = [c for c in it.columns if cell(it, row, c, 0, shrink) == chosen]  # columns of other statistics too
+    return PaperRun(narrow(it, shared, [row]), chosen, text)
 
 
 def _first_item(paper: str, method: str) -> tuple[Item, str]:
