@@ -15,8 +15,10 @@ from torch import nn
 from coterie.config import PUBLIC, Engine, RunSettings, given_reading, method_class, owner, settings, table
 from coterie.config import engine as engine_of
 from coterie.core.method import Method
+from coterie.data.arrays import with_partition
 from coterie.data.dataset import Dataset
-from coterie.data.sources import call_data_function
+from coterie.data.sources import call_data_function, load_dataset
+from coterie.data.table import TableColumns
 from coterie.engine.loop import Progress
 from coterie.engine.personal_models import initial_values
 from coterie.engine.provenance import origin
@@ -76,7 +78,7 @@ def run(
     the first table with the method. Settings that are given override them, and every difference is reported.
     """
     default = isinstance(data, str) and not data
-    names, objects = _named("digits" if default else data, model)
+    names, objects = _named(_partitioned("digits" if default else data, more), model)
     how, functions = _engine(more), _own_functions(more)
     if as_in_paper:
         given = {**more, **({} if model is None else {"model": names["model"]})}
@@ -302,7 +304,7 @@ def tune(
     repeated call with the same `out` continues an unfinished search. `on_status` is called with the progress of all
     trials. `more` takes settings, and `workers` and `data_dir` as in `run`.
     """
-    names, objects = _named(data, model)
+    names, objects = _named(_partitioned(data, more), model)
     objects = replace(objects, functions=_own_functions(more))
     how = _engine(more, "workers", "data_dir")
     limits = Budget(eta, budget, minutes, trials)
@@ -332,7 +334,7 @@ def comparison_cells(
     Settings of the run and the federation apply to all methods, other settings to the methods that have them.
     `method.setting` applies to one method, and to the controls that this method declares and that are added here.
     """
-    named, objects = _named(data, model)
+    named, objects = _named(_partitioned(data, more), model)
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise CoterieError(f"methods = {methods!r} is invalid: compare takes a list of methods")
     more = _with_one_rule_of_use(more)
@@ -503,6 +505,23 @@ def _own_functions(more: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         else:
             more[name] = origin(function)
     return found
+
+
+def _partitioned(data: Any, more: dict[str, Any]) -> Any:
+    """Return the data divided by a partition of the user (arrays of sample numbers, or a function), if one is given."""
+    if isinstance(more.get("partition", ""), str):
+        return data
+    dataset, _ = _loaded(data)
+    if isinstance(dataset, str | Path):
+        columns = TableColumns(
+            **{
+                name.removesuffix("_column"): more.pop(name, None)
+                for name in ("target", "client", "features", "split_column")
+            }
+        )
+        folder, subset = more.get("data_dir"), more.pop("subset", None)
+        dataset = load_dataset(os.fspath(dataset), folder, subset, more.get("task"), columns)
+    return with_partition(dataset, more.pop("partition"))
 
 
 def _path(given: str | Path | None) -> Path | None:

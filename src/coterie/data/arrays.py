@@ -33,6 +33,7 @@ class RawData(NamedTuple):
     items: str | None = None  # one of ITEM_KINDS; None: inferred from type and shape
 
 
+_ROWS = 4096  # items that are read in one step
 ITEM_KINDS = ("pictures", "signals", "numbers", "tokens")
 
 
@@ -129,6 +130,35 @@ def make_dataset(
     )  # fmt: skip
 
 
+def with_partition(data: Dataset, partition: Any) -> Dataset:
+    """Return the data whose clients are given by a list of arrays of sample numbers, one for each client.
+
+    `partition` may also be a function that gets all targets and returns such a list. Samples in no array are left out.
+    """
+    try:
+        parts = [np.asarray(p) for p in (partition(data.y.numpy()) if callable(partition) else partition)]
+    except CoterieError:
+        raise
+    except Exception as e:  # a user's function may raise anything
+        raise CoterieError(f"partition must be a list of arrays of sample numbers: {type(e).__name__}: {e}") from e
+    owner = np.full(len(data), -1, np.int64)
+    for client, index in enumerate(parts):
+        if index.ndim != 1 or index.dtype.kind not in "ui" or not len(index):
+            raise CoterieError(f"partition: client {client} must have an array of sample numbers that is not empty")
+        if index.min() < 0 or index.max() >= len(data):
+            raise CoterieError(f"partition: client {client} has samples from {index.min()} to {index.max()}, and the "
+                               f"data have {len(data)}")  # fmt: skip
+        if (owner[index] >= 0).any() or len(np.unique(index)) < len(index):
+            raise CoterieError(f"partition: a sample of client {client} is named twice")
+        owner[index] = client
+    if not parts:
+        raise CoterieError("partition names no clients")
+    kept = torch.from_numpy(np.flatnonzero(owner >= 0))
+    names = tuple(map(str, range(len(parts))))
+    data = data if len(kept) == len(data) else data.take(kept)
+    return replace(data, owner=torch.from_numpy(owner)[kept], client_names=names)
+
+
 def _notes(name: str, x: Array, items: Tensor, raw: RawData) -> tuple[str, ...]:
     """Return a sentence for each choice about the items that may not be meant; none if their kind is named."""
     if raw.items is not None:
@@ -156,7 +186,9 @@ def _channel_moments(x: Tensor, train: Tensor) -> tuple[tuple[float, ...] | None
     value = torch.arange(256, dtype=torch.float64) / 255
     mean, std = [], []
     for channel in range(x.shape[1]):
-        share = torch.bincount(x[train, channel].reshape(-1), minlength=256).double()
+        share = torch.zeros(256, dtype=torch.float64)
+        for rows in torch.split(train.nonzero().flatten(), _ROWS):  # in parts: x may be larger than memory
+            share += torch.bincount(x[rows, channel].reshape(-1), minlength=256)
         share /= share.sum()
         m = float(share @ value)
         s = float((share @ (value - m).square()).sqrt())
@@ -185,7 +217,7 @@ def convert_items(name: str, x: Any, kind: str | None = None) -> Tensor:
         raise CoterieError(f"items of {name} are of type {x.dtype}; numbers or texts are needed")
     if x.dtype.kind == "f":
         x = x.astype(np.float32, copy=False)
-        if not np.isfinite(x).all():
+        if not all(np.isfinite(x[at : at + _ROWS]).all() for at in range(0, len(x), _ROWS)):
             raise CoterieError(f"items of {name} contain values that are not finite numbers")
         if kind == "tokens":
             raise CoterieError(f"token ids of {name} must be whole numbers, not floats")

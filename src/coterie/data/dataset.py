@@ -121,17 +121,14 @@ class Dataset:
             tests = self.is_test.nonzero().flatten()
             n_test = round(n * len(tests) / len(self))
             keep = torch.cat([_draw_fixed(part, k, self.name) for part, k in ((train, n - n_test), (tests, n_test))])
-        keep = keep.sort().values
-        owner, part, group = (None if t is None else t[keep] for t in (self.owner, self.part, self.group))
+        name = f"{self.name}[{n}]" if test is None else f"{self.name}[{n}+{test}]"
+        return replace(self, name=name, is_test=is_test).take(keep.sort().values)
+
+    def take(self, index: Tensor) -> "Dataset":
+        """Return a data set of these items."""
+        owner, part, group = (None if t is None else t[index] for t in (self.owner, self.part, self.group))
         return replace(
-            self,
-            name=f"{self.name}[{n}]" if test is None else f"{self.name}[{n}+{test}]",
-            x=self.x[keep],
-            y=self.y[keep],
-            is_test=is_test[keep],
-            owner=owner,
-            part=part,
-            group=group,
+            self, x=self.x[index], y=self.y[index], is_test=self.is_test[index], owner=owner, part=part, group=group
         )
 
 

@@ -3,6 +3,8 @@
 import gzip
 import io
 import os
+import struct
+import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from coterie.data.dataset import Array
 from coterie.errors import CoterieError
 
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+MAPPED_BYTES = 2**28  # size from which an uncompressed array of an .npz file stays on disk
 _IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 
 
@@ -98,7 +101,7 @@ def _arrays(path: Path) -> dict[str, Array]:
         f.seek(0)
         with np.load(f, allow_pickle=False) as z:  # opened here, because numpy does not close a broken archive
             try:
-                arrays = {k: z[k] for k in z.files}
+                arrays = {k: _mapped(path, f"{k}.npy") if _is_large(z, f"{k}.npy") else z[k] for k in z.files}
             except ValueError as e:
                 if "allow_pickle" in str(e):
                     raise ValueError("it holds Python objects, and these are never loaded") from None
@@ -107,6 +110,26 @@ def _arrays(path: Path) -> dict[str, Array]:
         if not isinstance(array, np.ndarray):
             raise ValueError(f"its part {k} is not an array")
     return arrays
+
+
+def _is_large(z: "np.lib.npyio.NpzFile", member: str) -> bool:
+    """True if an array of an .npz file is stored without compression and so large that it is not read into memory."""
+    info = z.zip.getinfo(member)  # type: ignore[union-attr]  # the file is open
+    return info.compress_type == zipfile.ZIP_STORED and info.file_size >= MAPPED_BYTES
+
+
+def _mapped(path: Path, member: str) -> Array:
+    """Return an uncompressed array of an .npz file that stays on disk; changes to it are not written."""
+    with zipfile.ZipFile(path) as z, path.open("rb") as f:
+        f.seek(z.getinfo(member).header_offset + 26)
+        name, extra = struct.unpack("<HH", f.read(4))  # lengths of the two parts after the fixed header
+        f.seek(name + extra, os.SEEK_CUR)
+        version = np.lib.format.read_magic(f)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(f)
+        if dtype.hasobject:
+            raise ValueError("it holds Python objects, and these are never loaded")
+        return np.memmap(path, dtype, "c", f.tell(), shape, "F" if fortran else "C")
 
 
 def idx(path: Path) -> Array:
