@@ -21,7 +21,11 @@ from coterie.federation.policy.audit import AUDIT_FILE
 from coterie.federation.replay import ReplayRuntime
 from coterie.methods.ecsfl.text import ECSFL
 from coterie.storage.run_folder import Folder
+from support.federations import SMALL
+from support.federations import simulated as of_simulation
 from support.in_process_link import Federation, Handle, federation, simulated
+from support.paced import Paced
+from support.replayed import same_as_replay
 
 METHODS: dict[str, dict[str, Any]] = {
     "ecs-fl": {"two_stage": True, "select_fraction": 0.4},
@@ -32,13 +36,17 @@ QUIET: dict[str, Any] = {
 }  # fmt: skip
 
 
+def audit_lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / AUDIT_FILE).read_text().splitlines()]
+
+
 def events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
 def said(folder: Path, i: int) -> list[dict[str, Any]]:
     """The lines of a device's audit log about uploads that left it."""
-    lines = map(json.loads, (folder / "devices" / str(i) / AUDIT_FILE).read_text().splitlines())
+    lines = audit_lines(folder / "devices" / str(i))
     return [x for x in lines if x["way"] == "out" and x["message"] in ("train", "send") and "refused" not in x]
 
 
@@ -222,3 +230,42 @@ def test_a_model_that_comes_unasked_with_the_announcement_is_refused(tmp_path: P
         assert f.loop.run()
         (event,) = events(tmp_path / "run")
     assert event["failed"] == [3] and "not declared" in event["reasons"]["3"]
+
+
+# ---- real processes --------------------------------------------------------------------------------------------------
+REAL: dict[str, Any] = {
+    **SMALL, "subset": 600, "rounds": 4, "eval_every": 4, "watch": False, "final_trained": False, "epsilon": 0,
+}  # fmt: skip
+
+
+def chosen_in(events: list[dict[str, Any]], round: int) -> list[int]:
+    """The devices that were aggregated in a round."""
+    counts = [[0] * 6, *(e["facts"]["selected"] for e in events)]
+    return [i for i, (a, b) in enumerate(zip(counts[round - 1], counts[round], strict=True)) if b > a]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("edges", "own"), [(0, {}), (2, {"n_edges": 2}), (1, {})])
+def test_a_device_that_is_killed_when_it_is_called_is_replaced(
+    tmp_path: Path, name: str, edges: int, own: dict[str, Any]
+) -> None:
+    """Six devices in real processes: wire, ledger and audit logs agree, and the replay has the same bits."""
+    given = {**REAL, **METHODS[name], **own}
+    alone = of_simulation(tmp_path / "simulation", name, 6, given)
+    victim = chosen_in(events(alone.path), 2)[0]
+    f = Paced(tmp_path, name, 6, edges, given=given, deadline=120.0, min_clients=4)  # it may begin with four devices
+    f.modes = {f"device-{victim}": "dies"}
+    with f:
+        f.wait(400)
+        assert f.children[f"device-{victim}"].wait(1) == 9
+        found = f.events()
+    died = max(x["round"] for x in audit_lines(f.state(victim)) if x["way"] == "out" and x["message"] == "train")
+    assert victim in found[died - 1]["failed"] and victim not in chosen_in(found, died)
+    assert len(chosen_in(found, died)) == (4 if own else 3)
+    same_as_replay(f, tmp_path / "replay")
+    wire = f.status()["wire"]["device-edge" if edges else "device-cloud"]["up"]["payload"]
+    logs = [x for i in range(6) for x in audit_lines(f.state(i)) if x["way"] == "out" and x["message"] != "hello"]
+    left = sum(n for x in logs for kind, n in x.get("sizes", {}).items() if kind in ("model", "statistic"))
+    ledger = f.status()["ledger"]["device-edge"]["up"]
+    assert left == ledger and 0 <= wire - ledger <= 4096 * len(logs)

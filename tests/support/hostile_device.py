@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +103,16 @@ class Hijacker(DeviceHandler):
         return codec.pack(Attached({"device-0": Hello(0, 10**9)}, {"device-2": "no"}))
 
 
-HANDLERS = {"huge": Huge, "marked": Marked, "labels": Labels, "slow": Slow}
+class DiesWhenCalled(DeviceHandler):
+    """Announces its upload, and is gone when it is called for the rest, from round 2 on."""
+
+    def answer(self, kind: str, round: int, job: DeviceJob) -> Any:
+        if kind == "send" and round >= 2:
+            os._exit(9)
+        return super().answer(kind, round, job)
+
+
+HANDLERS = {"huge": Huge, "marked": Marked, "labels": Labels, "slow": Slow, "dies": DiesWhenCalled}
 
 
 def main() -> None:
