@@ -77,7 +77,7 @@ _STATISTIC_WORDS = {  # description of the measured numbers on the page
     "clients_with_classifier": "the number of clients that keep the classifier",
     "clients_mean_best": "the mean accuracy over clients at its best round",
     "ac": "the mean accuracy over clients at the last evaluation",
-    "gm": "the accuracy of the mean of the personal models on the official test part",
+    "gm": "the accuracy of the global model on the official test part; without one, of the mean of the personal models",
     "pm_v": "the personal models' accuracy on the official test part, classes of their training data only, PM(V)",
     "pm_l": "the personal models' accuracy on the official test part, classes weighted as in training, PM(L)",
     "pm_v_trained": "PM(V) of the personal models after local training, on the official test part",

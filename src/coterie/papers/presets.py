@@ -62,7 +62,7 @@ class Item:
     images: Mapping[str, int] = field(default_factory=dict)  # samples of a data set in the paper, if not the original's
     unstated: Mapping[str, Any] = field(default_factory=dict)  # settings that we chose because the paper is silent
     spread: str = ""  # name of the table's row or column of standard deviations over the other rows
-    gain: Mapping[str, Any] = field(default_factory=dict)  # headline: `of` a row, mean `over` columns, as `printed`
+    gain: Mapping[str, Any] = field(default_factory=dict)  # `of` a row, mean `over` some columns, and the `claim`
     rivals: tuple[str, ...] = ()  # rows that the statistics `ahead_from` and `lead` compare the other rows with
     gain_ranges: tuple[Mapping[str, Any], ...] = ()  # claims: gains of a `row` `over` others, as `printed` in words
     one_run: str = ""  # column of a single run with the paper's protocol; empty: the first

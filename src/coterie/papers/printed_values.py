@@ -143,7 +143,7 @@ def headline_gain(it: Item, table: pd.DataFrame) -> list[str]:
     """Return the gain of the paper's method over the best other method, by column and as the headline's mean."""
     if not it.gain or it.gain["of"] not in set(table["method"]):
         return []
-    of, wanted = it.gain["of"], it.gain["over"]
+    of, wanted = it.gain["of"], it.gain.get("over", it.columns)
     theirs = table[[r in it.rows and not is_ours(it, r) for r in table["method"]]]
     gains: dict[str, dict[str, float]] = {"printed": {}, "measured": {}}
     for column, part in theirs.groupby("column", sort=False):
@@ -155,7 +155,8 @@ def headline_gain(it: Item, table: pd.DataFrame) -> list[str]:
     out = [f"{of} minus the best other method: {', '.join(words)}"] if words else []
     if set(wanted) <= gains["measured"].keys():
         here, there = (float(np.mean([gains[kind][c] for c in wanted])) for kind in ("measured", "printed"))
-        out.append(f"mean over {', '.join(wanted)}: {here:+.3f}; printed values: {there:+.3f}; {it.gain['claim']}")
+        where = ", ".join(wanted) if "over" in it.gain else f"these {len(wanted)} columns"
+        out.append(f"mean over {where}: {here:+.3f}; printed values: {there:+.3f}; {it.gain['claim']}")
     return out
 
 
