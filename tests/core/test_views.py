@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import coterie
 from coterie.core.tasks import Classification
@@ -10,6 +11,7 @@ from coterie.engine.messages import Score, ScoreAnswer
 from coterie.errors import CoterieError
 from coterie.methods import build_method
 from coterie.methods.fedcpmd.text import FedCPMDServer
+from coterie.methods.fedpc.text import FedPCServer
 from coterie.methods.scfpfl.edges import SCFPFLServer
 from coterie.results.comparison import Comparison
 from coterie.results.report.figures import bars, curves
@@ -89,8 +91,6 @@ def test_clusters_count_alike_whatever_their_size() -> None:
 
 
 def test_a_client_in_no_cluster_and_newcomers_are_left_out_of_the_mean_over_clusters() -> None:
-    import torch
-
     def answer(client: int, hits: int) -> ScoreAnswer:
         return ScoreAnswer(
             client, {"personal/test": Score({"hits": torch.tensor([hits]), "total": torch.tensor([10])}, 1.0)}, 5
@@ -104,11 +104,12 @@ def test_a_client_in_no_cluster_and_newcomers_are_left_out_of_the_mean_over_clus
 @pytest.mark.parametrize("name", ["ifca", "cfl", "fl-hc", "fesem", "fedgroup", "cgpfl", "fedcpmd", "fedpc", "sc-fpfl"])
 def test_methods_with_clusters_say_who_is_where(name: str) -> None:
     method = build_method(name)
-    server = {
-        "cluster": {1: 0, 2: 1}, "layer": {1: 0, 2: 1}, "groups": {1: 0, 2: 1}, "hat": {0: {}, 1: {}},
-    }  # fmt: skip
+    server = {"cluster": {1: 0, 2: 1}, "layer": {1: 0, 2: 1}, "hat": {0: {}, 1: {}}}
     if name == "fedcpmd":
         server = FedCPMDServer(w={}, layer=server["layer"])
+    if name == "fedpc":
+        nothing = torch.zeros(0)
+        server = FedPCServer({1: 0, 2: 1}, {}, nothing, nothing, nothing)
     if name == "sc-fpfl":
         server = SCFPFLServer(theta={}, samples={}, hat=server["hat"], cluster=server["cluster"], ask=False, moves={})
     assert method.cluster_of(server) == {1: 0, 2: 1}

@@ -158,7 +158,7 @@ def test_hosts_are_upgraded_one_after_the_other_and_another_protocol_is_refused(
 
 @pytest.mark.parametrize("edges", [0, 2])
 def test_fedpc_takes_no_absurd_numbers_of_labels(tmp_path: Path, edges: int) -> None:
-    more = {"partition": "rotate(2)", "rounds": 12}
+    more = {"partition": "rotate(2)", "rounds": 12, "weighting": "samples"}
     f = Paced(tmp_path, "fedpc", 6, edges, min_clients=5, given=more, late=(1,))
     f.modes["device-1"] = "labels"
     with f:

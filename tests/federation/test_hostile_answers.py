@@ -126,6 +126,7 @@ def test_an_invalid_answer_is_refused_with_the_name_of_its_sender(tmp_path: Path
 def test_counts_of_more_samples_than_the_sender_has_are_refused(tmp_path: Path, edges: int) -> None:
     """Such an upload would outweigh all others where prototypes are averaged by their counts."""
     own = {"partition": "rotate(2)", "join": 1.0, "rounds": 1, "watch": False, "final_trained": False}
+    own["weighting"] = "samples"
     with federation(tmp_path, "fedpc", edges, **own) as f:
         change = lying(lambda tree: {k: torch.full_like(v, 999) if k == "x:counts" else v for k, v in tree.items()})
         f.device_link(BAD).spoil[f"device-{BAD}"] = change

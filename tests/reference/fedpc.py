@@ -23,8 +23,8 @@ from reference import (
 )
 
 ABOUT = About(
-    f"{PAPER} (`reading = paper`), loss of the framework (`reading = code`), our change (`reading = mended`)",
-    ("a client that missed round 0 belongs to the largest group; a group without participants keeps its body",),
+    f"{PAPER} (`reading = text`), with a squared error as the pull (`reading = paper`); `fedpc-mended`: our change",
+    ("a client that missed round 0 joins the nearest group; a group without participants keeps its body",),
 )
 Sets = dict[int, Tensor]  # prototypes by class
 

@@ -86,6 +86,7 @@ ALWAYS: dict[str, dict[str, Any]] = {
 _ABLATIONS = ("", "ClusterOnly", "FourierOnly", "NoAgent", "NoKL")
 _SCFPFL = [f"SCFPFL{reading}{ablation}" for reading in ("", "Mended") for ablation in _ABLATIONS]
 _CONTROLS = ("", "Auto", "Random", "Oracle", "Classifier")
+_FEDPC = ("", "J1", "NoProto", "NoMixing", "Mean", "Random")
 _FEDCPMD = [f"FedCPMD{control}" for control in (*_CONTROLS, "Code", "OnlyCluster", "OnlyDecoupling")]
 # Class: the dataclass of its server's state, which is a dictionary in checkpoints of version 0.1.
 SERVERS = {
@@ -93,6 +94,7 @@ SERVERS = {
     **dict.fromkeys(_SCFPFL, "SCFPFLServer"),
     **dict.fromkeys(_FEDCPMD, "FedCPMDServer"),
     **{f"FedCPMDMended{control}": "FedCPMDMendedServer" for control in _CONTROLS},
+    **{f"FedPC{reading}{control}": "FedPCServer" for reading in ("", "Mended") for control in _FEDPC},
 }
 # Class: the dataclass of its clients' states, which are dictionaries in files of version 0.1.
 CLIENTS = dict.fromkeys(_SCFPFL, "SCFPFLClient")
@@ -114,10 +116,5 @@ FORMER = {
     "SCFPFLMendedFourierOnly": "SCFPFLFourierOnly",
     "SCFPFLMendedNoAgent": "SCFPFLNoAgent",
     "SCFPFLMendedNoKL": "SCFPFLNoKL",
-    "FedPCMended": "FedPC",
-    "FedPCMendedJ1": "FedPCJ1",
-    "FedPCMendedNoProto": "FedPCNoProto",
-    "FedPCMendedNoMixing": "FedPCNoMixing",
-    "FedPCMendedMean": "FedPCMean",
-    "FedPCMendedRandom": "FedPCRandom",
+    **{f"FedPCMended{control}": f"FedPC{control}" for control in _FEDPC},
 }

@@ -78,8 +78,9 @@ def prototype_loss(
 ) -> Tensor:
     """Return the loss that pulls features z [batch, d] towards their classes' prototypes; absent ones add nothing.
 
-    batch_mean: distance of the batch's class means, per class. per_sample: distance of every sample. mse: squared
-    distance of every sample, mean over the d entries (FedProto). `reduce` acts over the classes or samples that count.
+    batch_mean: distance of the batch's class means, per class; their sum is FedPC's equation (3). per_sample: distance
+    of every sample. mse: squared distance of every sample, mean over the d entries (FedProto). `reduce` acts over the
+    classes or samples that count.
     `repulsion` weighs a cross-entropy over negative distances to all prototypes, which pushes from the wrong ones.
     """
     value, mask = prototypes

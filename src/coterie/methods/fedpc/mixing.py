@@ -52,6 +52,6 @@ def masked_mix(rows: Tensor, prototypes: Prototypes) -> Prototypes:
     return from_sums(sums, total)
 
 
-def group_means(prototypes: Prototypes, groups: Tensor, count: int, weight: Tensor | None = None) -> Prototypes:
-    """Mean of each class over the members of each of `count` groups [n] that hold it: [groups, classes, d]."""
-    return masked_mix(one_hot(groups, count, weight, torch.float64).T, prototypes)
+def group_means(prototypes: Prototypes, groups: Tensor, count: int) -> Prototypes:
+    """Return means [groups, classes, d]: of each class, over the members of each of `count` groups [n] that hold it."""
+    return masked_mix(one_hot(groups, count, None, torch.float64).T, prototypes)

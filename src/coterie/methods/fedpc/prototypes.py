@@ -16,12 +16,11 @@ from coterie.parts.prototypes import Prototypes, collect, from_sums
 
 Feature = Literal["post_relu", "pre_relu"]
 ROWS, IDS, COUNTS = "x:prototypes", "x:ids", "x:counts"  # of the classes present: [labels, d], [labels], [labels]
-LARGEST_COUNT = 2**31 - 1  # largest count
 
 
 # ---- where they are taken --------------------------------------------------------------------------------------------
 def pre_relu_layer(ctx: Context) -> str:
-    """The linear layer whose output, after the activation, enters the head."""
+    """Return the name of the linear layer whose output, after the activation, enters the head."""
     layout = ctx.net.layout
     layer = next((name for name in reversed(layout.layers) if name != layout.head), "")
     if layer not in layout.of_kind("fc") or len(ctx.w0[f"{layer}.weight"]) != ctx.net.width:
@@ -30,7 +29,7 @@ def pre_relu_layer(ctx: Context) -> str:
 
 
 def logits_and_features(ctx: Context, params: Tree, x: Tensor, where: Feature) -> tuple[Tensor, Tensor]:
-    """Logits, and what enters the head [batch, d] or what that was before the last activation."""
+    """Return the logits, and the features [batch, d] that enter the head or those before the last activation."""
     if where == "post_relu":
         return ctx.net.both(params, x)
     layer = pre_relu_layer(ctx)
@@ -39,7 +38,7 @@ def logits_and_features(ctx: Context, params: Tree, x: Tensor, where: Feature) -
 
 
 def own_prototypes(ctx: Context, params: Tree, data: ClientData, where: Feature) -> tuple[Prototypes, Tensor]:
-    """Return the prototypes of a client's whole training part by this model, equation (2), and its counts [classes]."""
+    """Return the prototypes of a client's training part by this model, equation (2), and its counts [classes]."""
     return collect(lambda x: logits_and_features(ctx, params, x, where)[1], *data.train, data.classes)
 
 
@@ -53,19 +52,19 @@ def entries(rows: int | str, ctx: Context) -> dict[str, Entry]:
 
 
 def count_entry(rows: int | str) -> Entry:
-    """How many samples are behind each prototype: 4 bytes more."""
+    """Return the entry for the samples behind each prototype: 4 bytes more per class."""
     return replace(counts(rows, "prototypes"), low=1)
 
 
 def to_payload(prototypes: Prototypes, counts: Tensor | None = None) -> Tree:
-    """A set [classes, d] as a payload, with counts [classes] if given."""
+    """Return a set [classes, d] as a payload, with counts [classes] if given."""
     value, mask = prototypes
     tree = {ROWS: value[mask], IDS: mask.nonzero()[:, 0].int()}
     return tree if counts is None else {**tree, COUNTS: counts[mask].int()}
 
 
 def from_payload(tree: Mapping[str, Tensor], classes: int, width: int) -> Prototypes:
-    """Inverse of pack; a payload without prototypes is the empty set."""
+    """Return the set of a payload, which is empty if the payload has no prototypes."""
     mask = torch.zeros(classes, dtype=torch.bool)
     if IDS not in tree:
         return Prototypes(torch.zeros(classes, width), mask)
@@ -74,19 +73,16 @@ def from_payload(tree: Mapping[str, Tensor], classes: int, width: int) -> Protot
 
 
 def unpack_all(trees: Sequence[Mapping[str, Tensor]], classes: int, width: int) -> Prototypes:
-    """Sets [n, classes, d] of n payloads."""
+    """Return the sets [n, classes, d] of n payloads."""
     sets = [from_payload(t, classes, width) for t in trees]
     return Prototypes(torch.stack([s.value for s in sets]), torch.stack([s.mask for s in sets]))
 
 
-def group_mean(trees: Sequence[Mapping[str, Tensor]], classes: int, width: int, by_counts: bool) -> Tree:
-    """Merge several payloads into one: each class is the mean over the payloads that hold it, equal or by counts.
-
-    The counts of the merged payload are sums.
-    """
+def group_mean(trees: Sequence[Mapping[str, Tensor]], classes: int, width: int) -> Prototypes:
+    """Return the mean of each class over the payloads that hold it: by their counts if they have any, else equal."""
     value, mask = unpack_all(trees, classes, width)
-    nothing = torch.zeros(classes, dtype=torch.int64)
-    n = torch.stack([nothing.index_copy(0, t[IDS].long(), t[COUNTS].long()) for t in trees])  # [n, classes]
-    share = (n if by_counts else mask).to(value)
-    mean = from_sums((value * share[..., None]).sum(0), share.sum(0))
-    return to_payload(mean, n.sum(0).clamp(max=LARGEST_COUNT))
+    if COUNTS in trees[0]:
+        nothing = torch.zeros(classes, dtype=torch.int64)
+        mask = torch.stack([nothing.index_copy(0, t[IDS].long(), t[COUNTS].long()) for t in trees])  # [n, classes]
+    share = mask.to(value)
+    return from_sums((value * share[..., None]).sum(0), share.sum(0))
