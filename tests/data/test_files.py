@@ -266,3 +266,12 @@ def test_damaged_wrong_and_hostile_npz_files_raise_a_clear_error(tmp_path):
     np.savez(path, x_train=pictures(5, 8, 8), y_train=[0, 1])
     with pytest.raises(CoterieError, match="5 items but 2 labels"):
         load_dataset("mine", tmp_path)
+
+
+def test_an_archive_that_unpacks_to_more_than_the_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    bomb = tmp_path / "bomb.npz"
+    np.savez_compressed(bomb, x=np.zeros((2000, 1000)), y=np.zeros(2000, int))
+    assert bomb.stat().st_size < 100_000
+    monkeypatch.setattr("coterie.data.files._free_memory", lambda: 10_000_000)
+    with pytest.raises(CoterieError, match=r"it unpacks to 0\.0 GB, and this machine has 0\.0 GB of free memory"):
+        load_dataset(str(bomb))

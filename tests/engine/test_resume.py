@@ -21,7 +21,7 @@ from coterie.errors import CoterieError
 from coterie.storage import atomic as disk
 from coterie.storage import checkpoint
 from coterie.storage.checkpoint import Checkpoint
-from coterie.storage.run_folder import checkpoints
+from coterie.storage.run_folder import START, checkpoints
 
 SETTINGS = ["--rounds", "40", "--clients", "8", "--epochs", "2", "--set", "checkpoint_every=3", "--set", "eval_every=4"]
 CFL_SPLITS = ["--set", "eps1=10", "--set", "eps2=0.01", "--set", "first_round=5"]
@@ -226,3 +226,13 @@ def test_an_existing_run_is_never_overwritten(paused: Path) -> None:
     process = coterie("run", "fedavg", "--out", str(paused), "-q")
     _, error = process.communicate(timeout=60)
     assert process.returncode == 2 and "already holds a run" in error
+
+
+def test_initial_values_that_cannot_be_read_get_a_sentence(paused: Path) -> None:
+    (paused / START).mkdir()
+    with pytest.raises(CoterieError, match=f"{START} cannot be read"):
+        rebuild(paused)
+    (paused / START).rmdir()
+    (paused / START).write_bytes(b"not safetensors")
+    with pytest.raises(CoterieError, match=f"{START} cannot be read"):
+        rebuild(paused)

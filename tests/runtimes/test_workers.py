@@ -1,5 +1,6 @@
 """Worker processes: bit-identical results for any number of them, also when they die; errors in one are reported."""
 
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -12,8 +13,8 @@ from coterie.engine.messages import Job, TrainRequest
 from coterie.errors import CoterieError
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
-from coterie.runtimes.workers import Arena
-from coterie.testing import close_loop, decided
+from coterie.runtimes.workers import Arena, Workers
+from coterie.testing import Bench, close_loop, decided
 from support.toy import begin, clients, mlp, open_toy, play
 
 
@@ -113,3 +114,10 @@ def test_an_arena_grows_with_what_is_written():
     arena.write([torch.zeros(4)])
     assert torch.equal(kept[0], torch.ones(4))
     arena.close()
+
+
+def test_a_daemonic_process_is_told_to_use_one_worker(tmp_path, monkeypatch):
+    session = Bench(FedAvg, {}).session()
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    with pytest.raises(CoterieError, match="a daemonic process cannot start workers; run with workers=1 in it"):
+        Workers(session.clients(), session.states(tmp_path), 2)

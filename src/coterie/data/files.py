@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import struct
+import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -94,10 +95,26 @@ def own_items(path: Path) -> tuple[Array, Array | None, Array | None, Array | No
         return arrays[f"x{suffix}"], arrays.get(f"y{suffix}"), arrays.get("x_test"), arrays.get("y_test")
 
 
+def _free_memory() -> int:
+    """Return the bytes of memory that a program can get; a machine that does not say how many has no bound."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return sys.maxsize
+
+
 def _arrays(path: Path) -> dict[str, Array]:
     with path.open("rb") as f:
         if (start := f.read(4)) not in (b"PK\x03\x04", b"PK\x05\x06"):
             raise ValueError("its first bytes are wrong" if start else "it is empty")
+        with zipfile.ZipFile(f) as archive:
+            packed = (part.file_size for part in archive.infolist() if part.compress_type != zipfile.ZIP_STORED)
+            size, free = sum(packed), _free_memory()
+        if size > free:
+            raise ValueError(
+                f"it unpacks to {size / 1e9:.1f} GB, and this machine has {free / 1e9:.1f} GB of free memory"
+            )
         f.seek(0)
         with np.load(f, allow_pickle=False) as z:  # opened here, because numpy does not close a broken archive
             try:

@@ -65,6 +65,8 @@ class Workers(Simulation):
     """Forked workers; a worker that dies is replaced and its jobs are run again (same keys, same bits)."""
 
     def __init__(self, clients: Clients, states: ClientStates, workers: int, cost: JobCost = lambda client: 1):
+        if multiprocessing.current_process().daemon:
+            raise CoterieError("a daemonic process cannot start workers; run with workers=1 in it")
         super().__init__(clients.method, states, cost)
         self.clients, self.workers = clients, workers
         self._fork = multiprocessing.get_context("fork")

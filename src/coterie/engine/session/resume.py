@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from coterie.config import Engine, RunSettings
@@ -12,7 +13,7 @@ from coterie.core.method import Method
 from coterie.engine.provenance import code_digest, method_digest, origin
 from coterie.engine.session.build import prepare
 from coterie.engine.session.spec import Objects, Session
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, sentence
 from coterie.methods import build_method as build_method
 from coterie.methods import fields
 from coterie.methods.restore import restored
@@ -45,7 +46,10 @@ def rebuild(
     for name, where in run["objects"].items():
         if given.get(name) != where and name != "data":  # the partition's identity covers the data
             raise CoterieError(f"{path} was made with a {name} of your own ({where}); pass the same {name} again")
-    start = load_file(path / START) if (path / START).exists() else None
+    try:
+        start = load_file(path / START) if (path / START).exists() else None
+    except (OSError, SafetensorError) as e:
+        raise CoterieError(f"{path / START} cannot be read: {sentence(str(e))}") from None
     session = prepare(recorded(run, objects.method), engine, objects, start=start, planned_rounds=run["plan"])
     check_unchanged(session, path)
     return session
