@@ -74,7 +74,9 @@ def read_table(path: Path) -> "pd.DataFrame":
         if "\0" in first or not first.strip():
             raise ValueError("its first line holds no names of columns" if first.strip("\0\n\r ") else "it is empty")
         separator = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
-        _check_unique(str(path), next(csv.reader([first], delimiter=separator)))
+        names = next(csv.reader([first], delimiter=separator))
+    _check_unique(str(path), names)
+    with reading(path, "a table of comma-separated values"):
         return pd.read_csv(path, sep=separator, na_values=_MISSING_TEXTS, low_memory=False, encoding="utf-8-sig")
 
 
