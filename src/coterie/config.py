@@ -17,6 +17,7 @@ from coterie.data.natural import NATURAL
 from coterie.data.settings import PartitionSettings
 from coterie.data.table import TableColumns
 from coterie.data.timeline import read_timeline
+from coterie.engine.server_optimiser import check_server_optimiser
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build_method, find, resolve, validation_sentence
 from coterie.runtimes.registry import canonical_runtime
@@ -92,6 +93,11 @@ class RunSettings(BaseModel):
     )
     opt_state: Literal["reset", "keep"] = Field(
         "reset", description="keep: a client's momentum or Adam moments carry over to its next round"
+    )
+    server_optimizer: Annotated[str, AfterValidator(check_server_optimiser)] | None = Field(
+        None,
+        description="optimiser of the server for methods that average uploads: fedavgm(lr, momentum), fedadagrad(lr, "
+        "tau), fedadam(lr, beta1, beta2, tau) or fedyogi(lr, beta1, beta2, tau); empty: the mean itself",
     )
     weighting: Literal["samples", "uniform"] | None = Field(
         None, description="weights of the clients in the average; empty: as in the method's paper"

@@ -164,6 +164,9 @@ class Method:
     card: ClassVar[Card] = Card()
     needs: ClassVar[tuple[str, ...]] = ()  # keys of _NEEDS in engine/session/build.py
     weighting: ClassVar[Literal["samples", "uniform"]] = "samples"
+    # mean: after round 0, aggregate(uploads) is aggregate of their mean with `weights`, so that one combined upload may
+    # stand for all; uploads: it needs single ones. A class with an `aggregate` of its own declares it
+    combines: ClassVar[Literal["mean", "uploads"]] = "mean"
 
     ctx: Context  # set by the runtime before any hook is called
     hp: Any  # the settings; a method annotates it with its own class
@@ -173,6 +176,8 @@ class Method:
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
+        if "aggregate" in cls.__dict__ and "combines" not in cls.__dict__:
+            cls.combines = "uploads"
         check_hooks(cls)
 
     # ---- what is private, and what may cross a link ------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from coterie.core.context import ClientId, State
 from coterie.core.method import Method
 from coterie.engine.round import Edges, RoundAnswers, RoundPlan, RoundResult, close
+from coterie.engine.server_optimiser import ServerOptimiser
 from coterie.errors import CoterieError
 
 log = logging.getLogger("coterie.cloud")
@@ -69,6 +70,7 @@ def close_contained(
     plan: RoundPlan,
     answers: RoundAnswers,
     probe: Callable[[RoundResult], None] = lambda result: None,
+    combiner: ServerOptimiser | None = None,
 ) -> RoundResult:
     """Close the round without the senders that make `close`, or `probe` of its result, raise an error."""
     groups = [frozenset({r.client}) for r in plan.direct if r.client in answers.trained]
@@ -79,7 +81,7 @@ def close_contained(
     ]
 
     def compute(left_out: Group) -> RoundResult:
-        result = close(method, server, edges, plan, _without(answers, left_out, ""))
+        result = close(method, server, edges, plan, _without(answers, left_out, ""), combiner)
         probe(result)
         return result
 

@@ -20,6 +20,7 @@ from coterie.engine.evaluation import Evaluation, Official, Watch, notes
 from coterie.engine.fault_isolation import close_contained
 from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult, Rules, close, plan
+from coterie.engine.server_optimiser import ServerOptimiser
 from coterie.errors import CoterieError
 from coterie.runtimes.base import Conclusion, Runtime
 from coterie.storage import checkpoint
@@ -44,6 +45,7 @@ class Schedule:
     eval_clients: int | None = None  # number of clients, and of newcomers, that are scored; None: all
     stop_after: int | None = None  # evaluations without a better value on validation data, after which the run ends
     stop_at: float | None = None  # value on validation data at which the run ends
+    server_optimizer: str | None = None  # optimiser that combines uploads (server_optimiser.py)
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Loop:
         self.official = official
         self.server: State = {}
         self.edges: dict[EdgeId, State] = {}
+        self.combiner = None if schedule.server_optimizer is None else ServerOptimiser(schedule.server_optimizer)
         self.bytes: ledger.Page = {}  # since the start of the run
         self.done = -1  # last finished round
         self.validation: dict[int, float] = {}  # value on validation data by round, where clients were scored
@@ -108,6 +111,8 @@ class Loop:
         )
         if saved is not None:
             self.server, self.edges, self.bytes, self.done = saved.server, saved.edges, saved.bytes, saved.round
+            if self.combiner is not None:
+                self.combiner = replace(self.combiner, memory=saved.combiner)
             stops = self.schedule.stop_after is not None or self.schedule.stop_at is not None
             for row in read_log(self.folder.path / EVENTS).rows if stops else []:
                 if (value := self._validated(row["eval"])) is not None:
@@ -143,7 +148,7 @@ class Loop:
         planned = self._planned(self.server, self.edges, t)
         answers, result = self._settled(planned)
         self.runtime.keep(t, result.accepted)
-        self.server, self.edges = result.server, result.edges
+        self.server, self.edges, self.combiner = result.server, result.edges, result.combiner
         self.bytes = ledger.total([self.bytes, result.bytes])
         self.done = t
         trained = [answers.trained[i] for i in sorted(answers.trained) if i not in result.refused]
@@ -191,14 +196,14 @@ class Loop:
         while True:
             answers = self.runtime.run(planned)
             if self.runtime.trusted:
-                result = close(self.method, self.server, self.edges, planned, answers)
+                result = close(self.method, self.server, self.edges, planned, answers, self.combiner)
                 if result.refused:
                     client, why = min(result.refused.items())
                     raise CoterieError(
                         f"{type(self.method).__name__} does not send what its schema declares: {why} ({client=})"
                     )
                 return answers, result
-            result = close_contained(self.method, self.server, self.edges, planned, answers, self._probe)
+            result = close_contained(self.method, self.server, self.edges, planned, answers, self._probe, self.combiner)
             result = replace(result, reasons={i: self.runtime.named(i, why) for i, why in result.reasons.items()})
             if self.runtime.conclude(planned, answers, result) is Conclusion.ACCEPT:
                 return answers, result
@@ -280,7 +285,8 @@ class Loop:
         name = type(self.method).__name__
 
         def made(index: Index) -> Checkpoint:
-            return Checkpoint(self.done, name, self.server, self.edges, index, self.bytes, events, timing)
+            memory = {} if self.combiner is None else self.combiner.memory
+            return Checkpoint(self.done, name, self.server, self.edges, index, self.bytes, events, timing, memory)
 
         checkpoint.save_checkpoint(self.folder, self.runtime, made)
 

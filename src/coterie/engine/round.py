@@ -18,6 +18,7 @@ from coterie.core.schema import NonFiniteError, Schema
 from coterie.engine import ledger
 from coterie.engine.ledger import DEVICE_CLOUD, DEVICE_EDGE, EDGE_CLOUD, summed
 from coterie.engine.messages import Bytes, MergeAnswer, MergeRequest, TrainAnswer, TrainRequest
+from coterie.engine.server_optimiser import ServerOptimiser
 from coterie.errors import CoterieError
 
 Edges = Mapping[EdgeId, State]
@@ -67,6 +68,7 @@ class RoundResult:
     refused: dict[ClientId, str]  # excluded because of the content of their uploads, with reasons
     reasons: dict[ClientId, str]  # reasons of missing and refused clients, except those drawn to fail
     bytes: ledger.Page
+    combiner: ServerOptimiser | None = None  # after this round
     doubtful: frozenset[ClientId] = frozenset()  # refused clients whose upload may not be the cause
 
     @property
@@ -126,7 +128,14 @@ def attach(
     return attached
 
 
-def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers: RoundAnswers) -> RoundResult:
+def close(
+    method: Method,
+    server: State,
+    edges: Edges,
+    plan: RoundPlan,
+    answers: RoundAnswers,
+    combiner: ServerOptimiser | None = None,
+) -> RoundResult:
     page: ledger.Page = {}
     if plan.edges:
         ledger.add_bytes(page, EDGE_CLOUD, "down", plan.edges_down)
@@ -169,6 +178,9 @@ def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers:
         accepted += [i for i in answer.senders if i in theirs]
 
     uploads = [*merged, *direct.uploads]
+    if uploads and combiner is not None and plan.round > 0:
+        upload, combiner = combiner.combined(method, plan.direct[0].shared, uploads)
+        uploads = [upload]
     if uploads:
         server = method.aggregate(server, uploads, plan.round)
     reasons = {**answers.missing, **refused}
@@ -181,6 +193,7 @@ def close(method: Method, server: State, edges: Edges, plan: RoundPlan, answers:
         refused=refused,
         reasons=dict(sorted(reasons.items())),
         bytes=page,
+        combiner=combiner,
         doubtful=frozenset(doubtful),
     )
 

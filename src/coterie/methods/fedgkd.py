@@ -30,6 +30,7 @@ class FedGKDSettings(Settings):
 
 
 class FedGKD(Method):
+    combines = "mean"
     Settings = FedGKDSettings
     hp: FedGKDSettings
     card = Card(

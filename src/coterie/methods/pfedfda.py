@@ -33,6 +33,7 @@ class PFedFDASettings(Settings):
 
 
 class PFedFDA(Method):
+    combines = "mean"
     Settings = PFedFDASettings
     hp: PFedFDASettings
     card = Card(

@@ -32,6 +32,7 @@ class PFedMeSettings(Settings):
 
 
 class PFedMe(Method):
+    combines = "mean"
     Settings = PFedMeSettings
     hp: PFedMeSettings
     card = Card("pFedMe", "Dinh et al., NeurIPS 2020, arXiv 2006.08848", 2020, "R", personal="a second model")

@@ -42,6 +42,8 @@ class SampledBySize(Method):
             order = torch.randperm(len(counts), generator=rng)[:count]
         return [self.ctx.clients[i] for i in order.tolist()]
 
+    combines = "mean"
+
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         return Download() if round == 0 else super().down(server, ids, round)
 

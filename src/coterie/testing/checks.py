@@ -21,6 +21,7 @@ from coterie.engine.edge_steps import merge, preview, relay
 from coterie.engine.loop import Loop
 from coterie.engine.messages import TrainAnswer, TrainRequest
 from coterie.engine.round import RoundAnswers, RoundPlan, close, receive
+from coterie.engine.server_optimiser import mean_upload
 from coterie.engine.session import Callbacks, Objects
 from coterie.errors import CoterieError
 from coterie.methods import build_method, find
@@ -354,6 +355,31 @@ def use_of_planned_rounds_is_declared(bench: Bench, tmp: Path) -> None:
     assert not hooks or bench.method.plans_ahead, f"{hooks[0]} reads ctx.planned_rounds: declare plans_ahead = True"
 
 
+def uploads_are_combined_as_declared(bench: Bench, tmp: Path) -> None:
+    """A method with `combines = "mean"` computes the same state from the mean of the uploads as from all of them."""
+    made = standard(bench)
+    method = made.session.method
+    if method.combines != "mean" or isinstance(method, EdgeMethod):
+        return
+    for w in (w for w in made.rounds if w.plan.round > 0):
+        uploads = receive(
+            {i: method.schema("up", Moment(w.server, i, w.plan.round)) for i in w.answers.trained},
+            [w.answers.trained[i] for i in sorted(w.answers.trained)],
+        ).uploads
+        each = method.aggregate(w.server, uploads, w.plan.round)
+        one = method.aggregate(w.server, [mean_upload(method, uploads)], w.plan.round)
+        same = codec.equal(codec.deep_copy(each), one) or _close(each, one)
+        assert same, (
+            f'round {w.plan.round}: the mean of the uploads gives a different state; declare combines = "uploads"'
+        )
+
+
+def _close(a: Any, b: Any) -> bool:
+    """True if two states hold the same tensors up to rounding."""
+    pairs = zip(_named_tensors(a), _named_tensors(b), strict=True)
+    return all(x == y and torch.allclose(v, w, atol=1e-6, equal_nan=True) for (x, v), (y, w) in pairs)
+
+
 def state_survives_the_codec(bench: Bench, tmp: Path) -> None:
     parts = decided(standard(bench).loop)
     assert codec.equal(codec.unpack(codec.pack(parts)), parts)
@@ -451,6 +477,7 @@ CHECKS: dict[str, Callable[[Bench, Path], None]] = {
         label_information_is_declared,
         hooks_do_not_change_what_they_are_given,
         use_of_planned_rounds_is_declared,
+        uploads_are_combined_as_declared,
         state_survives_the_codec,
         learns_a_small_task,
         numbers_are_learned_or_refused,

@@ -20,6 +20,7 @@ from coterie.data.federation import Federation, as_given, federate
 from coterie.data.sources import load_dataset
 from coterie.data.target_types import with_task
 from coterie.engine.provenance import import_named
+from coterie.engine.server_optimiser import check_combines
 from coterie.engine.session.spec import Factory, Function, Objects, Session, fitting_options, model_name
 from coterie.errors import CoterieError
 from coterie.methods import build_method as build_method
@@ -139,6 +140,8 @@ def bind(
     if net.has_batch_norm and settings.batch == 1:
         raise CoterieError("batch = 1 is too small: batch norm needs at least two samples in a batch")
     method.check()
+    if settings.server_optimizer is not None:
+        check_combines(method, settings.server_optimizer)
     rule = _rule(settings, functions)
     check_fit(rule, [method.ctx.w0[k] for k in net.trainable])
     notes = (*_output_notes(method.ctx, federation), *_unused_notes(settings, method))

@@ -47,6 +47,7 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
         eval_clients=s.eval_clients,
         stop_after=s.stop_after,
         stop_at=s.stop_at,
+        server_optimizer=s.server_optimizer,
     )
     official = Official(session.method, session.federation, s.gm_head) if s.official else None
     return Loop(session.method, runtime, folder, schedule, official)
