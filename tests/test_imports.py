@@ -18,7 +18,7 @@ SRC = Path(coterie.__file__).parent
 ROOMS = [
     ["errors", "core.rng", "core.tree", "core.views", "train.native", "engine.provenance"],
     ["core.schema", "core.states", "core.calls", "storage.atomic", "engine.ledger"],
-    ["core.schedules", "train.optimisers"],
+    ["core.schedules", "train.optimisers", "train.augmentation"],
     ["engine.codec", "core.tasks"],
     ["core.layers"],
     ["core.net"],

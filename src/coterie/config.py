@@ -21,6 +21,7 @@ from coterie.engine.server_optimiser import check_server_optimiser
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build_method, find, resolve, validation_sentence
 from coterie.runtimes.registry import canonical_runtime
+from coterie.train.augmentation import check_augment
 from coterie.train.optimisers import check_optimiser
 
 PUBLIC = 200  # default number of unlabelled items that are set aside for a method that needs them
@@ -90,6 +91,12 @@ class RunSettings(BaseModel):
         ge=0,
         le=LARGEST_RATE,
         description="weight decay, as the optimiser defines it: an L2 penalty (sgd, adam) or decoupled (adamw)",
+    )
+    augment: Annotated[str, AfterValidator(check_augment)] | None = Field(
+        None,
+        description="augmentation of training batches: crop(padding), flip(share), erase(share, size) and "
+        "colour(strength) for pictures; jitter(sigma), scale(sigma) and mixup(alpha) for all numbers; several are "
+        "joined by +; empty: none",
     )
     opt_state: Literal["reset", "keep"] = Field(
         "reset", description="keep: a client's momentum or Adam moments carry over to its next round"

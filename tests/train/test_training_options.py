@@ -204,7 +204,13 @@ def test_batch_norm_with_batches_of_one_is_refused():
 def test_a_host_allows_settings_and_code_of_training_only_if_its_policy_does():
     strict = Allow.of({"settings": {"optimizer": ["SGD", "AdamW(betas=(0.9,0.99))"]}})
     strict.check_plan(config.settings("fedavg", optimizer="adamw(betas=(0.9, 0.99))"))
-    for given in ({"lr_rounds": "cosine"}, {"lr_steps": "cosine"}, {"local_steps": 3}, {"grad_clip": 1.0}):
+    for given in (
+        {"lr_rounds": "cosine"},
+        {"lr_steps": "cosine"},
+        {"local_steps": 3},
+        {"grad_clip": 1.0},
+        {"augment": "flip"},
+    ):
         with pytest.raises(CoterieError, match=f"the plan sets {next(iter(given))}"):
             strict.check_plan(config.settings("fedavg", **given))
     code = config.settings("fedavg", optimizer="wards.training:make")

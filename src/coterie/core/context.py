@@ -79,6 +79,7 @@ class Context:
     momentum: float = 0.0  # momentum of the run's optimiser, if it is SGD
     lr_rounds: str | None = None  # schedule of the learning rate over the rounds (schedules.py)
     lr_steps: str | None = None  # schedule of the learning rate over the steps of each phase
+    augment: str | None = None  # augmentation of training batches (train/augmentation.py)
     local_steps: int | None = None  # steps of a phase that names neither steps nor epochs, instead of `epochs`
     changing: bool = False  # True if the clients' data change during the run
 
@@ -99,6 +100,8 @@ class Context:
     @property
     def loop_only(self) -> str:
         """The reason why clients are trained one by one, whatever the engine; empty if there is none."""
+        if self.augment:
+            return "stacks do not augment batches (augment is set)"
         return "stacks have one learning rate for all steps of a round (lr_steps is set)" if self.lr_steps else ""
 
     def group(self, name: str) -> Names:

@@ -35,6 +35,7 @@ BUDGET = (
     "lr_rounds",
     "lr_steps",
     "local_steps",
+    "augment",
     "join",
     "model",
     "optimizer",

@@ -15,7 +15,9 @@ from coterie.core.method import Phase, Start, Trained
 from coterie.core.rng import key, torch_rng
 from coterie.core.schedules import lr_factor
 from coterie.core.tree import Tree
+from coterie.errors import CoterieError
 from coterie.parts.gradient import clipped
+from coterie.train.augmentation import augmented, mixes
 from coterie.train.optimisers import Optimiser, Stepper
 
 FEWEST = 4  # samples of a last batch, with batch norm
@@ -170,9 +172,12 @@ def _epochs(
 ) -> Iterator[Iterator[Any]]:
     """Yield the batches of each epoch."""
     spans = batch_spans(ctx, len(data.train))
-    for order, limit in orders(ctx, phase, data, round, share):
+    if per_sample is not None and mixes(ctx.augment):
+        raise CoterieError("augment = mixup is not possible: the method has a value for each single training sample")
+    for epoch, (order, limit) in enumerate(orders(ctx, phase, data, round, share)):
         columns = [*data.train, *(() if per_sample is None else (per_sample,))]
-        yield _batches([c[order] for c in columns], spans, phase.batches_per_step, limit)
+        keys = round, data.client, phase.stream, epoch
+        yield _batches(ctx, [c[order] for c in columns], spans, phase.batches_per_step, limit, keys)
 
 
 def batch_spans(ctx: Context, n: int) -> list[slice]:
@@ -210,9 +215,16 @@ def orders(ctx: Context, phase: Phase, data: ClientData, round: int, share: floa
         yield order, min(each, steps - epoch * each)
 
 
-def _batches(columns: Sequence[Tensor], spans: list[slice], group: int, limit: int) -> Iterator[Any]:
+def _batches(
+    ctx: Context, columns: Sequence[Tensor], spans: list[slice], group: int, limit: int, keys: tuple[int, ...]
+) -> Iterator[Any]:
+    """Yield the batches of an epoch; one generator with these keys serves its augmentations, batch after batch."""
+    rng = None if ctx.augment is None else torch_rng(ctx.seed, "augment", *keys)
+
     def batch(span: slice) -> Batch:
         x, y, *per_sample = (c[span] for c in columns)
+        if rng is not None and ctx.augment is not None:
+            x, y = augmented(ctx.augment, x, y, rng)
         return Batch(x, y, None, *per_sample)
 
     if group == 1:

@@ -27,6 +27,7 @@ from coterie.methods import build_method as build_method
 from coterie.models.per_client import PerClient, assign_models, is_assignment
 from coterie.models.registry import build_model as build_model
 from coterie.train import native
+from coterie.train.augmentation import check_items
 from coterie.train.optimisers import Optimiser, check_fit, optimiser
 from coterie.train.rule_of_use import NEED_VALIDATION
 
@@ -118,6 +119,7 @@ def bind(
         lr_rounds=settings.lr_rounds,
         lr_steps=settings.lr_steps,
         local_steps=settings.local_steps,
+        augment=settings.augment,
         changing=settings.federation.timeline is not None,
     )
     _check_needs(method, federation)
@@ -140,6 +142,9 @@ def bind(
     if net.has_batch_norm and settings.batch == 1:
         raise CoterieError("batch = 1 is too small: batch norm needs at least two samples in a batch")
     method.check()
+    if settings.augment is not None:
+        example = federation.dataset.ready(torch.arange(2), federation.settings.normalize)
+        check_items(settings.augment, example, federation.task.name)
     if settings.server_optimizer is not None:
         check_combines(method, settings.server_optimizer)
     rule = _rule(settings, functions)
