@@ -236,3 +236,16 @@ def test_initial_values_that_cannot_be_read_get_a_sentence(paused: Path) -> None
     (paused / START).write_bytes(b"not safetensors")
     with pytest.raises(CoterieError, match=f"{START} cannot be read"):
         rebuild(paused)
+
+
+def test_a_run_of_version_0_1_with_short_last_batches_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = prepare(settings(method="fedavg", clients=4, seed=1)).federation.sizes("train")
+    batch = next(b for b in range(8, 40) if any(n > b and 0 < n % b < 4 for n in sizes))
+    monkeypatch.setattr("coterie.engine.session.spec.version", lambda name: "0.1.5")
+    for model in ("mlp-bn", "mlp"):
+        chosen = settings(method="fedavg", rounds=2, clients=4, epochs=1, seed=1, batch=batch, model=model)
+        execute(prepare(chosen, Engine(workers=1)), tmp_path / model, Callbacks(should_stop=lambda: True))
+    assert any("with batch norm they now join" in s for s in resumed(tmp_path / "mlp-bn"))
+    assert not resumed(tmp_path / "mlp")

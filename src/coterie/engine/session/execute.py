@@ -10,7 +10,7 @@ from safetensors.torch import save
 from coterie.engine.evaluation import Official
 from coterie.engine.loop import Callbacks, Loop, Schedule
 from coterie.engine.round import Rules
-from coterie.engine.session.resume import check_unchanged, training_engine_at_start
+from coterie.engine.session.resume import check_unchanged, short_batch_warning, training_engine_at_start
 from coterie.engine.session.spec import Session
 from coterie.errors import CoterieError
 from coterie.runtimes.base import Interrupted, Runtime
@@ -79,6 +79,8 @@ def execute(
         callbacks.on_warning(warning)
     if resume:
         check_unchanged(session, out)
+        if warning := short_batch_warning(session, out):
+            callbacks.on_warning(warning)
     choice = training_engine_at_start(session, out) if resume else choose_engine(session.clients(), wanted)
     if wanted != "loop" or choice.engine != "loop":
         callbacks.on_warning(choice.sentence)

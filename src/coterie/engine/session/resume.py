@@ -23,6 +23,7 @@ from coterie.runtimes.registry import canonical_runtime, runtime_kind
 from coterie.storage.run_folder import START, read_settings
 from coterie.train import native
 from coterie.train.engine_choice import Choice
+from coterie.train.trainer import FEWEST
 
 
 def rebuild(
@@ -53,6 +54,19 @@ def rebuild(
     session = prepare(recorded(run, objects.method), engine, objects, start=start, planned_rounds=run["plan"])
     check_unchanged(session, path)
     return session
+
+
+def short_batch_warning(session: Session, path: Path) -> str:
+    """Return a warning if a run of version 0.1 goes on with other batches, "" if not: 0.1 kept short last batches."""
+    ctx, sizes = session.method.ctx, session.federation.sizes("train")
+    short = (sizes > ctx.batch) & (sizes % ctx.batch > 0) & (sizes % ctx.batch < FEWEST)
+    of_0_1 = read_settings(path).get("versions", {}).get("coterie", "").startswith("0.1.")
+    if not (of_0_1 and ctx.net.has_batch_norm and short.any()):
+        return ""
+    return (
+        f"{path} was begun with version 0.1, which trained on last batches of fewer than {FEWEST} samples; "
+        "with batch norm they now join the batch before them, so its further rounds differ from those of 0.1"
+    )
 
 
 def check_unchanged(session: Session, path: Path) -> None:
