@@ -13,6 +13,7 @@ from coterie.core.method import Download, Upload
 from coterie.core.schema import Entry, Schema, class_ids, like
 from coterie.core.states import STATE_CLASSES
 from coterie.core.tasks import Classification
+from coterie.data.table import ColumnStatistics
 from coterie.engine import codec
 from coterie.engine.messages import (
     Job,
@@ -46,6 +47,7 @@ INDEX = Index(torch.tensor([-1, 4]), torch.tensor([0, 2**32 - 1]))
 SCORING = ScoreRequest(1, 8, W, {}, W, ("trained", "edge"), True)
 MERGE = MergeRequest(EDGE, 7, (0, 3), (TRAIN,), {3: SCHEMA})
 MERGED = MergeAnswer(2, {"kept": 1}, W, {"x": 1.0}, (0, 3), 19, {"model": 27}, {"model": 27}, {1: "no"}, (4,))
+COLUMN = ColumnStatistics("number", 7, True, 1.5, 2.5)
 HELLO, WIRE = hosts.Hello(None, 12), hosts.WireBytes(1, 2, 3, 4)
 MESSAGES = {
     m.__class__.__name__: m
@@ -60,12 +62,13 @@ MESSAGES = {
         hosts.DeviceJob("run", -1, SCORING),
         hosts.EdgeJob("run", 60.0, {3: "a"}, {3: -1}, (TRAIN, SCORING), (MERGE,)),
         hosts.EdgeAnswer((ANSWER,), {1: "gone"}, (MERGED,), WIRE),
+        COLUMN, hosts.TableQuestion("{}"), hosts.TableAnswer({"age": COLUMN}, ("age",), "regression", ()),
     )
 }  # fmt: skip
 FROM_AFAR = [
     TrainRequest, TrainAnswer, MergeRequest, MergeAnswer, ScoreRequest, ScoreAnswer, SendRequest, SendAnswer,
     hosts.PlanText, hosts.Hello, hosts.RunOver, hosts.Attached, hosts.Common, hosts.DeviceJob, hosts.EdgeJob,
-    hosts.EdgeAnswer,
+    hosts.EdgeAnswer, hosts.TableQuestion, hosts.TableAnswer,
 ]  # fmt: skip
 
 
