@@ -436,5 +436,5 @@ def test_optimisers_remember_on_disk_through_workers_and_a_resumed_run(tmp_path)
     whole = ends("whole", Engine(workers=1), opt_state="keep")
     cut = ends("cut", Engine(workers=2, state="disk"), stop=2, opt_state="keep")
     assert whole == cut != ends("reset", Engine(workers=1))
-    with pytest.raises(CoterieError, match="opt_state = keep needs loop"):
+    with pytest.raises(CoterieError, match="engine = stack is not possible: optimisers keep their memory"):
         ends("no", Engine(workers=1, engine="stack"), opt_state="keep")
