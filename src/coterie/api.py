@@ -28,14 +28,16 @@ from coterie.methods import controls, fields, method_names, registered_name, res
 from coterie.models.per_client import PerClient
 from coterie.models.registry import WITH_NORM
 from coterie.papers.protocol import PaperRun, paper_run
-from coterie.results.callbacks import OnRound, round_callbacks
+from coterie.results.callbacks import OnRound, RoundCallbacks, checked_callbacks, round_callbacks, tracker_package
 from coterie.results.comparison import Comparison
-from coterie.results.controls import CONTROLS, GENERAL
+from coterie.results.controls import CONTROLS, GENERAL, ControlTable
 from coterie.results.discovery import APART
 from coterie.results.equal_budget import equalised, matched_controls
 from coterie.results.grid import Cell, SweepStatus, sweep
 from coterie.results.run import Run
 from coterie.results.search import Budget, Sampler, Tuning, make_trials, search
+from coterie.results.tables import FORMATS
+from coterie.storage.atomic import write_atomic
 from coterie.storage.run_folder import fresh_folder
 from coterie.train.optimisers import named_optimiser
 
@@ -73,7 +75,7 @@ def run(
     `more` takes any setting of the run, the federation or the method, and how the run is computed: `workers`, `state`
     (memory or disk), `runtime`, `address`, `engine` (loop, stack or auto), `keep` and `data_dir`. `on_round` is called
     after every round with its Progress; if it returns True, the run stops there and can be resumed. `track`:
-    tensorboard or mlflow. With `callbacks`, messages go to these functions instead of the logger "coterie".
+    tensorboard, mlflow or wandb. With `callbacks`, messages go to these functions instead of the logger "coterie".
     `as_in_paper` takes the settings of one run of the method's paper, or of the paper that it names ("fedcpmd"), from
     the first table with the method. Settings that are given override them, and every difference is reported.
     """
@@ -205,23 +207,39 @@ def compare(
     equal: str = "",
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
+    on_round: OnRound = (),
+    track: str | None = None,
+    callbacks: Callbacks | None = None,
     **more: Any,
 ) -> Comparison:
     """Run several methods on the same clients; Local-Only is always included.
+
+    The folder `out` gets the runs, table.csv, table.md and table.tex, and with `against` the same files of `arena`. A
+    repeated call with the same `out` continues.
 
     `against`: "controls" adds the controls that every method must beat and those that the methods declare, and runs
     Local-Only and FedAvg + fine-tuning also with as much training as a method that trains more or less. Other names are
     added as they are. The differences are in `arena()` of the returned comparison. `equal`: "steps", "samples", "bytes"
     or "time" gives every method as much of it as FedAvg (or, without FedAvg, Local-Only) has in `rounds` rounds. `more`
-    takes settings, and `workers`, `engine` and `data_dir` as in `run`. All methods have one rule of `use`: the model
-    that a client receives, unless it is given; `use="own"` leaves each method its own rule.
+    takes settings, and `workers`, `state`, `engine`, `keep` and `data_dir` as in `run`. All methods have one rule of
+    `use`: the model that a client receives, unless it is given; `use="own"` leaves each method its own rule. `on_round`
+    is called after every round of every run; `run` of its Progress names the run, such as "fedrep-s0". If it returns
+    True, all runs stop after their present rounds, and the table has those that have finished. `track` and `callbacks`
+    are those of `run`.
     """
-    outcome = run_comparison(methods, data, model, against=against, equal=equal, seeds=seeds, out=out, **more)
+    given = _checked(callbacks)
+    outcome = run_comparison(
+        methods, data, model, against=against, equal=equal, seeds=seeds, out=out, on_round=on_round, track=track,
+        callbacks=given, **more,
+    )  # fmt: skip
     for path, reason in outcome.status.failed.items():
         raise CoterieError(f"{path.name} failed: {reason}")
-    assert outcome.comparison is not None
-    for sentence in [*outcome.status.said, *outcome.comparison.warnings()]:
-        log.warning(sentence)
+    stopped = [path.name for path, done in outcome.status.rounds.items() if done < outcome.status.planned[path]]
+    pause = f"stopped before the end of {', '.join(stopped)}; to continue, compare with out={str(outcome.folder)!r}"
+    if outcome.comparison is None:
+        raise CoterieError(f"{pause}; no run has finished")
+    for sentence in [*outcome.status.said, *outcome.comparison.warnings(), *([pause] if stopped else [])]:
+        given.on_warning(sentence)
     return outcome.comparison
 
 
@@ -232,6 +250,7 @@ class ComparisonOutcome:
     folder: Path
     status: SweepStatus
     comparison: Comparison | None  # comparison of the finished runs; None if no run has finished
+    arena: ControlTable | None = None  # differences to the controls, if some were asked for
 
 
 def run_comparison(
@@ -244,6 +263,8 @@ def run_comparison(
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
     also: Sequence[str] = (),
+    on_round: OnRound = (),
+    track: str | None = None,
     callbacks: Callbacks = _TO_LOG,
     on_status: Callable[[SweepStatus], object] = lambda status: None,
     **more: Any,
@@ -252,7 +273,12 @@ def run_comparison(
 
     `also` names further columns. `on_status` is called with the progress of all runs.
     """
-    how = _engine(more, "workers", "engine", "data_dir")
+    how = _engine(more, "workers", "state", "engine", "keep", "data_dir")
+    calls = checked_callbacks(on_round)
+    calls += [callbacks.on_round] if callbacks.on_round is not Callbacks.on_round else []
+    after_round = RoundCallbacks(calls)
+    if track is not None:
+        tracker_package(track)
     folder = _path(out) or fresh_folder("compare")
     cells = comparison_cells(methods, data, model, seeds, folder, against, **more)
     for sentence in shared_choices(cells):
@@ -260,16 +286,29 @@ def run_comparison(
     if equal:
         cells = equalised(cells, folder, how, equal, callbacks.should_stop)
     callbacks.on_start("compare", sum(c.settings.rounds for c in cells))
-    status = sweep(cells, how, on_status, callbacks.should_stop, check=True)
+
+    def should_stop() -> bool:
+        return callbacks.should_stop() or after_round.stopped()
+
+    asks = after_round if calls else None  # without calls, runs do not wait for this process after every round
+    status = sweep(cells, how, on_status, should_stop, check=True, on_round=asks, track=track)
     runs = _finished(cells, status)
     if CONTROLS in _rivals(against) and (more_cells := matched_controls(runs, cells)):
-        also_run = sweep(more_cells, how, on_status, callbacks.should_stop)
+        also_run = sweep(more_cells, how, on_status, should_stop, on_round=asks, track=track)
         status.failed |= also_run.failed
         status.said += also_run.said
+        status.rounds |= also_run.rounds
+        status.planned |= also_run.planned
         runs += _finished(more_cells, also_run, named=True)
     asked = [m if isinstance(m, str) else m.__name__ for m in methods] if against else []
-    comparison = Comparison(runs, asked, _rivals(against), also=also) if runs else None
-    return ComparisonOutcome(folder, status, comparison)
+    if not runs:
+        return ComparisonOutcome(folder, status, None)
+    comparison = Comparison(runs, asked, _rivals(against), also=also)
+    arena = comparison.arena() if against else None
+    for name, shown in (("table", comparison), ("arena", arena)):
+        for kind, suffix in FORMATS.items() if shown is not None else ():
+            write_atomic(folder / f"{name}.{suffix}", getattr(shown, kind)().encode())
+    return ComparisonOutcome(folder, status, comparison, arena)
 
 
 def _finished(cells: Sequence[Cell], status: SweepStatus, named: bool = False) -> list[Run]:

@@ -149,6 +149,28 @@ def test_trackers_get_the_numbers_and_missing_packages_are_reported(
             coterie.run("fedavg", DATA, "mlp", out=tmp_path / "n", track=kind, **few)
 
 
+def test_weights_and_biases_continues_the_run_it_logged_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {**FEW, "rounds": 2, "workers": 1, "final_trained": False}
+    calls: list[tuple[object, ...]] = []
+    logged: list[dict[str, float]] = []
+
+    def init(dir: str, **known: object) -> types.SimpleNamespace:
+        calls.append(("init", known.get("id"), known.get("resume"), known.get("name")))
+        return types.SimpleNamespace(
+            id="abc",
+            log=lambda values, step: calls.append(("log", step)) or logged.append(values),
+            finish=lambda exit_code: calls.append(("finish", exit_code)),
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    coterie.run("fedavg", DATA, "mlp", out=tmp_path / "w", track="wandb", on_round=lambda p: p.round == 1, **few)
+    assert calls == [("init", None, None, "w"), ("log", 1), ("finish", 0)]
+    calls.clear()
+    run = coterie.resume(tmp_path / "w", data=DATA, workers=1, track="wandb")
+    assert calls == [("init", "abc", "must", None), ("log", 2), ("finish", 0)]
+    assert [values["loss"] for values in logged] == run.rounds["loss"].tolist()
+
+
 @pytest.mark.long
 def test_real_trackers_write_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {**FEW, "rounds": 2, "workers": 1, "final_trained": False}

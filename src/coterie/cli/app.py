@@ -74,7 +74,7 @@ def run(
     resume: Annotated[Path | None, Option(help="continue the run in this folder; more --rounds extend it")] = None,
     from_round: o.FromRound = None,
     keep: o.Keep = None,
-    track: Annotated[str | None, Option(help="also write curves for tensorboard or mlflow")] = None,
+    track: o.Track = None,
     as_in_paper: Annotated[
         bool, Option("--as-in-paper", help="take the settings of the method's paper; other options override them")
     ] = False,
@@ -164,6 +164,8 @@ def compare(
     engine: o.EngineOption = None,
     out: o.Out = None,
     also: o.Also = None,
+    track: o.Track = None,
+    form: o.TableFormat = None,
     quiet: o.Quiet = False,
     as_json: o.Json = False,
 ) -> None:
@@ -176,7 +178,7 @@ def compare(
 
     names = list(dict.fromkeys(m for name in methods for m in (method_names() if name == "all" else [name])))
     folder = out or fresh_folder(f"compare-{given.get('data', 'digits')}")
-    silent, rivals, stop = quiet or as_json, o.commas(against), Stop()
+    silent, rivals, stop = quiet or as_json or o.check_format(form) is not None, o.commas(against), Stop()
     with stop.listening(), Bar(silent) as progress:
         callbacks = Callbacks(
             on_start=progress.start, on_info=_ignore if silent else _print, on_warning=_warn, should_stop=stop
@@ -184,29 +186,26 @@ def compare(
         outcome = api.run_comparison(
             names, given.pop("data", "digits"), given.pop("model", None), against=rivals, equal=equal, seeds=seeds,
             out=folder, also=o.commas(also), workers=workers, engine=engine, data_dir=data_dir,
-            callbacks=callbacks, on_status=lambda s: progress.update(s.done(), _running(s)), **given,
+            track=track, callbacks=callbacks, on_status=lambda s: progress.update(s.done(), _running(s)), **given,
         )  # fmt: skip
     failed = outcome.status.failed
     for sentence in outcome.status.said:
         _warn(sentence)
     if outcome.comparison is not None:
-        table = outcome.comparison
-        table.table().to_csv(folder / "table.csv")
-        (folder / "table.md").write_text(table.markdown())
-        arena = table.arena() if rivals else None
-        if arena is not None:
-            arena.frame().to_csv(folder / "arena.csv", index=False)
+        table, arena = outcome.comparison, outcome.arena
         if as_json:
             content = {"folder": str(folder), "table": json.loads(table.table().to_json(orient="index"))}
             if arena is not None:
                 content["arena"] = json.loads(arena.frame().to_json(orient="records"))
             typer.echo(json.dumps(content))
+        elif form is not None:
+            typer.echo("\n".join(getattr(t, form)() for t in (table, arena) if t is not None), nl=False)
         elif not quiet:
-            _show_table(table, f"{table.metric.heading}, mean over clients; bytes and time per round")
+            _show_table(table, table.heading)
             if arena is not None:
                 show_control_tables([arena])
-            files = "table.csv and table.md" if arena is None else "table.csv, table.md and arena.csv"
-            _print(f"runs, {files} are in {folder}")
+            tables = "the table" if arena is None else "the tables"
+            _print(f"the runs and {tables} as CSV, Markdown and LaTeX are in {folder}")
         for sentence in [*table.warnings(), *(arena.warnings() if arena is not None else [])]:
             _warn(sentence)
     for reason in dict.fromkeys(failed.values()):

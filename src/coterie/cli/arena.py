@@ -30,14 +30,18 @@ def arena(
     ] = None,
     score: o.ScoredView = "",
     selected: Annotated[bool, Option("--selected", help="score the round with the best validation accuracy")] = False,
-    markdown: Annotated[bool, Option("--markdown", help="print Markdown tables")] = False,
+    form: o.TableFormat = None,
+    markdown: Annotated[bool, Option("--markdown", help="the same as --format markdown", hidden=True)] = False,
     as_json: Annotated[bool, Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Show paired differences to controls, with 95 % intervals over seeds and clients."""
+    import pandas as pd
+
     from coterie.errors import CoterieError
     from coterie.results.controls import control_tables
     from coterie.results.discovery import find_runs
 
+    form = "markdown" if markdown else o.check_format(form)
     damaged: list[str] = []
     runs = [r for r in find_runs(folders, damaged.append) if r.events]
     tables = control_tables(runs, o.commas(against), score, o.commas(methods), "selected" if selected else "last")
@@ -46,18 +50,18 @@ def arena(
         raise CoterieError("; ".join(["these runs hold no method together with a control of it", *notes]))
     if as_json:
         typer.echo(json.dumps([row for t in tables for row in json.loads(t.frame().to_json(orient="records"))]))
-    elif markdown:
-        typer.echo("\n".join(_heading(t) + t.markdown() for t in tables if t.pairs))
+    elif form == "csv":
+        typer.echo(pd.concat([t.frame() for t in tables]).to_csv(index=False), nl=False)
+    elif form is not None:
+        head = "## {}\n\n" if form == "markdown" else "\\subsection*{{{}}}\n\n"
+        texts = [(head.format(t.group) if t.group else "") + getattr(t, form)() for t in tables if t.pairs]
+        typer.echo("\n".join(texts))
     else:
         show_control_tables(tables)
     for sentence in notes:
         typer.echo(f"coterie: {sentence}", err=True)
     if damaged:
         raise typer.Exit(1)
-
-
-def _heading(table: "ControlTable") -> str:
-    return f"## {table.group}\n\n" if table.group else ""
 
 
 def show_control_tables(tables: "Sequence[ControlTable]") -> None:

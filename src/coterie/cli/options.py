@@ -64,9 +64,13 @@ FromRound = Annotated[int | None, Option(min=0, help="with --resume: go back to 
 Transport = Annotated[str | None, Option(help="kept for scripts of version 0.1: grpc", hidden=True)]
 Address = Annotated[str | None, Option(help="address of the Ray cluster (default: start one on this machine)")]
 Out = Annotated[Path | None, Option(help="output folder (default: runs/...)")]
+Track = Annotated[str | None, Option(help="also write curves for tensorboard, mlflow or wandb")]
 Also = Annotated[str | None, Option(help="comma-separated further columns: clusters, received, edge")]
 ScoredView = Annotated[
     str, Option(help="personal, global, received, trained, edge or adapted (default: the runs' headline)")
+]
+TableFormat = Annotated[
+    str | None, Option("--format", help="print the tables as csv, markdown or latex (package booktabs)")
 ]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="print errors only")]
 Json = Annotated[bool, Option("--json", help="print the result as JSON")]
@@ -115,6 +119,16 @@ def gather(config: Path | None, assignments: list[str] | None, **options: Any) -
 def commas(text: str | None) -> list[str]:
     """Parts between commas, except those in parentheses: `mnist,MNIST_ExDir(2,5)` are two."""
     return [t.strip() for t in re.split(r",(?![^(]*\))", text) if t.strip()] if text else []
+
+
+def check_format(given: str | None) -> str | None:
+    """Return the format of a table; raise CoterieError if there is none of this name."""
+    from coterie.errors import unknown
+    from coterie.results.tables import FORMATS
+
+    if given is not None and given not in FORMATS:
+        raise unknown("format", given, FORMATS)
+    return given
 
 
 def check_transport(given: str | None) -> None:

@@ -60,6 +60,7 @@ class Progress:
     bytes: ledger.Page = field(default_factory=dict)  # since the start of the run
     metric: Metric = Classification.metrics[0]
     event: Mapping[str, Any] = field(default_factory=dict)  # the round's line of events.jsonl
+    run: str = ""  # name of the run in a comparison, such as fedrep-s0
 
     @property
     def text(self) -> str:

@@ -33,6 +33,11 @@ class Difference:
         return self.gain + self.lose + self.tie
 
     @property
+    def excludes_zero(self) -> bool:
+        """True if the interval is entirely above or below 0."""
+        return self.low > 0 or self.high < 0
+
+    @property
     def covers(self) -> str:
         """The sources of variation that the interval covers; one seed does not cover others."""
         return "seeds and clients" if self.seeds > 1 else "clients"

@@ -1,9 +1,10 @@
-"""Callbacks after every round: functions of the user, TensorBoard, MLflow."""
+"""Callbacks after every round: functions of the user, TensorBoard, MLflow, Weights & Biases."""
 
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from coterie.storage.atomic import write_atomic
 
 Callback = Callable[[Progress], object]
 OnRound = Callback | Sequence[Callback]
-TRACKERS = ("tensorboard", "mlflow")
+TRACKERS = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "wandb": "wandb"}  # and what they import
 
 
 class RoundCallbacks:
@@ -40,19 +41,35 @@ class RoundCallbacks:
         return self.asked
 
 
-@contextmanager
-def round_callbacks(on_round: OnRound, track: str | None, session: Session, folder: Path) -> Iterator[RoundCallbacks]:
-    """Open the callbacks of a run, which are checked before it starts."""
+def checked_callbacks(on_round: OnRound) -> list[Callback]:
+    """Return the given function or functions as a list; raise CoterieError if one cannot be called."""
     calls = [on_round] if callable(on_round) or not isinstance(on_round, Sequence) else list(on_round)
     for call in calls:
         if not callable(call):
             raise CoterieError(f"on_round = {call!r} is invalid: it must be a function or a list of functions")
+    return calls
+
+
+def tracker_package(track: str) -> Any:
+    """Import the package of a tracker; raise CoterieError if the name is unknown or the package is not installed."""
+    if track not in TRACKERS:
+        raise unknown("tracker", track, TRACKERS)
+    try:
+        return import_module(TRACKERS[track])
+    except ImportError:
+        wanted = "wandb" if track == "wandb" else "'coterie[track]'"
+        raise CoterieError(f"track = {track} needs a package that is not installed: pip install {wanted}") from None
+
+
+@contextmanager
+def round_callbacks(on_round: OnRound, track: str | None, session: Session, folder: Path) -> Iterator[RoundCallbacks]:
+    """Open the callbacks of a run, which are checked before it starts."""
+    calls = checked_callbacks(on_round)
     with ExitStack() as stack:
         if track is not None:
-            if track not in TRACKERS:
-                raise unknown("tracker", track, TRACKERS)
-            opened = tensorboard if track == "tensorboard" else mlflow
-            calls.append(stack.enter_context(opened(session, folder)))
+            opened = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
+            package = tracker_package(track)
+            calls.append(stack.enter_context(opened[track](package, session, folder)))
         yield RoundCallbacks(calls)
 
 
@@ -79,17 +96,13 @@ def flat(session: Session) -> dict[str, str]:
 
 
 @contextmanager
-def tensorboard(session: Session, folder: Path) -> Iterator[Callback]:
+def tensorboard(package: Any, session: Session, folder: Path) -> Iterator[Callback]:
     """Write curves to the folder tensorboard in the run's folder; a resumed run continues them."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise CoterieError(_install("tensorboard")) from None
     opened: list[Any] = []
 
     def on_round(p: Progress) -> None:
         if not opened:  # rounds that are computed again replace their old points
-            opened.append(SummaryWriter(str(folder / "tensorboard"), purge_step=p.round))
+            opened.append(package.SummaryWriter(str(folder / "tensorboard"), purge_step=p.round))
         for name, value in numbers(p).items():
             opened[0].add_scalar(name, value, p.round)
         opened[0].flush()
@@ -102,14 +115,10 @@ def tensorboard(session: Session, folder: Path) -> Iterator[Callback]:
 
 
 @contextmanager
-def mlflow(session: Session, folder: Path) -> Iterator[Callback]:
+def mlflow(tracker: Any, session: Session, folder: Path) -> Iterator[Callback]:
     """Log to a run of MLflow at MLFLOW_TRACKING_URI; a resumed run continues the same one."""
-    try:
-        import mlflow as tracker
-    except ImportError:
-        raise CoterieError(_install("mlflow")) from None
     file = folder / "mlflow.json"
-    before = str(json.loads(file.read_text())["run"]) if file.exists() else None
+    before = _tracked_run(file)
     opened: list[Any] = []
 
     def on_round(p: Progress) -> None:
@@ -129,6 +138,36 @@ def mlflow(session: Session, folder: Path) -> Iterator[Callback]:
             tracker.end_run(status)
 
 
+@contextmanager
+def wandb(tracker: Any, session: Session, folder: Path) -> Iterator[Callback]:
+    """Log to a run of Weights & Biases, in the project of WANDB_PROJECT; a resumed run continues the same one."""
+    file = folder / "wandb.json"
+    before = _tracked_run(file)
+    opened: list[Any] = []
+
+    def on_round(p: Progress) -> None:
+        if not opened:
+            known = {"id": before, "resume": "must"} if before else {"name": folder.name, "config": flat(session)}
+            opened.append(tracker.init(dir=str(folder), **known))
+            if before is None:
+                write_atomic(file, json.dumps({"run": opened[0].id}).encode())
+        # rounds that are computed again after an interruption are older than the last step, and W&B ignores them
+        opened[0].log(numbers(p), step=p.round)
+
+    status = 1
+    try:
+        yield on_round
+        status = 0
+    finally:
+        for run in opened:
+            run.finish(exit_code=status)
+
+
+def _tracked_run(file: Path) -> str | None:
+    """Return the run of a tracker that an interrupted run logged to."""
+    return str(json.loads(file.read_text())["run"]) if file.exists() else None
+
+
 def _cut(params: Mapping[str, str]) -> dict[str, str]:
     return {k: v[:500] for k, v in params.items()}  # MLflow's limit
 
@@ -136,7 +175,3 @@ def _cut(params: Mapping[str, str]) -> dict[str, str]:
 def _plain(name: str) -> str:
     """Replace characters that MLflow does not allow in names."""
     return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name)
-
-
-def _install(tracker: str) -> str:
-    return f"track = {tracker} needs a package that is not installed: pip install 'coterie[track]'"

@@ -1,6 +1,7 @@
 """Several runs in one table: mean and standard deviation over seeds."""
 
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,10 @@ import pandas as pd
 from coterie.core.tasks import Metric
 from coterie.core.views import VIEWS
 from coterie.errors import CoterieError, unknown
+from coterie.results.bootstrap import COVERAGE, resampled
 from coterie.results.controls import ControlTable, headline_view
 from coterie.results.run import IN_USE, Run
-from coterie.results.tables import markdown_table
+from coterie.results.tables import latex_table, markdown_table
 
 WORK = {"steps": "steps", "samples": "samples", "CPU s": "cpu"}  # columns of local training, and their names in a run
 MODEL = "model"  # column with the view of each row, if they differ
@@ -64,6 +66,18 @@ class Comparison:
         self._hidden = {c for c in HIDDEN_COLUMNS if c not in also and c != self.view}
         self.runs, self._methods, self._against = list(runs), list(methods), list(against)
         self.titles = list(dict.fromkeys(r.title for r in self.runs))
+
+    def __repr__(self) -> str:
+        return f"{self.heading}\n{self.readable(brief=True).to_string()}"
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.warnings())
+        return f"<p>{escape(self.heading)}</p>{self.readable().to_html()}" + (f"<ul>{notes}</ul>" if notes else "")
+
+    @property
+    def heading(self) -> str:
+        """The meaning of the numbers in the table."""
+        return f"{self.metric.heading}, mean over clients; bytes and time per round"
 
     def arena(self, view: str = "", against: Sequence[str] = (), methods: Sequence[str] = ()) -> ControlTable:
         """Return the differences of methods and their controls, paired by client and seed."""
@@ -146,6 +160,32 @@ class Comparison:
         out["s/round"] = ["" if pd.isna(v) else f"{v:.3f}" for v in frame["s/round"]]
         return out
 
+    def intervals(self) -> pd.DataFrame:
+        """Return 95 % bootstrap intervals, `low` and `high`, of the table's first column, one row per method.
+
+        Each resample draws seeds, and within each drawn seed its clients. With one seed, an interval covers clients
+        only. A method without a readable last evaluation has none.
+        """
+        rows = {}
+        for title in self.titles:
+            values, seeds = [], []
+            for run in (r for r in self.runs if r.title == title):
+                try:
+                    clients = run.clients()
+                except CoterieError:  # damaged or missing, which a warning reports
+                    continue
+                column = clients.loc[~clients["newcomer"], f"{self.view or run.headline}/test"].dropna()
+                values.append(column.to_numpy(float))
+                seeds.append(np.full(len(column), run.settings["seed"]))
+            low = high = np.nan
+            if values and len(together := np.concatenate(values)):
+                means = resampled(together[None], np.concatenate(seeds))
+                low, high = np.quantile(means, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+            rows[title] = {"low": float(low), "high": float(high)}
+        frame = pd.DataFrame(rows).T
+        frame.index.name = "method"
+        return frame
+
     def warnings(self) -> list[str]:
         """Return warnings for a reader of the numbers, one sentence each."""
         out = [w for r in self.runs for w in r.warnings()]
@@ -163,9 +203,35 @@ class Comparison:
             )
         return list(dict.fromkeys(out))
 
+    def csv(self) -> str:
+        """Return the numbers of `table` as CSV, accuracies as shares."""
+        return str(self.table().to_csv())
+
     def markdown(self) -> str:
         """Return the table as Markdown."""
         return markdown_table(self.readable())
+
+    def latex(self, brief: bool = True) -> str:
+        """Return the table as LaTeX (package booktabs).
+
+        The best value of each column is bold. The first column has 95 % intervals (see `intervals`). `brief` leaves out
+        further statistics of the first column, as in `readable`.
+        """
+        frame, shown, intervals = self.table(), self.readable(brief), self.intervals()
+        bold = {(title, name) for name in shown.columns for title in self._best(frame, name)}
+        for title, (low, high) in intervals.dropna().iterrows():
+            shown.loc[title, self.first] += f" [{self.metric.text(low)}, {self.metric.text(high)}]"
+        return latex_table(shown, bold)
+
+    def _best(self, frame: pd.DataFrame, name: str) -> list[str]:
+        """Return the methods with the best value of a column as it is shown; none if all have the same value."""
+        if name not in self.columns:
+            return []
+        metric = next((m for m in self.metrics[1:] if m.name == name), self.metric)
+        values = frame[name].dropna().astype(float)
+        best = metric.text(values.min() if metric.lower != (name == "std") else values.max())
+        titles = [str(title) for title, value in values.items() if metric.text(value) == best]
+        return titles if len(titles) < len(values) else []
 
     def curves(self, view: str = "personal", part: str = "test", statistic: str = "mean") -> pd.DataFrame:
         """Return one column per method, mean over seeds, by evaluated round."""

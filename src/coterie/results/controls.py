@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from coterie.errors import CoterieError, unknown
 from coterie.methods import controls, method_names, registered_name
 from coterie.results.bootstrap import RESAMPLES, Difference, paired_differences
 from coterie.results.run import Run
-from coterie.results.tables import markdown_table
+from coterie.results.tables import latex_table, latex_text, markdown_table
 
 # The controls of every method, with the views to show; "" is the requested view.
 # FedAvg after local training is the same run as FedAvg, scored in the view "trained".
@@ -42,6 +43,7 @@ BUDGET = (
     "momentum",
     "weight_decay",
 )
+DIFFERENCE = "difference [95 %]"  # column of the tables
 UNEQUAL = 0.1  # two rows whose training differs by more than this share are named in a warning
 At = Literal["last", "selected"]
 
@@ -282,7 +284,7 @@ class ControlTable:
         A positive difference is a gain, also where a lower metric is better.
         """
         out = {}
-        for row in dict.fromkeys(p.row.label for p in self.pairs):
+        for row in self._labels:
             mine = [p for p in self.pairs if p.row.label == row]
             differences = [p.difference for p in mine]
             most = max(mine, key=lambda p: p.difference.seeds)
@@ -290,7 +292,7 @@ class ControlTable:
             out[head] = pd.DataFrame(
                 {
                     self.metric.name: [value_text(self.metric, p.against_mean, p.against_std) for p in mine],
-                    "difference [95 %]": [
+                    DIFFERENCE: [
                         "{} [{}, {}]".format(*(signed_text(self.metric, v) for v in (d.mean, d.low, d.high)))
                         for d in differences
                     ],
@@ -308,9 +310,32 @@ class ControlTable:
             return "with one seed, an interval covers clients only; different seeds may differ by more"
         return "intervals cover seeds and clients"
 
+    def csv(self) -> str:
+        """Return the numbers of `frame` as CSV."""
+        return str(self.frame().to_csv(index=False))
+
     def markdown(self) -> str:
         """Return the tables as Markdown."""
         return "\n".join(f"{head}\n\n{markdown_table(table)}" for head, table in self.readable().items())
+
+    def latex(self) -> str:
+        """Return the tables as LaTeX (package booktabs); a difference whose interval excludes 0 is bold."""
+        out = []
+        for (head, table), row in zip(self.readable().items(), self._labels, strict=True):
+            sure = [p.against.label for p in self.pairs if p.row.label == row and p.difference.excludes_zero]
+            out.append(f"{latex_text(head)}\n\n{latex_table(table, [(name, DIFFERENCE) for name in sure])}")
+        return "\n".join(out)
+
+    @property
+    def _labels(self) -> list[str]:
+        """Labels of the methods, each of which has a table."""
+        return list(dict.fromkeys(p.row.label for p in self.pairs))
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{head}\n{table.to_string()}" for head, table in self.readable().items())
+
+    def _repr_html_(self) -> str:
+        return "".join(f"<p>{escape(head)}</p>{table.to_html()}" for head, table in self.readable().items())
 
 
 def control_tables(

@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from coterie.engine.session import (
 )  # fmt: skip
 from coterie.errors import CoterieError
 from coterie.methods import build_method
+from coterie.results.callbacks import round_callbacks
 from coterie.results.run import Run
 from coterie.storage.run_folder import checkpoints, round_of
 
@@ -109,10 +111,14 @@ def sweep(
     tell: Callable[[SweepStatus], object] = lambda s: None,
     stopped: Callable[[], bool] = lambda: False,
     check: bool = False,
+    on_round: Callable[[Progress], object] | None = None,
+    track: str | None = None,
 ) -> SweepStatus:
     """Run every cell to its end, each in its own process (a single cell uses all workers).
 
-    With `check`, raise CoterieError before training if a method cannot run on its data and model.
+    With `check`, raise CoterieError before training if a method cannot run on its data and model. `on_round` is called
+    in this process after every round of every cell, which waits for it; if `stopped` is True then, the cell stops after
+    that round. `track` is the tracker of every cell.
     """
     status = SweepStatus({c.out: 0 for c in cells}, {c.out: c.rounds for c in cells})
     waiting = []
@@ -142,13 +148,19 @@ def sweep(
                     status.failed[cell.out] = str(e)
                     tell(status)
                     continue
-                receiver, sender = fork.Pipe(duplex=False)
-                process = fork.Process(target=_run_cell, args=(cell, inner, dataset, sender))
+                ours, theirs = fork.Pipe()
+                given = (cell, inner, dataset, theirs, on_round is not None, track)
+                process = fork.Process(target=_run_cell, args=given)
                 process.start()
-                sender.close()
-                live[receiver] = (cell, process)
-            for pipe in multiprocessing.connection.wait(list(live), timeout=0.5):
-                _receive(pipe, live, status)
+                theirs.close()
+                live[ours] = (cell, process)
+            for ready in multiprocessing.connection.wait(list(live), timeout=0.5):
+                pipe: Any = ready
+                progress = _receive(pipe, live, status)
+                if progress is not None and on_round is not None:
+                    on_round(progress)
+                    with suppress(OSError):  # the cell was killed
+                        pipe.send(stopped())
             tell(status)
     finally:
         for _, process in live.values():
@@ -162,7 +174,8 @@ def _check(cells: Sequence[Cell], data: "_Loaded") -> None:
         data.session(cell)
 
 
-def _receive(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: SweepStatus) -> None:
+def _receive(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: SweepStatus) -> Progress | None:
+    """Take one message of a cell into the status; return the progress if the message is about a round."""
     cell, process = live[pipe]
     try:
         kind, value = pipe.recv()
@@ -174,25 +187,37 @@ def _receive(pipe: Any, live: dict[Any, tuple[Cell, Any]], status: SweepStatus) 
             status.planned[cell.out] = status.rounds[cell.out]
         pipe.close()
         del live[pipe]
-        return
+        return None
     if kind == "round":
-        status.rounds[cell.out], status.text[cell.out] = value
-    elif kind == "failed":
+        status.rounds[cell.out], status.text[cell.out] = value.round, value.text
+        progress: Progress = replace(value, run=cell.out.name)
+        return progress
+    if kind == "failed":
         status.failed[cell.out] = value
     else:
         status.said.append(f"{cell.out.name}: {value}")
+    return None
 
 
-def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
+def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any, waits: bool, track: str | None) -> None:
     """Run a cell in its own process, which receives Ctrl-C too: it finishes its round, writes a checkpoint and ends."""
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.append(1))
 
     def tell(p: Progress) -> None:
-        send("round", (p.round, p.text))
-        if p.round >= cell.rounds:
+        send("round", p)
+        if (waits and told_to_stop()) or p.round >= cell.rounds:
             stop.append(1)
+
+    def told_to_stop() -> bool:
+        try:
+            while not pipe.poll(0.5):
+                if stop:
+                    return True
+            return bool(pipe.recv())
+        except (EOFError, OSError):
+            return True  # the parent is gone
 
     def send(kind: str, value: Any) -> None:
         try:
@@ -204,8 +229,11 @@ def _run_cell(cell: Cell, engine: Engine, dataset: Dataset, pipe: Any) -> None:
         resume = (cell.out / "settings.json").exists()
         settings = recorded(Run(cell.out).description, cell.objects.method) if resume else cell.settings
         session = prepare(settings, engine, cell.objects, loaded=dataset, start=initial_values(settings))
-        callbacks = Callbacks(on_round=tell, on_warning=lambda text: send("said", text), should_stop=lambda: bool(stop))
-        execute(session, cell.out, callbacks, resume=resume)
+        with round_callbacks(tell, track, session, cell.out) as after_round:
+            callbacks = Callbacks(
+                on_round=after_round, on_warning=lambda text: send("said", text), should_stop=lambda: bool(stop)
+            )
+            execute(session, cell.out, callbacks, resume=resume)
     except CoterieError as e:
         send("failed", str(e))
     except Exception:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +48,16 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.title}, round {self.last_round} of {self.settings['rounds']})"
+
+    def _repr_html_(self) -> str:
+        scored = {k: s for k, s in self.summary().items() if isinstance(s, dict) and "last" in s}
+        shown = {"last": "last", "worst 10%": "worst10", "std": "std", "pooled": "pooled", "best": "best"}
+        texts = [{k: self.metric.text(s[v]) for k, v in shown.items()} for s in scored.values()]
+        table = pd.DataFrame(texts, index=pd.Index(list(scored), name="model")).to_html() if scored else ""
+        notes = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.warnings())
+        where = f"{self.data}, {self.partition}, round {self.last_round} of {self.settings['rounds']}; {self.path}"
+        head = f"<p><b>{escape(self.title)}</b>: {escape(where)}</p><p>{escape(self.metric.heading)}</p>"
+        return head + table + (f"<ul>{notes}</ul>" if notes else "")
 
     @property
     def settings(self) -> dict[str, Any]:
