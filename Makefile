@@ -8,9 +8,9 @@ DOCS := $(VENV)/.ready-docs
 ALL := $(VENV)/.ready-all
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test test-all coverage lint bench docs protocol package constraints clean
+.PHONY: help setup demo test test-all coverage lint bench docs protocol catalogue package constraints clean
 help:
-	@echo "make setup | demo | test | test-all | coverage | lint | bench | docs | protocol | package | constraints | clean"
+	@echo "make setup | demo | test | test-all | coverage | lint | bench | docs | protocol | catalogue | package | constraints | clean"
 
 setup: $(READY)
 $(READY): pyproject.toml constraints.txt
@@ -59,6 +59,10 @@ bench: $(READY)
 
 protocol: $(READY)
 	cd src && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. coterie/federation/protocol/coterie.proto
+
+# what `coterie list` and `coterie show` print without loading the methods
+catalogue: $(READY)
+	$(BIN)/python -m coterie.cli.method_facts
 
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

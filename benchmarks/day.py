@@ -323,7 +323,8 @@ class Day(LocalFederation):
         there = self.folder / f"{edge}-moved"
         shutil.copytree(self.certs(edge).root, there / "certs")
         shutil.rmtree(self.certs(edge).root.parent)
-        shutil.copy(self.certs("cloud").key(edge), there / f"{edge}.key")
+        for file in (self.certs("cloud").key(edge), self.certs("cloud").certificate(edge)):
+            shutil.copy(file, there / file.name)
         shutil.copy(self.certs("cloud").ca, there / "cloud-ca.crt")
         self.moved[edge], self.ports[edge] = there, processes.free_port()
 

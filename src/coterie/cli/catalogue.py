@@ -3,7 +3,7 @@
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -12,11 +12,7 @@ from typer import Argument, Option
 
 from coterie.cli import options as o
 from coterie.cli.screen import console
-from coterie.cli.words import FAMILIES, NEEDS, bounds_words, families, parents, source, type_words
-
-if TYPE_CHECKING:  # the command line starts without torch
-    from coterie.core.method import Method, Settings
-    from coterie.parts.readings import ReadingSettings
+from coterie.cli.words import FAMILIES
 
 catalogue = typer.Typer()
 data_app = typer.Typer(no_args_is_help=True, help="Fetch data, and look at data and partitions.")
@@ -123,33 +119,32 @@ def _legend(rows: list[dict[str, Any]], variants: bool) -> None:
 def _methods(
     family: str, variants: bool, sizes: tuple[str | None, str | None, Path | None] | None
 ) -> list[dict[str, Any]]:
-    from coterie.cli.traffic import Traffic
-    from coterie.errors import CoterieError, unknown
-    from coterie.methods import find, method_names
+    from coterie.cli.method_facts import all_facts
+    from coterie.errors import unknown
 
     wanted = [words for words in FAMILIES.values() if family.lower() in words]
     if family and not wanted:
         raise unknown("family", family, FAMILIES.values())
-    measured = Traffic(sizes[0], sizes[1] or "digits", sizes[2]) if sizes else None
-    found, rows = dict[str, "type[Method]"](), list[dict[str, Any]]()
-    for name in method_names():
-        try:
-            found[name] = find(name)
-        except CoterieError as e:  # a broken package of another author must not hide the others
-            rows.append({"name": name, "title": str(e), "year": None, "family": [], "personal": str(e), "variants": []})
-    above = parents(found)
-    for name, m in found.items():
-        card, groups = m.card, families(m.card.family)
-        if (above[name] and not variants) or (family and not set(groups) & set(wanted)):
+    rows = list[dict[str, Any]]()
+    for facts in all_facts().values():
+        if (facts["parent"] and not variants) or (family and not set(facts["family"]) & set(wanted)):
             continue
-        row: dict[str, Any] = {"name": name, "title": card.title, "year": card.year or None, "family": groups}
-        row |= {"personal": card.personal}
-        if measured:
-            up, down = measured.of(name)
-            row |= {"KB up": up, "KB down": down, "model": f"{measured.model} on {measured.data}"}
-        row |= {"needs": [NEEDS.get(n, n) for n in m.needs], "certainty": source(m)}
-        row |= {"variants": [] if variants else [v for v in found if above[v] == name]}
+        row = {key: facts[key] for key in ("name", "title", "year", "family", "personal")}
+        row |= {
+            "needs": facts["needs"],
+            "certainty": facts["source"],
+            "variants": [] if variants else facts["variants"],
+        }
         rows.append(row)
+    if sizes is None:
+        return rows
+
+    from coterie.cli.traffic import Traffic
+
+    measured = Traffic(sizes[0], sizes[1] or "digits", sizes[2])
+    for row in rows:
+        up, down = measured.of(row["name"])
+        row |= {"KB up": up, "KB down": down, "model": f"{measured.model} on {measured.data}"}
     return rows
 
 
@@ -212,9 +207,7 @@ def show(
     ] = False,
     as_json: o.Json = False,
 ) -> None:
-    """A method's idea, paper and settings."""
-    import inspect
-
+    """A method's idea, paper, payloads and settings."""
     if allow:
         from coterie.federation.policy.allow_example import example_policy
 
@@ -224,62 +217,51 @@ def show(
         _equations(method, as_json)
         return
 
-    from coterie.methods import find, method_names
-    from coterie.parts.readings import ReadingSettings
+    from coterie.cli.method_facts import show_facts
 
-    m, card = find(method), find(method).card
-    text = (inspect.getdoc(inspect.getmodule(m)) or "").partition("\n\n")[2].strip()
-    related = [v for v, above in parents({name: find(name) for name in method_names()}).items() if above == method]
-    facts = {
-        "family": ", ".join(families(card.family)),
-        "personal": card.personal,
-        "needs": ", ".join(NEEDS.get(n, n) for n in m.needs) or "nothing special",
-        "weights": {"samples": "clients count by their samples", "uniform": "clients count alike"}[m.weighting],
-        "source": source(m),
-    } | ({"variants": ", ".join(related)} if related else {})
-    fields = _fields(m.Settings)
-    payloads = _payloads(method)
+    facts = show_facts(method)
+    about = {
+        "family": ", ".join(facts["family"]),
+        "personal": facts["personal"],
+        "needs": ", ".join(facts["needs"]) or "nothing special",
+        "weights": facts["weights"],
+        "source": facts["source"],
+    } | ({"variants": ", ".join(facts["variants"])} if facts["variants"] else {})
     if as_json:
-        about = {"name": method, "title": card.title, "paper": card.paper, "idea": text, **facts}
-        typer.echo(json.dumps({**about, "settings": fields, "payloads": payloads}, default=str))
+        head = {key: facts[key] for key in ("name", "title", "paper", "idea")}
+        typer.echo(json.dumps({**head, **about, "settings": facts["settings"], "payloads": facts["payloads"]}))
         return
-    console.print(f"[bold]{escape(card.title)}[/bold] ({escape(card.paper)})", highlight=False)
-    console.print(f"\n{text}\n", markup=False, highlight=False)
-    for name, words in facts.items():
+    console.print(f"[bold]{escape(facts['title'])}[/bold] ({escape(facts['paper'])})", highlight=False)
+    console.print(f"\n{facts['idea']}\n", markup=False, highlight=False)
+    for name, words in about.items():
         console.print(f"{name + ':':10} {words}", markup=False, highlight=False)
-    if payloads:
+    if facts["payloads"]:
         console.print("\nwhat crosses a link, with the default model on digits; what is not listed cannot cross")
         table = Table()
-        for name in payloads[0]:
+        for name in facts["payloads"][0]:
             table.add_column(name, justify="right" if name == "bytes" else "left")
-        for row in payloads:
+        for row in facts["payloads"]:
             table.add_row(*(escape(f"{v:,}" if isinstance(v, int) else v.replace("`", "")) for v in row.values()))
         console.print(table)
-    if not fields:
+    if not facts["settings"]:
         console.print("\nno settings of its own; `coterie run --help` shows those of every run")
         return
-    console.print(f"\nsettings, as in `coterie run {method} --set {fields[0]['name']}={fields[0]['default']}`")
+    first = facts["settings"][0]
+    console.print(f"\nsettings, as in `coterie run {method} --set {first['name']}={first['default']}`")
     table = Table()
     for name in ("name", "default", "values", "meaning"):
         table.add_column(name, no_wrap=name == "name")
-    for f in fields:
+    for f in facts["settings"]:
         values = ", ".join(filter(None, (f["values"], f["bounds"])))
         table.add_row(*map(escape, (f["name"], _text(f["default"]), values, f["meaning"])))
     console.print(table)
-    if issubclass(m.Settings, ReadingSettings):
-        console.print(_readings(m.Settings))
-
-
-def _payloads(method: str) -> list[dict[str, Any]]:
-    """Return the entries that may cross a link, for the default model; nothing if the method does not fit it."""
-    from dataclasses import asdict
-
-    from coterie.cli.payload_table import payload_rows
-    from coterie.cli.traffic import Traffic
-
-    bound = Traffic(None, "digits", None).bound(method)
-    shown = ("link", "entry", "shape", "type", "kind", "bytes")
-    return [] if bound is None else [{k: asdict(row)[k] for k in shown} for row in payload_rows(bound)]
+    if facts["readings"]:
+        table = Table(title="readings (--set reading=NAME)", title_justify="left")
+        for column in ("setting", *facts["readings"]):
+            table.add_column(column)
+        for name in next(iter(facts["readings"].values())):
+            table.add_row(name, *(_text(reading[name]) for reading in facts["readings"].values()))
+        console.print(table)
 
 
 def _equations(method: str, as_json: bool) -> None:
@@ -297,34 +279,6 @@ def _equations(method: str, as_json: bool) -> None:
     for e in lines:
         table.add_row(*map(escape, (e.name, e.words, "\n".join(e.functions) or f"none: {e.reason}")))
     console.print(table)
-
-
-def _fields(settings: "type[Settings]") -> list[dict[str, Any]]:
-    """Each setting with its default (of the default reading), possible values, bounds and meaning."""
-    from coterie.parts.readings import ReadingSettings
-
-    resolved = settings().model_dump() if issubclass(settings, ReadingSettings) else {}
-    return [
-        {
-            "name": name,
-            "default": resolved.get(name, f.default),
-            "values": type_words(f.annotation),
-            "bounds": bounds_words(f.metadata),
-            "meaning": f.description or "",
-        }
-        for name, f in settings.model_fields.items()
-    ]
-
-
-def _readings(settings: "type[ReadingSettings]") -> Table:
-    """Return the settings of each reading; a variant's own defaults stand in all of them."""
-    table = Table(title="readings (--set reading=NAME)", title_justify="left")
-    presets = {name: settings(**{"reading": name}) for name in settings.readings}
-    for column in ("setting", *presets):
-        table.add_column(column)
-    for name in dict.fromkeys(name for reading in presets for name in settings.preset(reading)):
-        table.add_row(name, *(_text(getattr(hp, name)) for hp in presets.values()))
-    return table
 
 
 @data_app.command("get")
