@@ -549,6 +549,10 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "arrays": lambda at: coterie.from_arrays([1, 2], None),
     "ragged arrays": lambda at: coterie.from_arrays([[1], [1, 2]], [0, 1]),
     "torch": lambda at: coterie.from_torch(3),
+    "empty list of methods": lambda at: coterie.compare([], out=at),
+    "empty model": lambda at: coterie.run("fedavg", "digits", torch.nn.Sequential(), out=at),
+    "optimiser object": lambda at: coterie.run(optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.1), out=at),
+    "tune nothing": lambda at: coterie.tune("fedavg", space={}, out=at),
 }
 
 

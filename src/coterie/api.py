@@ -29,7 +29,7 @@ from coterie.models.per_client import PerClient
 from coterie.models.registry import WITH_NORM
 from coterie.papers.protocol import PaperRun, paper_run
 from coterie.results.callbacks import OnRound, RoundCallbacks, checked_callbacks, round_callbacks, tracker_package
-from coterie.results.comparison import Comparison
+from coterie.results.comparison import Comparison, check_columns
 from coterie.results.controls import CONTROLS, GENERAL, ControlTable
 from coterie.results.discovery import APART
 from coterie.results.equal_budget import equalised, matched_controls
@@ -273,6 +273,7 @@ def run_comparison(
 
     `also` names further columns. `on_status` is called with the progress of all runs.
     """
+    check_columns(also)
     how = _engine(more, "workers", "state", "engine", "keep", "data_dir")
     calls = checked_callbacks(on_round)
     calls += [callbacks.on_round] if callbacks.on_round is not Callbacks.on_round else []
@@ -348,6 +349,8 @@ def tune(
     how = _engine(more, "workers", "data_dir")
     limits = Budget(eta, budget, minutes, trials)
     chosen: list[str | type[Method]] = [methods] if isinstance(methods, str | type) else list(methods)
+    if not space and len(chosen) == 1:
+        raise CoterieError("space names no setting to search; give a list of values for each, such as lr = [0.01, 0.1]")
     folder = _path(out) or fresh_folder("tune")
     made = make_trials(chosen, space, folder, objects, rounds, limits, seed=seed, **names, **more)
     given = callbacks or _TO_LOG
@@ -374,7 +377,7 @@ def comparison_cells(
     `method.setting` applies to one method, and to the controls that this method declares and that are added here.
     """
     named, objects = _named(_partitioned(data, more), model)
-    if isinstance(methods, str) or not isinstance(methods, Sequence):
+    if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
         raise CoterieError(f"methods = {methods!r} is invalid: compare takes a list of methods")
     more = _with_one_rule_of_use(more)
     objects = replace(objects, functions=_own_functions(more))
@@ -540,7 +543,8 @@ def _own_functions(more: dict[str, Any]) -> dict[str, Callable[..., Any]]:
             more[name] = text
             del found[name]
         elif not callable(function) or not hasattr(function, "__qualname__"):
-            raise CoterieError(f"{name} = {function!r} is invalid: it must be a name, a class or a function")
+            given = repr(function) if isinstance(function, int | float) else f"a {type(function).__name__}"
+            raise CoterieError(f"{name} = {given} is invalid: it must be a name, a class or a function")
         else:
             more[name] = origin(function)
     return found

@@ -245,6 +245,20 @@ def test_hints_are_close_or_list_the_choices(typed: str, known_names: list[str],
     assert hint in str(unknown("name", typed, known_names))
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["list", "data", "--family", "split"], "are for methods; leave them out for data"),
+        (["paper", "fedpc", "table4", "--dry-run", "--methods", ""], "--methods names nothing; leave it out for all"),
+        (["compare", "fedavg", "--also", "zebra"], 'unknown column "zebra"; known: clusters'),
+        (["flower", "new", "app", "fedrep", "--shape", "1,28,28"], "--shape needs --classes too"),
+    ],
+)
+def test_options_without_effect_or_partner_are_refused_before_work(cli, words, sentence) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = cli(*words)
+    assert code == 2 and sentence in err and "1/" not in err
+
+
 def test_data_show_draws_who_has_what(cli) -> None:  # type: ignore[no-untyped-def]
     found = json.loads(cli("data", "show", "--clients", "6", "--out", "q.png", "--json")[1])
     assert len(found["clients"]) == 6 and Path(found["picture"]).exists()

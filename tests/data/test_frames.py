@@ -1,6 +1,7 @@
 """Tables: kinds of columns, encodings learnt from training rows, and sentences about tables that cannot be read."""
 
 import math
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -150,7 +151,7 @@ def test_new_rows_are_read_by_the_names_of_columns() -> None:
     assert rows[:, [0, 1]].tolist() == [[0.0, 1.0], [1.0, -1.0]]
     with pytest.raises(CoterieError, match='new has no column "sex"'):
         rows_like("new", ward().drop(columns="sex"), table)
-    with pytest.raises(CoterieError, match='column "age" of new must hold number values'):
+    with pytest.raises(CoterieError, match='column "age" of new must hold numbers, not "old"'):
         rows_like("new", ward().astype({"age": str}).replace({"age": {"0.0": "old"}}), table)
 
 
@@ -160,7 +161,20 @@ def test_new_rows_are_read_by_the_names_of_columns() -> None:
         (lambda f: f, {"target": "dead"}, 'no column "dead"; its columns are age, sex'),
         (lambda f: f, {"client": "ward"}, 'no column "ward"'),
         (lambda f: f, {"features": ["age", "weight"]}, 'no column "weight"'),
-        (lambda f: f, {"features": ["age", "died"]}, '"died" of frame is named both as a feature'),
+        (lambda f: f, {"features": ["age", "died"]}, '"died" of frame is named twice: as target and as feature'),
+        (lambda f: f, {"target": "hospital"}, '"hospital" of frame is named twice: as target and as client'),
+        (lambda f: f, {"features": []}, "features names no column of frame"),
+        (lambda f: f, {"features": ["age:colour"]}, 'unknown kind of column "colour"; known: boolean, category'),
+        (lambda f: f, {"features": ["age:date"]}, '"age" of frame must hold dates such as 2024-12-31, not "0.0"'),
+        (lambda f: f, {"features": ["age:boolean"]}, '"age" of frame must hold true and false, not "2"'),
+        (lambda f: f, {"target": None}, "target must name the column of frame to predict"),
+        (lambda f: f, {"target": 3}, 'no column "3"'),
+        (lambda f: f, {"target": "admitted"}, '"admitted" of frame, the target, holds dates; make a number'),
+        (lambda f: f.rename(columns={"died": "died, 30 d"}), {"target": "died, 30 d"}, "has a comma in its name"),
+        (lambda f: f.rename(columns={"died": "died "}), {}, 'no column "died"; .*, "died "'),
+        (lambda f: f.assign(age=[[1, 2]] * 12), {}, r'cells of column "age" of frame hold several values \(list\)'),
+        (lambda f: f.assign(age=[1e300, -1e300] * 6), {}, '"age" of frame contains infinite values, or values beyond'),
+        (lambda f: f["age"], {}, "is of type Series; a data frame of pandas or polars is needed"),
         (lambda f: f.assign(hospital=f["hospital"].where(f.index > 2)), {}, "the client, has 3 gaps"),
         (lambda f: f.assign(died=f["died"].where(f.index > 0)), {}, "the target, has 1 gap;"),
         (lambda f: f.iloc[:0], {}, "frame has no rows"),
@@ -175,6 +189,66 @@ def test_a_frame_that_cannot_be_read_gets_one_sentence(change, asked, sentence) 
         coterie.from_frame(change(ward()), **{"target": "died", "client": "hospital", **asked})
 
 
+@pytest.mark.parametrize(
+    ("column", "values", "sentence"),
+    [
+        (
+            "age",
+            ["n.a.", *"123456789", "10", "11"],
+            'holds numbers and texts such as "n.a.", so it is read as 12 categ',
+        ),
+        ("age", [f"{i},5" for i in range(12)], 'holds numbers and texts such as "0,5"'),
+        (
+            "sex",
+            ["f", "f ", *"mmmmm", *"fffff"],
+            '"f" and "f " in column "sex" of frame are taken for different values',
+        ),
+        ("died", ["yes", "Yes", *["no"] * 10], '"yes" and "Yes" in column "died"'),
+        ("hospital", [*["a"] * 6, *["a "] * 6], '"a" and "a " in column "hospital"'),
+    ],
+)
+def test_texts_that_may_not_be_meant_are_noted(column: str, values: list[str], sentence: str) -> None:
+    data = coterie.from_frame(ward().assign(**{column: values}), target="died", client="hospital")
+    assert len(data.notes) == 1 and sentence in data.notes[0]
+    if column == "age":
+        assert not coterie.from_frame(ward().assign(age=values), target="died", features=["age:category"]).notes
+
+
+def test_columns_of_names_and_targets_of_many_texts_are_noted() -> None:
+    frame = pd.DataFrame({"name": [f"person {i}" for i in range(30)], "y": [0, 1] * 15})
+    assert "30 different texts in 30 rows" in coterie.from_frame(frame, target="y").notes[0]
+    assert "30 different texts, each taken for a class" in coterie.from_frame(frame, target="name").target_notes[0]
+
+
+def test_decimals_are_numbers_and_names_of_columns_may_be_numbers() -> None:
+    frame = pd.DataFrame(
+        {0: [Decimal("1.5"), None, Decimal("2.5")], "y": [Decimal("0.25"), Decimal("1.5"), Decimal("3")]}
+    )
+    data = coterie.from_frame(frame, target="y", features=[0])  # type: ignore[list-item]  # a name that is a number
+    assert data.kind == "regression" and data.y.flatten().tolist() == [0.25, 1.5, 3.0]
+    assert data.x.flatten().nan_to_num(-1).tolist() == [1.5, -1.0, 2.5]
+
+
+def test_a_column_with_one_value_is_mentioned() -> None:
+    assert "all training rows of frame have the same value in one, which" in " ".join(
+        dealt(ward().assign(one=7)).choices
+    )
+
+
+def test_new_rows_of_odd_forms_get_one_sentence() -> None:
+    table = encoding(dealt(ward()))
+    for given, sentence in [
+        ({"age": 5, "sex": "f"}, "new must hold a list of values for each column, all of one length"),
+        ({"age": [5, 6], "sex": ["f"]}, "all of one length"),
+        (pd.concat([ward(), ward()[["age"]]], axis=1), 'two columns called "age"'),
+        (ward().assign(smoker=2), '"smoker" of new must hold true and false, not "2"'),
+        (ward().assign(smoker="sometimes"), 'must hold true and false, not "sometimes"'),
+        (ward().assign(sex=[["f"]] * 12), '"sex" of new hold several values'),
+    ]:
+        with pytest.raises(CoterieError, match=sentence):
+            rows_like("new", given, table)
+
+
 def test_names_are_not_a_category() -> None:
     frame = pd.DataFrame({"name": [f"person {i}" for i in range(200)], "y": [0, 1] * 100})
     with pytest.raises(CoterieError, match='"name" holds 200 different texts, and a category has at most 100'):
@@ -186,10 +260,16 @@ def test_a_file_that_cannot_be_read_gets_one_sentence(tmp_path: Path) -> None:
     target = TableColumns(target="y")
     for content, sentence in [
         ("a,b,a\n1,2,3\n", 'two columns called "a"'), ("", "it is empty"), ("a,y\n1,2\n1,2,3\n", "Expected 2 fields"),
+        ("a,y\n0,1,2\n1,1,2\n", "rows of .* have 3 cells, and its first line has 2 names"),
     ]:  # fmt: skip
         path.write_text(content)
         with pytest.raises(CoterieError, match=sentence):
             load_dataset(str(path), columns=target)
+    path.write_bytes("ort,y\nKöln,1\n".encode("latin-1"))
+    with pytest.raises(CoterieError, match="its text is not UTF-8; save it in this encoding"):
+        load_dataset(str(path), columns=target)
+    with pytest.raises(CoterieError, match=r"missing\.csv does not exist"):
+        load_dataset("missing.csv", columns=target)
     path.write_bytes(b"\x89PNG\r\n\0\0\0")
     with pytest.raises(CoterieError, match="cannot be read as a table"):
         load_dataset(str(path), columns=target)

@@ -157,6 +157,40 @@ def test_torch_data_sets_are_read_through_their_own_transforms():
         from_torch([(torch.zeros(2), 0), (torch.zeros(3), 1)])
 
 
+class Items:
+    """A data set with one odd item."""
+
+    def __init__(self, item):
+        self.item = item
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, i):
+        return (torch.zeros(2), 0) if i < 2 else self.item()
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (Items(lambda: torch.zeros(2)), r"pair \(x, y\) for each index; item 2 is a Tensor of 2"),
+        (Items(lambda: (torch.zeros(2), 0, 5)), "item 2 is a tuple of 3"),
+        (Items(lambda: None), "item 2 is a NoneType"),
+        (Items(lambda: 1 / 0), "item 2 of torch data set torch cannot be read: ZeroDivisionError"),
+        ([], "has no items"),
+        (iter([]), "must have a length"),
+    ],
+)
+def test_an_odd_torch_data_set_gets_one_sentence(source, sentence):
+    with pytest.raises(CoterieError, match=sentence):
+        from_torch(source)
+
+
+def test_whole_numbers_beyond_any_vocabulary_are_no_tokens():
+    with pytest.raises(CoterieError, match="too large for token ids; give floats or items="):
+        from_arrays(np.array([[1, 2], [10**12, 4]]), [0, 1])
+
+
 def test_texts_become_the_same_token_ids_everywhere():
     ids = tokens(np.array(["Hello, hello world", "", "a " * 100]))
     assert ids.shape == (3, LENGTH) and ids[0, 0] == ids[0, 1] != ids[0, 2] and ids[0, 3] == 0

@@ -1,6 +1,7 @@
 """Built-in models: parameter counts of the papers' tables, options, users' own models, clear errors."""
 
 import sys
+import warnings
 from functools import partial
 from types import ModuleType
 
@@ -353,6 +354,22 @@ def test_the_default_model_suits_and_fits_the_data(shape, dtype, name):
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------
+class Odd(nn.Module):
+    """A layer that calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def scripted(classes):
+    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
+        return torch.jit.script(nn.Linear(64, classes))
+
+
 @pytest.mark.parametrize(
     ("source", "shape", "options", "words"),
     [
@@ -372,6 +389,14 @@ def test_the_default_model_suits_and_fits_the_data(shape, dtype, name):
         (7, GREY, {}, "not int"),
         (nn.Linear(64, 10), (64,), {"fc": 2}, "takes no options"),
         (nn.Linear(63, 10), (64,), {}, "Linear: the model does not fit the data: one item has shape 64"),
+        (nn.Sequential(nn.Linear(64, 10), Odd(torch.Tensor.detach)), (64,), {}, "no gradient reaches the parameters"),
+        (
+            nn.Sequential(nn.Linear(64, 10), Odd(lambda x: {}["key"])),
+            (64,),
+            {},
+            r"does not fit the data.*\(KeyError: 'key'\)",
+        ),
+        (scripted, (64,), {}, "is compiled by TorchScript; give the nn.Module"),
         (nn.Linear(64, 3), (64,), {}, "gives 3 scores per item, but the data have 10 classes"),
         (lambda classes: 3, (64,), {}, "must return an nn.Module, not int"),
         (lambda classes: 1 / 0, (64,), {}, "failed: ZeroDivisionError"),

@@ -116,6 +116,8 @@ def test_wrong_augmentations_get_one_sentence():
             check_augment(bad)
     with pytest.raises(CoterieError, match="needs pictures"):
         check_items("crop", X[:, 0], "classification")
+    with pytest.raises(CoterieError, match=r"crop\(99\) shifts pictures of .* out of sight; lower padding"):
+        check_items("crop(99)", X, "classification")
     with pytest.raises(CoterieError, match="tokens"):
         check_items("jitter", Y[:, None], "classification")
     with pytest.raises(CoterieError, match="survival"):

@@ -90,6 +90,11 @@ def test_an_optimiser_that_cannot_train_the_model_is_refused_before_work(text, w
         check_fit(optimiser(text), [torch.zeros(3, 4), torch.zeros(3)])
 
 
+def test_a_function_that_returns_no_optimiser_is_refused():
+    with pytest.raises(CoterieError, match="returned a NoneType instead of a torch optimiser"):
+        check_fit(optimiser("tests:nothing", lambda params, lr: None), [torch.zeros(3)])
+
+
 def test_weight_decay_of_an_optimiser_without_it_is_refused():
     with pytest.raises(CoterieError, match="no weight decay"):
         check_fit(optimiser("rprop", weight_decay=0.1), [torch.zeros(3)])
@@ -144,7 +149,16 @@ def test_factors_of_joined_schedules_are_multiplied_and_checked():
     text = check_schedule("lr_rounds", "warmup(2, 0.5)+step(4,0.1)")
     assert text == "warmup(2, 0.5) + step(4, 0.1)"
     assert [lr_factor(text, t, 10) for t in (0, 1, 2, 5)] == pytest.approx([0.5, 0.75, 1.0, 0.1])
-    for bad in ("step", "step(0)", "cosine(2)", "warmup(3, 0)", "sine", "step(every='x')", "cosine(end=(1, 2))"):
+    for bad in (
+        "step",
+        "step(0)",
+        "cosine(2)",
+        "warmup(3, 0)",
+        "sine",
+        "step(every='x')",
+        "cosine(end=(1, 2))",
+        "step(every=1, every=2)",
+    ):
         with pytest.raises(CoterieError, match="lr_steps"):
             check_schedule("lr_steps", bad)
 

@@ -38,6 +38,12 @@ def list_(
     as_json: o.Json = False,
 ) -> None:
     """List methods, data sets or models. --model or --data imply --bytes, for that model."""
+    from coterie.errors import CoterieError
+
+    if kind is not Listing.methods and (family or variants or traffic or model or data):
+        raise CoterieError(
+            f"--family, --variants, --bytes, --model and --data are for methods; leave them out for {kind}"
+        )
     if kind is Listing.methods:
         rows = _methods(family, variants, (model, data, data_dir) if traffic or model or data else None)
     else:

@@ -345,8 +345,10 @@ def _shape(text: str | None, classes: int) -> tuple[int, ...]:
         shape = tuple(int(n) for n in text.split(","))
     except ValueError:
         shape = ()
-    if not shape or min(shape) < 1 or classes < 2:
-        raise CoterieError(f'shape "{text}" must be whole numbers such as 1,28,28, and classes at least 2')
+    if not shape or min(shape) < 1:
+        raise CoterieError(f'shape "{text}" must be whole numbers such as 1,28,28')
+    if classes < 2:
+        raise CoterieError("--shape needs --classes too: their number, at least 2, or their names")
     return shape
 
 

@@ -58,6 +58,9 @@ def paper(
     if item is None:
         names = ", ".join(i.name for i in sorted(presets.items(name), key=_order))
         raise CoterieError(f"name a table or figure of {name}: {names}")
+    for option, text in (("--data", data), ("--methods", methods)):
+        if text is not None and not o.commas(text):
+            raise CoterieError(f"{option} names nothing; leave it out for all")
     chosen = presets.narrow(presets.item(name, item), o.commas(data), [] if methods == "all" else o.commas(methods))
     changes, stand_in = dict(parse_assignment(a) for a in set_ or []), _pairs(instead)
     used = [(stand_in or {}).get(d, d) for d in presets.needs(chosen).data]

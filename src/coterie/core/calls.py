@@ -45,7 +45,7 @@ def _calls(node: ast.expr) -> list[WrittenCall]:
         raise ValueError
     values = tuple(ast.literal_eval(v) for v in node.args)
     options = tuple((k.arg or "", ast.literal_eval(k.value)) for k in node.keywords)
-    if not all(map(_is_number, [*values, *(v for _, v in options)])):
+    if not all(map(_is_number, [*values, *(v for _, v in options)])) or len(dict(options)) < len(options):
         raise ValueError
     return [WrittenCall(node.func.id.lower(), values, options)]
 

@@ -195,9 +195,13 @@ class _Probe:
         try:
             with torch.enable_grad(), _Uses(lambda tensor: use(owner.get(tensor))):
                 self.result = self._run()
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as e:
+        except CoterieError:
+            raise
+        except Exception as e:  # a user's model may raise anything
             shape = "x".join(map(str, example.shape[1:]))
-            reason = (str(e).splitlines() or [type(e).__name__])[0]
+            reason = (str(e).splitlines() or [""])[0]
+            if not isinstance(e, RuntimeError | ValueError | TypeError) or not reason:
+                reason = f"{type(e).__name__}: {reason}".removesuffix(": ")
             raise CoterieError(f"the model does not fit the data: one item has shape {shape} ({reason})") from e
         finally:
             for h in hooks:

@@ -34,6 +34,7 @@ class RawData(NamedTuple):
 
 
 _ROWS = 4096  # items that are read in one step
+_LARGEST_TOKEN = 10**8  # larger whole numbers are not tokens of a vocabulary
 ITEM_KINDS = ("pictures", "signals", "numbers", "tokens")
 
 
@@ -227,6 +228,11 @@ def convert_items(name: str, x: Any, kind: str | None = None) -> Tensor:
                 f'items of {name} are whole numbers and some are negative: give floats or items="numbers" if they are '
                 "numbers; token ids must not be negative"
             )
+        if x.max() > _LARGEST_TOKEN:
+            raise CoterieError(
+                f"items of {name} are whole numbers up to {x.max()}, too large for token ids; give floats or "
+                'items="numbers" if they are numbers'
+            )
         return torch.from_numpy(x.astype(np.int64))
     elif x.dtype != np.uint8:
         pixels = x.dtype.kind != "b" and kind in (None, "pictures") and x.ndim >= 3 and x.min() >= 0 and x.max() <= 255
@@ -356,11 +362,25 @@ def _owner(name: str, raw: RawData, n_train: int) -> tuple[Tensor | None, tuple[
 
 
 def _read_items(source: Any, name: str) -> tuple[Array, Array]:
+    pairs = []
     try:
-        pairs = [source[i] for i in range(len(source))]
-        xs, ys = [np.asarray(p[0]) for p in pairs], [np.asarray(p[1]) for p in pairs]
-        return np.stack(xs), np.stack(ys)
-    except (TypeError, ValueError, IndexError, KeyError) as e:
+        n = len(source)
+    except (TypeError, ValueError) as e:
+        raise CoterieError(f"torch data set {name} must have a length: {e}") from None
+    for i in range(n):
+        try:
+            item = source[i]
+        except Exception as e:  # a user's code may raise anything
+            raise CoterieError(f"item {i} of torch data set {name} cannot be read: {type(e).__name__}: {e}") from e
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            given = f"{type(item).__name__} of {len(item)}" if hasattr(item, "__len__") else type(item).__name__
+            raise CoterieError(f"torch data set {name} must give a pair (x, y) for each index; item {i} is a {given}")
+        pairs.append(item)
+    if not pairs:
+        raise CoterieError(f"torch data set {name} has no items")
+    try:
+        return np.stack([np.asarray(x) for x, _ in pairs]), np.stack([np.asarray(y) for _, y in pairs])
+    except (TypeError, ValueError) as e:
         raise CoterieError(
             f"torch data set {name} must give a pair (x, y) for each index, all of one shape: {e}"
         ) from None

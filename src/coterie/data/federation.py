@@ -279,7 +279,8 @@ def federate(dataset: Dataset, settings: PartitionSettings, seed: int, standardi
         rows = [pool[order][bounds[3 * i] : bounds[3 * i + 1]] for i in range(n)]  # training rows of each client
         if standardise:
             dataset = learn_table(dataset, rows, settings.normalize == "standard")
-            choices += described_encoding(dataset.name, dataset.table, settings.scaling)  # type: ignore[arg-type]  # learnt
+            assert dataset.table is not None
+            choices += described_encoding(dataset.name, dataset.table, settings.scaling, dataset.x.numpy()[train])
         if settings.scaling == "client":
             tables = tuple(own_scale(dataset.table, measure_rows(dataset.table, dataset.x, r)) for r in rows)  # type: ignore[arg-type]  # a table
     elif settings.normalize == "standard" and standardise:

@@ -33,6 +33,8 @@ def reading(path: Path, kind: str) -> Iterator[None]:
         raise CoterieError(f"{path} does not exist") from None
     except Exception as e:  # the formats' libraries raise nearly everything for damaged files
         reason = " ".join(str(e).split()).rstrip(".")[:200] or type(e).__name__
+        if isinstance(e, UnicodeDecodeError):
+            reason = "its text is not UTF-8; save it in this encoding"
         raise CoterieError(
             f"{path} cannot be read as {kind}; it is damaged, incomplete or of a different kind: {reason}"
         ) from e

@@ -2,7 +2,9 @@
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -21,7 +23,7 @@ from coterie.data.table import (
     check_names,
     too_many_categories,
 )
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, unknown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,6 +33,9 @@ _MISSING_TEXTS = ["?"]  # further texts; pandas knows empty, NA, N/A, NaN, null,
 _BOOLEANS = {"true": 1.0, "false": 0.0}
 _ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d.*)?")
 _KINDS = get_args(ColumnKind)[:4]
+_EXPECTED = {"number": "numbers", "boolean": "true and false", "date": "dates such as 2024-12-31"}
+_LARGEST = 1e38  # of a number; float32 ends at 3.4e38
+_MANY_TEXTS = 20  # different texts that are never suspicious
 
 
 def from_frame(
@@ -53,8 +58,8 @@ def from_frame(
     training rows only.
     """
     columns = TableColumns(
-        target=target if isinstance(target, str) else ",".join(target), client=client, split=split, group=group,
-        features=None if features is None else features if isinstance(features, str) else ",".join(features),
+        target=_joined(target), features=_joined(features), client=_joined(client), split=_joined(split),
+        group=_joined(group),
     )  # fmt: skip
     return table_dataset(name, to_pandas(frame, name), columns, task)
 
@@ -67,15 +72,18 @@ def read_table(path: Path) -> "pd.DataFrame":
         with reading(path, "a Parquet file"):
             import pyarrow.parquet as pq
 
-            return pq.read_table(path).to_pandas()
+            return to_pandas(pq.read_table(path), str(path))
     with reading(path, "a table of comma-separated values"):
         with path.open(newline="", encoding="utf-8-sig") as f:
             first = f.readline()
         if "\0" in first or not first.strip():
             raise ValueError("its first line holds no names of columns" if first.strip("\0\n\r ") else "it is empty")
         separator = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
-        names = next(csv.reader([first], delimiter=separator))
+        with path.open(newline="", encoding="utf-8-sig") as f:
+            names, cells = islice(chain(csv.reader(f, delimiter=separator), [[], []]), 2)
     _check_unique(str(path), names)
+    if len(cells) > len(names):  # pandas would take the first cells for names of rows
+        raise CoterieError(f"rows of {path} have {len(cells)} cells, and its first line has {len(names)} names")
     with reading(path, "a table of comma-separated values"):
         return pd.read_csv(path, sep=separator, na_values=_MISSING_TEXTS, low_memory=False, encoding="utf-8-sig")
 
@@ -89,20 +97,30 @@ def load_table(path: Path, columns: TableColumns | None, task: str | None) -> Da
     return table_dataset(path.stem, frame, columns, task)
 
 
-def to_pandas(frame: Any, name: str) -> "pd.DataFrame":
-    """Return a data frame of pandas, polars or Arrow as one of pandas."""
+def to_pandas(given: Any, name: str) -> "pd.DataFrame":
+    """Return a data frame of pandas, polars or Arrow as one of pandas; decimal numbers become floats."""
     import pandas as pd
 
-    if isinstance(frame, pd.DataFrame):
-        return frame
-    if not hasattr(frame, "__arrow_c_stream__"):
-        raise CoterieError(
-            f"{name} is of type {type(frame).__name__}; a data frame of pandas or polars is needed (arrays: "
-            "from_arrays)"
-        )
-    import pyarrow as pa
+    frame = given
 
-    return pa.table(frame).to_pandas()
+    if not isinstance(frame, pd.DataFrame):
+        import pyarrow as pa
+
+        try:
+            frame = pa.table(frame).to_pandas() if hasattr(frame, "__arrow_c_stream__") else None
+        except pa.ArrowException:  # one column, such as a Series
+            frame = None
+        if frame is None:
+            raise CoterieError(
+                f"{name} is of type {type(given).__name__}; a data frame of pandas or polars is needed (arrays: "
+                "from_arrays)"
+            )
+    for i in range(frame.shape[1]):
+        present = frame.iloc[:, i].dropna() if frame.dtypes.iloc[i].kind == "O" else ()
+        if len(present) and all(isinstance(v, Decimal) for v in present):
+            frame = frame.copy(deep=False)
+            frame.isetitem(i, pd.to_numeric(frame.iloc[:, i]).astype(float))
+    return frame
 
 
 def table_dataset(name: str, frame: "pd.DataFrame", columns: TableColumns, task: str | None) -> Dataset:
@@ -116,18 +134,28 @@ def table_dataset(name: str, frame: "pd.DataFrame", columns: TableColumns, task:
     marked = [c for c in (*targets, columns.client, columns.split, columns.group) if c is not None]
     if columns.one_client and columns.client not in names:
         marked = [c for c in marked if c != columns.client]
+    if not targets:
+        raise CoterieError(f"target must name the column of {name} to predict")
+    for c in names:
+        if "," in c and any(c in text for text in (columns.target, columns.features) if text):
+            raise CoterieError(f'column "{c}" of {name} has a comma in its name, which separates names; rename it')
     check_names(name, marked, names)
-    notes = []
     features, kinds = _features(name, columns.features, names)
+    notes = []
     if columns.features is None:
         unnamed = [c for c in names if not c.strip() or re.fullmatch(r"Unnamed: \d+", c)]
         features = [c for c in names if c not in marked and c not in unnamed]
         notes += [f"column {names.index(c) + 1} of {name} has no name and is left out" for c in unnamed]
-    if twice := [c for c in features if c in marked]:
-        raise CoterieError(f'column "{twice[0]}" of {name} is named both as a feature and as something else')
+    roles = [*((t, "target") for t in targets), (columns.client, "client"), (columns.split, "split")]
+    roles += [(columns.group, "group"), *((c, "feature") for c in features)]
+    _check_roles(name, [(c, role) for c, role in roles if c is not None])
+    if not features and columns.features is not None:
+        raise CoterieError(f"features names no column of {name}; leave it out to take all columns")
     if not features:
         raise CoterieError(f"{name} has no feature columns besides {', '.join(marked)}")
     raw = {c: _read_column(name, c, frame[c], kinds.get(c)) for c in features}
+    notes += [note for c, (read, _) in raw.items() for note in _category_notes(name, read, frame[c], c in kinds)]
+    notes += [note for c in marked for note in _look_alikes(name, c, frame[c])]
     encoding = TableEncoding(columns=tuple(c for c, _ in raw.values()), target=tuple(targets), client=columns.client)
     x = np.stack([values for _, values in raw.values()], 1)
     wanted = {"client": None if columns.one_client else columns.client, "split": columns.split, "group": columns.group}
@@ -144,10 +172,18 @@ def rows_like(name: str, given: Any, encoding: TableEncoding) -> NDArray[np.floa
         if given.ndim != 2 or given.shape[1] != len(encoding.columns) or given.dtype.kind not in "buif":
             raise CoterieError(f"{name} must have {len(encoding.columns)} numbers per row, or be a data frame")
         return given.astype(np.float64)
-    frame = pd.DataFrame(given) if isinstance(given, dict) else to_pandas(given, name)
+    if isinstance(given, dict):
+        try:
+            given = pd.DataFrame(given)
+        except ValueError:  # single values, or columns of different lengths
+            raise CoterieError(f"{name} must hold a list of values for each column, all of one length") from None
+    frame = to_pandas(given, name)
     if len(frame) == 0:
         raise CoterieError(f"{name} has no rows")
+    _check_unique(name, [str(c) for c in frame.columns])
     check_names(name, [c.name for c in encoding.columns], list(frame.columns))
+    for c in encoding.columns:
+        _check_cells(name, c.name, frame[c.name])
     return np.stack([_like(name, c, frame[c.name]) for c in encoding.columns], 1)
 
 
@@ -163,6 +199,67 @@ def _check_unique(name: str, names: Sequence[str]) -> None:
         raise CoterieError(f'{name} has two columns called "{twice[0]}"; columns need different names')
 
 
+def _check_roles(name: str, roles: Sequence[tuple[str, str]]) -> None:
+    """Raise CoterieError if a column has two roles."""
+    known: dict[str, str] = {}
+    for column, role in roles:
+        if column in known:
+            raise CoterieError(f'column "{column}" of {name} is named twice: as {known[column]} and as {role}')
+        known[column] = role
+
+
+def _check_cells(name: str, column: str, values: "pd.Series[Any]") -> None:
+    """Raise CoterieError if cells of a column hold several values, as those of nested Parquet columns do."""
+    cells = values if values.dtype.kind == "O" else ()
+    if (nested := next((v for v in cells if isinstance(v, list | dict | set | np.ndarray)), None)) is not None:
+        raise CoterieError(
+            f'cells of column "{column}" of {name} hold several values ({type(nested).__name__}), which are not read; '
+            "leave the column out of features, or make columns of single values from it"
+        )
+
+
+def _category_notes(name: str, column: Column, values: "pd.Series[Any]", named: bool) -> list[str]:
+    """Return a sentence if texts that are read as categories may not be meant so; none if their kind is `named`."""
+    import pandas as pd
+
+    texts = pd.Series(column.categories, dtype=object)
+    if named or len(texts) < 3 or isinstance(values.dtype, pd.CategoricalDtype):
+        return []
+    number = pd.to_numeric(texts.str.replace(",", ".").str.strip(" %<>"), errors="coerce").notna()
+    if number.mean() >= 0.5:
+        odd = next(iter(texts[pd.to_numeric(texts, errors="coerce").isna()]), texts[0])
+        return [
+            f'column "{column.name}" of {name} holds numbers and texts such as "{odd}", so it is read as {len(texts)} '
+            f"categories; correct these cells, or confirm with --features ...,{column.name}:category"
+        ]
+    if len(texts) > max(_MANY_TEXTS, values.notna().sum() // 2):
+        return [
+            f'column "{column.name}" of {name} holds {len(texts)} different texts in {len(values)} rows and is read as '
+            "categories; leave it out of features if it holds names or record numbers, and write dates as YYYY-MM-DD"
+        ]
+    return _look_alikes(name, column.name, values)
+
+
+def _look_alikes(name: str, column: str, values: "pd.Series[Any]") -> list[str]:
+    """Return a sentence if texts of a column differ in spaces or capital letters only."""
+    first: dict[str, str] = {}
+    for text in (v for v in values.unique() if isinstance(v, str)):
+        other = first.setdefault(text.strip().lower(), text)
+        if other != text:
+            return [
+                f'"{other}" and "{text}" in column "{column}" of {name} are taken for different values, though they '
+                "differ in spaces or capital letters only"
+            ]
+    return []
+
+
+def _joined(names: object) -> str | None:
+    """Return one or several names of columns as a text; names of pandas may be numbers."""
+    if names is None or isinstance(names, str):
+        return names
+    return ",".join(map(str, names)) if isinstance(names, Iterable) else str(names)
+
+
 def _names(text: str | None) -> list[str]:
     return [] if text is None else [c.strip() for c in text.split(",") if c.strip()]
 
@@ -173,7 +270,9 @@ def _features(name: str, text: str | None, names: Sequence[str]) -> tuple[list[s
     kinds: dict[str, ColumnKind] = {}
     for given in _names(text):
         column, _, kind = given.rpartition(":")
-        if given not in names and column and kind in _KINDS:
+        if given not in names and column in names and kind not in _KINDS:
+            raise unknown("kind of column", kind, _KINDS)
+        if given not in names and column:
             kinds[column] = next(k for k in _KINDS if k == kind)
             given = column
         features.append(given)
@@ -184,6 +283,7 @@ def _features(name: str, text: str | None, names: Sequence[str]) -> tuple[list[s
 
 def _whole(name: str, frame: "pd.DataFrame", column: str, what: str) -> Array:
     """Return a column without gaps as an array; raise CoterieError if a value is missing."""
+    _check_cells(name, column, frame[column])
     if gaps := int(frame[column].isna().sum()):
         raise CoterieError(
             f'column "{column}" of {name}, {what}, has {gaps} {"gap" if gaps == 1 else "gaps"}; fill them or remove '
@@ -198,6 +298,11 @@ def _whole(name: str, frame: "pd.DataFrame", column: str, what: str) -> Array:
 def _targets(name: str, frame: "pd.DataFrame", targets: Sequence[str]) -> Array:
     """Return targets [n, k]: texts and booleans as names of classes, everything else as floats."""
     columns = [_whole(name, frame, t, "the target") for t in targets]
+    for t in targets:
+        if _kind(name, t, frame[t]) == "date":
+            raise CoterieError(
+                f'column "{t}" of {name}, the target, holds dates; make a number from them, such as days'
+            )
     numbers = [frame[t].dtype.kind in "uif" for t in targets]
     if all(numbers) or (len(targets) > 1 and all(frame[t].dtype.kind in "buif" for t in targets)):
         return np.stack([frame[t].to_numpy(np.float64) for t in targets], 1)
@@ -210,6 +315,7 @@ def _targets(name: str, frame: "pd.DataFrame", targets: Sequence[str]) -> Array:
 
 def _read_column(name: str, column: str, values: "pd.Series[Any]", kind: ColumnKind | None) -> tuple[Column, Any]:
     """Return a column with its kind and list of categories, and its raw values [n]."""
+    _check_cells(name, column, values)
     kind = kind or _kind(name, column, values)
     categories: tuple[str, ...] = ()
     if kind == "category":
@@ -254,6 +360,19 @@ def _text(value: object) -> str:
 
 def _like(name: str, column: Column, values: "pd.Series[Any]") -> NDArray[np.float64]:
     """Return the raw values of a column [n]; missing ones are NaN."""
+    try:
+        numbers = _converted(column, values)
+    except (ValueError, TypeError, KeyError):
+        raise _unlike(name, column, _first_unlike(column, values)) from None
+    if (np.abs(numbers) > _LARGEST).any():
+        raise CoterieError(f'column "{column.name}" of {name} contains infinite values, or values beyond {_LARGEST:g}')
+    if column.kind == "boolean" and (odd := numbers[~np.isnan(numbers) & (numbers != 0) & (numbers != 1)]).size:
+        raise _unlike(name, column, f"{odd[0]:g}")
+    return numbers
+
+
+def _converted(column: Column, values: "pd.Series[Any]") -> NDArray[np.float64]:
+    """Return values as numbers; pandas or Python raise an error if one is not of the column's kind."""
     import pandas as pd
 
     if column.kind == "empty":
@@ -262,21 +381,29 @@ def _like(name: str, column: Column, values: "pd.Series[Any]") -> NDArray[np.flo
         position = {c: float(k) for k, c in enumerate(column.categories)}
         codes = {v: position.get(_text(v), -1.0) for v in values.dropna().unique()}
         return _floats(values.astype(object).map(codes))
-    try:
-        if column.kind == "date":
-            dates = pd.to_datetime(values, utc=True, **({} if values.dtype.kind == "M" else {"format": "ISO8601"}))
-            days = (dates - pd.Timestamp("2000-01-01", tz="UTC")) / pd.Timedelta(days=1)
-            return _floats(days)
-        if column.kind == "boolean" and values.dtype.kind not in "buif":
-            words = {v: _BOOLEANS[str(v).lower()] for v in values.dropna().unique()}
-            return _floats(values.astype(object).map(words))
-        numbers = _floats(pd.to_numeric(values))
-    except (ValueError, TypeError, KeyError) as e:
-        reason = " ".join(str(e).split())[:100]
-        raise CoterieError(f'column "{column.name}" of {name} must hold {column.kind} values: {reason}') from None
-    if np.isinf(numbers).any():
-        raise CoterieError(f'column "{column.name}" of {name} contains infinite values')
-    return numbers
+    if column.kind == "date":
+        if values.dtype.kind in "buif" and values.notna().any():
+            raise ValueError  # pandas reads numbers as years
+        dates = pd.to_datetime(values, utc=True, **({} if values.dtype.kind == "M" else {"format": "ISO8601"}))
+        return _floats((dates - pd.Timestamp("2000-01-01", tz="UTC")) / pd.Timedelta(days=1))
+    if column.kind == "boolean" and values.dtype.kind not in "buif":
+        words = {v: _BOOLEANS[str(v).lower()] for v in values.dropna().unique()}
+        return _floats(values.astype(object).map(words))
+    return _floats(pd.to_numeric(values))
+
+
+def _unlike(name: str, column: Column, value: object) -> CoterieError:
+    return CoterieError(f'column "{column.name}" of {name} must hold {_EXPECTED[column.kind]}, not "{value}"')
+
+
+def _first_unlike(column: Column, values: "pd.Series[Any]") -> object:
+    """Return the first value that is not of the column's kind."""
+    for i in range(len(values)):
+        try:
+            _converted(column, values.iloc[i : i + 1])
+        except (ValueError, TypeError, KeyError):
+            return values.iloc[i]
+    return values.dtype
 
 
 def _floats(values: "pd.Series[Any]") -> NDArray[np.float64]:

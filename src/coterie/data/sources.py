@@ -138,7 +138,7 @@ def _load(name: str, folder: Path | None, task: str | None, columns: TableColumn
         return make_dataset(path.stem, files.npz(path), task)
     if ":" in name and not kind:
         return _call(name)
-    if "/" in name:
+    if "/" in name or path.suffix.lower() in (*frames.TABLE_SUFFIXES, *_OTHER_TABLES):
         raise CoterieError(
             f"{name} does not exist; data can be a known name, an .npz, .csv or .parquet file, a folder of pictures or "
             "hub:NAME"

@@ -125,7 +125,8 @@ _PLURAL = {"number": "numbers", "boolean": "booleans", "date": "dates", "categor
 def check_names(name: str, wanted: Sequence[str], present: Sequence[str] | Mapping[str, object]) -> None:
     """Raise CoterieError if a table lacks one of the wanted columns."""
     if absent := [c for c in wanted if c not in present]:
-        names = ", ".join(list(present)[:10]) + (", ..." if len(present) > 10 else "")
+        shown = [f'"{c}"' if c != c.strip() or "," in c else c for c in map(str, present)]
+        names = ", ".join(shown[:10]) + (", ..." if len(present) > 10 else "")
         raise CoterieError(f'{name} has no column "{absent[0]}"; its columns are {names}')
 
 
@@ -251,8 +252,8 @@ def own_scale(encoding: TableEncoding, measured: Mapping[str, ColumnStatistics])
     return encoding.model_copy(update={"columns": tuple(columns)})
 
 
-def described_encoding(name: str, encoding: TableEncoding, scaling: str) -> list[str]:
-    """Return sentences about what became of the columns of a table."""
+def described_encoding(name: str, encoding: TableEncoding, scaling: str, rows: NDArray[np.float64]) -> list[str]:
+    """Return sentences about what became of the columns of a table with these raw training rows."""
     count = {kind: sum(c.kind == kind for c in encoding.columns) for kind in ("number", "boolean", "date", "category")}
     kinds = ", ".join(f"{n} of {_PLURAL[kind]}" for kind, n in count.items() if n)
     learnt = "all clients" if scaling == "pooled" else "all clients (means and deviations: of each client)"
@@ -262,6 +263,11 @@ def described_encoding(name: str, encoding: TableEncoding, scaling: str) -> list
     ]
     if empty := [c.name for c in encoding.columns if c.kind == "empty"]:
         sentences.append(f"no training row of {name} has a value in {', '.join(empty)}, so that gives no feature")
+    scaled = [(c, rows[~np.isnan(rows[:, i]), i]) for i, c in enumerate(encoding.columns) if c.kind in _SCALED]
+    if constant := [c.name for c, values in scaled if not c.indicator and (values == values[0]).all()]:
+        sentences.append(
+            f"all training rows of {name} have the same value in {', '.join(constant)}, which tells a model nothing"
+        )
     if encoding.target_mean:
         scales = ", ".join(
             f"{t} has mean {m:.4g} and deviation {s:.4g}"

@@ -101,9 +101,12 @@ def infer_task(name: str, y: Array) -> str:
 
 def target_notes(name: str, y: Array, task: str) -> tuple[str, ...]:
     """Return a sentence for each inferred property of targets [n, 1] that may not be meant."""
-    if y.shape[1] != 1 or y.dtype.kind not in "uif":
+    if y.shape[1] != 1 or y.dtype.kind not in "uifUS":
         return ()
     values = np.unique(y)
+    if y.dtype.kind in "US":
+        many = len(values) > max(MOST_FLOAT_CLASSES, len(y) // 2)
+        return (f"targets of {name} are {len(values)} different texts, each taken for a class",) if many else ()
     if task == "regression" and bool((values == np.floor(values)).all()):
         return (f"targets of {name} are {len(values)} different floats and are taken for numbers (task = regression)",)
     if task != "classification":

@@ -213,6 +213,8 @@ def _call(name: str, factory: ModelFactory, shape: ItemShape, classes: int, opti
 
 def _fit(name: str, module: nn.Module, shape: ItemShape, classes: int, dtype: torch.dtype | None, task: str) -> None:
     """Run two items of zeros through the model; raise CoterieError if it does not fit the data."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CoterieError(f"the model {name} is compiled by TorchScript; give the nn.Module that it was made from")
     declared = dtype or getattr(module, "takes", None)
     candidates = [declared] if declared is not None else [torch.float32, torch.int64]  # int64: a model for tokens
     failures = []
@@ -244,15 +246,19 @@ def _check_keeps_input(name: str, module: nn.Module, example: torch.Tensor) -> N
 
 
 def _width(module: nn.Module, example: torch.Tensor) -> int:
-    """Return the number of scores that the model gives per item."""
+    """Return the number of scores that the model gives per item; raise CoterieError if it cannot be trained."""
     widths: list[int] = []
+    trains: list[bool] = [torch.is_inference_mode_enabled()]
 
     def hook(_m: nn.Module, _i: object, out: Any) -> None:
         widths.append(out.shape[-1] if isinstance(out, torch.Tensor) and out.ndim else 0)
+        trains.append(isinstance(out, torch.Tensor) and out.requires_grad)
 
     handle = module.register_forward_hook(hook)
     try:
         layout(module, example)
     finally:
         handle.remove()
+    if not any(trains) and any(p.requires_grad for p in module.parameters()):
+        raise CoterieError("no gradient reaches the parameters, as after detach() or in no_grad(); nothing would train")
     return widths[-1]

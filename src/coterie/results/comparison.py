@@ -39,6 +39,13 @@ def _columns(view: str) -> dict[str, tuple[str, str]]:
     }
 
 
+def check_columns(also: Sequence[str]) -> None:
+    """Raise CoterieError if a column that is shown on request does not exist."""
+    for name in also:
+        if name not in HIDDEN_COLUMNS:
+            raise unknown("column", name, HIDDEN_COLUMNS)
+
+
 class Comparison:
     """Runs grouped by method; every number is a mean over seeds, with its standard deviation."""
 
@@ -60,9 +67,7 @@ class Comparison:
         self.view = headline_view(runs, view)
         self.first = self.view or IN_USE  # name of the first column
         self.columns = _columns(self.view) | {m.name: (self.first, m.name) for m in runs[0].task.metrics[1:]}
-        for name in also:
-            if name not in HIDDEN_COLUMNS:
-                raise unknown("column", name, HIDDEN_COLUMNS)
+        check_columns(also)
         self._hidden = {c for c in HIDDEN_COLUMNS if c not in also and c != self.view}
         self.runs, self._methods, self._against = list(runs), list(methods), list(against)
         self.titles = list(dict.fromkeys(r.title for r in self.runs))

@@ -102,6 +102,10 @@ def check_items(text: str, example: Tensor, task: str) -> None:
             raise CoterieError(f"augment = {call} needs items of numbers, and these are tokens")
         if call.name in _OF_PICTURES and example.ndim != 4:
             raise CoterieError(f"augment = {call} needs pictures; items here have the shape {tuple(example.shape[1:])}")
+        padding = bind_call("augment", call, AUGMENTATIONS).arguments.get("padding", 0)
+        if padding and padding >= min(example.shape[2:]):
+            size = "x".join(map(str, example.shape[2:]))
+            raise CoterieError(f"augment = {call} shifts pictures of {size} out of sight; lower padding")
         if call.name == "mixup" and task == "survival":
             raise CoterieError("augment = mixup mixes targets, which is not defined for survival times")
 

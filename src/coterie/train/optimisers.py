@@ -128,9 +128,11 @@ class Stepper:
     def __init__(self, rule: Optimiser, leaves: Sequence[Tensor], decays: Sequence[float], lr: float):
         self.leaves, self.decays, self.lr = list(leaves), list(decays), lr
         plain = rule.kind == "sgd" and not rule.momentum and not rule.options
-        self.inner = None if plain or not leaves else rule.build(self.leaves, self.decays, lr)
-        if self.inner is not None and not isinstance(self.inner, torch.optim.Optimizer):
-            raise TypeError(f"{rule.kind} returned a {type(self.inner).__name__} instead of a torch optimiser")
+        self.inner = None
+        if leaves and not plain:
+            self.inner = rule.build(self.leaves, self.decays, lr)
+            if not isinstance(self.inner, torch.optim.Optimizer):
+                raise TypeError(f"{rule.kind} returned a {type(self.inner).__name__} instead of a torch optimiser")
 
     def __call__(self, gradients: Sequence[Tensor | None], lr: float) -> None:
         """Take one step in place."""

@@ -284,7 +284,7 @@ def _net(
     example = data.ready(torch.arange(2), federation.settings.normalize)
     task = federation.task
     module = build_model(
-        model or model_name(settings, federation, batch_norm),
+        model_name(settings, federation, batch_norm) if model is None else model,  # an empty Sequential is false
         federation.shape,
         task.outputs,
         seed=key(settings.seed, "init"),
