@@ -46,6 +46,7 @@ ROOMS = [
     ["results.report"],
     ["papers", "board"],
     ["api"],
+    ["estimators"],
     ["coterie"],  # __init__.py, the public names
     ["cli"],
     ["__main__"],

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from coterie.data.frames import from_frame
     from coterie.engine.loop import Progress
     from coterie.errors import CoterieError
+    from coterie.estimators import PersonalisedClassifier, PersonalisedRegressor
     from coterie.export.personal_model import load_model
     from coterie.models.per_client import PerClient
 
@@ -27,6 +28,7 @@ _HOME = {
     "Card": "core.method", "Download": "core.method", "Method": "core.method", "Phase": "core.method",
     "Settings": "core.method", "Upload": "core.method",
     "PerClient": "models.per_client",
+    "PersonalisedClassifier": "estimators", "PersonalisedRegressor": "estimators",
 }  # fmt: skip
 
 
@@ -72,6 +74,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Card", "CoterieError", "Download", "Method", "PerClient", "Phase", "Progress", "Settings", "Upload", "compare",
-    "from_arrays", "from_frame", "from_torch", "load_model", "open_run", "resume", "run", "tune",
+    "Card", "CoterieError", "Download", "Method", "PerClient", "PersonalisedClassifier", "PersonalisedRegressor",
+    "Phase", "Progress", "Settings", "Upload", "compare", "from_arrays", "from_frame", "from_torch", "load_model",
+    "open_run", "resume", "run", "tune",
 ]  # fmt: skip
