@@ -241,6 +241,7 @@ def test_new_rows_of_odd_forms_get_one_sentence() -> None:
         ({"age": 5, "sex": "f"}, "new must hold a list of values for each column, all of one length"),
         ({"age": [5, 6], "sex": ["f"]}, "all of one length"),
         (pd.concat([ward(), ward()[["age"]]], axis=1), 'two columns called "age"'),
+        (np.full((1, 4), np.inf), "new contains infinite values"),
         (ward().assign(smoker=2), '"smoker" of new must hold true and false, not "2"'),
         (ward().assign(smoker="sometimes"), 'must hold true and false, not "sometimes"'),
         (ward().assign(sex=[["f"]] * 12), '"sex" of new hold several values'),

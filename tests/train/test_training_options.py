@@ -83,7 +83,13 @@ def test_options_that_are_settings_or_unknown_are_refused():
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("lbfgs", "closure"), ("sparseadam", "dense gradients"), ("muon", "2D"), ("adam(betas=(2.0, 0.9))", "beta")],
+    [
+        ("lbfgs", "closure"),
+        ("sparseadam", "dense gradients"),
+        ("muon", "2D"),
+        ("adam(betas=(2.0, 0.9))", "beta"),
+        ("adamw(betas=0.9)", "does not take these values of its options"),
+    ],
 )
 def test_an_optimiser_that_cannot_train_the_model_is_refused_before_work(text, words):
     with pytest.raises(CoterieError, match=f"cannot train this model.*{words}"):

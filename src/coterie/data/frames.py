@@ -171,6 +171,8 @@ def rows_like(name: str, given: Any, encoding: TableEncoding) -> NDArray[np.floa
     if isinstance(given, np.ndarray):
         if given.ndim != 2 or given.shape[1] != len(encoding.columns) or given.dtype.kind not in "buif":
             raise CoterieError(f"{name} must have {len(encoding.columns)} numbers per row, or be a data frame")
+        if (np.abs(given) > _LARGEST).any():
+            raise CoterieError(f"{name} contains infinite values, or values beyond {_LARGEST:g}")
         return given.astype(np.float64)
     if isinstance(given, dict):
         try:

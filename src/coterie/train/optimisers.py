@@ -118,6 +118,8 @@ def check_fit(rule: Optimiser, leaves: Sequence[Tensor]) -> None:
         stepper([torch.zeros_like(c) for c in copies], 0.1)
     except Exception as e:  # whatever torch or a function of the user raises
         why = (str(e).splitlines() or [type(e).__name__])[0][:200]
+        if rule.options and isinstance(e, TypeError | IndexError):
+            why = f"torch.optim does not take these values of its options ({why})"
         shown = str(WrittenCall(rule.kind, (), rule.options)) if rule.make is None else rule.kind
         raise CoterieError(f"optimizer = {shown} cannot train this model: {why}") from None
 
