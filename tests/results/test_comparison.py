@@ -149,3 +149,17 @@ def test_the_commands_print_tables_in_a_format(
     assert code == 0 and out == Path("c/table.tex").read_text(), err
     code, _, err = cli("compare", "fedavg", *small, "--format", "tex")
     assert code == 2 and 'unknown format "tex"' in err
+
+
+def test_choices_of_autopilot_in_words_and_all_clients_and_rounds(tmp_path: Path) -> None:
+    few = {**FEW, "workers": 1, "rounds": 4, "join": 1.0, "eval_every": 2, "val_share": 0.3}
+    run = coterie.run("autopilot", DATA, "mlp", out=tmp_path / "a", **few)
+    facts = run.events[-1]["facts"]
+    assert len(run.choices()) == len(facts["chosen"]) == 4
+    for sentence, (client, chosen) in zip(run.choices(), facts["chosen"].items(), strict=True):
+        assert re.match(rf"client \w+ uses {re.escape(chosen)}(: |$)", sentence)
+        ahead, n = abs(facts["ahead_of_own"][client]), facts["validated"][client]
+        assert chosen == "own" or (f"{ahead:.2f} nats per sample" in sentence and f"its {n} validation" in sentence)
+    frame = run.client_rounds()
+    assert frame.index.names == ["round", "client"] and len(frame) == 8
+    pd.testing.assert_frame_equal(frame.loc[4][run.clients().columns], run.clients())

@@ -272,6 +272,25 @@ class Run:
             frame[key] = self.task.measured(counts)[self.metric.name]
         return frame
 
+    def client_rounds(self) -> pd.DataFrame:
+        """Return the rows of `clients` for every evaluated round, by round and client."""
+        rounds = [e["round"] for e in self.events if "evaluation" in e]
+        return pd.concat({r: self.clients(r) for r in rounds}, names=["round"]) if rounds else pd.DataFrame()
+
+    def choices(self) -> list[str]:
+        """Return a sentence for each client of autopilot that has chosen a model, as it last sent its scores."""
+        facts: dict[str, Any] = next((e["facts"] for e in reversed(self.events) if "chosen" in e.get("facts", {})), {})
+        sentences = []
+        for client, candidate in facts.get("chosen", {}).items():
+            name = self.client_names[int(client)] if self.client_names else client
+            sentence = f"client {name} uses {candidate}"
+            if candidate != "own" and client in facts.get("ahead_of_own", {}):
+                ahead, n = facts["ahead_of_own"][client], facts["validated"][client]
+                better = f"{abs(ahead):.2f} nats per sample {'better' if ahead >= 0 else 'worse'} than its own model"
+                sentence += f": {better} on its {n} validation samples"
+            sentences.append(sentence)
+        return sentences
+
     def summary(self) -> dict[str, Any]:
         """Return the statistics of the evaluation protocol (see statistics.py)."""
         return summarise(self.rounds, int(self.settings["rounds"]), self.task.metrics)
