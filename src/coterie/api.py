@@ -15,6 +15,7 @@ from torch import nn
 from coterie.config import PUBLIC, Engine, RunSettings, given_reading, method_class, owner, settings, table
 from coterie.config import engine as engine_of
 from coterie.core.method import Method
+from coterie.core.metrics import metric_key
 from coterie.data.arrays import with_partition
 from coterie.data.dataset import Dataset
 from coterie.data.sources import call_data_function, load_dataset
@@ -137,13 +138,13 @@ def resume(
 
     More `rounds` extend the run; `from_round` goes back to the checkpoint of a round, if it is still kept. Your own
     method, data function or model is imported by its name if possible; otherwise pass the same object again, and your
-    own functions by setting, such as functions={"optimizer": make}. `how` takes the options of `run` about how a run is
-    computed, such as `workers`.
+    own functions by setting, such as functions={"optimizer": make, "metrics": [gap]}. `how` takes the options of `run`
+    about how a run is computed, such as `workers`.
     """
     folder, engine = _folder(path), _engine(how)
     for name in how:
         raise unknown("option", name, [*Engine.model_fields, *inspect.signature(resume).parameters])
-    objects = replace(_objects(method, data, model), functions=dict(functions or {}))
+    objects = replace(_objects(method, data, model), functions=_own_functions(dict(functions or {})))
     session = rebuild(folder, engine, objects, rounds)
     return _execute(session, folder, on_round, track, callbacks, resume=True, from_round=from_round)
 
@@ -532,22 +533,26 @@ def _named(
     return names, Objects(None, own, None if isinstance(model, str) else model, source)
 
 
-_FUNCTIONS = ("optimizer",)  # settings that may be functions of the user
-
-
 def _own_functions(more: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """Return the functions of the user among the settings; in the settings their names take their places."""
-    found = {k: v for k, v in more.items() if k in _FUNCTIONS and v is not None and not isinstance(v, str)}
-    for name, function in [*found.items()]:
-        if name == "optimizer" and (text := named_optimiser(function)) is not None:
-            more[name] = text
-            del found[name]
-        elif not callable(function) or not hasattr(function, "__qualname__"):
-            given = repr(function) if isinstance(function, int | float) else f"a {type(function).__name__}"
-            raise CoterieError(f"{name} = {given} is invalid: it must be a name, a class or a function")
-        else:
-            more[name] = origin(function)
+    found: dict[str, Callable[..., Any]] = {}
+    rule, metrics = more.get("optimizer"), more.get("metrics")
+    if rule is not None and not isinstance(rule, str):
+        more["optimizer"] = text = named_optimiser(rule) or _origin_of("optimizer", rule)
+        found |= {"optimizer": rule} if ":" in text else {}
+    if callable(metrics) or isinstance(metrics, list | tuple):
+        given = [metrics] if callable(metrics) else metrics
+        names = [m if isinstance(m, str) else _origin_of("metrics", m) for m in given]
+        found |= {metric_key(n): m for n, m in zip(names, given, strict=True) if not isinstance(m, str)}
+        more["metrics"] = ",".join(names)
     return found
+
+
+def _origin_of(setting: str, function: Any) -> str:
+    if not callable(function) or not hasattr(function, "__qualname__"):
+        given = repr(function) if isinstance(function, int | float) else f"a {type(function).__name__}"
+        raise CoterieError(f"{setting} = {given} is invalid: it must be a name, a class or a function")
+    return origin(function)
 
 
 def _partitioned(data: Any, more: dict[str, Any]) -> Any:

@@ -6,9 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from coterie.core.method import Method
+from coterie.core.metrics import check_metrics
 from coterie.core.schedules import check_schedule
 from coterie.core.tasks import task_name
 from coterie.core.views import Use, View
@@ -136,6 +146,11 @@ class RunSettings(BaseModel):
         description="model that clients use: received, trained (as their last training left it), best (of both and of "
         "earlier ones, by validation data) or guarded (best, unless a client's own continued local model is clearly "
         "better); empty: as the method says",
+    )
+    metrics: Annotated[str, BeforeValidator(check_metrics)] | None = Field(
+        None,
+        description="further metrics, separated by commas: macro_f1, balanced_accuracy, macro_auc, calibration_error, "
+        "confusion (classification), or package.module:function of predictions and targets; empty: the task's own",
     )
     watch: bool = Field(True, description="evaluate participants before and after local training in every round")
     final_trained: bool = Field(

@@ -21,18 +21,8 @@ from torch import Tensor
 import coterie
 from coterie.cli.app import app
 from coterie.config import Engine, settings
-from coterie.core.tasks import (
-    TASKS,
-    Binary,
-    Classification,
-    EventCount,
-    Metric,
-    MultiLabel,
-    Regression,
-    Survival,
-    Task,
-    make,
-)
+from coterie.core.metrics import Metric
+from coterie.core.tasks import TASKS, Binary, Classification, EventCount, MultiLabel, Regression, Survival, Task, make
 from coterie.data import Dataset, PartitionSettings, federate, from_arrays, load_dataset, save_dataset
 from coterie.data.target_types import with_task
 from coterie.engine.evaluation import statistics

@@ -129,7 +129,7 @@ FORGED = {
     "two marks": ({"t": 0, "d": {}}, []),
     "an unknown class": ({"c": ["Popen", "true"]}, []),
     "a class without its fields": ({"c": ["Score"]}, []),
-    "a class with too many fields": ({"c": ["Score", 1, 2, 3]}, []),
+    "a class with too many fields": ({"c": ["Score", 1, 2, 3, 4]}, []),
     "a key that cannot be one": ({"p": [[{"d": {}}, 1]]}, []),
     "a list where a dictionary belongs": ({"d": [1]}, []),
     "depth without end": (None, []),

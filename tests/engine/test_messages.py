@@ -54,7 +54,7 @@ MESSAGES = {
     for m in (
         SCORE, TRAIN, ANSWER, EDGE, SCHEMA, INDEX, SCORING, SCHEMA.entries["ids"], EDGE.download,
         MERGE, MERGED, HELLO, WIRE, SendRequest(3, 7), SendAnswer(3, W, 12),
-        ScoreAnswer(1, {"personal/test": SCORE, "global/val": SCORE}, 12, W),
+        ScoreAnswer(1, {"personal/test": SCORE, "global/val": replace(SCORE, samples=(W["mask"], W["mask"]))}, 12, W),
         Beside(3), Job(TRAIN, {"own": W}), TrainResult(ANSWER, {"own": W}), Upload(W, {"a": 1.0}, 3, 12),
         checkpoint.Checkpoint(5, "FedAvg", {"w": W}, {2: {}}, INDEX, {"edge-cloud": {"up": {"model": 3}}}, 100, 50),
         hosts.PlanText("{}"), hosts.RunOver("run", 8), hosts.Common(W, None),

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coterie.core.tasks import Classification, Metric, make
+from coterie.core.metrics import Metric
+from coterie.core.tasks import Classification, make
 from coterie.errors import CoterieError
 from coterie.results.run import Run
 from coterie.storage import run_folder as folder

@@ -171,7 +171,7 @@ def welcome(
         return
     parts = ", ".join(f"{n} {k}" for k, n in welcomed.samples.items())
     if welcomed.scores:
-        metrics = {m.name: m for m in run.task.metrics}
+        metrics = {m.name: m for m in run.task.reported}
         frame = welcomed.table().rename(index=_MODELS)
         shown_frame = frame.apply(lambda c: c.map(metrics[str(c.name)].text)).rename(columns=lambda c: metrics[c].label)
         console.print(frame_table(shown_frame, f"{run.title}: {name} on its own test part ({parts})"))

@@ -7,7 +7,7 @@ Outputs of a model are [batch, outputs]; targets are classes [batch] or numbers 
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -15,56 +15,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coterie.core.metrics import (
+    NAMED_METRICS,
+    AddedMetric,
+    Counts,
+    Metric,
+    MetricFunction,
+    PredictionMetric,
+    Shape,
+    added_metrics,
+    known_mean,
+    share,
+)
 from coterie.errors import CoterieError, unknown
 
-Counts = dict[str, Tensor]  # counts of one client, summed over samples
-Shape = tuple[tuple[int, ...], torch.dtype]
 PAIRS = 1024  # rows of a table of pairs that are compared in one step
 MOST_SAMPLES = 10**9  # largest number of samples of a client
 LARGEST_SUM = 1e18  # largest sum per sample; squares of any model that still learns are below
 
 
 @dataclass(frozen=True)
-class Metric:
-    """The name of a number, its format, and the direction in which it improves."""
-
-    name: str
-    lower: bool = False  # lower is better
-    percent: bool = False  # shown times 100
-
-    @property
-    def label(self) -> str:
-        """Name of the metric on an axis or in a heading."""
-        return f"{self.name} (%)" if self.percent else self.name
-
-    @property
-    def heading(self) -> str:
-        return f"{self.name} in percent" if self.percent else self.name + (", lower is better" if self.lower else "")
-
-    @property
-    def scale(self) -> float:
-        return 100.0 if self.percent else 1.0
-
-    def text(self, value: float) -> str:
-        """Return a value as tables show it."""
-        return f"{100 * value:.1f}" if self.percent else f"{value:.4g}"
-
-    def spread(self, value: float) -> str:
-        """Return a standard deviation of values as tables show it."""
-        return f"{100 * value:.1f}" if self.percent else f"{value:.2g}"
-
-    def better(self, a: float, b: float) -> bool:
-        return a < b if self.lower else a > b
-
-    def worst(self, values: np.ndarray, share: float = 0.1) -> np.ndarray:
-        """Return the worst share of the values, at least one value."""
-        n = max(1, round(share * len(values)))
-        return np.sort(values)[-n:] if self.lower else np.sort(values)[:n]
-
-
-@dataclass(frozen=True)
 class Task(ABC):
     outputs: int  # outputs of a model per item
+    added: tuple[AddedMetric, ...] = ()  # metrics of the setting `metrics`
 
     name: ClassVar[str]
     metrics: ClassVar[tuple[Metric, ...]]  # the first metric decides and is shown first
@@ -73,6 +46,16 @@ class Task(ABC):
     @property
     def metric(self) -> Metric:
         return self.metrics[0]
+
+    @property
+    def reported(self) -> tuple[Metric, ...]:
+        """All metrics that are numbers: the task's own, then the added ones."""
+        return (*self.metrics, *(m for m in self.added if m.is_number))
+
+    @property
+    def prediction_metrics(self) -> tuple[PredictionMetric, ...]:
+        """The added metrics that are computed from predictions instead of counts."""
+        return tuple(m for m in self.added if isinstance(m, PredictionMetric))
 
     @property
     def classes(self) -> int:
@@ -94,6 +77,10 @@ class Task(ABC):
         return self.each(outputs, y).sum()
 
     # ---- scores ------------------------------------------------------------------------------------------------------
+    def predictions(self, outputs: Tensor) -> Tensor:
+        """Return what functions of the user see: probabilities [n, outputs] in float64, numbers, or log risks."""
+        return outputs
+
     @abstractmethod
     def shapes(self) -> dict[str, Shape]:
         """Return names, shapes and types of the counts of a score."""
@@ -167,15 +154,26 @@ class Classification(Task):
     def total(self, outputs: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(outputs, y, reduction="sum")
 
+    def predictions(self, outputs: Tensor) -> Tensor:
+        return outputs.double().softmax(1)
+
     def shapes(self) -> dict[str, Shape]:
-        return dict.fromkeys(("hits", "total"), ((self.classes,), torch.int64))
+        shapes: dict[str, Shape] = dict.fromkeys(("hits", "total"), ((self.classes,), torch.int64))
+        for metric in self.added:
+            shapes |= metric.shapes(self.classes)
+        return shapes
 
     def count(self, outputs: Tensor, y: Tensor) -> Counts:
         hits = torch.bincount(y[outputs.argmax(1) == y], minlength=self.classes)
-        return {"hits": hits, "total": torch.bincount(y, minlength=self.classes)}
+        counts = {"hits": hits, "total": torch.bincount(y, minlength=self.classes)}
+        for metric in self.added:
+            counts |= metric.count(outputs, y)
+        return counts
 
     def count_all(self, parts: Sequence[tuple[Tensor, Tensor]]) -> list[Counts]:
         """Return the counts of several clients, in few operations for many clients with few samples each."""
+        if self.added:
+            return super().count_all(parts)
         y = torch.cat([y for _, y in parts])
         right = torch.cat([outputs for outputs, _ in parts]).argmax(1) == y if len(y) else y > 0
         who = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(y) for _, y in parts]))
@@ -189,11 +187,14 @@ class Classification(Task):
         return totals
 
     def measured(self, counts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {"accuracy": share(counts["hits"].sum(1), counts["total"].sum(1))}
+        counted = [m for m in self.added if m.is_number and not m.needs_predictions]
+        accuracy = share(counts["hits"].sum(1), counts["total"].sum(1))
+        return {"accuracy": accuracy, **{m.name: m.value(counts) for m in counted}}
 
     def wrong(self, counts: Counts) -> str:
-        fits = bool((counts["hits"] <= counts["total"]).all())
-        return "" if fits else "a score cannot have more hits than samples"
+        if not bool((counts["hits"] <= counts["total"]).all()):
+            return "a score cannot have more hits than samples"
+        return next((why for m in self.added if (why := m.wrong(counts))), "")
 
     def strata(self, y: Tensor) -> tuple[np.ndarray, tuple[str, ...]]:
         return y.numpy(), tuple(map(str, range(self.classes)))
@@ -233,16 +234,13 @@ class Regression(Task):
     def each(self, outputs: Tensor, y: Tensor) -> Tensor:
         return (outputs - y).square().mean(-1)
 
-    def predicted(self, outputs: Tensor) -> Tensor:
-        return outputs
-
     def shapes(self) -> dict[str, Shape]:
         sums = dict.fromkeys(("squared", "absolute", "spread"), ((self.outputs,), torch.float64))
         return {"samples": ((), torch.int64), **sums}
 
     def count(self, outputs: Tensor, y: Tensor) -> Counts:
         y = y.double()
-        error = self.predicted(outputs).double() - y
+        error = self.predictions(outputs).double() - y
         spread = (y - y.mean(0)).square().sum(0) if len(y) else y.new_zeros(self.outputs)
         return {
             "samples": torch.tensor(len(y)),
@@ -276,7 +274,7 @@ class EventCount(Regression):
         """Return half the Poisson deviance of each sample, which is never negative."""
         return (outputs.exp() - y * outputs + torch.xlogy(y, y) - y).mean(-1)
 
-    def predicted(self, outputs: Tensor) -> Tensor:
+    def predictions(self, outputs: Tensor) -> Tensor:
         return outputs.exp()
 
 
@@ -288,6 +286,9 @@ class MultiLabel(Task):
 
     def each(self, outputs: Tensor, y: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(outputs, y, reduction="none").mean(-1)
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        return outputs.double().sigmoid()
 
     def shapes(self) -> dict[str, Shape]:
         whole = dict.fromkeys(("hits", "guessed", "positives"), ((self.outputs,), torch.int64))
@@ -310,7 +311,7 @@ class MultiLabel(Task):
     def measured(self, counts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return means over the labels that occur (F1: or are predicted)."""
         f1 = share(2 * counts["hits"], counts["guessed"] + counts["positives"])
-        return {"macro F1": _known_mean(f1), "mAP": _known_mean(share(counts["precision"], counts["positives"]))}
+        return {"macro F1": known_mean(f1), "mAP": known_mean(share(counts["precision"], counts["positives"]))}
 
     def wrong(self, counts: Counts) -> str:
         for name in ("guessed", "positives"):
@@ -400,8 +401,20 @@ TASKS: dict[str, type[Task]] = {
 }
 
 
-def make(name: str, outputs: int) -> Task:
-    return TASKS[task_name(name)](outputs)
+def make(name: str, outputs: int, metrics: str | None = None) -> Task:
+    """Return a task, with the metrics that the setting `metrics` names."""
+    return with_metrics(TASKS[task_name(name)](outputs), metrics)
+
+
+def with_metrics(task: Task, metrics: str | None, functions: Mapping[str, MetricFunction] | None = None) -> Task:
+    """Return the task with added metrics; raise CoterieError if it does not have what one of them needs."""
+    added = added_metrics(metrics, functions)
+    for metric in added:
+        if not task.classes and metric in NAMED_METRICS.values():
+            raise CoterieError(f"{metric.name} is a metric of classification, and the task is {task.name}")
+        if metric.name in {m.name for m in task.metrics}:
+            raise CoterieError(f"{metric.name} is a metric of the task {task.name} already; leave it out of metrics")
+    return replace(task, added=tuple(added))
 
 
 def task_name(name: str) -> str:
@@ -412,12 +425,6 @@ def task_name(name: str) -> str:
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
-def share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Return part / whole; NaN where the whole is 0."""
-    there = whole > 0
-    return np.where(there, part / np.where(there, whole, 1), np.nan)
-
-
 def ordered(high: Tensor, low: Tensor) -> Tensor:
     """Return the number of pairs whose first value is above the second; equal values count half."""
     parts = [_above(part[:, None], low[None, :]).sum() for part in torch.split(high, PAIRS)]
@@ -444,12 +451,6 @@ def ranges(values: np.ndarray, most: int = 10) -> tuple[np.ndarray, tuple[str, .
     edges = edges[edges < values.max()] if len(values) else edges
     names = [f"up to {e:.4g}" for e in edges] + [f"above {edges[-1]:.4g}" if len(edges) else "all"]
     return np.searchsorted(edges, values, side="left").astype(np.int64), tuple(names)
-
-
-def _known_mean(values: np.ndarray) -> np.ndarray:
-    """Return the mean over the last axis, ignoring NaN; NaN if all values are NaN."""
-    there = ~np.isnan(values)
-    return share(np.where(there, values, 0).sum(-1), there.sum(-1))
 
 
 def _more(counts: Counts, part: str, whole: str) -> str:

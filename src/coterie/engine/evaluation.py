@@ -8,6 +8,8 @@ Statistics over clients: mean, std, worst decile; pooled over samples; mean over
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -25,14 +27,19 @@ ALONE = -1  # stands for the cluster of a client without a cluster
 
 
 def statistics(
-    task: Task, counts: Mapping[str, np.ndarray], loss: np.ndarray, cluster: np.ndarray | None = None
+    task: Task,
+    counts: Mapping[str, np.ndarray],
+    loss: np.ndarray,
+    cluster: np.ndarray | None = None,
+    predicted: Mapping[str, tuple[np.ndarray, float]] | None = None,
 ) -> dict[str, float]:
     """Return statistics over the clients with at least one sample; counts [clients, ...], loss [clients] summed.
 
     mean, std and worst10 are of the task's first metric over the clients for which it is defined; pooled is the metric
     of all their counts together. Other metrics follow by name, and as `pooled NAME`. If there are any, `undefined`
-    counts the clients without a value, and `nonfinite` those whose models give NaN or infinity. `clusters` is the mean
-    over clusters of the mean over their clients; all clusters have equal weight.
+    counts the clients without a value (`undefined NAME` for an added metric), and `nonfinite` those whose models give
+    NaN or infinity. `clusters` is the mean over clusters of the mean over their clients; all clusters have equal
+    weight. `predicted` holds metrics computed from predictions by name: values [clients], and the pooled value.
     """
     n = task.samples(counts)
     seen = n > 0
@@ -40,7 +47,9 @@ def statistics(
         return {}
     present = {k: v[seen] for k, v in counts.items()}
     each, pooled = task.measured(present), task.measured({k: v.sum(0, keepdims=True) for k, v in present.items()})
-    name, *others = (m.name for m in task.metrics)
+    for other, (values, together) in (predicted or {}).items():
+        each[other], pooled[other] = values[seen], np.array([together])
+    name, *others = (m.name for m in task.reported if m.name in each)
     broken, values = ~np.isfinite(loss[seen]), each[name]
     absent = np.isnan(values) & ~broken
     values = values[~absent]
@@ -53,10 +62,13 @@ def statistics(
         "clients": int(seen.sum()),
         **_over_clusters(values, None if cluster is None else cluster[seen][~absent]),
     }
+    added = {m.name for m in task.added}
     for other in others:
         known = each[other][~np.isnan(each[other])]
         out[other] = float(known.mean()) if len(known) else np.nan
         out[f"pooled {other}"] = float(pooled[other][0])
+        if other in added and len(known) < len(each[other]):
+            out[f"undefined {other}"] = len(each[other]) - len(known)
     out |= {"undefined": int(absent.sum())} if absent.any() else {}
     return out | ({"nonfinite": int(broken.sum())} if broken.any() else {})
 
@@ -81,6 +93,9 @@ class Evaluation:
     adapting: Mapping[str, int] = field(
         default_factory=dict
     )  # steps and samples of fine-tuning all clients but newcomers
+    samples: Mapping[str, Mapping[int, tuple[np.ndarray, np.ndarray]]] = field(
+        default_factory=dict
+    )  # predictions and targets by row, if a metric needs them
 
     @staticmethod
     def of(
@@ -93,17 +108,38 @@ class Evaluation:
         n, shapes = len(answers), task.shapes()
         counts = {k: {c: torch.zeros(n, *s, dtype=d).numpy() for c, (s, d) in shapes.items()} for k in keys}
         loss = {k: np.zeros(n) for k in keys}
+        samples: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {k: {} for k in keys}
         for i, a in enumerate(answers):
             for k, s in a.scores.items():
                 loss[k][i] = s.loss
                 for c, v in s.counts.items():
                     counts[k][c][i] = v.numpy()
+                if s.samples:
+                    samples[k][i] = s.samples[0].numpy(), s.samples[1].numpy()
         clients = [a.client for a in answers]
         cluster = None if cluster_of is None else np.array([int(cluster_of.get(c, ALONE)) for c in clients])
         own = [a for a in answers if a.client not in newcomers]
         work = {"steps": sum(a.steps for a in own), "samples": sum(a.seen for a in own)}
         new = np.array([c in newcomers for c in clients])
-        return Evaluation(task, clients, new, counts, loss, cluster, work if work["steps"] else {})
+        return Evaluation(task, clients, new, counts, loss, cluster, work if work["steps"] else {}, samples)
+
+    @cached_property
+    def _values(self) -> dict[str, dict[str, np.ndarray]]:
+        """Metrics computed from predictions, by "view/part" and name [clients]; NaN where one is undefined."""
+        out: dict[str, dict[str, np.ndarray]] = {k: {} for k in self.counts}
+        for k, metric in product(self.counts, self.task.prediction_metrics):
+            out[k][metric.name] = values = np.full(len(self.clients), np.nan)
+            for i, part in self.samples[k].items():
+                values[i] = metric.of(*part)
+        return out
+
+    def _predicted(self, k: str, rows: np.ndarray) -> dict[str, tuple[np.ndarray, float]]:
+        """Return values of these rows and the pooled value of each metric that is computed from predictions."""
+        parts = [part for i, part in self.samples.get(k, {}).items() if rows[i]]
+        if not parts:
+            return {}
+        joined = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+        return {m.name: (self._values[k][m.name][rows], m.of(*joined)) for m in self.task.prediction_metrics}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of the evaluation file; counts are small, so they are stored in full."""
@@ -112,16 +148,21 @@ class Evaluation:
             out["cluster"] = self.cluster
         for k, found in self.counts.items():
             out |= {f"{k}/{c}": v for c, v in found.items()} | {f"{k}/loss": self.loss[k]}
+            out |= {f"{k}/metric {name}": v for name, v in self._values[k].items()}
         return out
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Return the statistics by "view/part"; newcomers are separate."""
+        return self._summary
+
+    @cached_property
+    def _summary(self) -> dict[str, dict[str, float]]:
         out = {}
         for mark, rows in (("", ~self.newcomer), ("newcomers/", self.newcomer)):
             cluster = None if self.cluster is None else self.cluster[rows]
             for k, found in self.counts.items():
                 mine = {c: v[rows] for c, v in found.items()}
-                if stats := statistics(self.task, mine, self.loss[k][rows], cluster):
+                if stats := statistics(self.task, mine, self.loss[k][rows], cluster, self._predicted(k, rows)):
                     out[mark + k] = stats
         return out
 

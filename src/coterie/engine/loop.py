@@ -11,8 +11,9 @@ import torch
 from coterie.core.context import ClientId, EdgeId, State
 from coterie.core.edges import EdgeMethod
 from coterie.core.method import Method
+from coterie.core.metrics import Metric
 from coterie.core.rng import torch_rng
-from coterie.core.tasks import Classification, Metric
+from coterie.core.tasks import Classification
 from coterie.core.views import ON_REQUEST, View
 from coterie.engine import ledger
 from coterie.engine.edge_steps import preview

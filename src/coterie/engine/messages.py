@@ -38,6 +38,7 @@ class Score:
 
     counts: Mapping[str, Tensor]  # sums over samples that the task's metrics are made of (tasks.py)
     loss: float  # summed over samples
+    samples: tuple[Tensor, ...] = ()  # predictions and targets, if a metric needs them; a simulation only
 
 
 # ---- a round ---------------------------------------------------------------------------------------------------------
@@ -247,6 +248,8 @@ LARGEST_REPORTED = 1e9  # largest number that a client may report
 def check_score(score: Score, task: Task) -> None:
     """Return the score; raise CoterieError if its counts are impossible in this task."""
     counts = dict(score.counts)
+    if score.samples:
+        raise CoterieError("a score from another host holds predictions for single samples")
     task.check(counts)
     n = int(task.samples({k: v[None].numpy() for k, v in counts.items()})[0])
     check_number(score.loss / max(1, n), "the loss of a score")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from coterie.core.tasks import Metric
+from coterie.core.metrics import NAMED_METRICS, Metric
 from coterie.core.views import VIEWS
 from coterie.errors import CoterieError, unknown
 from coterie.results.bootstrap import COVERAGE, resampled
@@ -66,7 +66,12 @@ class Comparison:
             raise CoterieError("give at least one run to compare")
         self.view = headline_view(runs, view)
         self.first = self.view or IN_USE  # name of the first column
-        self.columns = _columns(self.view) | {m.name: (self.first, m.name) for m in runs[0].task.metrics[1:]}
+        self.metrics = tuple({m.name: m for r in runs for m in r.task.reported}.values())
+        self.added = {m.name for r in runs for m in r.task.added if m.is_number}
+        self.columns = _columns(self.view) | {m.name: (self.first, m.name) for m in self.metrics[1:]}
+        self.columns |= {
+            f"pooled {name}": (self.first, f"pooled {name}") for name in self.columns if name in self.added
+        }
         check_columns(also)
         self._hidden = {c for c in HIDDEN_COLUMNS if c not in also and c != self.view}
         self.runs, self._methods, self._against = list(runs), list(methods), list(against)
@@ -87,11 +92,6 @@ class Comparison:
     def arena(self, view: str = "", against: Sequence[str] = (), methods: Sequence[str] = ()) -> ControlTable:
         """Return the differences of methods and their controls, paired by client and seed."""
         return ControlTable(self.runs, against or self._against, view or self.view, methods or self._methods)
-
-    @property
-    def metrics(self) -> tuple[Metric, ...]:
-        """The metrics of the runs' task; columns of views show the first."""
-        return self.runs[0].task.metrics
 
     @property
     def metric(self) -> Metric:
@@ -146,8 +146,15 @@ class Comparison:
         frame = self.table()
         out = pd.DataFrame(index=frame.index)
         more = ("personal", "global", "trained", "adapted", "newcomer", "newcomer adapted")
-        main = (self.first, "worst 10%", *HIDDEN_COLUMNS, "selected", *more)
-        others = {m.name: m for m in self.metrics[1:]}
+        main = (
+            self.first,
+            "worst 10%",
+            *HIDDEN_COLUMNS,
+            "selected",
+            *more,
+            *(c for c in self.columns if c in self.added),
+        )
+        others = {column: m for m in self.metrics[1:] for column in (m.name, f"pooled {m.name}")}
         for name in dict.fromkeys(main) if brief else self.columns:
             if name in frame and name not in self._hidden and (frame[name].notna().any() or name == self.first):
                 own, metric = self.columns[name][0] in ("personal", IN_USE), others.get(name, self.metric)
@@ -232,7 +239,9 @@ class Comparison:
         """Return the methods with the best value of a column as it is shown; none if all have the same value."""
         if name not in self.columns:
             return []
-        metric = next((m for m in self.metrics[1:] if m.name == name), self.metric)
+        metric = next((m for m in self.metrics[1:] if name in (m.name, f"pooled {m.name}")), self.metric)
+        if metric.name in self.added and metric not in NAMED_METRICS.values():
+            return []  # a function of the user does not state in which direction it improves
         values = frame[name].dropna().astype(float)
         best = metric.text(values.min() if metric.lower != (name == "std") else values.max())
         titles = [str(title) for title, value in values.items() if metric.text(value) == best]

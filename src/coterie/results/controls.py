@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from coterie.core.tasks import Classification, Metric
+from coterie.core.metrics import Metric
+from coterie.core.tasks import Classification
 from coterie.core.views import VIEWS
 from coterie.errors import CoterieError, unknown
 from coterie.methods import controls, method_names, registered_name

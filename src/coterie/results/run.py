@@ -11,7 +11,8 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
-from coterie.core.tasks import Classification, Metric, Task, make
+from coterie.core.metrics import Metric
+from coterie.core.tasks import Classification, Task, make
 from coterie.engine.evaluation import ALONE, statistics
 from coterie.engine.personal_models import SavedRun, refuse_devices
 from coterie.engine.session import Objects, Session, rebuild
@@ -119,7 +120,7 @@ class Run:
     def task(self) -> Task:
         """The learning task; old runs without one are classification."""
         task = self.description.get("task", {"name": Classification.name, "outputs": 1})
-        return make(task["name"], task["outputs"])
+        return make(task["name"], task["outputs"], self.settings.get("metrics"))
 
     @property
     def metric(self) -> Metric:
@@ -240,6 +241,10 @@ class Run:
         if personal.get("undefined"):
             clients = f"{personal['undefined']} of {personal['clients']} clients"
             out.append(f"{self.title}: {self.metric.name} is not defined for {clients}, which its mean leaves out")
+        for m in self.task.added:
+            if n := personal.get(f"undefined {m.name}"):
+                clients = f"{n} of {personal['clients']} clients"
+                out.append(f"{self.title}: {m.name} is not defined for {clients}, which its mean leaves out")
         return out
 
     def curve(self, view: str = "personal", part: str = "test", statistic: str = "mean") -> pd.Series:
@@ -260,7 +265,10 @@ class Run:
         return folder.read_evaluation(self.path, events[-1])
 
     def clients(self, round: int | None = None) -> pd.DataFrame:
-        """Return one row per client: name (if the data have names), test samples, and the metric of every view."""
+        """Return one row per client: name (if the data have names), test samples, and the metric of every view.
+
+        Metrics of the setting `metrics` follow as VIEW/PART/NAME.
+        """
         z = self.evaluation(round)
         frame = pd.DataFrame({"client": z["clients"], "newcomer": z["newcomer"]}).set_index("client")
         if self.client_names:
@@ -269,7 +277,11 @@ class Run:
             counts = {k.removeprefix(f"{key}/"): v for k, v in z.items() if k.startswith(f"{key}/")}
             if key.endswith("/test"):
                 frame["samples"] = self.task.samples(counts)
-            frame[key] = self.task.measured(counts)[self.metric.name]
+            measured = self.task.measured(counts)
+            frame[key] = measured[self.metric.name]
+            for metric in (m for m in self.task.added if m.is_number):
+                values = counts.get(f"metric {metric.name}") if metric.needs_predictions else measured[metric.name]
+                frame[f"{key}/{metric.name}"] = values
         return frame
 
     def client_rounds(self) -> pd.DataFrame:
@@ -291,9 +303,20 @@ class Run:
             sentences.append(sentence)
         return sentences
 
+    def confusion(self, view: str = "", part: str = "test", round: int | None = None) -> np.ndarray:
+        """Return the confusion matrix [true class, predicted class] of all clients but newcomers (metrics = confusion).
+
+        The view is the headline and the round that of the last evaluation by default.
+        """
+        z, key = self.evaluation(round), f"{view or self.headline}/{part}/confusion"
+        if key not in z:
+            raise CoterieError(f"{self.path} has no {key}: run it with --set metrics=confusion")
+        matrix: np.ndarray = z[key][~z["newcomer"]].sum(0)
+        return matrix
+
     def summary(self) -> dict[str, Any]:
         """Return the statistics of the evaluation protocol (see statistics.py)."""
-        return summarise(self.rounds, int(self.settings["rounds"]), self.task.metrics)
+        return summarise(self.rounds, int(self.settings["rounds"]), self.task.reported)
 
     def work(self, view: str = "") -> dict[str, float]:
         """Return the local training of all clients until the last round: steps, samples, and processor seconds as cpu.

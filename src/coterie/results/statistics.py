@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from coterie.core.tasks import Classification, Metric
+from coterie.core.metrics import Metric
+from coterie.core.tasks import Classification
 from coterie.core.views import VIEWS
 
 
@@ -57,7 +58,12 @@ def _view(rounds: pd.DataFrame, name: str, chosen_by: str, final: int, metrics: 
     stats |= {k: float(rounds[f"{name}/{k}"][last]) for k in ("std", "worst10", "pooled", "loss")}
     if f"{name}/clusters" in rounds and not pd.isna(rounds[f"{name}/clusters"][last]):
         stats["clusters"] = float(rounds[f"{name}/clusters"][last])
-    stats |= {m.name: float(rounds[f"{name}/{m.name}"][last]) for m in metrics[1:] if f"{name}/{m.name}" in rounds}
+    for metric in metrics[1:]:
+        for statistic in (metric.name, f"pooled {metric.name}"):
+            if f"{name}/{statistic}" in rounds:
+                stats[statistic] = float(rounds[f"{name}/{statistic}"][last])
+        if not pd.isna(rounds.get(f"{name}/undefined {metric.name}", {}).get(last, np.nan)):
+            stats[f"undefined {metric.name}"] = int(rounds[f"{name}/undefined {metric.name}"][last])
     if f"{name}/undefined" in rounds and rounds[f"{name}/undefined"].notna()[last]:
         stats["undefined"] = int(rounds[f"{name}/undefined"][last])  # clients without a defined metric
     if chosen_by in rounds and rounds[chosen_by][sound.index].notna().any():

@@ -174,7 +174,8 @@ class Clients:
     def _watched(self, watch: bool, models: Sequence[Model], opened: Sequence[Opened]) -> Sequence[Score | None]:
         if not watch:
             return [None] * len(models)
-        return self._scores([Case(*m, o.test) for m, o in zip(models, opened, strict=True)])
+        scores = self._scores([Case(*m, o.test) for m, o in zip(models, opened, strict=True)])
+        return [replace(s, samples=()) for s in scores]
 
     def _continue_local(
         self,

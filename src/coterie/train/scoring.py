@@ -8,6 +8,7 @@ from torch import Tensor
 
 from coterie.core.context import PER_PASS, Extras, Split
 from coterie.core.method import Method
+from coterie.core.tasks import Task
 from coterie.core.tree import Tree
 from coterie.engine.messages import Score
 from coterie.train.vmap.step import Extra, UnstackableError, truly_batched
@@ -36,7 +37,7 @@ def score_model(method: Method, params: Tree, extras: Extras, split: Split, shar
     outputs = torch.cat(parts)
     if task.whole:
         loss = task.total(outputs, split.y).double()
-    return Score(task.count(outputs, split.y), float(loss))
+    return Score(task.count(outputs, split.y), float(loss), _kept(task, outputs, split.y))
 
 
 class Scorer:
@@ -126,7 +127,13 @@ class Scorer:
         else:
             each = task.each(outputs, y).double()
             loss = torch.zeros(cases, dtype=torch.float64).index_add_(0, who, each)
-        return [Score(counts, float(x)) for counts, x in zip(task.count_all(parts), loss, strict=True)]
+        counted = zip(task.count_all(parts), loss, parts, strict=True)
+        return [Score(counts, float(x), _kept(task, *part)) for counts, x, part in counted]
+
+
+def _kept(task: Task, outputs: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Return predictions and targets if a metric is computed from them; otherwise nothing."""
+    return (task.predictions(outputs), y) if task.prediction_metrics else ()
 
 
 def _one_model(cases: Sequence[Case]) -> bool:

@@ -11,8 +11,10 @@ from torch import nn
 from coterie.config import Engine, RunSettings
 from coterie.core.context import Context
 from coterie.core.method import Method
+from coterie.core.metrics import PredictionMetric, check_function, metric_key, metric_paths
 from coterie.core.net import Net
 from coterie.core.rng import key
+from coterie.core.tasks import with_metrics
 from coterie.core.tree import Tree
 from coterie.data.catalogue import DATASETS
 from coterie.data.dataset import Dataset
@@ -94,6 +96,7 @@ def bind(
         models = model or str(settings.model)
         return _bind_each(settings, engine, method, federation, models, planned_rounds, functions)
     functions = _functions(settings, functions or {})
+    metric_functions = {path: functions[metric_key(path)] for path in metric_paths(settings.metrics)}
     n = len(federation.clients)
     if settings.newcomers >= n:
         raise CoterieError(f"newcomers = {settings.newcomers} leaves none of the {n} clients for training")
@@ -102,7 +105,7 @@ def bind(
         net=net,
         w0=_started(net.state(), start, settings.warm_start),
         clients=federation.clients[: n - settings.newcomers],
-        task=federation.task,
+        task=with_metrics(federation.task, settings.metrics, metric_functions),
         planned_rounds=planned_rounds or settings.rounds,
         join=settings.join,
         epochs=settings.epochs,
@@ -147,19 +150,31 @@ def bind(
         check_items(settings.augment, example, federation.task.name)
     if settings.server_optimizer is not None:
         check_combines(method, settings.server_optimizer)
+    _check_metrics(settings, method.ctx, federation)
     rule = _rule(settings, functions)
     check_fit(rule, [method.ctx.w0[k] for k in net.trainable])
     notes = (*_output_notes(method.ctx, federation), *_unused_notes(settings, method))
     return Session(settings, engine, federation, method, notes=notes, rule=rule, functions=functions)
 
 
-_NAME_CODE = ("optimizer",)  # settings that may name a function of the user
-
-
 def _functions(settings: RunSettings, given: Mapping[str, Function]) -> dict[str, Function]:
     """Return the functions that settings name as module:name, imported unless they are given."""
-    named = {name: str(getattr(settings, name)) for name in _NAME_CODE}
-    return {k: given.get(k) or imported(k, path) for k, path in named.items() if ":" in path}
+    named = {"optimizer": settings.optimizer} if ":" in settings.optimizer else {}
+    named |= {metric_key(path): path for path in metric_paths(settings.metrics)}
+    return {k: given.get(k) or imported(k.split()[0], path) for k, path in named.items()}
+
+
+def _check_metrics(settings: RunSettings, ctx: Context, federation: Federation) -> None:
+    """Raise CoterieError if a metric of the user fails for the initial model on some of the data."""
+    own = dict(zip((settings.metrics or "").split(","), ctx.task.added, strict=False))
+    own = {path: metric for path, metric in own.items() if ":" in path}
+    if own:
+        rows = torch.arange(0, len(federation.dataset), max(1, len(federation.dataset) // 256))
+        outputs = ctx.outputs(ctx.w0, federation.dataset.ready(rows, federation.settings.normalize))
+        predictions, y = ctx.task.predictions(outputs).numpy(), federation.dataset.y[rows].numpy()
+        for path, metric in own.items():
+            assert isinstance(metric, PredictionMetric)
+            check_function(metric, path, predictions, y)
 
 
 def _rule(settings: RunSettings, functions: Mapping[str, Function]) -> Optimiser:

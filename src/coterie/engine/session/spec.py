@@ -76,7 +76,7 @@ class Objects:
                 objects = replace(objects, method=thing)
             elif thing is not None and name == "model" and callable(thing):
                 objects = replace(objects, model=thing)
-            elif thing is not None and name in RunSettings.model_fields and callable(thing):
+            elif thing is not None and name.split()[0] in RunSettings.model_fields and callable(thing):
                 objects = replace(objects, functions={**objects.functions, name: thing})
             else:
                 raise CoterieError(f"{path} was made with a {name} of your own ({where}); pass the same {name} again")

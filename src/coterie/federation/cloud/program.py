@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from coterie.config import Engine, RunSettings
+from coterie.core.metrics import check_counts_suffice
 from coterie.data.table import TableEncoding
 from coterie.engine.loop import Progress
 from coterie.engine.session import Callbacks, Session, bind, execute, prepare
@@ -95,6 +96,7 @@ def check_possible(settings: RunSettings) -> None:
     ):  # fmt: skip
         if getattr(settings, name):
             raise CoterieError(f"{name} = true {why}; the devices of a federation do not send them")
+    check_counts_suffice(settings.metrics)
 
 
 def over_grpc(cloud: CloudSettings) -> Connect:

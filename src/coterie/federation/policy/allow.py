@@ -44,6 +44,7 @@ from pydantic.fields import FieldInfo
 from coterie import methods as m
 from coterie.config import RunSettings
 from coterie.core.method import Method, Phase
+from coterie.core.metrics import check_counts_suffice
 from coterie.core.schema import Kind, Schema
 from coterie.engine.messages import ScoreRequest, SendRequest, TrainRequest
 from coterie.engine.session import Session
@@ -65,7 +66,7 @@ ALLOWED_KINDS = (*get_args(Kind), "scores", "columns")
 # settings of a run that decide what a device computes or sends; the others concern only the cloud
 GOVERNED_SETTINGS = (
     "batch", "lr", "lr_decay", "lr_rounds", "lr_steps", "local_steps", "augment", "optimizer", "grad_clip", "momentum",
-    "weight_decay", "opt_state", "bn_stats", "eval_every", "watch", "final_trained", "headline", "use",
+    "weight_decay", "opt_state", "bn_stats", "eval_every", "metrics", "watch", "final_trained", "headline", "use",
 )  # fmt: skip
 CODE_SETTINGS = ("optimizer",)  # settings that may name a function by module path
 _FORBIDDEN_SETTINGS = ("warm_start", "official", "log_updates")  # read local files, or send undeclared models
@@ -164,6 +165,7 @@ class Allow:
         for name in _FORBIDDEN_SETTINGS:
             if getattr(settings, name):
                 raise CoterieError(f"the plan sets {name}, which no host of a federation allows")
+        check_counts_suffice(settings.metrics)
         for name in CODE_SETTINGS:
             if isinstance(path := getattr(settings, name), str) and ":" in path:
                 self._check_code(name, path)

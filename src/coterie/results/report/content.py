@@ -1,11 +1,12 @@
 """The numbers of a report, as plain values: the cells of its tables and the data that its script draws."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from coterie.core.tasks import Metric
+from coterie.core.metrics import Metric
 from coterie.errors import CoterieError
 from coterie.results.comparison import MODEL, Comparison
 from coterie.results.controls import ControlTable, gain_sign, gain_unit, signed_text, value_text
@@ -181,6 +182,16 @@ def control_rows(comparison: Comparison) -> dict[str, Any] | None:
         rows.append({"method": p.row.title, "label": p.row.label, "against": p.against.label, "cells": cells})
     covers = f"{controls.covers().capitalize()}."
     return {"rows": rows, "metric": metric.name, "covers": covers, "notes": controls.warnings()}
+
+
+def confusion_tables(comparison: Comparison) -> dict[str, list[list[int]]]:
+    """Return method -> confusion matrix of its headline at the last evaluation, summed over clients and seeds."""
+    out: dict[str, Any] = {}
+    for r in comparison.runs:
+        if any(not m.is_number for m in r.task.added):
+            with suppress(CoterieError):  # not evaluated yet, or damaged, which a warning reports
+                out[r.title] = out.get(r.title, 0) + r.confusion()
+    return {title: matrix.tolist() for title, matrix in out.items()}
 
 
 def byte_table(comparison: Comparison) -> list[list[Any]]:

@@ -61,6 +61,7 @@ SECTIONS = (
     Section("curves", "Curves", lambda s: s.each(content.curve_data)),
     Section("cost", "Scores against bytes", lambda s: s.each(content.cost_data)),
     Section("clients", "Clients", lambda s: s.each(content.client_data)),
+    Section("confusion", "Confusion matrices", lambda s: s.each(content.confusion_tables)),
     Section("clusters", "Clusters and edges", lambda s: s.each(content.cluster_data)),
     Section("bytes", "Bytes", lambda s: s.each(content.byte_table)),
     Section("settings", "Settings", lambda s: origin.settings_table(s.runs)),
