@@ -240,7 +240,7 @@ def test_a_dry_run_shows_cells_settings_and_time_and_runs_nothing(
     done = CliRunner().invoke(app, [*asked, "--dry-run", "--out", str(tmp_path / "o")])
     assert done.exit_code == 0 and not (tmp_path / "o").exists() and not (tmp_path / "calibration.json").exists()
     words = " ".join(done.output.split())
-    for part in ("FedCPMD", "preparation = 60", "in all runs: ", "rounds = 200", "2 runs, about", "nothing was run"):
+    for part in ("FedCPMD", "preparation", "60.0", "in all runs: ", "rounds = 200", "2 runs, about", "nothing was run"):
         assert part in words
     assert "This machine is busy" in words
     assert "momentum" not in words  # It is zero in all runs.

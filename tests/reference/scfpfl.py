@@ -20,10 +20,10 @@ def reference(  # type: ignore[no-untyped-def]
     world: World, warmup_epochs: int, score: str, g: float = 0.35, lambda1: float = 0.9, kl_weight: float = 1.0,
     local_train_each_round: bool = False, accept: str = "agent", sends: str = "kept", kl_when: str = "always",
     clustering: bool = True, mixing: bool = True, agent: bool = True, fourier_linear: str = "fourier",
-    fourier_bias: str = "mean", **_,
+    fourier_bias: str = "mean", centred: bool = False, **_,
 ) -> Result:  # fmt: skip
     own = {i: world.fit(world.module(), 0, i, epochs=warmup_epochs) for i in world.clients}
-    of = _clusters(world, own) if clustering else {i: i for i in world.clients}
+    of = _clusters(world, own, centred) if clustering else {i: i for i in world.clients}
     theta = []
     for k in range(max(of.values()) + 1):
         here = [i for i in world.clients if of[i] == k]
@@ -73,10 +73,18 @@ def _right(world: World, i: int, model: nn.Module) -> float:
     return float((evaluated(model, x).argmax(1) == y).float().mean())
 
 
-def _clusters(world: World, models: dict[int, nn.Module]) -> dict[int, int]:
-    """Two clusters: cosines of predictions, normalised Laplacian, rows of its first two eigenvectors, k-means."""
-    p = torch.stack([evaluated(m, world.public_part).double().softmax(-1) for m in models.values()])
-    s = torch.stack([torch.stack([torch.cosine_similarity(a, b, dim=1).sum() for b in p]) for a in p])
+def _clusters(world: World, models: dict[int, nn.Module], centred: bool) -> dict[int, int]:
+    """Two clusters: cosines of predictions, normalised Laplacian, rows of its first two eigenvectors, k-means.
+
+    The mended method compares logits without each client's mean over the items.
+    """
+    z = torch.stack([evaluated(m, world.public_part).double() for m in models.values()])
+    if centred:
+        flat = (z - z.mean(1, keepdim=True)).flatten(1)
+        s = torch.stack([torch.cosine_similarity(a[None], flat, dim=1) for a in flat]).clamp(0, 1)
+    else:
+        p = z.softmax(-1)
+        s = torch.stack([torch.stack([torch.cosine_similarity(a, b, dim=1).sum() for b in p]) for a in p])
     root = s.sum(1).rsqrt()
     lap = torch.eye(len(s)) - root[:, None] * s * root[None]
     h = torch.linalg.eigh(lap).eigenvectors[:, :2]
@@ -126,8 +134,22 @@ def cluster_only(world: World, **settings) -> Result:  # type: ignore[no-untyped
 def mended(world: World, **settings) -> Result:  # type: ignore[no-untyped-def]
     """The best of agent, edge and own model, and a teacher only where something was lost."""
     return reference(
-        world, kl_when="own_better", accept="best", sends="agent", local_train_each_round=False, **settings
+        world,
+        kl_when="own_better",
+        accept="best",
+        sends="agent",
+        local_train_each_round=False,
+        centred=True,
+        **settings,
     )
+
+
+def mended_no_agent(world: World, **settings) -> Result:  # type: ignore[no-untyped-def]
+    return no_agent(world, centred=True, **settings)
+
+
+def mended_cluster_only(world: World, **settings) -> Result:  # type: ignore[no-untyped-def]
+    return cluster_only(world, centred=True, **settings)
 
 
 def fourier_only(world: World, **settings) -> Result:  # type: ignore[no-untyped-def]
@@ -152,13 +174,17 @@ CASES = [
     Case("sc-fpfl-mended", mended, MENDED | TWO, PUBLIC | {"rounds": 4}),
     Case(
         "sc-fpfl-mended-no-agent",
-        no_agent,
+        mended_no_agent,
         {k: v for k, v in (MENDED | TWO).items() if k != "kl_weight"},
         PUBLIC,
         long=("cnn",),
     ),
     Case(
-        "sc-fpfl-mended-cluster-only", cluster_only, TWO | {"score": "own", "warmup_epochs": 2}, PUBLIC, long=("cnn",)
+        "sc-fpfl-mended-cluster-only",
+        mended_cluster_only,
+        TWO | {"score": "own", "warmup_epochs": 2},
+        PUBLIC,
+        long=("cnn",),
     ),
     Case("sc-fpfl-mended-no-kl", mended, MENDED | TWO | {"kl_weight": 0.0}, PUBLIC, long=("cnn",)),
     Case("sc-fpfl-mended-fourier-only", mended_fourier_only, MENDED, long=("cnn",)),
