@@ -350,7 +350,7 @@ def tune(
     how = _engine(more, "workers", "data_dir")
     limits = Budget(eta, budget, minutes, trials)
     chosen: list[str | type[Method]] = [methods] if isinstance(methods, str | type) else list(methods)
-    if not space and len(chosen) == 1:
+    if space is not None and not space and len(chosen) == 1:
         raise CoterieError("space names no setting to search; give a list of values for each, such as lr = [0.01, 0.1]")
     folder = _path(out) or fresh_folder("tune")
     made = make_trials(chosen, space, folder, objects, rounds, limits, seed=seed, **names, **more)
