@@ -228,6 +228,8 @@ def test_a_resumed_run_keeps_its_metrics_and_refuses_other_code(tmp_path, monkey
     whole = coterie.run("fedavg", out=tmp_path / "whole", metrics=["macro_f1", gap], **SMALL)
     some = coterie.run("fedavg", out=tmp_path / "some", metrics=["macro_f1", gap], on_round=lambda p: True, **SMALL)
     assert some.last_round == 1
+    with pytest.raises(CoterieError, match="metrics"):
+        coterie.resume(tmp_path / "some", functions={"metrics": lambda p, y: 0.0})
     assert coterie.resume(tmp_path / "some", functions={"metrics": gap}).events == whole.events
     assert coterie.open_run(tmp_path / "some").summary()["personal"]["pooled gap"] > 0
     recorded = json.loads((tmp_path / "some" / "settings.json").read_text())
