@@ -28,6 +28,7 @@ ROOMS = [
     ["parts"],
     ["methods"],
     ["engine.messages", "data"],
+    ["engine.combining"],
     ["engine.server_optimiser"],
     ["engine.round", "runtimes.registry"],
     ["engine.edge_steps"],

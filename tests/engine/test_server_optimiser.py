@@ -9,6 +9,7 @@ from coterie import config
 from coterie.core import tree as T
 from coterie.core.method import Upload
 from coterie.engine import codec
+from coterie.engine.combining import Combiner
 from coterie.engine.server_optimiser import ServerOptimiser, check_server_optimiser
 from coterie.engine.session import Callbacks, prepare
 from coterie.errors import CoterieError
@@ -48,12 +49,12 @@ def by_hand(rule: str) -> list[float]:
 ])  # fmt: skip
 def test_three_steps_are_those_of_the_papers(text: str, rule: str) -> None:
     method = bind(FedAvg, model=mlp(norm=True))
-    optimiser, w = ServerOptimiser(check_server_optimiser(text)), method.ctx.w0
-    for d, step in zip(CHANGES, by_hand(rule), strict=True):
+    combiner, w = Combiner(moves=(ServerOptimiser(check_server_optimiser(text)),)), method.ctx.w0
+    for t, (d, step) in enumerate(zip(CHANGES, by_hand(rule), strict=True), 1):
         # weights 1 and 3: the mean of the changes 4d - 3 and 1 is d
         uploads = [Upload({k: v + x for k, v in w.items()}, sender=i, samples=n) for i, (x, n) in
                    enumerate([(4 * d - 3, 1), (1.0, 3)])]  # fmt: skip
-        upload, optimiser = optimiser.combined(method, w, uploads)
+        upload, combiner = combiner.combined(method, w, uploads, t)
         assert upload.samples == 4
         for k, v in upload.tree.items():
             moved = step if k in method.ctx.net.trainable else d  # statistics of batch norm are averaged
@@ -82,7 +83,7 @@ def test_bits_are_equal_for_any_number_of_workers_and_after_a_resume(name: str, 
     close_loop(loop)
     again = open_loop(bench.session(**more), tmp_path / "3")
     assert again.resume() == []
-    assert again.combiner is not None and again.combiner.memory["m"]
+    assert again.combiner is not None and again.combiner.memory["server_optimizer"]["m"]
     again.run()
     close_loop(again)
     for at, other in (("2", two), ("3", again)):

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 
 from coterie.core.context import ClientId, State
 from coterie.core.method import Method
+from coterie.engine.combining import Combiner
 from coterie.engine.round import Edges, RoundAnswers, RoundPlan, RoundResult, close
-from coterie.engine.server_optimiser import ServerOptimiser
 from coterie.errors import CoterieError
 
 log = logging.getLogger("coterie.cloud")
@@ -70,7 +70,7 @@ def close_contained(
     plan: RoundPlan,
     answers: RoundAnswers,
     probe: Callable[[RoundResult], None] = lambda result: None,
-    combiner: ServerOptimiser | None = None,
+    combiner: Combiner | None = None,
 ) -> RoundResult:
     """Close the round without the senders that make `close`, or `probe` of its result, raise an error."""
     groups = [frozenset({r.client}) for r in plan.direct if r.client in answers.trained]

@@ -16,12 +16,12 @@ from coterie.core.rng import torch_rng
 from coterie.core.tasks import Classification
 from coterie.core.views import ON_REQUEST, View
 from coterie.engine import ledger
+from coterie.engine.combining import Combiner
 from coterie.engine.edge_steps import preview
 from coterie.engine.evaluation import Evaluation, Official, Watch, notes
 from coterie.engine.fault_isolation import close_contained
 from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult, Rules, close, plan
-from coterie.engine.server_optimiser import ServerOptimiser
 from coterie.errors import CoterieError
 from coterie.runtimes.base import Conclusion, Runtime
 from coterie.storage import checkpoint
@@ -46,7 +46,7 @@ class Schedule:
     eval_clients: int | None = None  # number of clients, and of newcomers, that are scored; None: all
     stop_after: int | None = None  # evaluations without a better value on validation data, after which the run ends
     stop_at: float | None = None  # value on validation data at which the run ends
-    server_optimizer: str | None = None  # optimiser that combines uploads (server_optimiser.py)
+    combiner: Combiner | None = None  # makes one upload of all (combining.py); None: the method gets them all
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Loop:
         self.official = official
         self.server: State = {}
         self.edges: dict[EdgeId, State] = {}
-        self.combiner = None if schedule.server_optimizer is None else ServerOptimiser(schedule.server_optimizer)
+        self.combiner = schedule.combiner
         self.bytes: ledger.Page = {}  # since the start of the run
         self.done = -1  # last finished round
         self.validation: dict[int, float] = {}  # value on validation data by round, where clients were scored
@@ -277,6 +277,7 @@ class Loop:
             watch=watch.summary() if watch else {},
             eval=found.summary() if found else {},
             **({"adapting": found.adapting} if found and found.adapting else {}),
+            **({"combined": facts} if (facts := self.combiner.facts() if self.combiner else {}) else {}),
             **({"reasons": result.reasons} if result.reasons else {}),
             **({"ended": self.ended} if self.ended else {}),
         )
@@ -287,7 +288,7 @@ class Loop:
         name = type(self.method).__name__
 
         def made(index: Index) -> Checkpoint:
-            memory = {} if self.combiner is None else self.combiner.memory
+            memory = {} if self.combiner is None else dict(self.combiner.memory)
             return Checkpoint(self.done, name, self.server, self.edges, index, self.bytes, events, timing, memory)
 
         checkpoint.save_checkpoint(self.folder, self.runtime, made)

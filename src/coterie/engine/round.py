@@ -16,9 +16,9 @@ from coterie.core.method import Download, Method, Moment, Upload
 from coterie.core.rng import torch_rng
 from coterie.core.schema import NonFiniteError, Schema
 from coterie.engine import ledger
+from coterie.engine.combining import Combiner
 from coterie.engine.ledger import DEVICE_CLOUD, DEVICE_EDGE, EDGE_CLOUD, summed
 from coterie.engine.messages import Bytes, MergeAnswer, MergeRequest, TrainAnswer, TrainRequest
-from coterie.engine.server_optimiser import ServerOptimiser
 from coterie.errors import CoterieError
 
 Edges = Mapping[EdgeId, State]
@@ -68,7 +68,7 @@ class RoundResult:
     refused: dict[ClientId, str]  # excluded because of the content of their uploads, with reasons
     reasons: dict[ClientId, str]  # reasons of missing and refused clients, except those drawn to fail
     bytes: ledger.Page
-    combiner: ServerOptimiser | None = None  # after this round
+    combiner: Combiner | None = None  # after this round
     doubtful: frozenset[ClientId] = frozenset()  # refused clients whose upload may not be the cause
 
     @property
@@ -134,7 +134,7 @@ def close(
     edges: Edges,
     plan: RoundPlan,
     answers: RoundAnswers,
-    combiner: ServerOptimiser | None = None,
+    combiner: Combiner | None = None,
 ) -> RoundResult:
     page: ledger.Page = {}
     if plan.edges:
@@ -179,7 +179,7 @@ def close(
 
     uploads = [*merged, *direct.uploads]
     if uploads and combiner is not None and plan.round > 0:
-        upload, combiner = combiner.combined(method, plan.direct[0].shared, uploads)
+        upload, combiner = combiner.combined(method, plan.direct[0].shared, uploads, plan.round)
         uploads = [upload]
     if uploads:
         server = method.aggregate(server, uploads, plan.round)

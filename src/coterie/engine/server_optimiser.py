@@ -1,31 +1,23 @@
-"""The combiner between uploads and the method: one mean upload, moved by an optimiser of the server.
+"""Optimisers of the server: a stage of the combiner that moves the parameters of the combined upload.
 
-A method with `combines = "mean"` may be handed one combined upload, because its next state depends on the mean of the
-uploads only. FedAvgM: Hsu et al., 2019, arXiv 1909.06335. FedAdagrad, FedAdam and FedYogi: Reddi et al., ICLR 2021,
-arXiv 2003.00295, Algorithm 2, without bias correction and with v = tau^2 before the first round.
+The mean change of the parameters in a round is the gradient of the server. FedAvgM: Hsu et al., 2019, arXiv
+1909.06335. FedAdagrad, FedAdam and FedYogi: Reddi et al., ICLR 2021, arXiv 2003.00295, Algorithm 2, without bias
+correction and with v = tau^2 before the first round.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from coterie.core import tree as T
 from coterie.core.calls import WrittenCall, bind_call, parse_calls
-from coterie.core.edges import EdgeMethod
 from coterie.core.method import Method, Upload
 from coterie.core.tree import Tree
+from coterie.engine.combining import Memory, moved_names, title_of
 from coterie.errors import CoterieError
-
-Memory = dict[str, Tree]  # moments by kind, then by entry of the model
-
-
-def mean_upload(method: Method, uploads: Sequence[Upload]) -> Upload:
-    """Return one upload that stands for all: the mean with the method's weights, and the sum of their samples."""
-    tree = T.mean([u.tree for u in uploads], method.weights(uploads))
-    return Upload(tree, samples=sum(u.samples for u in uploads))
 
 
 # ---- rules: (change, memory of one entry) -> (step, memory), with the parameters that the setting gives --------------
@@ -86,40 +78,35 @@ def check_server_optimiser(text: str) -> str:
 
 @dataclass(frozen=True)
 class ServerOptimiser:
-    """An optimiser of the server with its memory; a value, so that a round stays a pure step."""
+    """An optimiser of the server; its memory holds moments by kind, then by entry of the model."""
 
+    setting: ClassVar[str] = "server_optimizer"
     text: str  # the setting, such as fedadam(lr=0.03)
-    memory: Memory = field(default_factory=dict)
 
-    def combined(self, method: Method, sent: Tree, uploads: Sequence[Upload]) -> tuple[Upload, "ServerOptimiser"]:
-        """Return the mean upload with its parameters moved from `sent` by the optimiser, and the optimiser after it."""
+    def move(self, method: Method, sent: Tree, upload: Upload, round: int, memory: Memory) -> tuple[Upload, Memory]:
+        """Return the upload with its parameters moved from `sent` by the optimiser, and the moments after it."""
         call = _call(self.text)
-        upload = mean_upload(method, uploads)
         tau = float(bind_call("server_optimizer", call, RULES).arguments.get("tau", 0.0))
-        tree, memory = dict(upload.tree), Memory(m=dict(self.memory.get("m", {})), v=dict(self.memory.get("v", {})))
+        tree, moments = dict(upload.tree), Memory(m=dict(memory.get("m", {})), v=dict(memory.get("v", {})))
         for name in moved_names(method, upload.tree):
             old = sent[name]
-            m = memory["m"].get(name, torch.zeros_like(old))
-            v = memory["v"].get(name, torch.full_like(old, tau**2))
+            m = moments["m"].get(name, torch.zeros_like(old))
+            v = moments["v"].get(name, torch.full_like(old, tau**2))
             change = tree[name] - old
             step, m, v = RULES[call.name](*call.values, **dict(call.options), change=change, m=m, v=v)
-            tree[name], memory["m"][name], memory["v"][name] = old + step, m, v
-        return replace(upload, tree=tree), replace(self, memory=memory)
+            tree[name], moments["m"][name], moments["v"][name] = old + step, m, v
+        return replace(upload, tree=tree), moments
 
+    def check(self, method: Method) -> None:
+        """Raise CoterieError if the method does not average parameters that it has sent."""
+        up, down = method.schema("up").entries, method.schema("down").entries
+        names = moved_names(method, up)
+        if not names or any(name not in down or down[name].shape != up[name].shape for name in names):
+            raise CoterieError(
+                f"server_optimizer = {self.text} needs a method that sends and averages parameters; "
+                f"{title_of(method)} does not"
+            )
 
-def moved_names(method: Method, entries: Mapping[str, object]) -> list[str]:
-    """Return the entries that a server optimiser moves: trained parameters; statistics of batch norm are averaged."""
-    return [name for name in entries if T.plain(name) in method.ctx.net.trainable]
-
-
-def check_combines(method: Method, text: str) -> None:
-    """Raise CoterieError if a method does not combine its uploads by a mean of parameters that it has sent."""
-    title = method.card.title or type(method).__name__
-    if method.combines != "mean" or isinstance(method, EdgeMethod):
-        raise CoterieError(f"server_optimizer = {text} needs a method that only averages uploads; {title} does not")
-    up, down = method.schema("up").entries, method.schema("down").entries
-    names = moved_names(method, up)
-    if not names or any(name not in down or down[name].shape != up[name].shape for name in names):
-        raise CoterieError(
-            f"server_optimizer = {text} needs a method that sends and averages parameters; {title} does not"
-        )
+    def facts(self, memory: Memory) -> dict[str, Any]:
+        """Return nothing: moments are not logged."""
+        return {}

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from coterie.core.context import EdgeId, State
 from coterie.core.states import register, typed
-from coterie.core.tree import Tree
 from coterie.engine import codec
 from coterie.engine.ledger import Page
 from coterie.errors import CoterieError
@@ -34,7 +34,7 @@ class Checkpoint:
     bytes: Page  # declared bytes since the start of the run
     events: int  # length of events.jsonl
     timing: int
-    combiner: dict[str, Tree] = field(default_factory=dict)  # memory of the server's optimiser
+    combiner: dict[str, Any] = field(default_factory=dict)  # memories of the combiner's stages, by setting
 
 
 def save_checkpoint(folder: Folder, runtime: Runtime, made: Callable[[Index], Checkpoint]) -> None:

@@ -17,11 +17,11 @@ from coterie.core.edges import EdgeMethod, is_announced
 from coterie.core.method import Client, Method, Moment
 from coterie.core.schema import Entry, Schema
 from coterie.engine import codec
+from coterie.engine.combining import mean_upload
 from coterie.engine.edge_steps import merge, preview, relay
 from coterie.engine.loop import Loop
 from coterie.engine.messages import TrainAnswer, TrainRequest
 from coterie.engine.round import RoundAnswers, RoundPlan, close, receive
-from coterie.engine.server_optimiser import mean_upload
 from coterie.engine.session import Callbacks, Objects
 from coterie.errors import CoterieError
 from coterie.methods import build_method, find

@@ -22,7 +22,7 @@ from coterie.data.federation import Federation, as_given, federate
 from coterie.data.sources import load_dataset
 from coterie.data.target_types import with_task
 from coterie.engine.provenance import import_named
-from coterie.engine.server_optimiser import check_combines
+from coterie.engine.session.combiner import combiner_of
 from coterie.engine.session.spec import Factory, Function, Objects, Session, fitting_options, model_name
 from coterie.errors import CoterieError
 from coterie.methods import build_method as build_method
@@ -148,8 +148,8 @@ def bind(
     if settings.augment is not None:
         example = federation.dataset.ready(torch.arange(2), federation.settings.normalize)
         check_items(settings.augment, example, federation.task.name)
-    if settings.server_optimizer is not None:
-        check_combines(method, settings.server_optimizer)
+    if (combiner := combiner_of(settings)) is not None:
+        combiner.check(method)
     _check_metrics(settings, method.ctx, federation)
     rule = _rule(settings, functions)
     check_fit(rule, [method.ctx.w0[k] for k in net.trainable])

@@ -10,6 +10,7 @@ from safetensors.torch import save
 from coterie.engine.evaluation import Official
 from coterie.engine.loop import Callbacks, Loop, Schedule
 from coterie.engine.round import Rules
+from coterie.engine.session.combiner import combiner_of
 from coterie.engine.session.resume import check_unchanged, short_batch_warning, training_engine_at_start
 from coterie.engine.session.spec import Session
 from coterie.errors import CoterieError
@@ -47,7 +48,7 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
         eval_clients=s.eval_clients,
         stop_after=s.stop_after,
         stop_at=s.stop_at,
-        server_optimizer=s.server_optimizer,
+        combiner=combiner_of(s),
     )
     official = Official(session.method, session.federation, s.gm_head) if s.official else None
     return Loop(session.method, runtime, folder, schedule, official)
