@@ -25,7 +25,7 @@ ROOMS = [
     ["models", "core.context"],
     ["core.method"],
     ["core.edges"],
-    ["parts"],
+    ["parts", "privacy.secure_sum"],
     ["methods"],
     ["engine.messages", "data"],
     ["engine.combining"],

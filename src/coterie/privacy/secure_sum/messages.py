@@ -1,0 +1,150 @@
+"""The messages of a secure sum, in the order in which they are sent. Keys, shares and words are tensors.
+
+| step | from the server | from a client |
+|---|---|---|
+| keys | SumTerms | PublicKeys |
+| shares | NeighbourKeys | SealedShares |
+| masked | IncomingShares | MaskedWords |
+| unmask | Survivors | RevealedShares |
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.core.states import register
+from coterie.errors import CoterieError
+from coterie.privacy.secure_sum.fixed_point import Words
+
+SUM_STEPS = ("keys", "shares", "masked", "unmask")
+
+
+@register
+@dataclass(frozen=True)
+class SumTerms:
+    """What all clients of one sum must agree on."""
+
+    session: str  # names this sum; every key is bound to it
+    least: int  # the fewest clients that a sum may have
+    share: float  # more than this share of the holders of a client's shares must answer in the end
+
+    def threshold(self, holders: int) -> int:
+        """Return how many of a client's share holders give its secret."""
+        return max(self.least, math.floor(self.share * holders) + 1)
+
+
+@register
+@dataclass(frozen=True)
+class PublicKeys:
+    """A client's keys for one sum."""
+
+    client: int
+    mask: Tensor  # uint8 [32], for the masks of pairs
+    cipher: Tensor  # uint8 [32], for sealed shares
+    committed: Tensor  # uint8 [32], by which the server checks the seed of the client's own mask
+    signature: Tensor  # uint8 [any], of `signed_text`; empty in a simulation
+
+    def signed_text(self, session: str) -> bytes:
+        """Return the bytes that the signature covers."""
+        keys = b"".join(map(to_bytes, (self.mask, self.cipher, self.committed)))
+        return f"coterie secure sum keys\x1f{session}\x1f{self.client}\x1f".encode() + keys
+
+
+@register
+@dataclass(frozen=True)
+class NeighbourKeys:
+    """The clients of a sum, and the keys of a client's neighbours."""
+
+    members: Tensor  # bool [clients], true for those whose keys arrived
+    keys: tuple[PublicKeys, ...]
+
+
+@register
+@dataclass(frozen=True)
+class SealedShares:
+    """A client's secrets for its neighbours: one row each, in the order of their numbers."""
+
+    client: int
+    sealed: Tensor  # uint8 [neighbours, SEALED_BYTES]
+
+
+@register
+@dataclass(frozen=True)
+class IncomingShares:
+    """What a client's neighbours have sealed for it."""
+
+    senders: tuple[int, ...]
+    sealed: Tensor  # uint8 [senders, SEALED_BYTES]
+
+
+@register
+@dataclass(frozen=True)
+class MaskedWords:
+    """A client's numbers with all its masks."""
+
+    client: int
+    words: Tensor  # int32 [count], the bits of numbers modulo 2^32
+
+
+@register
+@dataclass(frozen=True)
+class Survivors:
+    """A client's neighbours whose masked numbers are part of the sum."""
+
+    clients: tuple[int, ...]
+
+
+@register
+@dataclass(frozen=True)
+class RevealedShares:
+    """Shares that a client holds, of itself and of the senders of its incoming shares, in the order of their numbers.
+
+    Of a client whose masked numbers are part of the sum it is a share of the seed of its own mask, of every other
+    client a share of its mask key: never both.
+    """
+
+    client: int
+    shares: Tensor  # uint8 [1 + senders, SHARE_BYTES]
+
+
+def to_tensor(data: bytes) -> Tensor:
+    """Return bytes as a tensor."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor of bytes."""
+    return tensor.contiguous().numpy().tobytes()
+
+
+def rows_tensor(rows: Iterable[bytes], width: int) -> Tensor:
+    """Return rows of bytes as a tensor [rows, width]."""
+    return to_tensor(b"".join(rows)).view(-1, width)
+
+
+def words_tensor(words: Words) -> Tensor:
+    """Return words as a tensor of the same bits."""
+    return torch.from_numpy(words.view(np.int32))
+
+
+def tensor_words(tensor: Tensor) -> Words:
+    """Return the words of a tensor that `words_tensor` made."""
+    return tensor.contiguous().numpy().view(np.uint32)
+
+
+def check_bytes(tensor: Tensor, shape: Sequence[int], what: str) -> None:
+    """Raise CoterieError unless a tensor holds bytes in this shape."""
+    if tensor.dtype != torch.uint8 or list(tensor.shape) != list(shape):
+        raise CoterieError(f"{what} must be bytes of shape {list(shape)}")
+
+
+def check_keys(keys: PublicKeys) -> None:
+    """Raise CoterieError unless all keys have their lengths."""
+    for name, value in (("mask key", keys.mask), ("cipher key", keys.cipher), ("commitment", keys.committed)):
+        check_bytes(value, [32], f"the {name} of client {keys.client}")
+    if keys.signature.dtype != torch.uint8 or keys.signature.ndim != 1 or keys.client < 0:
+        raise CoterieError(f"the keys of client {keys.client} are not well formed")
