@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from coterie.errors import CoterieError, unknown
 
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
 
 class Names(frozenset[str]):
     """A set of names with a fixed order of iteration, so that sums over it do not depend on Python's hash seed."""
@@ -39,7 +41,8 @@ def _named(found: Any) -> Any:
 class Layout:
     """Layers in order of execution and the state-dict names that belong to each group.
 
-    Groups: all, conv, fc, bn (affine and statistics), bn_stats, head, body, unused, layer:<name>. Frozen tensors are
+    Groups: all, conv, fc, bn (affine and statistics), bn_stats, norm (norms of any type), head, body, unused,
+    layer:<name>. Frozen tensors are
     constants of the model and in no group; a tensor that several layers share belongs to the first of them.
     """
 
@@ -94,6 +97,7 @@ def layout(module: nn.Module, example: Tensor) -> Layout:
     groups: dict[str, Names] = {f"layer:{path}": Names(own[path]) for path in leaves}
     for kind in ("conv", "fc", "bn"):
         groups[kind] = Names(n for path in leaves if kinds[path] == kind for n in own[path])
+    groups["norm"] = Names(n for path in leaves if isinstance(leaves[path], NORMS) for n in own[path])
     parameters = {k for k, _ in module.named_parameters()}
     groups["all"] = Names(names) - frozen
     groups["bn_stats"] = Names(n for n in groups["bn"] if n not in parameters)

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import prod
-from typing import NamedTuple
+from math import gcd, prod
+from typing import Literal, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from coterie.errors import CoterieError
 from coterie.train import native
 
 ItemShape = tuple[int, ...]
+NormKind = Literal["batch", "group", "none"]
+GROUPS = 8  # most groups of a group norm
 
 
 class Conv(NamedTuple):
@@ -96,6 +98,13 @@ class ConvNet(Dense):
         if self.pooled is not None:
             x = _mean_pool(x, self.pooled)
         return super().forward(x.flatten(1))
+
+
+def norm_layer(kind: NormKind, channels: int, dims: int = 2) -> nn.Module:
+    """Return a norm over pictures (dims 2), signals (1) or vectors (0)."""
+    if kind == "batch":
+        return nn.BatchNorm2d(channels) if dims == 2 else nn.BatchNorm1d(channels)
+    return nn.GroupNorm(gcd(channels, GROUPS), channels) if kind == "group" else nn.Identity()
 
 
 def _register(parent: nn.Module, name: str, modules: Sequence[nn.Module]) -> tuple[str, ...]:

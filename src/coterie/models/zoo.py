@@ -14,10 +14,17 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from coterie.errors import CoterieError
-from coterie.models.blocks import Conv, ConvNet, Dense, ItemShape, shape_text
+from coterie.models.blocks import Conv, ConvNet, Dense, ItemShape, NormKind, norm_layer, shape_text
+from coterie.models.mobilenet import MobileNetV2
+from coterie.models.resnet import ResNet, picture_resnet
+from coterie.models.tabular import TabularMLP, TabularResNet
+from coterie.models.tcn import TCN
+from coterie.models.transformer import TextTransformer, VisionTransformer
 from coterie.models.vgg import VGG11
 
 Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+StemKind = Literal["small", "large"]
 
 
 def _listed(value: Any) -> Any:
@@ -163,10 +170,7 @@ def text_net(
     batch_norm: bool = False,
 ) -> nn.Module:
     """Word vectors, their mean, a small MLP; items are token numbers below `vocab`, 0 is padding."""
-    if len(shape) != 1:
-        raise CoterieError(
-            f"the model text takes items of token numbers [tokens]; the data's have shape {shape_text(shape)}"
-        )
+    _tokens("text", shape)
     return TextNet(classes, vocab, width, list(hidden), batch_norm)
 
 
@@ -227,13 +231,203 @@ def ratings(
 
 def signal(shape: ItemShape, classes: int, *, batch_norm: bool = True, hidden: Widths = (64,)) -> nn.Module:
     """Three 1-D convolutions (32, 64, 64), mean over time, a small MLP; items are [channels, time]."""
-    if len(shape) != 2 or shape[1] < 8:
-        raise CoterieError(
-            "the model signal takes items [channels, time] with 8 or more steps; "
-            f"the data's items have shape {shape_text(shape)}"
-        )
+    _signal("signal", shape)
     blocks = [Conv(out, 5, padding=2, batch_norm=batch_norm) for out in (32, 64, 64)]
     return ConvNet(shape, classes, blocks, list(hidden), to=(1,))
+
+
+def resnet8(
+    shape: ItemShape, classes: int, *, norm: NormKind = "batch", width: Positive = 16, stem: StemKind | None = None
+) -> nn.Module:
+    """ResNet-8 for small pictures: three stages of one block (16, 32, 64 channels)."""
+    _picture("resnet8", shape, 4)
+    return picture_resnet(shape, classes, (1, 1, 1), width, norm, stem)
+
+
+def resnet18(
+    shape: ItemShape, classes: int, *, norm: NormKind = "batch", width: Positive = 64, stem: StemKind | None = None
+) -> nn.Module:
+    """ResNet-18: four stages of two blocks (64 to 512 channels)."""
+    _picture("resnet18", shape, 8)
+    return picture_resnet(shape, classes, (2, 2, 2, 2), width, norm, stem)
+
+
+def resnet20(
+    shape: ItemShape, classes: int, *, norm: NormKind = "batch", width: Positive = 16, stem: StemKind | None = None
+) -> nn.Module:
+    """ResNet-20 for small pictures: three stages of three blocks (16, 32, 64 channels)."""
+    _picture("resnet20", shape, 4)
+    return picture_resnet(shape, classes, (3, 3, 3), width, norm, stem)
+
+
+def resnet34(
+    shape: ItemShape, classes: int, *, norm: NormKind = "batch", width: Positive = 64, stem: StemKind | None = None
+) -> nn.Module:
+    """ResNet-34: four stages of 3, 4, 6 and 3 blocks (64 to 512 channels)."""
+    _picture("resnet34", shape, 8)
+    return picture_resnet(shape, classes, (3, 4, 6, 3), width, norm, stem)
+
+
+def mobilenetv2(
+    shape: ItemShape,
+    classes: int,
+    *,
+    norm: NormKind = "batch",
+    width: Annotated[float, Field(gt=0, le=4)] = 1.0,
+) -> nn.Module:
+    """MobileNetV2: 17 inverted residual blocks; `width` multiplies all channels."""
+    _picture("mobilenetv2", shape, 8)
+    return MobileNetV2(shape, classes, width, norm)
+
+
+class NormConvNet(nn.Module):
+    """Blocks block1, block2, ... of convolution, norm, ReLU and mean-pool, then the classifier."""
+
+    def __init__(self, shape: ItemShape, classes: int, depth: int, width: int, norm: NormKind):
+        super().__init__()
+        self._blocks = tuple(f"block{i + 1}" for i in range(depth))
+        for i, name in enumerate(self._blocks):
+            conv = nn.Conv2d(width if i else shape[0], width, 3, padding=1)
+            self.add_module(name, nn.Sequential(conv, norm_layer(norm, width), nn.ReLU(), nn.AvgPool2d(2)))
+        self.classifier = nn.Linear(width * (shape[1] >> depth) * (shape[2] >> depth), classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self._blocks:
+            x = getattr(self, name)(x)
+        return self.classifier(x.flatten(1))  # type: ignore[no-any-return]
+
+
+def convnet(
+    shape: ItemShape, classes: int, *, norm: NormKind = "group", width: Positive = 64, depth: Positive = 3
+) -> nn.Module:
+    """Plain convolutional net: `depth` blocks of a 3x3 convolution, norm, ReLU and mean-pool."""
+    _picture("convnet", shape, 2**depth)
+    return NormConvNet(shape, classes, depth, width, norm)
+
+
+def vit(
+    shape: ItemShape,
+    classes: int,
+    *,
+    patch: Positive | None = None,
+    width: Positive = 64,
+    depth: Positive = 4,
+    heads: Positive = 4,
+    feedforward: Positive | None = None,
+    dropout: Share = 0.0,
+) -> nn.Module:
+    """Small vision transformer; by default a picture has 7 or 8 patches on a side."""
+    _picture("vit", shape, 2)
+    patch = patch or max(1, min(shape[1:]) // 8 if min(shape[1:]) % 7 else min(shape[1:]) // 7)
+    if shape[1] % patch or shape[2] % patch:
+        raise CoterieError(
+            f"the option patch = {patch} of the model vit does not divide pictures of {shape_text(shape)}"
+        )
+    _check_heads("vit", width, heads)
+    return VisionTransformer(shape, classes, patch, width, depth, heads, feedforward or 4 * width, dropout)
+
+
+def transformer(
+    shape: ItemShape,
+    classes: int,
+    *,
+    vocab: Positive = 8192,
+    width: Positive = 64,
+    depth: Positive = 2,
+    heads: Positive = 4,
+    feedforward: Positive | None = None,
+    positions: Positive | None = None,
+    dropout: Share = 0.0,
+) -> nn.Module:
+    """BERT-like transformer encoder for token numbers below `vocab`; 0 is padding, which is masked."""
+    _tokens("transformer", shape)
+    _check_heads("transformer", width, heads)
+    if positions is not None and positions < shape[0]:
+        raise CoterieError(f"the model transformer has positions = {positions}, and items have {shape[0]} tokens")
+    return TextTransformer(
+        classes, vocab, width, depth, heads, feedforward or 4 * width, positions or shape[0], dropout
+    )
+
+
+def minilm(shape: ItemShape, classes: int, *, depth: Positive = 6, dropout: Share = 0.0) -> nn.Module:
+    """The transformer of MiniLM-L6 (384 wide, 6 layers, 30,522 tokens), whose weights a file gives."""
+    _tokens("minilm", shape)
+    if shape[0] > 512:
+        raise CoterieError(f"the model minilm has 512 positions, and items have {shape[0]} tokens")
+    return TextTransformer(classes, 30522, 384, depth, 12, 1536, 512, dropout)
+
+
+def resnet1d(
+    shape: ItemShape,
+    classes: int,
+    *,
+    norm: NormKind = "batch",
+    width: Positive = 32,
+    stages: Positive = 3,
+    blocks: Positive = 1,
+) -> nn.Module:
+    """ResNet for signals [channels, time]: stages of basic blocks with kernels of 5 steps."""
+    _signal("resnet1d", shape)
+    widths = [width * 2**i for i in range(stages)]
+    return ResNet(shape, classes, widths, [blocks] * stages, norm, False, kernel=5)
+
+
+def tcn(
+    shape: ItemShape,
+    classes: int,
+    *,
+    norm: NormKind = "group",
+    width: Positive = 32,
+    depth: Positive = 4,
+    kernel: Positive = 3,
+    dropout: Share = 0.0,
+) -> nn.Module:
+    """Temporal convolutional network for signals [channels, time]: causal convolutions with dilations 1, 2, 4, ..."""
+    _signal("tcn", shape)
+    return TCN(shape, classes, width, depth, kernel, norm, dropout)
+
+
+def tabular_mlp(
+    shape: ItemShape, classes: int, *, embedding: Annotated[int, Field(ge=0)] = 8, hidden: Widths = (128, 64)
+) -> nn.Module:
+    """MLP for rows of a table, with a vector for each feature."""
+    return TabularMLP(prod(shape), classes, embedding, list(hidden))
+
+
+def tabular_resnet(
+    shape: ItemShape,
+    classes: int,
+    *,
+    embedding: Annotated[int, Field(ge=0)] = 8,
+    width: Positive = 64,
+    depth: Positive = 2,
+    norm: NormKind = "batch",
+    dropout: Share = 0.0,
+) -> nn.Module:
+    """ResNet for rows of a table, with a vector for each feature."""
+    return TabularResNet(prod(shape), classes, embedding, width, depth, norm, dropout)
+
+
+def _check_heads(name: str, width: int, heads: int) -> None:
+    if width % heads:
+        raise CoterieError(f"the model {name} needs a width that its heads divide, and {width} / {heads} is not whole")
+
+
+def _tokens(name: str, shape: ItemShape) -> None:
+    """Raise CoterieError unless items are token numbers."""
+    if len(shape) != 1:
+        raise CoterieError(
+            f"the model {name} takes items of token numbers [tokens]; the data's have shape {shape_text(shape)}"
+        )
+
+
+def _signal(name: str, shape: ItemShape) -> None:
+    """Raise CoterieError unless items are signals [channels, time]."""
+    if len(shape) != 2 or shape[1] < 8:
+        raise CoterieError(
+            f"the model {name} takes items [channels, time] with 8 or more steps; "
+            f"the data's items have shape {shape_text(shape)}"
+        )
 
 
 def _picture(name: str, shape: ItemShape, side: int) -> None:
@@ -245,6 +439,7 @@ def _picture(name: str, shape: ItemShape, side: int) -> None:
 
 
 ZOO: dict[str, Callable[..., nn.Module]] = {
+    "convnet": convnet,
     "ecsfl-cnn": ecsfl_cnn,
     "fedgmh-cnn": fedgmh_cnn,
     "fedpc-cnn": fedpc_cnn,
@@ -252,12 +447,24 @@ ZOO: dict[str, Callable[..., nn.Module]] = {
     "lenet5-2fc": lenet5_2fc,
     "lenet5-nobn": lenet5_nobn,
     "logistic": logistic,
+    "minilm": minilm,
     "mlp": mlp,
     "mlp-bn": mlp_bn,
+    "mobilenetv2": mobilenetv2,
     "ratings": ratings,
+    "resnet1d": resnet1d,
+    "resnet8": resnet8,
+    "resnet18": resnet18,
+    "resnet20": resnet20,
+    "resnet34": resnet34,
     "scfpfl-cnn": scfpfl_cnn,
     "signal": signal,
+    "tabular-mlp": tabular_mlp,
+    "tabular-resnet": tabular_resnet,
+    "tcn": tcn,
     "text": text_net,
     "text-bn": text_bn,
+    "transformer": transformer,
     "vgg11": vgg11,
+    "vit": vit,
 }
