@@ -36,7 +36,8 @@ class InvertedResidual(nn.Module):
         self.shortcut = stride == 1 and inner == out
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv(x) if self.shortcut else self.conv(x)
+        out: Tensor = self.conv(x)
+        return x + out if self.shortcut else out
 
 
 class MobileNetV2(nn.Module):

@@ -39,7 +39,7 @@ class BasicBlock(nn.Module):
         if stride != 1 or inner != out:
             self.downsample = nn.Sequential(_conv(inner, out, 1, stride, norm, dims), norm_layer(norm, out, dims))
         if norm == "none":
-            nn.init.zeros_(self.conv2.weight)
+            nn.init.zeros_(self.conv2.weight)  # type: ignore[arg-type]  # a convolution's weight is a tensor
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
