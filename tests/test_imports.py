@@ -17,7 +17,7 @@ SRC = Path(coterie.__file__).parent
 # From the ground up: a room imports only rooms of earlier lines. The longest prefix of a module's name is its room.
 ROOMS = [
     ["errors", "core.rng", "core.tree", "core.views", "train.native", "engine.provenance"],
-    ["core.schema", "core.states", "core.calls", "core.metrics", "storage.atomic", "engine.ledger"],
+    ["core.schema", "core.states", "core.calls", "core.metrics", "core.losses", "storage.atomic", "engine.ledger"],
     ["core.schedules", "train.optimisers", "train.augmentation"],
     ["engine.codec", "core.tasks"],
     ["core.layers"],
@@ -46,6 +46,7 @@ ROOMS = [
     ["results"],
     ["results.report"],
     ["papers", "board"],
+    ["progress"],
     ["api"],
     ["estimators"],
     ["coterie"],  # __init__.py, the public names

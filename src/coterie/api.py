@@ -29,6 +29,8 @@ from coterie.methods import controls, fields, method_names, registered_name, res
 from coterie.models.per_client import PerClient
 from coterie.models.registry import WITH_NORM
 from coterie.papers.protocol import PaperRun, paper_run
+from coterie.progress import wanted as progress_wanted
+from coterie.progress import with_bar, with_rounds
 from coterie.results.callbacks import OnRound, RoundCallbacks, checked_callbacks, round_callbacks, tracker_package
 from coterie.results.comparison import Comparison, check_columns
 from coterie.results.controls import CONTROLS, GENERAL, ControlTable
@@ -68,6 +70,7 @@ def run(
     out: str | Path | None = None,
     on_round: OnRound = (),
     track: str | None = None,
+    progress: bool | None = None,
     callbacks: Callbacks | None = None,
     **more: Any,
 ) -> Run:
@@ -76,7 +79,8 @@ def run(
     `more` takes any setting of the run, the federation or the method, and how the run is computed: `workers`, `state`
     (memory or disk), `runtime`, `address`, `engine` (loop, stack or auto), `keep` and `data_dir`. `on_round` is called
     after every round with its Progress; if it returns True, the run stops there and can be resumed. `track`:
-    tensorboard, mlflow or wandb. With `callbacks`, messages go to these functions instead of the logger "coterie".
+    tensorboard, mlflow or wandb. `progress` shows a bar: by default on a terminal and in a notebook, never with False.
+    With `callbacks`, messages go to these functions instead of the logger "coterie".
     `as_in_paper` takes the settings of one run of the method's paper, or of the paper that it names ("fedcpmd"), from
     the first table with the method. Settings that are given override them, and every difference is reported.
     """
@@ -94,7 +98,7 @@ def run(
     for sentence in session.automatic_choices():
         _checked(callbacks).on_info(sentence)
     folder = _path(out) or fresh_folder(f"{chosen.method}-{chosen.data}")
-    result = _execute(session, folder, on_round, track, callbacks)
+    result = _execute(session, folder, on_round, track, callbacks, progress)
     if in_paper and result.finished:
         from coterie.papers.output import values_of_run  # loads matplotlib
 
@@ -131,6 +135,7 @@ def resume(
     functions: Mapping[str, Callable[..., Any]] | None = None,
     on_round: OnRound = (),
     track: str | None = None,
+    progress: bool | None = None,
     callbacks: Callbacks | None = None,
     **how: Any,
 ) -> Run:
@@ -146,7 +151,7 @@ def resume(
         raise unknown("option", name, [*Engine.model_fields, *inspect.signature(resume).parameters])
     objects = replace(_objects(method, data, model), functions=_own_functions(dict(functions or {})))
     session = rebuild(folder, engine, objects, rounds)
-    return _execute(session, folder, on_round, track, callbacks, resume=True, from_round=from_round)
+    return _execute(session, folder, on_round, track, callbacks, progress, resume=True, from_round=from_round)
 
 
 def open_run(
@@ -172,18 +177,23 @@ def _execute(
     on_round: OnRound,
     track: str | None,
     callbacks: Callbacks | None,
+    progress: bool | None = None,
     resume: bool = False,
     from_round: int | None = None,
 ) -> Run:
     given = _checked(callbacks)
     for sentence in session.warnings():
         given.on_warning(sentence)
-    given.on_start(session.method.card.title, session.settings.rounds)
-    with round_callbacks(on_round, track, session, folder) as after_round:
+    with (
+        with_bar(given, progress_wanted(progress, callbacks)) as (shown, bar),
+        round_callbacks(on_round, track, session, folder) as after_round,
+    ):
+        given = with_rounds(shown, bar)
+        given.on_start(session.method.card.title, session.settings.rounds)
 
-        def on_each_round(progress: Progress) -> None:
-            given.on_round(progress)
-            after_round(progress)
+        def on_each_round(done: Progress) -> None:
+            given.on_round(done)
+            after_round(done)
 
         def should_stop() -> bool:
             return given.should_stop() or after_round.stopped()
@@ -210,6 +220,7 @@ def compare(
     out: str | Path | None = None,
     on_round: OnRound = (),
     track: str | None = None,
+    progress: bool | None = None,
     callbacks: Callbacks | None = None,
     **more: Any,
 ) -> Comparison:
@@ -225,14 +236,15 @@ def compare(
     takes settings, and `workers`, `state`, `engine`, `keep` and `data_dir` as in `run`. All methods have one rule of
     `use`: the model that a client receives, unless it is given; `use="own"` leaves each method its own rule. `on_round`
     is called after every round of every run; `run` of its Progress names the run, such as "fedrep-s0". If it returns
-    True, all runs stop after their present rounds, and the table has those that have finished. `track` and `callbacks`
-    are those of `run`.
+    True, all runs stop after their present rounds, and the table has those that have finished. `track`, `progress`
+    and `callbacks` are those of `run`.
     """
     given = _checked(callbacks)
-    outcome = run_comparison(
-        methods, data, model, against=against, equal=equal, seeds=seeds, out=out, on_round=on_round, track=track,
-        callbacks=given, **more,
-    )  # fmt: skip
+    with with_bar(given, progress_wanted(progress, callbacks)) as (shown, bar):
+        outcome = run_comparison(
+            methods, data, model, against=against, equal=equal, seeds=seeds, out=out, on_round=on_round, track=track,
+            callbacks=shown, on_status=lambda s: bar.update(s.done(), s.running()), **more,
+        )  # fmt: skip
     for path, reason in outcome.status.failed.items():
         raise CoterieError(f"{path.name} failed: {reason}")
     stopped = [path.name for path, done in outcome.status.rounds.items() if done < outcome.status.planned[path]]
@@ -334,6 +346,7 @@ def tune(
     sampler: Sampler = "grid",
     seed: int = 0,
     out: str | Path | None = None,
+    progress: bool | None = None,
     callbacks: Callbacks | None = None,
     on_status: Callable[[SweepStatus], object] = lambda status: None,
     **more: Any,
@@ -343,7 +356,7 @@ def tune(
     `space` has a list of values for each setting. One of every `eta` trials is promoted to `eta` times as many rounds.
     `budget` bounds the rounds of all trials together, `minutes` the time, `trials` the number of combinations. A
     repeated call with the same `out` continues an unfinished search. `on_status` is called with the progress of all
-    trials. `more` takes settings, and `workers` and `data_dir` as in `run`.
+    trials. `progress` is that of `run`. `more` takes settings, and `workers` and `data_dir` as in `run`.
     """
     names, objects = _named(_partitioned(data, more), model)
     objects = replace(objects, functions=_own_functions(more))
@@ -355,8 +368,14 @@ def tune(
     folder = _path(out) or fresh_folder("tune")
     made = make_trials(chosen, space, folder, objects, rounds, limits, seed=seed, **names, **more)
     given = callbacks or _TO_LOG
-    given.on_start("tune", len(made) * rounds)
-    tuning = search(made, folder, how, limits, sampler, seed, on_status, given.should_stop)
+    with with_bar(given, progress_wanted(progress, callbacks)) as (shown, bar):
+        shown.on_start("tune", len(made) * rounds)
+
+        def on_each_status(status: SweepStatus) -> None:
+            bar.update(status.done(), f"{len(status.rounds)} trials")
+            on_status(status)
+
+        tuning = search(made, folder, how, limits, sampler, seed, on_each_status, given.should_stop)
     if callbacks is None:  # otherwise the caller shows them with the results
         for number, reason in tuning.failed.items():
             log.warning("%s failed: %s", tuning.trials[number].name, reason)
@@ -536,10 +555,13 @@ def _named(
 def _own_functions(more: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """Return the functions of the user among the settings; in the settings their names take their places."""
     found: dict[str, Callable[..., Any]] = {}
-    rule, metrics = more.get("optimizer"), more.get("metrics")
+    rule, metrics, loss = more.get("optimizer"), more.get("metrics"), more.get("loss")
     if rule is not None and not isinstance(rule, str):
         more["optimizer"] = text = named_optimiser(rule) or _origin_of("optimizer", rule)
         found |= {"optimizer": rule} if ":" in text else {}
+    if loss is not None and not isinstance(loss, str):
+        more["loss"] = _origin_of("loss", loss)
+        found["loss"] = loss
     if callable(metrics) or isinstance(metrics, list | tuple):
         given = [metrics] if callable(metrics) else metrics
         names = [m if isinstance(m, str) else _origin_of("metrics", m) for m in given]

@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from coterie.core.losses import check_class_weights, check_loss_path
 from coterie.core.method import Method
 from coterie.core.metrics import check_metrics
 from coterie.core.schedules import check_schedule
@@ -91,6 +92,16 @@ class RunSettings(BaseModel):
         "sgd",
         description="optimiser of local training: a name of torch.optim in any spelling, with options, such as "
         "adamw(betas=(0.9, 0.99)), or package.module:function",
+    )
+    loss: Annotated[str, AfterValidator(check_loss_path)] | None = Field(
+        None,
+        description="package.module:function of outputs and targets that gives the loss of each training sample, or "
+        "their mean; empty: the task's own",
+    )
+    class_weights: Annotated[str, BeforeValidator(check_class_weights)] | None = Field(
+        None,
+        description="weights of the classes in the training loss: balanced (by each client's own numbers of samples), "
+        "numbers in the order of the classes (1, 5), or by class (healthy=1, ill=5; others 1); empty: all equal",
     )
     grad_clip: float | None = Field(
         None, gt=0, le=LARGEST_RATE, description="largest norm of a gradient in local training; empty: not clipped"

@@ -62,7 +62,7 @@ class PersonalisedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-lear
             result = run(
                 self.method, data, self.model, rounds=self.rounds, epochs=self.epochs, batch=self.batch, lr=self.lr,
                 val_share=self.val_share, min_size=1, seed=int(seed), workers=self.workers,
-                out=self.out or Path(folder) / "run", **{**usual, **(self.settings or {})},
+                progress=False, out=self.out or Path(folder) / "run", **{**usual, **(self.settings or {})},
             )  # fmt: skip
             saved = [result.predictor(i) for i in range(len(names))]
         self.models_: dict[Any, Predictor] = dict(zip(names.tolist(), saved, strict=True))

@@ -62,6 +62,43 @@ def test_devices_that_lack_classes_give_what_a_simulation_of_the_same_files_give
     assert got == want and got["mean"] > 0.9 and got["worst10"] > 0.9
 
 
+def test_balanced_class_weights_are_those_of_a_simulation(tmp_path: Path) -> None:
+    """Every device balances its own classes, so that nothing about them is sent."""
+    files, parts = [tmp_path / f"{i}.npz" for i in range(3)], [samples(i) for i in range(3)]
+    for path, part in zip(files, parts, strict=True):
+        np.savez(path, **part)
+    more = {**RUN, "rounds": 2, "class_weights": "balanced"}
+    with federation(
+        tmp_path / "f", "fedavg", files=files, cloud=CloudSettings("none", shape=(4,), classes=3), clients=3, **more
+    ) as f:
+        assert f.loop.run()
+        got = f.loop.event["eval"]["personal/test"]
+    together = {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
+    data = from_arrays(**together, client=np.repeat([0, 1, 2], 90))
+    runs = [
+        coterie.run(
+            "fedavg", data, out=tmp_path / str(w), workers=1, partition="natural", **{**more, "class_weights": w}
+        )
+        for w in ("balanced", None)
+    ]
+    want, plain = (run.events[-1]["eval"]["personal/test"] for run in runs)
+    assert got == want and want["loss"] != plain["loss"]
+
+
+def test_a_device_compares_the_code_of_a_loss_with_that_of_the_cloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "wardloss.py").write_text("def own(outputs, y):\n    return (outputs**2).mean(1)\n")
+    np.savez(tmp_path / "a.npz", x=np.zeros((20, 4), np.float32), y=np.arange(20) % 3)
+    chosen = settings(method="fedavg", clients=2, model="mlp", loss="wardloss:own")
+    plan = FederationPlan.of(open_session(chosen, CloudSettings("none", shape=(4,), classes=3)), "0" * 32)
+    allow = Allow(code=("wardloss:own",))
+    plan.session(str(tmp_path / "a.npz"), None, None, allow)
+    with pytest.raises(CoterieError, match="the code of loss = wardloss:own here differs from that of the cloud"):
+        plan.model_copy(update={"code": {"loss": "0" * 64}}).session(str(tmp_path / "a.npz"), None, None, allow)
+
+
 def test_explicit_classes_in_a_different_order_are_matched_by_name() -> None:
     assert of(["b", "c", "a"], np.array([0, 1, 2, 0]), ("a", "b", "c")).tolist() == [1, 2, 0, 1]
     assert of(["c", "b"], np.array([0, 1, 0, 1]), ("a", "b", "c")).tolist() == [2, 1, 2, 1]

@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 
-from coterie.core.method import cross_entropy
 from coterie.methods.gpfl import CLASS_VECTORS, GPFL
 from coterie.train.optimisers import Optimiser
 from support.head_methods import D, K, batch_of, bound, gradients, opened, round_of, value
@@ -56,7 +55,7 @@ def test_gpfl_loss_is_the_personal_route_plus_the_cosine_route() -> None:
     cosine = F.cosine_similarity(
         method.valve(params, z, extras["common"])[:, None], params[CLASS_VECTORS][None], dim=-1
     )
-    own = cross_entropy(method.predict(params, batch.x, extras), batch)
+    own = F.cross_entropy(method.predict(params, batch.x, extras), batch.y)
     assert torch.allclose(value(method, params, batch, extras), own + F.cross_entropy(cosine, batch.y), atol=1e-5)
 
 

@@ -21,7 +21,7 @@ from coterie.cli.federation import federation_app
 from coterie.cli.figure import figure_app
 from coterie.cli.flower import flower_app
 from coterie.cli.paper import paper_app
-from coterie.cli.screen import Bar, Stop, console, frame_table
+from coterie.cli.screen import Stop, console, frame_table
 from coterie.cli.tune import tune_app
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=(
@@ -86,6 +86,7 @@ def run(
     from coterie import api
     from coterie.engine.loop import Callbacks
     from coterie.errors import CoterieError
+    from coterie.progress import Bar
     from coterie.storage.atomic import json_values
 
     given |= {} if method is None else {"method": method}
@@ -147,6 +148,7 @@ def run(
     "epochs",
     "batch",
     "lr",
+    "class_weights",
     use=o.UseOfAll,
 )
 def compare(
@@ -174,6 +176,7 @@ def compare(
     from coterie.cli.arena import show_control_tables
     from coterie.engine.loop import Callbacks
     from coterie.methods import method_names
+    from coterie.progress import Bar
     from coterie.storage.run_folder import fresh_folder
 
     names = list(dict.fromkeys(m for name in methods for m in (method_names() if name == "all" else [name])))
@@ -186,7 +189,7 @@ def compare(
         outcome = api.run_comparison(
             names, given.pop("data", "digits"), given.pop("model", None), against=rivals, equal=equal, seeds=seeds,
             out=folder, also=o.commas(also), workers=workers, engine=engine, data_dir=data_dir,
-            track=track, callbacks=callbacks, on_status=lambda s: progress.update(s.done(), _running(s)), **given,
+            track=track, callbacks=callbacks, on_status=lambda s: progress.update(s.done(), s.running()), **given,
         )  # fmt: skip
     failed = outcome.status.failed
     for sentence in outcome.status.said:
@@ -307,15 +310,6 @@ def _run_row(r: dict[str, Any]) -> dict[str, str]:
         "round": f"{r['round']}/{r['rounds']}", "score": value, "data": r["data"], "seed": str(r["seed"]),
         "partition": r["partition"],
     }  # fmt: skip
-
-
-def _running(status: Any) -> str:
-    """Return the names of the unfinished runs, with their scores."""
-    words = []
-    for path, done in status.rounds.items():
-        if 0 < done < status.planned[path]:
-            words.append(" ".join(w for w in (path.name, status.text.get(path, "")) if w))
-    return ", ".join(words)
 
 
 def _warn(sentence: str) -> None:

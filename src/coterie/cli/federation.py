@@ -168,6 +168,7 @@ _ClientsOption = Annotated[
     "epochs",
     "batch",
     "lr",
+    "class_weights",
     "seed",
     clients=_ClientsOption,
 )

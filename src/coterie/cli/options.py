@@ -31,6 +31,9 @@ OPTIONS: dict[str, Any] = {  # settings that have an option of their own
     "epochs": Annotated[float | None, Option(help="local epochs (default 5)")],
     "batch": Annotated[int | None, Option(help="batch size (default 32)")],
     "lr": Annotated[float | None, Option(help="local learning rate (default 0.05)")],
+    "class_weights": Annotated[
+        str | None, Option(help="weights of classes in the loss: balanced, 1,5 or healthy=1,ill=5 (default: equal)")
+    ],
     "seed": Annotated[int | None, Option(help="random seed (default 0)")],
     "use": Annotated[str | None, Option(help="model that clients use: received, trained, best or guarded")],
     "warm_start": Annotated[str | None, Option(metavar="PATH", help="start from the models of the run in this folder")],

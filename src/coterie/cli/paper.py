@@ -13,7 +13,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from coterie.cli import options as o
-from coterie.cli.screen import Stop, bar, console, frame_table
+from coterie.cli.screen import Stop, console, frame_table
 
 if TYPE_CHECKING:
     from coterie.papers.presets import Item
@@ -49,6 +49,7 @@ def paper(
     from coterie.data.catalogue import dataset_size
     from coterie.errors import CoterieError
     from coterie.papers import output, presets, protocol
+    from coterie.progress import bar
     from coterie.results.grid import sweep
     from coterie.results.run import Run
 

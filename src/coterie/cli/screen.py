@@ -3,22 +3,14 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from coterie.errors import printable
@@ -56,51 +48,6 @@ class Stop:
         finally:
             for n, handler in old.items():
                 signal.signal(n, handler)
-
-
-@contextmanager
-def bar(what: str, total: int, quiet: bool) -> Iterator[Any]:
-    """A progress bar as update(done, text); if the output is not a terminal, a line for every tenth."""
-    if quiet:
-        yield lambda done, text="": None
-        return
-    if not sys.stderr.isatty():
-        reached = [-1]
-
-        def line(done: int, text: str = "") -> None:
-            if (tenth := done * 10 // max(total, 1)) > reached[0] and done:
-                reached[0] = tenth
-                print(f"{what}: {done}/{total} {text}", file=sys.stderr, flush=True)
-
-        yield line
-        return
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-        TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=errors, transient=True) as progress:
-        task = progress.add_task(what, total=total, text="")
-        yield lambda done, text="": progress.update(task, completed=done, text=text)
-
-
-class Bar:
-    """A progress bar that appears when `start` gives its title and its total."""
-
-    def __init__(self, quiet: bool):
-        self.quiet, self._open = quiet, ExitStack()
-        self._update: Callable[..., None] = lambda done, text="": None
-
-    def __enter__(self) -> "Bar":
-        return self
-
-    def __exit__(self, *about: object) -> None:
-        self._open.close()
-
-    def start(self, title: str, total: int) -> None:
-        self._update = self._open.enter_context(bar(title, total, self.quiet))
-
-    def update(self, done: int, text: str = "") -> None:
-        self._update(done, text)
 
 
 @contextmanager

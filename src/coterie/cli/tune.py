@@ -7,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from coterie.cli import options as o
-from coterie.cli.screen import Bar, Stop, console, frame_table, say
+from coterie.cli.screen import Stop, console, frame_table, say
 
 if TYPE_CHECKING:
     from coterie.results.search import Tuning
@@ -33,6 +33,7 @@ _SEARCHED = Annotated[
     "rounds",
     "epochs",
     "batch",
+    "class_weights",
     "seed",
     set_=_SEARCHED,
 )
@@ -56,6 +57,7 @@ def tune(
     from coterie.api import tune as tune_settings
     from coterie.engine.loop import Callbacks
     from coterie.errors import CoterieError, unknown
+    from coterie.progress import Bar
     from coterie.results.search import SAMPLERS
     from coterie.storage.atomic import json_values
     from coterie.storage.run_folder import fresh_folder

@@ -32,6 +32,7 @@ NEEDS = {
     "some_val": "validation parts",
     "constant_lr": "one learning rate per round",
     "epochs": "local work in epochs",
+    "unweighted": "no class weights",
     "public": "a public set without labels",
     "full": "all clients in every round",
 }

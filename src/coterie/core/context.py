@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from coterie.core.layers import Names
+from coterie.core.losses import LossFunction, batch_loss
 from coterie.core.net import Net
 from coterie.core.rng import torch_rng
 from coterie.core.schedules import lr_factor
-from coterie.core.tasks import Classification, Task
+from coterie.core.tasks import Task
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError
 
@@ -28,6 +29,7 @@ class Batch(NamedTuple):
     y: Tensor  # [batch] int64 classes, or [batch, ...] float32
     weight: Tensor | None = None  # [batch], 0 for padding; None: every sample counts
     per_sample: Tensor | None = None  # [batch, ...]: rows of Start.per_sample
+    class_weights: Tensor | None = None  # [classes]; None: all classes weigh alike
 
 
 class Split(NamedTuple):
@@ -81,6 +83,9 @@ class Context:
     lr_steps: str | None = None  # schedule of the learning rate over the steps of each phase
     augment: str | None = None  # augmentation of training batches (train/augmentation.py)
     local_steps: int | None = None  # steps of a phase that names neither steps nor epochs, instead of `epochs`
+    class_weights: str | None = None  # setting of this name (losses.py)
+    fixed_weights: tuple[float, ...] | None = None  # the weights that it lists, by class
+    own_loss: LossFunction | None = None  # the user's, instead of the task's
     changing: bool = False  # True if the clients' data change during the run
 
     @property
@@ -102,6 +107,9 @@ class Context:
         """The reason why clients are trained one by one, whatever the engine; empty if there is none."""
         if self.augment:
             return "stacks do not augment batches (augment is set)"
+        if self.class_weights or self.own_loss is not None:
+            name = "class_weights" if self.class_weights else "loss"
+            return f"stacks have the task's loss without class weights ({name} is set)"
         return "stacks have one learning rate for all steps of a round (lr_steps is set)" if self.lr_steps else ""
 
     def group(self, name: str) -> Names:
@@ -125,12 +133,15 @@ class Context:
         return self.net.logits(params, z)
 
     def loss(self, params: Tree, batch: Batch) -> Tensor:
-        """Mean loss of the task on a batch: cross-entropy, squared error, ..."""
+        """Mean loss of a training batch: cross-entropy, squared error, ..., or the loss of the user."""
         return self.loss_of(self.net.forward(params, batch.x), batch)
 
     def loss_of(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Mean loss of the task for given outputs [batch, outputs]."""
-        return self.task.loss(outputs, batch.y, batch.weight)
+        """Mean loss of a training batch for given outputs [batch, outputs]."""
+        if self.own_loss is None and batch.class_weights is None:
+            return self.task.loss(outputs, batch.y, batch.weight)
+        each = (self.own_loss or self.task.each)(outputs, batch.y)
+        return batch_loss(each, batch.y, batch.class_weights, batch.weight)
 
     def ce(self, params: Tree, batch: Batch) -> Tensor:
         """Mean cross-entropy of a batch, for methods that declare `needs = ("classes",)`."""
@@ -154,8 +165,3 @@ class Context:
         """Summed loss of the task on each chunk of a split [chunks], without gradients."""
         parts = zip(torch.split(split.x, chunk), torch.split(split.y, chunk), strict=True)
         return torch.stack([self.task.total(self.forward(params, x), y) for x, y in parts])
-
-
-def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """Mean cross-entropy of a batch, for methods that need classes."""
-    return Classification(logits.shape[1]).loss(logits, batch.y, batch.weight)

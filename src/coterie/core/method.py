@@ -17,18 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import (
-    Batch,
-    ClientData,
-    ClientId,
-    Context,
-    EdgeId,
-    EdgeState,
-    Extras,
-    Split,
-    State,
-    cross_entropy,
-)
+from coterie.core.context import Batch, ClientData, ClientId, Context, EdgeId, EdgeState, Extras, Split, State
 from coterie.core.schema import Link, Schema, like
 from coterie.core.tree import Predicate, Tree, everything
 from coterie.core.views import ModelView, Use
@@ -373,5 +362,5 @@ def started(method: Method, state: State, download: Tree, data: ClientData, roun
 __all__ = [
     "Batch", "Card", "Client", "ClientData", "ClientId", "Context", "Download", "EdgeId", "EdgeState", "Extras",
     "Loss", "Method", "Model", "Moment", "Phase", "Schema", "Settings", "Split", "Start", "State", "Trained", "Tree",
-    "Update", "Upload", "cross_entropy", "replace", "started",
+    "Update", "Upload", "replace", "started",
 ]  # fmt: skip

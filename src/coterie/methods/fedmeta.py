@@ -51,6 +51,7 @@ class FedMeta(Method):
         compute="per outer step one pass over the training part with second derivatives, instead of FedAvg's epochs",
     )
     weighting = "uniform"
+    needs = ("unweighted",)  # its support and query sets are not batches of the trainer
 
     def _rates(self) -> Tree:
         """Return the initial rates of the trained entries; none for MAML, whose rate is fixed."""

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
+from coterie.core.context import Batch, ClientData, Extras, State
 from coterie.core.method import Card, Method, Model, Moment, Phase, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema, counts, like
 from coterie.core.tree import Tree
@@ -85,7 +85,7 @@ class FedNH(Method):
         return self.predict(params, x, {})
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        return cross_entropy(self.predict(params, batch.x, extras), batch)
+        return self.ctx.loss_of(self.predict(params, batch.x, extras), batch)
 
     def phases(self, round: int) -> list[Phase]:
         return [Phase(self.loss, lambda k: not self._head(k), clip=self.hp.clip)]

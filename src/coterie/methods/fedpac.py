@@ -19,7 +19,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
+from coterie.core.context import Batch, ClientData, Extras, State
 from coterie.core.method import Card, Client, Download, Method, Model, Moment, Phase, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema, class_ids, counts
 from coterie.core.tree import Tree
@@ -122,7 +122,7 @@ class FedPAC(Method):
         w = torch.ones_like(gap) if batch.weight is None else batch.weight
         lam: Tensor = extras["lam"]
         pull: Tensor = (gap * w).sum() / w.sum().clamp(min=1)
-        return cross_entropy(logits, batch) + pull * lam
+        return self.ctx.loss_of(logits, batch) + pull * lam
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         state, upload = super().end(state, trained, data, round)

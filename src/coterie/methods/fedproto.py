@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
+from coterie.core.context import Batch, ClientData, Extras, State
 from coterie.core.method import Card, Download, Method, Model, Moment, Settings, Start, Trained, Upload
 from coterie.core.schema import Entry, Link, Schema, class_ids, counts
 from coterie.core.tree import Tree
@@ -70,7 +70,7 @@ class FedProto(Method):
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         logits, z = self.ctx.net.both(params, batch.x)
-        ce = cross_entropy(logits, batch)
+        ce = self.ctx.loss_of(logits, batch)
         if self.hp.lam == 0:
             return ce
         n = len(batch.y) if batch.weight is None else batch.weight.sum().clamp(min=1)

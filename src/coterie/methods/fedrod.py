@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
+from coterie.core.context import Batch, ClientData, Extras, State
 from coterie.core.method import Card, Client, Method, Model, Moment, Settings, Start
 from coterie.core.schema import Link, Schema, like
 from coterie.core.tree import Tree
@@ -74,8 +74,8 @@ class FedRoD(Method):
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         g, z = self.ctx.net.both(params, batch.x)
-        generic = cross_entropy(balanced_logits(g, extras["counts"], self.hp.gamma), batch)
-        return generic + cross_entropy(g.detach() + self._second(params, z.detach(), extras), batch)
+        generic = self.ctx.loss_of(balanced_logits(g, extras["counts"], self.hp.gamma), batch)
+        return generic + self.ctx.loss_of(g.detach() + self._second(params, z.detach(), extras), batch)
 
     def _second(self, params: Tree, z: Tensor, extras: Extras) -> Tensor:
         """Return the logits of the personal head."""

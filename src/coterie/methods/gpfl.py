@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
+from coterie.core.context import Batch, ClientData, Extras, State
 from coterie.core.method import Card, Method, Model, Moment, Phase, Settings, Start
 from coterie.core.schema import Link, Schema, like
 from coterie.core.tree import Tree
@@ -71,7 +71,7 @@ class GPFL(Method):
         both = torch.stack([extras["own"], extras["common"]])
         own, common = self.valve(params, self.ctx.features(params, batch.x), both)
         cosine = F.normalize(common, dim=1) @ F.normalize(params[CLASS_VECTORS], dim=1).T
-        total = cross_entropy(self.ctx.logits(params, own), batch) + cross_entropy(cosine, batch)
+        total = self.ctx.loss_of(self.ctx.logits(params, own), batch) + self.ctx.loss_of(cosine, batch)
         if self.hp.lam == 0:
             return total
         gap = common - extras["classes"][batch.y]

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
+from coterie.core.context import Batch, ClientData, Extras, State
 from coterie.core.method import Card, Client, Download, Method, Model, Phase, Settings, Start, Trained, Upload
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView
@@ -87,7 +87,7 @@ class PRRFL(Method):
         """Return the sum of both models' losses; a teacher is detached, so neither moves the other."""
         v = self.ctx.forward(T.tagged("v", params), batch.x)
         w = self.ctx.forward(T.tagged("w", params), batch.x)
-        return cross_entropy(w, batch) + cross_entropy(v, batch) + lessons(w, v, extras["stage"], batch.weight)
+        return self.ctx.loss_of(w, batch) + self.ctx.loss_of(v, batch) + lessons(w, v, extras["stage"], batch.weight)
 
     def next_stage(self, params: Tree, extras: Extras, data: ClientData) -> tuple[Tree, Extras]:
         """Choose the teacher of the next epoch by both models' macro-F1 on the training data."""

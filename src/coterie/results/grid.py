@@ -100,6 +100,11 @@ class SweepStatus:
     def total(self) -> int:
         return sum(self.planned.values())
 
+    def running(self) -> str:
+        """Return the names of the unfinished runs, with their scores."""
+        at = [path for path, done in self.rounds.items() if 0 < done < self.planned[path]]
+        return ", ".join(" ".join(w for w in (path.name, self.text.get(path, "")) if w) for path in at)
+
     def seconds_left(self) -> float | None:
         fresh = self.done() - self.skipped
         return (time.monotonic() - self.began) / fresh * (self.total() - self.done()) if fresh > 0 else None

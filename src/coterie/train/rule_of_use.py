@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.core.context import Batch, ClientData, Split
+from coterie.core.context import ClientData, Split
 from coterie.core.method import Method, Model, Phase
 from coterie.core.tree import Tree
 from coterie.core.views import Use
@@ -35,7 +35,7 @@ def quality(method: Method, model: Model, split: Split) -> float:
     A model that has diverged has minus infinity.
     """
     outputs = method.predict(model.params, split.x, model.extras)
-    loss = float(method.ctx.loss_of(outputs, Batch(*split)))
+    loss = float(method.ctx.task.loss(outputs, split.y))
     if not math.isfinite(loss):
         return -math.inf
     if not method.ctx.classes:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coterie.core import tree as T
 from coterie.core.context import Batch, ClientData, Context, Extras
+from coterie.core.losses import class_weights
 from coterie.core.method import Phase, Start, Trained
 from coterie.core.rng import key, torch_rng
 from coterie.core.schedules import lr_factor
@@ -172,12 +173,13 @@ def _epochs(
 ) -> Iterator[Iterator[Any]]:
     """Yield the batches of each epoch."""
     spans = batch_spans(ctx, len(data.train))
+    weights = class_weights(ctx.class_weights, ctx.fixed_weights, data.train.y, ctx.classes)
     if per_sample is not None and mixes(ctx.augment):
         raise CoterieError("augment = mixup is not possible: the method has a value for each single training sample")
     for epoch, (order, limit) in enumerate(orders(ctx, phase, data, round, share)):
         columns = [*data.train, *(() if per_sample is None else (per_sample,))]
         keys = round, data.client, phase.stream, epoch
-        yield _batches(ctx, [c[order] for c in columns], spans, phase.batches_per_step, limit, keys)
+        yield _batches(ctx, [c[order] for c in columns], weights, spans, phase.batches_per_step, limit, keys)
 
 
 def batch_spans(ctx: Context, n: int) -> list[slice]:
@@ -216,7 +218,13 @@ def orders(ctx: Context, phase: Phase, data: ClientData, round: int, share: floa
 
 
 def _batches(
-    ctx: Context, columns: Sequence[Tensor], spans: list[slice], group: int, limit: int, keys: tuple[int, ...]
+    ctx: Context,
+    columns: Sequence[Tensor],
+    weights: Tensor | None,
+    spans: list[slice],
+    group: int,
+    limit: int,
+    keys: tuple[int, ...],
 ) -> Iterator[Any]:
     """Yield the batches of an epoch; one generator with these keys serves its augmentations, batch after batch."""
     rng = None if ctx.augment is None else torch_rng(ctx.seed, "augment", *keys)
@@ -225,7 +233,7 @@ def _batches(
         x, y, *per_sample = (c[span] for c in columns)
         if rng is not None and ctx.augment is not None:
             x, y = augmented(ctx.augment, x, y, rng)
-        return Batch(x, y, None, *per_sample)
+        return Batch(x, y, None, per_sample[0] if per_sample else None, weights)
 
     if group == 1:
         for span in spans[:limit]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from coterie.config import Engine, RunSettings
 from coterie.core.context import Context
+from coterie.core.losses import LossFunction, check_loss, weights_of_classes
 from coterie.core.method import Method
 from coterie.core.metrics import PredictionMetric, check_function, metric_key, metric_paths
 from coterie.core.net import Net
@@ -123,6 +124,9 @@ def bind(
         lr_steps=settings.lr_steps,
         local_steps=settings.local_steps,
         augment=settings.augment,
+        class_weights=settings.class_weights,
+        fixed_weights=_fixed_weights(settings, federation),
+        own_loss=functions.get("loss"),
         changing=settings.federation.timeline is not None,
     )
     _check_needs(method, federation)
@@ -151,6 +155,8 @@ def bind(
     if (combiner := combiner_of(settings)) is not None:
         combiner.check(method)
     _check_metrics(settings, method.ctx, federation)
+    if settings.loss is not None and method.ctx.own_loss is not None:
+        _check_loss(settings, settings.loss, method.ctx.own_loss, federation)
     rule = _rule(settings, functions)
     check_fit(rule, [method.ctx.w0[k] for k in net.trainable])
     notes = (*_output_notes(method.ctx, federation), *_unused_notes(settings, method))
@@ -160,6 +166,7 @@ def bind(
 def _functions(settings: RunSettings, given: Mapping[str, Function]) -> dict[str, Function]:
     """Return the functions that settings name as module:name, imported unless they are given."""
     named = {"optimizer": settings.optimizer} if ":" in settings.optimizer else {}
+    named |= {} if settings.loss is None else {"loss": settings.loss}
     named |= {metric_key(path): path for path in metric_paths(settings.metrics)}
     return {k: given.get(k) or imported(k.split()[0], path) for k, path in named.items()}
 
@@ -175,6 +182,24 @@ def _check_metrics(settings: RunSettings, ctx: Context, federation: Federation) 
         for path, metric in own.items():
             assert isinstance(metric, PredictionMetric)
             check_function(metric, path, predictions, y)
+
+
+def _fixed_weights(settings: RunSettings, federation: Federation) -> tuple[float, ...] | None:
+    """Return the weights of the classes that the settings list; raise CoterieError if they do not fit the data."""
+    if settings.class_weights is not None and not federation.task.classes:
+        raise CoterieError(f"class_weights needs classes, and the task is {federation.task.name}")
+    return weights_of_classes(settings.class_weights, federation.dataset.classes)
+
+
+def _check_loss(settings: RunSettings, path: str, function: LossFunction, federation: Federation) -> None:
+    """Raise CoterieError if the loss of the user cannot be computed for outputs of this task.
+
+    A device knows no data of others, and an edge none at all, so outputs and targets are made up.
+    """
+    task, n = federation.task, 4
+    y = torch.arange(n) % task.classes if task.classes else torch.ones(n, *federation.dataset.y.shape[1:])
+    outputs = torch.linspace(-1, 1, n * task.outputs).view(n, task.outputs)
+    check_loss(path, function, outputs, y, settings.class_weights is not None)
 
 
 def _rule(settings: RunSettings, functions: Mapping[str, Function]) -> Optimiser:
@@ -343,6 +368,7 @@ _NEEDS: dict[str, tuple[Callable[[Method, Federation], bool], str]] = {
     "classes": (lambda m, f: f.num_classes > 0, "class labels (task = classification or binary)"),
     "full": (lambda m, f: m.ctx.join == 1, "full participation (set join to 1)"),
     "constant_lr": (lambda m, f: m.ctx.lr_steps is None, "one learning rate for all steps of a round (no lr_steps)"),
+    "unweighted": (lambda m, f: m.ctx.class_weights is None, "all classes to weigh alike (no class_weights)"),
     "epochs": (lambda m, f: m.ctx.local_steps is None, "local work in epochs (no local_steps)"),
 }
 

@@ -65,10 +65,11 @@ _MAX_OPTION = 200  # characters or items of an option of the model
 ALLOWED_KINDS = (*get_args(Kind), "scores", "columns")
 # settings of a run that decide what a device computes or sends; the others concern only the cloud
 GOVERNED_SETTINGS = (
-    "batch", "lr", "lr_decay", "lr_rounds", "lr_steps", "local_steps", "augment", "optimizer", "grad_clip", "momentum",
+    "batch", "lr", "lr_decay", "lr_rounds", "lr_steps", "local_steps", "augment", "optimizer", "loss", "class_weights",
+    "grad_clip", "momentum",
     "weight_decay", "opt_state", "bn_stats", "eval_every", "metrics", "watch", "final_trained", "headline", "use",
 )  # fmt: skip
-CODE_SETTINGS = ("optimizer",)  # settings that may name a function by module path
+CODE_SETTINGS = ("optimizer", "loss")  # settings that may name a function by module path
 _FORBIDDEN_SETTINGS = ("warm_start", "official", "log_updates")  # read local files, or send undeclared models
 
 

@@ -46,6 +46,7 @@ class FederationPlan(BaseModel):
     coterie: str  # version of the cloud's package, for error messages
     run: str = Field(pattern=f"^{RUN_ID.pattern}$")
     source: str  # digest of the method's code
+    code: dict[str, str] = {}  # digests of the code of functions that settings name, by setting
     settings: dict[str, Any]  # RunSettings
     places: int = Field(ge=1, le=10**5)  # number of clients that take part in training
     partition: dict[str, Any] | None  # identity of the partition of named data; None: devices have their own data
@@ -80,6 +81,7 @@ class FederationPlan(BaseModel):
         data, own = session.federation.dataset, isinstance(session.federation, DeviceFederation)
         return FederationPlan(
             run=run, coterie=version("coterie"), source=method_digest(type(session.method)),
+            code=session.code_digests(),
             settings=session.settings.model_dump(mode="json"), places=len(session.federation.clients),
             partition=None if own else session.federation.identity, shape=data.shape,
             task=data.kind, targets=data.targets, classes=data.classes,
@@ -157,6 +159,10 @@ class FederationPlan(BaseModel):
                 build_method(settings.method, settings.settings),
                 self._federation(settings, data, data_dir, timeline),
             )
+        for name, digest in session.code_digests().items():
+            if self.code.get(name) != digest:
+                path = getattr(settings, name.split()[0])
+                raise CoterieError(f"the code of {name} = {path} here differs from that of the cloud")
         if _tree_digest(session.method.ctx.w0) != self.w0:
             raise CoterieError(f"the initial model differs from the cloud's (torch {torch.__version__} here)")
         allow.check_session(session, None if data is None else len(session.federation.data(client or 0).train))

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from coterie.core.context import Batch, ClientData, Extras, State, cross_entropy
+from coterie.core.context import Batch, ClientData, Extras, State
 from coterie.core.method import Settings, Start
 from coterie.core.tree import Tree
 from coterie.methods.fedpc import prototypes as P
@@ -45,7 +45,7 @@ class FedPCMended(FedPC):
         """Return alpha * cross-entropy + gamma * contrast + rehearsal."""
         hp = self.hp
         logits, z = P.logits_and_features(self.ctx, params, batch.x, hp.feature)
-        loss = hp.alpha * cross_entropy(logits, batch)
+        loss = hp.alpha * self.ctx.loss_of(logits, batch)
         if hp.gamma:
             loss = loss + hp.gamma * towards(z, batch.y, extras["directions"], batch.weight)
         if hp.rehearsal:

@@ -41,7 +41,6 @@ from coterie.core.method import (
     Trained,
     Tree,
     Upload,
-    cross_entropy,
     replace,
 )
 from coterie.core.rng import key
@@ -186,7 +185,7 @@ class FedPC(EdgeMethod):
         """Return alpha * L_cc + gamma * L_p: equation (4), Algorithm 1, line 10."""
         hp = self.hp
         logits, z = P.logits_and_features(self.ctx, params, batch.x, hp.feature)
-        loss = hp.alpha * cross_entropy(logits, batch)
+        loss = hp.alpha * self.ctx.loss_of(logits, batch)
         if not hp.gamma:
             return loss
         kind, reduce, repulsion = hp.proto_loss, hp.proto_reduce, hp.proto_repulsion

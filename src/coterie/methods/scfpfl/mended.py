@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coterie.core.context import Batch, ClientData, Extras, cross_entropy
+from coterie.core.context import Batch, ClientData, Extras
 from coterie.core.method import Settings
 from coterie.core.rng import key
 from coterie.core.tree import Tree
@@ -45,7 +45,7 @@ class SCFPFLMended(ClusterEdges):
     def relearn(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         """Return the cross-entropy, plus KL(own || agent) if the own model teaches."""
         logits = self.ctx.forward(params, batch.x)
-        loss = cross_entropy(logits, batch)
+        loss = self.ctx.loss_of(logits, batch)
         if batch.per_sample is None:
             return loss
         return loss + self.hp.kl_weight * kl(batch.per_sample, logits, batch.weight)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import Batch, ClientData, Extras, cross_entropy
+from coterie.core.context import Batch, ClientData, Extras
 from coterie.core.method import Phase, Settings
 from coterie.core.rng import key
 from coterie.core.tree import Tree
@@ -62,7 +62,7 @@ class SCFPFL(ClusterEdges):
         A teacher that trains too is asked in every step; any other one was asked before (batch.per_sample).
         """
         logits = self.ctx.forward(params, batch.x)
-        loss, teacher, share = cross_entropy(logits, batch), batch.per_sample, self.hp.kl_weight
+        loss, teacher, share = self.ctx.loss_of(logits, batch), batch.per_sample, self.hp.kl_weight
         if self.trains_own and share:
             with torch.no_grad():
                 teacher = self.ctx.forward(T.tagged(OWN, params), batch.x)
