@@ -14,11 +14,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from coterie.engine.loop import Callbacks
 from coterie.engine.loop import Progress as RoundProgress
 
-Update = Callable[..., None]  # (done, text): show that so many rounds are done
+UpdateBar = Callable[..., None]  # (done, text): show that so many rounds are done
 
 
 @contextmanager
-def bar(what: str, total: int, quiet: bool) -> Iterator[Update]:
+def bar(what: str, total: int, quiet: bool) -> Iterator[UpdateBar]:
     """Yield update(done, text): a bar on a terminal or in a notebook; otherwise a line of text for every tenth."""
     if quiet:
         yield lambda done, text="": None
@@ -37,7 +37,7 @@ def bar(what: str, total: int, quiet: bool) -> Iterator[Update]:
         yield _lines(what, total)
 
 
-def _lines(what: str, total: int) -> Update:
+def _lines(what: str, total: int) -> UpdateBar:
     reached = -1
 
     def line(done: int, text: str = "") -> None:
@@ -55,7 +55,7 @@ def _in_notebook() -> bool:
 
 
 @contextmanager
-def _notebook_bar(what: str, total: int) -> Iterator[Update]:
+def _notebook_bar(what: str, total: int) -> Iterator[UpdateBar]:
     """Yield the update of a bar below the cell, which is removed at the end."""
     ipython = import_module("IPython.display")  # only where it runs already
     show, html = ipython.display, ipython.HTML
@@ -78,7 +78,7 @@ class Bar:
 
     def __init__(self, quiet: bool):
         self.quiet, self._open = quiet, ExitStack()
-        self._update: Update = lambda done, text="": None
+        self._update: UpdateBar = lambda done, text="": None
 
     def __enter__(self) -> "Bar":
         return self
