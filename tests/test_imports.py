@@ -20,7 +20,7 @@ ROOMS = [
     ["core.schema", "core.states", "core.calls", "core.metrics", "core.losses", "storage.atomic", "engine.ledger"],
     ["core.schedules", "train.optimisers", "train.augmentation"],
     ["engine.codec", "core.tasks"],
-    ["core.layers"],
+    ["core.layers", "core.lora"],
     ["core.net"],
     ["models", "core.context"],
     ["core.method"],

@@ -31,6 +31,7 @@ from coterie.data.timeline import read_timeline
 from coterie.engine.server_optimiser import check_server_optimiser
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build_method, find, resolve, validation_sentence
+from coterie.models.adaptation import Rank
 from coterie.runtimes.registry import canonical_runtime
 from coterie.train.augmentation import check_augment
 from coterie.train.optimisers import check_optimiser
@@ -132,6 +133,28 @@ class RunSettings(BaseModel):
     )
     bn_stats: Literal["shared", "local"] = Field(
         "shared", description="batch-norm statistics are averaged like weights, or stay on the client"
+    )
+    weights: str | None = Field(
+        None,
+        description="file of pretrained weights (.safetensors, or a state dict): tensors that fit by name and shape "
+        "are the initial values; empty: drawn from the seed",
+    )
+    freeze: str | None = Field(
+        None,
+        description="parts of the model that are constants, separated by commas: names of layers such as stem,layer1, "
+        "or groups (body, norm, lora:A); they neither train nor travel; empty: none",
+    )
+    lora_rank: Rank | None = Field(
+        None,
+        description="rank of low-rank adapters (LoRA); all other layers but the head are then constants; empty: none",
+    )
+    lora_alpha: float | None = Field(
+        None, gt=0, le=LARGEST_RATE, description="scale of the adapters, which add alpha / rank B A; empty: the rank"
+    )
+    lora_targets: str | None = Field(
+        None,
+        description="layers with adapters, separated by commas: linear, conv, attention, or names of layers or their "
+        "endings such as query,value; empty: linear,attention",
     )
     warm_start: str | None = Field(
         None, description="folder of a run whose global model (or mean of personal models) this one starts from"

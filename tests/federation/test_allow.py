@@ -91,9 +91,9 @@ def test_installed_code_of_others_must_be_listed(monkeypatch: pytest.MonkeyPatch
     Allow(methods=("theirs",), models=("theirs",)).check_plan(chosen(method="theirs", model="theirs"))
 
 
-@pytest.mark.parametrize("name", ["warm_start", "official", "log_updates"])
+@pytest.mark.parametrize("name", ["warm_start", "weights", "official", "log_updates"])
 def test_what_no_device_allows(name: str) -> None:
-    value: Any = "/etc" if name == "warm_start" else True
+    value: Any = "/etc" if name in ("warm_start", "weights") else True
     refused(Allow(), f"the plan sets {name}, which no host of a federation allows", **{name: value})
 
 

@@ -36,6 +36,11 @@ OPTIONS: dict[str, Any] = {  # settings that have an option of their own
     ],
     "seed": Annotated[int | None, Option(help="random seed (default 0)")],
     "use": Annotated[str | None, Option(help="model that clients use: received, trained, best or guarded")],
+    "weights": Annotated[str | None, Option(metavar="FILE", help="pretrained weights: .safetensors or a state dict")],
+    "freeze": Annotated[
+        str | None, Option(help="parts of the model that are constants: stem,layer1 or body, norm, ...")
+    ],
+    "lora_rank": Annotated[int | None, Option(help="rank of low-rank adapters; the rest but the head is constant")],
     "warm_start": Annotated[str | None, Option(metavar="PATH", help="start from the models of the run in this folder")],
     "stop_after": Annotated[
         int | None, Option(help="end after this many evaluations without a better value on validation data")

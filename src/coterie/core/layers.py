@@ -41,8 +41,8 @@ def _named(found: Any) -> Any:
 class Layout:
     """Layers in order of execution and the state-dict names that belong to each group.
 
-    Groups: all, conv, fc, bn (affine and statistics), bn_stats, norm (norms of any type), head, body, unused,
-    layer:<name>. Frozen tensors are
+    Groups: all, conv, fc, bn (affine and statistics), bn_stats, norm (norms of any type), lora, lora:A, lora:B
+    (adapters), head, body, unused, layer:<name>. Frozen tensors are
     constants of the model and in no group; a tensor that several layers share belongs to the first of them.
     """
 
@@ -99,6 +99,9 @@ def layout(module: nn.Module, example: Tensor) -> Layout:
         groups[kind] = Names(n for path in leaves if kinds[path] == kind for n in own[path])
     groups["norm"] = Names(n for path in leaves if isinstance(leaves[path], NORMS) for n in own[path])
     parameters = {k for k, _ in module.named_parameters()}
+    for half in ("A", "B"):  # names of this package and of peft
+        groups[f"lora:{half}"] = Names(n for n in names - frozen if f"lora_{half}" in n.split("."))
+    groups["lora"] = groups["lora:A"] | groups["lora:B"]
     groups["all"] = Names(names) - frozen
     groups["bn_stats"] = Names(n for n in groups["bn"] if n not in parameters)
     groups["head"] = Names(own[head]) if head is not None else Names()

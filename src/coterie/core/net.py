@@ -29,7 +29,7 @@ class Net:
         fixed: set[str] = set()
         self._slots: list[tuple[dict[str, Tensor | None], str, str]] = []
         self._norms: list[tuple[nn.Module, str | None]] = []  # norms, each with the entry that it is trained with
-        self._still: list[nn.Module] = []  # norms that are always frozen
+        self._still: list[nn.Module] = []  # frozen norms, which are always in evaluation mode
         frozen = self.layout.frozen
         self._recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
         for path, sub in module.named_modules():
@@ -56,6 +56,8 @@ class Net:
                     self._still.append(sub)
                 else:
                     self._norms.append((sub, entry))
+        # parts that the setting `freeze` names, with norms and dropout (models/adaptation.py)
+        self._still += [m for m in module.modules() if getattr(m, "always_eval", False) and m not in self._still]
         self.has_batch_norm = any(is_batch_norm(norm) for norm, _ in self._norms)
         self.names = list(dict.fromkeys(full for _, _, full in self._slots))
         self.fixed = Names(fixed)  # buffers
@@ -103,8 +105,8 @@ class Net:
         if self.training:
             for norm, weight in self._norms:
                 norm.training = weight is None or params[weight].requires_grad
-            for norm in self._still:
-                norm.training = False
+            for part in self._still:
+                part.training = False
 
     def forward(self, params: Tree, x: Tensor) -> Tensor:
         """Return the logits [batch, classes]."""

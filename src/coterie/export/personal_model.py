@@ -38,6 +38,7 @@ from coterie.errors import CoterieError
 from coterie.methods import build_method as build_method
 from coterie.methods import method_names, registered_name, validation_sentence
 from coterie.methods.restore import restored
+from coterie.models.adaptation import Adaptation, adapt
 from coterie.models.registry import ModelFactory, options_of_0_1
 from coterie.models.registry import build_model as build_model
 from coterie.storage import atomic as disk
@@ -113,6 +114,7 @@ class About(BaseModel):
     own_model: str | None = None  # package.module:name of a model of the user
     built: bool = False  # the user's model was an instance, which cannot be built from its name
     options: dict[str, Any] = {}
+    adaptation: Adaptation | None = None  # what is frozen, and adapters; None: nothing
     # the method that calls a model which is more than its network (two heads, a gate, a mixture)
     method: str | None = None  # a registered name or package.module:name
     settings: dict[str, Any] = {}
@@ -138,6 +140,7 @@ class About(BaseModel):
             ),
             model=source if isinstance(source, str) else None, own_model=None if own is None else origin(own),
             built=isinstance(own, nn.Module), options=dict(session.options_for(source)),
+            adaptation=how if (how := Adaptation.of(session.settings)).changes else None,
         )  # fmt: skip
 
     def calling(self, session: Session, module: "PersonalModel") -> "About":
@@ -282,7 +285,7 @@ def write_model(path: Path, module: nn.Module, about: About, durable: bool = Tru
     meta = {
         "method": about.title, "client": about.client, "round": str(about.round), "run": about.run,
         "data": about.data, "plain": str(about.method is None).lower(),
-        "coterie": about.model_dump_json(),
+        "coterie": about.model_dump_json(exclude={"adaptation"} if about.adaptation is None else None),
     }  # fmt: skip
     state = {k: v.detach().clone().contiguous() for k, v in module.state_dict().items()}
     disk.write_atomic(path, _in_order(save(state, meta)), durable=durable)
@@ -367,9 +370,12 @@ def _module(path: Path, about: About, model: nn.Module | ModelFactory | None, al
         source = _imported(path, "model", about.own_model, allow)
     options = {} if isinstance(source, nn.Module) else about.options
     items = about.items
-    return build_model(
+    module = build_model(
         source, items.input_shape, about.outputs, dtype=items.input_dtype, vocab=items.vocab, options=options
     )
+    if about.adaptation is not None:
+        adapt(module, torch.zeros(2, *items.input_shape, dtype=items.input_dtype), about.adaptation, seed=0)
+    return module
 
 
 def _method(path: Path, name: str, allow: Sequence[str]) -> str | type[Method]:

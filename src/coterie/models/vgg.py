@@ -49,6 +49,11 @@ class VGG11(ConvNet):
             x = x.expand(-1, 3, -1, -1)
         return super().forward(x)
 
+    @staticmethod
+    def layer_alias(layer: str) -> str:
+        """Return the name of a layer that torchvision calls `layer`."""
+        return _TORCHVISION_NAMES.get(layer, layer)
+
     def load_pretrained(self, path: str) -> None:
         """Load every layer that fits by name and size; all convolutions must fit, other layers may stay."""
         weights = _read_weights(path)

@@ -27,8 +27,10 @@ from coterie.engine.session.combiner import combiner_of
 from coterie.engine.session.spec import Factory, Function, Objects, Session, fitting_options, model_name
 from coterie.errors import CoterieError
 from coterie.methods import build_method as build_method
+from coterie.models.adaptation import Adaptation, adapt
 from coterie.models.per_client import PerClient, assign_models, is_assignment
 from coterie.models.registry import build_model as build_model
+from coterie.models.weights import load_weights
 from coterie.train import native
 from coterie.train.augmentation import check_items
 from coterie.train.optimisers import Optimiser, check_fit, optimiser
@@ -101,7 +103,7 @@ def bind(
     n = len(federation.clients)
     if settings.newcomers >= n:
         raise CoterieError(f"newcomers = {settings.newcomers} leaves none of the {n} clients for training")
-    net = _net(settings, federation, model, batch_norm="bn" in method.needs)
+    net, loaded = _net(settings, federation, model, batch_norm="bn" in method.needs)
     method.ctx = Context(
         net=net,
         w0=_started(net.state(), start, settings.warm_start),
@@ -160,7 +162,7 @@ def bind(
     rule = _rule(settings, functions)
     check_fit(rule, [method.ctx.w0[k] for k in net.trainable])
     notes = (*_output_notes(method.ctx, federation), *_unused_notes(settings, method))
-    return Session(settings, engine, federation, method, notes=notes, rule=rule, functions=functions)
+    return Session(settings, engine, federation, method, notes=notes, loaded=loaded, rule=rule, functions=functions)
 
 
 def _functions(settings: RunSettings, given: Mapping[str, Function]) -> dict[str, Function]:
@@ -308,6 +310,7 @@ def _bind_each(
         first,
         others=others,
         notes=notes,
+        loaded=tuple(dict.fromkeys(n for s in sessions.values() for n in s.loaded)),
         rule=one_session.rule,
         functions=one_session.functions,
     )
@@ -315,8 +318,10 @@ def _bind_each(
 
 def _net(
     settings: RunSettings, federation: Federation, model: nn.Module | Factory | None, batch_norm: bool = False
-) -> Net:
+) -> tuple[Net, tuple[str, ...]]:
     """Build the model with initial values drawn from the seed; a module instance of the user keeps its own values.
+
+    Weights of a file replace them, and parts are frozen or get adapters. The sentences say what was loaded and frozen.
 
     If the model has no name, the default for the data is built, with batch norm if the method needs it.
     """
@@ -333,10 +338,16 @@ def _net(
         options=settings.model_options,
         task=task.name,
     )
+    loaded = [] if settings.weights is None else [load_weights(module, settings.weights)]
+    how = Adaptation.of(settings)
+    adapt(module, example, how, settings.seed)
     net = Net(module, example)
+    if how.changes:
+        frozen, trained = (sum(t[k].numel() for k in t) for t in (net.constants(), net.state()))
+        loaded.append(f"{frozen:,} values of the model are constants, {trained:,} are trained or exchanged")
     if net.layout.of_kind("conv"):
         native.available()  # compiles or loads the library once, before workers are forked
-    return net
+    return net, tuple(loaded)
 
 
 def _output_notes(ctx: Context, federation: Federation) -> tuple[str, ...]:

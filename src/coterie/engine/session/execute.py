@@ -74,6 +74,8 @@ def execute(
         raise CoterieError(f"engine = {wanted} needs many clients in one process; a device has one")
     if session.settings.warm_start is not None and not kind.supports_warm_start:
         raise CoterieError("warm_start needs runtime = local or ray: devices draw initial values from the seed")
+    if session.settings.weights is not None and not kind.supports_warm_start:
+        raise CoterieError("weights needs runtime = local or ray: devices do not have the file")
     if not resume and (out / "settings.json").exists():
         raise CoterieError(f"{out} already holds a run; continue it with --resume {out} or choose a different folder")
     if warning := session.extension_warning():

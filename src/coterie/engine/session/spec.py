@@ -22,6 +22,7 @@ from coterie.data.federation import Federation
 from coterie.engine.provenance import code_digest, method_digest, model_digest, origin, recalled, source_digest
 from coterie.errors import CoterieError
 from coterie.methods import unusual_reading
+from coterie.models.adaptation import Adaptation
 from coterie.models.per_client import PerClient, assign_models, is_assignment
 from coterie.models.registry import WITH_NORM, default_for, options_of
 from coterie.storage.client_states import ClientStates
@@ -99,6 +100,7 @@ class Session:
     objects: Objects = field(default_factory=Objects)
     others: Mapping[int, Method] = field(default_factory=dict)  # the method bound to other models, by client
     notes: tuple[str, ...] = ()  # warnings about the model, one sentence each
+    loaded: tuple[str, ...] = ()  # what the model got from files, and what is frozen, one sentence each
     rule: Optimiser = field(default_factory=Optimiser)  # optimiser of local training
     functions: Mapping[str, Function] = field(default_factory=dict)  # functions of the user, by setting
 
@@ -141,7 +143,7 @@ class Session:
         """Return one message for each choice that was made without the user, or departs from the method's paper."""
         s, method, federation = self.settings, self.method, self.federation
         departures = [f"{method.card.title}: {sentence}" for sentence in method.departures()]
-        sentences = [*federation.choices, *departures]
+        sentences = [*federation.choices, *self.loaded, *departures]
         if "bn" in method.needs and s.model is None and self.objects.model is None:
             name = default_for(federation.shape, federation.num_classes, federation.dataset.x.dtype, batch_norm=True)
             sentences.append(
@@ -185,7 +187,9 @@ class Session:
     def tensors(self) -> str:
         """Return a digest of the model's tensor names and shapes, and of initial values not drawn from the seed."""
         digest, ctx = hashlib.blake2b(digest_size=16), self.method.ctx
-        values = isinstance(self.objects.model, nn.Module) or self.settings.warm_start is not None
+        s = self.settings
+        from_file = s.warm_start is not None or s.weights is not None or Adaptation.of(s).changes
+        values = isinstance(self.objects.model, nn.Module) or from_file
         for name, v in [*ctx.w0.items(), *ctx.net.constants().items()]:
             digest.update(f"{name} {tuple(v.shape)}".encode())
             if values:

@@ -91,6 +91,11 @@ def check_possible(settings: RunSettings) -> None:
     """Raise CoterieError for settings that a federation does not have."""
     if settings.warm_start is not None:
         raise CoterieError("warm_start is for simulations: devices of a federation draw the first values from the seed")
+    if settings.weights is not None:
+        raise CoterieError(
+            "weights names a file of this host, which devices of a federation do not have; take a model of a package "
+            "that carries its weights (model = package.module:factory)"
+        )
     for name, why in (
         ("official", "sends personal models to the cloud"), ("log_updates", "sends updates to the cloud"),
     ):  # fmt: skip

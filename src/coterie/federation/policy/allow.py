@@ -68,9 +68,11 @@ GOVERNED_SETTINGS = (
     "batch", "lr", "lr_decay", "lr_rounds", "lr_steps", "local_steps", "augment", "optimizer", "loss", "class_weights",
     "grad_clip", "momentum",
     "weight_decay", "opt_state", "bn_stats", "eval_every", "metrics", "watch", "final_trained", "headline", "use",
+    "freeze", "lora_rank", "lora_alpha", "lora_targets",
 )  # fmt: skip
 CODE_SETTINGS = ("optimizer", "loss")  # settings that may name a function by module path
-_FORBIDDEN_SETTINGS = ("warm_start", "official", "log_updates")  # read local files, or send undeclared models
+# settings that read local files, or send undeclared models
+_FORBIDDEN_SETTINGS = ("warm_start", "weights", "official", "log_updates")
 
 
 @dataclass(frozen=True)
