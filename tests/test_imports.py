@@ -29,6 +29,7 @@ ROOMS = [
     ["methods"],
     ["engine.messages", "data"],
     ["engine.combining"],
+    ["privacy"],
     ["engine.server_optimiser"],
     ["engine.round", "runtimes.registry"],
     ["engine.edge_steps"],

@@ -32,6 +32,7 @@ from coterie.engine.server_optimiser import check_server_optimiser
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build_method, find, resolve, validation_sentence
 from coterie.models.adaptation import Rank
+from coterie.privacy.setting import check_privacy
 from coterie.runtimes.registry import canonical_runtime
 from coterie.train.augmentation import check_augment
 from coterie.train.optimisers import check_optimiser
@@ -127,6 +128,12 @@ class RunSettings(BaseModel):
         None,
         description="optimiser of the server for methods that average uploads: fedavgm(lr, momentum), fedadagrad(lr, "
         "tau), fedadam(lr, beta1, beta2, tau) or fedyogi(lr, beta1, beta2, tau); empty: the mean itself",
+    )
+    dp: Annotated[str, AfterValidator(check_privacy)] | None = Field(
+        None,
+        description="differential privacy: client(epsilon, delta, clip, sigma, adaptive, scores) of whole clients, "
+        "example(epsilon, delta, clip, sigma, scores) of single training samples, or local(...) of uploads noised at "
+        "the device; empty: none",
     )
     weighting: Literal["samples", "uniform"] | None = Field(
         None, description="weights of the clients in the average; empty: as in the method's paper"

@@ -71,6 +71,17 @@ class Combiner:
         """All stages in their order."""
         return (*(() if self.estimate is None else (self.estimate,)), *self.moves)
 
+    @property
+    def always(self) -> bool:
+        """True if a round without uploads is combined too, because its result must not show that there were none."""
+        return bool(getattr(self.estimate, "always", False))
+
+    @property
+    def clip(self) -> float | None:
+        """The largest change that devices are asked for in the next round, if it moves from round to round."""
+        asked = getattr(self.estimate, "asked", None)
+        return asked(self.memory.get(self.estimate.setting, {})) if asked and self.estimate else None
+
     def combined(self, method: Method, sent: Tree, uploads: Sequence[Upload], round: int) -> tuple[Upload, "Combiner"]:
         """Return the upload that stands for all uploads of a round, and the combiner after the round."""
         memory = dict(self.memory)

@@ -23,6 +23,7 @@ from coterie.engine.fault_isolation import close_contained
 from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult, Rules, close, plan
 from coterie.errors import CoterieError
+from coterie.privacy.budget import ClientBudget
 from coterie.runtimes.base import Conclusion, Runtime
 from coterie.storage import checkpoint
 from coterie.storage.checkpoint import Checkpoint
@@ -82,10 +83,16 @@ class Callbacks:
 
 class Loop:
     def __init__(
-        self, method: Method, runtime: Runtime, folder: Folder, schedule: Schedule, official: Official | None = None
+        self,
+        method: Method,
+        runtime: Runtime,
+        folder: Folder,
+        schedule: Schedule,
+        official: Official | None = None,
+        budget: ClientBudget | None = None,
     ):
         self.method, self.runtime, self.folder, self.schedule = method, runtime, folder, schedule
-        self.official = official
+        self.official, self.budget = official, budget
         self.server: State = {}
         self.edges: dict[EdgeId, State] = {}
         self.combiner = schedule.combiner
@@ -115,7 +122,9 @@ class Loop:
             self.server, self.edges, self.bytes, self.done = saved.server, saved.edges, saved.bytes, saved.round
             if self.combiner is not None:
                 self.combiner = replace(self.combiner, memory=saved.combiner)
-            stops = self.schedule.stop_after is not None or self.schedule.stop_at is not None
+            stops = self.schedule.stop_after is not None or self.schedule.stop_at is not None or self.budget is not None
+            if self.budget is not None:
+                self.budget.go_to(self.done)
             for row in read_log(self.folder.path / EVENTS).rows if stops else []:
                 if (value := self._validated(row["eval"])) is not None:
                     self.validation[row["round"]] = value
@@ -149,6 +158,8 @@ class Loop:
         t, schedule = self.done + 1, self.schedule
         planned = self._planned(self.server, self.edges, t)
         answers, result = self._settled(planned)
+        if self.budget is not None:
+            self.budget.spend(t)
         self.runtime.keep(t, result.accepted)
         self.server, self.edges, self.combiner = result.server, result.edges, result.combiner
         self.bytes = ledger.total([self.bytes, result.bytes])
@@ -160,6 +171,8 @@ class Loop:
         evaluation = self.evaluate(last) if self._evaluates(t) else None
         if evaluation is not None and not last and self._stops(evaluation):
             evaluation = self.evaluate(True)
+        if self.budget is not None and not last and not self.ended and (why := self.budget.over()):
+            self.ended, evaluation = why, self.evaluate(True)
         self._record(result, planned.participants, trained, watch, evaluation)
         if evaluation is not None:
             return evaluation.headline(self.schedule.headline), evaluation.nonfinite()
@@ -214,7 +227,7 @@ class Loop:
         for known, planned in self._plans:
             if known is server and planned.round == t:
                 return planned
-        return plan(self.method, server, edges, t, self.schedule.rules)
+        return plan(self.method, server, edges, t, self.schedule.rules, self.combiner)
 
     def _probe(self, result: RoundResult) -> None:
         """Dry-run the uses of the new server state, while an error can still be traced to this round's uploads."""
@@ -223,7 +236,7 @@ class Loop:
         method.cluster_of(result.server)
         method.global_model(result.server)
         if t < self.schedule.rounds:
-            planned = plan(method, result.server, result.edges, t + 1, self.schedule.rules)
+            planned = plan(method, result.server, result.edges, t + 1, self.schedule.rules, result.combiner)
             self._plans = [*self._plans, (result.server, planned)]
         if self._evaluates(t):
             clients = method.ctx.clients
@@ -278,6 +291,7 @@ class Loop:
             eval=found.summary() if found else {},
             **({"adapting": found.adapting} if found and found.adapting else {}),
             **({"combined": facts} if (facts := self.combiner.facts() if self.combiner else {}) else {}),
+            **({"privacy": self.budget.facts()} if self.budget else {}),
             **({"reasons": result.reasons} if result.reasons else {}),
             **({"ended": self.ended} if self.ended else {}),
         )

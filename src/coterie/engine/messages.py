@@ -54,6 +54,7 @@ class TrainRequest:
     share: float = 1.0  # share of its local epochs; below 1 for a straggler
     watch: bool = False  # score the personal model before and after local training
     log_update: bool = False  # send the change of the personal model, for the log of a simulation
+    clip: float | None = None  # largest norm of the change that is uploaded, if it is not that of the settings
 
     @property
     def download(self) -> Tree:

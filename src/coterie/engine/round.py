@@ -4,6 +4,7 @@
 server state from them. Nothing here opens a file, knows a process or holds the state of a client.
 """
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from coterie.core.edges import Edge, EdgeMethod
 from coterie.core.method import Download, Method, Moment, Upload
 from coterie.core.rng import torch_rng
 from coterie.core.schema import NonFiniteError, Schema
+from coterie.core.tree import Tree
 from coterie.engine import ledger
 from coterie.engine.combining import Combiner
 from coterie.engine.ledger import DEVICE_CLOUD, DEVICE_EDGE, EDGE_CLOUD, summed
@@ -33,6 +35,8 @@ class Rules:
     stragglers: float = 0.0  # share of the sampled clients that train fewer epochs
     watch: bool = True  # score participants before and after local training
     log_updates: bool = False
+    poisson: bool = False  # every client takes part with probability `join`, independently of all others
+    secret: bool = False  # nobody can compute the participants from the seed
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class RoundPlan:
     edges: tuple[MergeRequest, ...]  # requests to edges, for their clients
     down: Bytes  # declared bytes to the clients that talk to the cloud
     edges_down: Bytes
+    shared: Tree = field(default_factory=dict)  # part of the download that all clients get
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,10 @@ class RoundResult:
         return {**self.reasons, **dict.fromkeys(self.nonfinite, "the upload has NaN or infinity")}
 
 
-def plan(method: Method, server: State, edges: Edges, round: int, rules: Rules) -> RoundPlan:
-    sampled = method.sample(server, round, torch_rng(rules.seed, "sample", round))
+def plan(
+    method: Method, server: State, edges: Edges, round: int, rules: Rules, combiner: Combiner | None = None
+) -> RoundPlan:
+    sampled = _poisson(method, round, rules) if rules.poisson else _sampled(method, server, round, rules)
     if strange := set(sampled) - set(method.ctx.clients):
         name = type(method).__name__
         raise CoterieError(f"{name}.sample returned {min(strange)!r}, which is not the number of a client that trains")
@@ -86,10 +93,12 @@ def plan(method: Method, server: State, edges: Edges, round: int, rules: Rules) 
     failing = frozenset(i for i in ids if _drawn(rules.seed, "dropout", round, i, rules.dropout))
     sent = method.down(server, ids, round)
 
+    clip = None if combiner is None else combiner.clip
+
     def request(i: ClientId) -> TrainRequest:
         slow = _drawn(rules.seed, "straggler", round, i, rules.stragglers)
         share = float(torch.rand((), generator=torch_rng(rules.seed, "share", round, i))) if slow else 1.0
-        return TrainRequest(i, round, share=share, watch=rules.watch, log_update=rules.log_updates)
+        return TrainRequest(i, round, share=share, watch=rules.watch, log_update=rules.log_updates, clip=clip)
 
     attached = attach(method, server, edges, sent, ids)
     served = {i for edge, _ in attached for i in edge.clients}
@@ -110,7 +119,21 @@ def plan(method: Method, server: State, edges: Edges, round: int, rules: Rules) 
         edges=tuple(tasks),
         down=summed(down.parts(sent.to(i)) for i in ids if i not in served),
         edges_down=summed(edges_down.parts(tree) for edge, _ in attached for tree in edge.received),
+        shared=sent.shared,
     )
+
+
+def _sampled(method: Method, server: State, round: int, rules: Rules) -> list[ClientId]:
+    return method.sample(server, round, torch_rng(rules.seed, "sample", round))
+
+
+def _poisson(method: Method, round: int, rules: Rules) -> list[ClientId]:
+    """Return the clients that an independent draw of each selects; there may be none."""
+    clients = method.ctx.clients
+    if rules.secret:
+        draw = secrets.SystemRandom()
+        return [i for i in clients if draw.random() < method.ctx.join]
+    return [i for i in clients if _drawn(rules.seed, "poisson", round, i, method.ctx.join)]
 
 
 def attach(
@@ -178,8 +201,8 @@ def close(
         accepted += [i for i in answer.senders if i in theirs]
 
     uploads = [*merged, *direct.uploads]
-    if uploads and combiner is not None and plan.round > 0:
-        upload, combiner = combiner.combined(method, plan.direct[0].shared, uploads, plan.round)
+    if combiner is not None and plan.round > 0 and (uploads or combiner.always):
+        upload, combiner = combiner.combined(method, plan.shared, uploads, plan.round)
         uploads = [upload]
     if uploads:
         server = method.aggregate(server, uploads, plan.round)

@@ -266,7 +266,7 @@ class DeviceHandler:
         assert not isinstance(request, SendRequest)
         local_job = Job(request, states.read(job.base))
         if isinstance(request, TrainRequest):
-            done = session.clients().train([local_job])[0]
+            done = session.clients(deployed=True).train([local_job])[0]
             in_two_steps = announces(session.method)
             with suppress(*() if in_two_steps else (NonFiniteError,)):  # the round excludes the client and says why
                 session.method.schema("up").check(done.answer.upload, "the upload made here")
@@ -275,7 +275,7 @@ class DeviceHandler:
                 session, f"round {request.round} of {session.settings.rounds}: trained", done.answer.after
             )
             return self._announced(job.run, done.answer, request.round) if in_two_steps else done.answer
-        answer = session.clients().score([local_job])[0]
+        answer = session.clients(deployed=True).score([local_job])[0]
         self._write_model(session, job.run, local_job)
         what = f"after round {request.round - 1} of {session.settings.rounds}: personal model"
         self._log_progress(session, what, answer.scores.get("personal/test"))

@@ -28,6 +28,7 @@ from coterie.engine.messages import (
 )
 from coterie.errors import CoterieError
 from coterie.methods.stored import CLIENTS
+from coterie.privacy.device_side import DeviceSide
 from coterie.train.optimisers import Optimiser
 from coterie.train.rule_of_use import UseMemory, after_training, local_phases, local_start, model_used
 from coterie.train.scoring import TOGETHER, Case, Scorer, score_model
@@ -63,6 +64,7 @@ class Clients:
     stacker: Stacker | None = None  # None: client by client
     others: Mapping[ClientId, Method] = field(default_factory=dict)  # bound to other models, for clients that have one
     use: Use = "received"  # rule for the model that a client uses
+    guard: DeviceSide | None = None  # protects what leaves a client; None: it leaves as it is
 
     @cached_property
     def _scorer(self) -> Scorer:
@@ -164,6 +166,9 @@ class Clients:
                     requests[i].client, upload, note, len(opened[i].data.train), efforts[i].steps, efforts[i].loss,
                     before[i], after[i], update, efforts[i].samples,
                 )  # fmt: skip
+                if self.guard is not None:
+                    upload = self.guard.upload(method, upload, opened[i].download, round, requests[i].clip)
+                    answer = self.guard.trained(replace(answer, upload=upload))
                 out.append(TrainResult(answer, kept, cpu))
             return out
 
@@ -254,10 +259,11 @@ class Clients:
                     assert split is not None
                     for score, model in zip(scores, after, strict=True):
                         score["trained/official"] = score_model(method, *model, split)
-            return [
+            answers = [
                 ScoreAnswer(j.request.client, s, len(o.data.train), model, t.steps, t.samples)
                 for j, o, s, model, t in zip(jobs, opened, scores, models, tuning, strict=True)
             ]
+            return answers if self.guard is None else [self.guard.scored(a) for a in answers]
 
     def _is_newcomer(self, o: Opened) -> bool:
         return o.data.client not in self.method.ctx.clients and len(o.data.train) > 0

@@ -31,6 +31,7 @@ from coterie.models.adaptation import Adaptation, adapt
 from coterie.models.per_client import PerClient, assign_models, is_assignment
 from coterie.models.registry import build_model as build_model
 from coterie.models.weights import load_weights
+from coterie.privacy.noised_sum import NoisedSum
 from coterie.train import native
 from coterie.train.augmentation import check_items
 from coterie.train.optimisers import Optimiser, check_fit, optimiser
@@ -162,6 +163,8 @@ def bind(
     rule = _rule(settings, functions)
     check_fit(rule, [method.ctx.w0[k] for k in net.trainable])
     notes = (*_output_notes(method.ctx, federation), *_unused_notes(settings, method))
+    if combiner is not None and isinstance(combiner.estimate, NoisedSum):
+        notes = (*notes, *combiner.estimate.warnings(method))
     return Session(settings, engine, federation, method, notes=notes, loaded=loaded, rule=rule, functions=functions)
 
 

@@ -14,6 +14,7 @@ from coterie.engine.session.combiner import combiner_of
 from coterie.engine.session.resume import check_unchanged, short_batch_warning, training_engine_at_start
 from coterie.engine.session.spec import Session
 from coterie.errors import CoterieError
+from coterie.privacy.budget import LEDGER, ClientBudget
 from coterie.runtimes.base import Interrupted, Runtime
 from coterie.runtimes.registry import check_address, runtime_kind
 from coterie.storage import atomic as disk
@@ -36,10 +37,11 @@ def open_runtime(
 
 def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
     """Return the loop over the rounds of a session."""
-    s = session.settings
+    s, dp, secret = session.settings, session.privacy, not runtime.trusted
+    poisson = dp is not None and dp.unit == "client"
     schedule = Schedule(
         rounds=s.rounds,
-        rules=Rules(s.seed, s.dropout, s.stragglers, s.watch, s.log_updates),
+        rules=Rules(s.seed, s.dropout, s.stragglers, s.watch, s.log_updates, poisson, secret),
         eval_every=s.eval_every,
         checkpoint_every=1 if runtime_kind(session.engine.runtime).checkpoint_every_round else s.checkpoint_every,
         final_trained=s.final_trained,
@@ -48,10 +50,18 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
         eval_clients=s.eval_clients,
         stop_after=s.stop_after,
         stop_at=s.stop_at,
-        combiner=combiner_of(s),
+        combiner=combiner_of(s, secret),
     )
     official = Official(session.method, session.federation, s.gm_head) if s.official else None
-    return Loop(session.method, runtime, folder, schedule, official)
+    return Loop(session.method, runtime, folder, schedule, official, budget_of(session, folder.path, secret))
+
+
+def budget_of(session: Session, folder: Path, deployed: bool) -> ClientBudget | None:
+    """Return the privacy budget of a run; None without differential privacy."""
+    dp = session.privacy
+    if dp is None or dp.unit != "client":
+        return None
+    return ClientBudget(dp, session.method, folder / LEDGER if deployed else None)
 
 
 def execute(
@@ -108,7 +118,7 @@ def _extend(session: Session, out: Path) -> None:
     if session.settings.rounds == read_settings(out)["settings"]["rounds"]:
         return
     if (rows := read_log(out / EVENTS).rows) and rows[-1].get("ended"):
-        raise CoterieError(f"{out} ended early because of stop_after or stop_at; it cannot get more rounds")
+        raise CoterieError(f"{out} ended early ({rows[-1]['ended']}); it cannot get more rounds")
     extend(out, session.settings.rounds)
 
 

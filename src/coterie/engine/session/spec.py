@@ -25,6 +25,8 @@ from coterie.methods import unusual_reading
 from coterie.models.adaptation import Adaptation
 from coterie.models.per_client import PerClient, assign_models, is_assignment
 from coterie.models.registry import WITH_NORM, default_for, options_of
+from coterie.privacy.device_side import DeviceSide
+from coterie.privacy.setting import PrivacySetting, privacy_setting
 from coterie.storage.client_states import ClientStates
 from coterie.train import native
 from coterie.train.clients import Clients
@@ -113,10 +115,16 @@ class Session:
         """Clients that never train."""
         return self.federation.clients[len(self.federation.clients) - self.settings.newcomers :]
 
-    def clients(self) -> Clients:
-        """Return the client side of the run, which trains and scores."""
+    def clients(self, deployed: bool = False) -> Clients:
+        """Return the client side of the run, which trains and scores; `deployed`: on a device of a real federation."""
         stacker = Stacker(self.method.ctx, self.rule) if self.engine.engine == "stack" else None
-        return Clients(self.method, self.federation, self.rule, stacker, self.others, self.use)
+        guard = None if self.privacy is None else DeviceSide(self.privacy, deployed)
+        return Clients(self.method, self.federation, self.rule, stacker, self.others, self.use, guard)
+
+    @property
+    def privacy(self) -> PrivacySetting | None:
+        """The setting `dp` as a typed value; None without it."""
+        return None if self.settings.dp is None else privacy_setting(self.settings.dp)
 
     @property
     def use(self) -> Use:

@@ -69,6 +69,7 @@ GOVERNED_SETTINGS = (
     "grad_clip", "momentum",
     "weight_decay", "opt_state", "bn_stats", "eval_every", "metrics", "watch", "final_trained", "headline", "use",
     "freeze", "lora_rank", "lora_alpha", "lora_targets",
+    "dp",
 )  # fmt: skip
 CODE_SETTINGS = ("optimizer", "loss")  # settings that may name a function by module path
 # settings that read local files, or send undeclared models
