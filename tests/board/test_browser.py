@@ -5,9 +5,11 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import coterie
+from coterie.data.arrays import from_arrays
 from coterie.results.discovery import find_runs
 from coterie.results.report import page
 from support.browser import errors, resize, until
@@ -68,6 +70,10 @@ def test_a_report_is_sorted_filtered_and_opened_by_keyboard(driver, report) -> N
     )
     made = until(lambda: len(m := driver.execute_script("return made")) == 3 and m, "three downloads are made")
     assert made["plot.png"] > 1000 and made["plot.svg"] > 1000 and made["clients.csv"] > 100
+    forest = driver.find_elements(By.CSS_SELECTOR, "svg.forest circle[data-row]")
+    assert len(forest) == len(driver.find_elements(By.CSS_SELECTOR, "table[data-part=arena] tbody tr")) > 0
+    driver.execute_script("zoomTo([2, 2.5])")
+    assert driver.execute_script("return !$('unzoom').classList.contains('hidden')")
     assert errors(driver) == []
 
 
@@ -116,11 +122,10 @@ def text(driver, which: str) -> str:
     return driver.execute_script(f"return document.querySelector({which!r})?.textContent || ''")
 
 
-def unlock(driver, token: str) -> str:
+def unlock(driver, token: str) -> None:
     driver.execute_script("document.getElementById('token-said').textContent = ''")
     driver.execute_script(f"document.getElementById('token').value = {token!r}")
     press(driver, "#unlock")
-    return until(lambda: text(driver, "#token-said"), "an answer about the token")
 
 
 def test_a_run_is_started_its_curve_grows_and_it_is_stopped_with_the_token(driver, tmp_path) -> None:
@@ -130,16 +135,19 @@ def test_a_run_is_started_its_curve_grows_and_it_is_stopped_with_the_token(drive
     resize(driver, 1400)
     with serving(tmp_path) as address:
         driver.get(address)
+        assert "token" in until(lambda: text(driver, "#token-said"), "the page asks for the token")
+        unlock(driver, "not the token")
+        assert "token" in until(lambda: text(driver, "#token-said"), "a refusal") and not text(driver, "#table tbody")
+        unlock(driver, TOKEN)
         until(lambda: text(driver, "#live") == "live", "the board is live")
         assert evil in until(lambda: text(driver, "#table tbody"), "the table is filled") and driver.title != "harmed"
         fields = {"rounds": "5000", "clients": "4", "epochs": "1", "name": "mine", "more": "eval_every=2, min_size=10"}
         for name, value in fields.items():
             driver.execute_script(f"document.querySelector('#start [name={name}]').value = {value!r}")
+        driver.execute_script("token = 'forgotten'")
         press(driver, "#go")
         assert "token" in until(lambda: text(driver, "#start-said"), "a refusal") and not (tmp_path / "mine").exists()
-        assert "token" in unlock(driver, "not the token")
-        time.sleep(0.6)
-        assert "unlocked" in unlock(driver, TOKEN)
+        driver.execute_script(f"token = {TOKEN!r}")
         press(driver, "#go")
         until(lambda: "started" in text(driver, "#start-said"), "the run is started")
         first = until(lambda: points(driver), "a curve", 180)
@@ -155,7 +163,6 @@ def test_a_run_is_started_its_curve_grows_and_it_is_stopped_with_the_token(drive
         driver.execute_script("token = 'forgotten'")
         press(driver, "#stop")
         assert "token" in until(lambda: text(driver, "#run-said"), "a refusal")
-        time.sleep(0.6)
         driver.execute_script(f"token = {TOKEN!r}")
         press(driver, "#stop")
         until(lambda: "stopped" in text(driver, '#table tr[data-id="mine"]'), "the run is stopped", 60)
@@ -163,7 +170,41 @@ def test_a_run_is_started_its_curve_grows_and_it_is_stopped_with_the_token(drive
         assert 0 < found.last_round < 5000 and not found.warnings()
         assert driver.title == "Coterie board"
     until(lambda: "lost" in text(driver, "#live"), "the page says that the board is gone")
-    assert [e for e in errors(driver) if "401" not in e and "429" not in e and "ERR_" not in e] == []
+    assert [e for e in errors(driver) if "401" not in e and "ERR_" not in e] == []
+
+
+def test_charts_are_apart_by_metric_and_errors_are_folded(driver, tmp_path) -> None:
+    """One page shows what strangers stumbled over: two metrics on one axis, an error many times, "-index 0.6"."""
+    rng = np.random.default_rng(0)
+    x, plain = rng.normal(size=(200, 4)).astype("float32"), {"clients": 3, "rounds": 3, "epochs": 1, "workers": 1}
+    for seed in (0, 1):
+        coterie.run("fedavg", out=tmp_path / f"a-s{seed}", seed=seed, eval_every=1, subset=300, **plain)
+    data = from_arrays(x, x[:, 0] + 0.1 * rng.normal(size=200))
+    coterie.run("fedavg", data, out=tmp_path / "numbers", eval_every=1, **plain)
+    resize(driver, 1280)
+    with serving(tmp_path) as address:
+        driver.get(f"{address}#token={TOKEN}")
+        until(lambda: points(driver, "plot-1", "numbers") == 3, "a chart of its own for the second metric")
+        driver.execute_script("$('seeds').checked = true; $('seeds').onchange()")
+        assert points(driver, "plot", "a (2 seeds)") == 3
+        driver.execute_script("$('smooth').value = 0.5; $('smooth').oninput()")
+        lines = "return document.querySelectorAll('#plot polyline').length"
+        assert driver.execute_script(lines) == 2  # the numbers, and their smooth mean
+        driver.execute_script("zoomTo([2, 3])")
+        assert points(driver, "plot", "a (2 seeds)") == points(driver, "plot-1", "numbers") == 2
+        press(driver, "#unzoom")
+        assert points(driver, "plot", "a (2 seeds)") == 3
+        move = "const m = new PointerEvent('pointermove', {clientX: 600}); $('plot').dispatchEvent(m);"
+        driver.execute_script(move)
+        assert all(name in text(driver, "#tip") for name in ("a (2 seeds)", "numbers"))
+        assert driver.execute_script("return scoreCard('C-index 0.6027').textContent") == "0.6027C-index"
+        wrong = "Array.from({length: 352}, (_, i) => ({round: i, client: i % 2, why: 'too late'}))"
+        folded = driver.execute_script(f"return folded({wrong}, w => w.why, inRounds)")
+        assert folded == "352 times: too late (rounds 0 to 351, clients 0, 1)"
+        press(driver, '#table tr[data-id="a-s0"] button.open')
+        until(lambda: points(driver, "all-clients", "client 2") == 3, "all clients over the rounds")
+        assert not driver.execute_script("return !!$('run-log')")  # no empty box
+    assert [e for e in errors(driver) if "ERR_" not in e] == []
 
 
 @pytest.mark.long
@@ -177,7 +218,7 @@ def test_a_killed_device_is_shown_as_gone_within_30_seconds(driver, tmp_path) ->
         LocalFederation(tmp_path / "f", "fedavg", 3, 0, given, deadline=600, min_clients=2) as local,
         serving(tmp_path, tmp_path / "f") as address,
     ):
-        driver.get(address)
+        driver.get(f"{address}#token={TOKEN}")
         for i in range(3):
             until(lambda i=i: "online" in text(driver, f"[data-node=device-{i}]"), f"device-{i} is online", 300)
         local.wait(300, round=2)
@@ -201,7 +242,7 @@ def test_the_board_fits_its_window(driver, tmp_path, width, dark) -> None:
     coterie.run("fedavg", out=tmp_path / ("long-name-" * 12), clients=3, rounds=2, min_size=10, workers=1)
     resize(driver, width, dark)
     with serving(tmp_path) as address:
-        driver.get(address)
+        driver.get(f"{address}#token={TOKEN}")
         until(lambda: text(driver, "#table tbody"), "the table is filled")
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
         press(driver, "#table button.open")

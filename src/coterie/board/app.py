@@ -1,4 +1,4 @@
-"""The board's web application. GET requests read; POST requests change something and need the token (guard.py)."""
+"""The board's web application. GET requests read, POST requests change something; both need the token (guard.py)."""
 
 import asyncio
 import json
@@ -91,8 +91,7 @@ def make_app(board: Board, token: str, port: int, hosts: tuple[str, ...] = ()) -
             nonce=nonce,
             methods=sorted(method_names()),
             curves=CURVES,
-            root=str(board.watch.root),
-            federation=str(board.federation.path) if board.federation else "",
+            federation=board.federation is not None,
         )
         return HTMLResponse(html, headers={"content-security-policy": policy})
 
@@ -188,6 +187,7 @@ async def _news(board: Board, request: Request) -> AsyncIterator[str]:
     """Yield server-sent events: all runs first, then changed ones."""
     sent: dict[str, str] = {}
     federation, sent_at = "", 0.0
+    where = json.dumps({"root": str(board.watch.root), "of": str(board.federation.path) if board.federation else ""})
     board.readers += 1
     try:
         while not board.closing and not await request.is_disconnected():
@@ -198,7 +198,8 @@ async def _news(board: Board, request: Request) -> AsyncIterator[str]:
             gone = [i for i in sent if i not in runs]
             if changed or gone or about != federation or not sent_at:
                 now = f'"now":{time.time():.3f}'
-                yield f'data: {{{now},"runs":[{",".join(changed)}],"gone":{json.dumps(gone)},"federation":{about}}}\n\n'
+                news = f'{now},"runs":[{",".join(changed)}],"gone":{json.dumps(gone)},"federation":{about}'
+                yield f"data: {{{where[1:-1]},{news}}}\n\n"
                 sent_at = time.monotonic()
             elif time.monotonic() - sent_at > _STILL:
                 yield ": still here\n\n"

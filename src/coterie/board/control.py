@@ -120,7 +120,7 @@ def _check_setting(key: str, value: Any) -> None:
         raise unknown("setting", key[:40], [*RunSettings.model_fields, *PartitionSettings.model_fields])
     if isinstance(value, dict | list) or len(str(value)) > _LONGEST or any(ord(c) < 32 for c in str(value)):
         raise CoterieError(f"{key} must be one short value")
-    if key in ("data", "model") and ":" in str(value):
+    if key in ("data", "model", "optimizer", "loss", "metrics") and ":" in str(value):
         raise CoterieError(f'{key} "{value}" names code or a download; start such a run from the command line')
 
 

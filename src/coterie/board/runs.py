@@ -1,5 +1,7 @@
 """Run folders that the board watches. They are only read, whenever their files change, and may be incomplete."""
 
+import hashlib
+import json
 import logging
 import os
 import statistics
@@ -147,9 +149,10 @@ class WatchedRun:
             "partition": "by device" if own else str(federation.get("partition", "")),
             "clients": federation.get("clients"),
             "seed": self.run.get("seed"),
+            "group": _group(self.run),
             "round": self.round,
             "rounds": rounds,
-            "score": None if last is None else metric.scale * float(last["eval"][view]["mean"]),
+            "score": None if last is None else _scaled(metric.scale, last["eval"][view]["mean"]),
             "headline": view.partition("/")[0],
             "warnings": [str(w) for w in self.settings.get("warnings") or ()],
             "metric": {"name": metric.name, "label": metric.label, "percent": metric.percent},
@@ -181,9 +184,9 @@ class WatchedRun:
             add("megabytes", at, sent / 1e6)
             add("loss", at, e["loss"])
             if view in e["eval"]:
-                add("personal", at, scale * e["eval"][view]["mean"])
+                add("personal", at, _scaled(scale, e["eval"][view]["mean"]))
             if "before" in e["watch"]:
-                add("participants", at, scale * e["watch"]["before"]["mean"])
+                add("participants", at, _scaled(scale, e["watch"]["before"]["mean"]))
         thin = {name: _thin(ps) for name, ps in points.items() if ps}
         return {
             n: {"x": [p[0] for p in ps], "y": [p[1] for p in ps], "mb": [p[2] for p in ps]} for n, ps in thin.items()
@@ -196,7 +199,7 @@ class WatchedRun:
         for e in self.rows if about["state"] != "damaged" else ():
             reasons = {**dict.fromkeys(e["nonfinite"], "the upload was not finite"), **(e.get("reasons") or {})}
             wrong += [{"round": e["round"], "client": int(c), "why": str(why)} for c, why in reasons.items()]
-        return {**about, "settings": self.settings, "wrong": wrong[-200:], **self._clients()}
+        return {**about, "settings": self.settings, "wrong": wrong[-5000:], **self._clients()}
 
     def _clients(self) -> dict[str, Any]:
         from coterie.results.comparison import Comparison
@@ -228,6 +231,17 @@ class WatchedFolder:
 
 def _id(root: Path, path: Path) -> str:
     return _plain(path.relative_to(root).as_posix() if path != root else root.resolve().name)
+
+
+def _group(settings: dict[str, Any]) -> str:
+    """Return a name that runs share which differ in their seed only."""
+    rest = json.dumps({k: v for k, v in settings.items() if k != "seed"}, sort_keys=True, default=str)
+    return hashlib.blake2b(rest.encode(), digest_size=8).hexdigest()
+
+
+def _scaled(scale: float, value: float | None) -> float | None:
+    """Return a value as the page shows it; None if the metric is not defined, as AUC for clients of one class."""
+    return None if value is None else scale * float(value)
 
 
 def _plain(text: str) -> str:

@@ -26,9 +26,13 @@ def serve_board(
     port: int = 8765,
     allow_hosts: Sequence[str] = (),
     data_dir: Path | None = None,
+    token_file: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Serve the board until Ctrl-C; `say` gets the address and the token."""
+    """Serve the board until Ctrl-C; `say` gets the address and the token.
+
+    The token is new each time, or that of `token_file`, which is made if it does not exist.
+    """
     if not loopback(host) and not allow_hosts:
         raise CoterieError(
             f"host = {host} would show the board to other machines, without encryption; if you want that, "
@@ -38,12 +42,29 @@ def serve_board(
         raise CoterieError(f"{root} is not a folder")
     if federation is not None and not federation.is_dir():
         raise CoterieError(f"there is no folder {federation}")
+    token = secrets.token_urlsafe(24) if token_file is None else _kept_token(token_file)
     with listen(host, port) as listening:
         port = int(listening.getsockname()[1])
-        token = secrets.token_urlsafe(24)
-        say(f"board: http://{'127.0.0.1' if loopback(host) and ':' not in host else host}:{port}/")
+        address = f"http://{'127.0.0.1' if loopback(host) and ':' not in host else host}:{port}/"
+        say(f"board: {address}#token={token}")
         say(f"token: {token}")
         server(open_board(root, federation, data_dir), token, port, tuple(allow_hosts)).run([listening])
+
+
+def _kept_token(path: Path) -> str:
+    """Return the token in a file that only its owner may read; make it if it does not exist."""
+    try:
+        if not path.exists():
+            path.touch(mode=0o600)
+            path.write_text(secrets.token_urlsafe(24) + "\n")
+        token, mode = path.read_text().strip(), path.stat().st_mode
+    except (OSError, ValueError) as e:
+        raise CoterieError(f"{path} cannot be read or written ({e})") from None
+    if len(token) < 20 or not token.isascii() or not token.isprintable():
+        raise CoterieError(f"{path} holds no token of at least 20 characters; remove it, and a new one is made")
+    if mode & 0o077:
+        raise CoterieError(f"{path} can be read by other users; chmod 600 {path}")
+    return token
 
 
 def listen(host: str, port: int) -> socket.socket:

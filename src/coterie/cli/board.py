@@ -22,6 +22,9 @@ def board(
     allow_host: Annotated[
         list[str] | None, Option(help="name by which other machines reach the board; repeatable")
     ] = None,
+    token_file: Annotated[
+        Path | None, Option(help="file that keeps the token, for Prometheus; made if it does not exist")
+    ] = None,
     data_dir: o.DataDir = None,
 ) -> None:
     """Show runs in progress in the browser; start, stop and resume them with the token that is printed."""
@@ -33,4 +36,4 @@ def board(
         raise CoterieError(
             f"the board needs the extra board: pip install 'coterie[board]' ({e.name} is missing)"
         ) from e
-    serve_board(folder, federation, host, port, allow_host or [], data_dir, lambda text: typer.echo(text))
+    serve_board(folder, federation, host, port, allow_host or [], data_dir, token_file, lambda text: typer.echo(text))

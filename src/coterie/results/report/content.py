@@ -1,5 +1,6 @@
 """The numbers of a report, as plain values: the cells of its tables and the data that its script draws."""
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,7 @@ from coterie.results.discovery import local_only_title
 from coterie.results.report import membership
 from coterie.results.run import IN_USE, Run
 from coterie.results.statistics import cumulative_bytes, gain_counts
+from coterie.storage.atomic import json_values
 
 CURVE_TITLES = {
     f"{IN_USE}/test/mean": "model in use (personal or adapted), mean over clients",
@@ -170,7 +172,7 @@ def control_rows(comparison: Comparison) -> dict[str, Any] | None:
     controls, metric = ControlTable(comparison.runs, view=comparison.view), comparison.metric
     if not controls.pairs:
         return None
-    rows = []
+    rows, forest = [], []
     for p in controls.pairs:
         d = p.difference
         cells = [
@@ -180,8 +182,19 @@ def control_rows(comparison: Comparison) -> dict[str, Any] | None:
             *((n, n) for n in (d.gain, d.lose, d.tie)),
         ]
         rows.append({"method": p.row.title, "label": p.row.label, "against": p.against.label, "cells": cells})
+        low, mean, high = (round(metric.scale * v, _digits(metric) + 1) for v in (d.low, d.mean, d.high))
+        name, note = f"{p.row.label} against {p.against.label}", f"{d.gain} gain, {d.lose} lose"
+        forest.append({"method": p.row.title, "name": name, "mean": mean, "low": low, "high": high, "note": note})
+    axis = f"difference in {gain_unit(metric)}, 95 % interval"
     covers = f"{controls.covers().capitalize()}."
-    return {"rows": rows, "metric": metric.name, "covers": covers, "notes": controls.warnings()}
+    return {
+        "rows": rows,
+        "metric": metric.name,
+        "covers": covers,
+        "notes": controls.warnings(),
+        "axis": axis,
+        "forest": json.dumps(json_values(forest)),
+    }
 
 
 def confusion_tables(comparison: Comparison) -> dict[str, list[list[int]]]:

@@ -8,7 +8,7 @@ document.querySelectorAll("table[data-part=summary]").forEach(t => sortBy(t, 1, 
 
 // ---- choice of group, the same in every section ----
 const pickers = [...document.querySelectorAll("select.group")];
-for (const p of pickers) { p.replaceChildren(...D.groups.map((g, i) => new Option(g.name, i))); p.closest("label").classList.toggle("hidden", D.groups.length < 2); p.onchange = () => { G = D.groups[+p.value]; for (const q of pickers) q.value = p.value; choices(); drawAll(); }; }
+for (const p of pickers) { p.replaceChildren(...D.groups.map((g, i) => new Option(g.name, i))); p.closest("label").classList.toggle("hidden", D.groups.length < 2); p.onchange = () => { G = D.groups[+p.value]; range = null; for (const q of pickers) q.value = p.value; choices(); drawAll(); }; }
 
 // ---- filter ----
 if ($("filter")) $("filter").oninput = () => {
@@ -39,12 +39,16 @@ function gainPlot() {
 }
 
 // ---- curves ----
+let range = null; const zoomTo = to => { range = to; curves(); };
 function curves() {
   if (!$("plot")) return; const found = G.curves[$("view").value] || {}, axis = $("axis").value, mine = G.methods.filter(n => found[n] && wanted(n));
-  lineChart($("plot"), mine.filter(n => !off.has(n)).map(n => ({ name: n, i: at(n), x: found[n][axis], y: found[n].y, s: found[n].s, round: axis === "mb" ? found[n].x : null })), { percent: G.metric.percent, digits: G.metric.digits, integerX: axis === "x", xLabel: axis === "x" ? "round" : "sent so far, all links, up and down (MB)", yLabel: G.metric.label, empty: "no method is chosen" }, $("tip"));
-  legend($("legend"), mine, off, at, curves);
+  lineChart($("plot"), mine.filter(n => !off.has(n)).map(n => ({ name: n, i: at(n), x: found[n][axis], y: found[n].y, s: found[n].s, round: axis === "mb" ? found[n].x : null })), { percent: G.metric.percent, digits: G.metric.digits, integerX: axis === "x", xLabel: axis === "x" ? "round" : "sent so far, all links, up and down (MB)", yLabel: G.metric.label, empty: "no method is chosen", smooth: +$("smooth").value, range, zoom: zoomTo, direct: true }, $("tip"));
+  legend($("legend"), mine, off, at, curves); $("unzoom").classList.toggle("hidden", !range);
 }
-if ($("view")) { $("view").onchange = curves; $("axis").onchange = curves; }
+if ($("view")) { $("view").onchange = $("smooth").oninput = curves; $("axis").onchange = $("unzoom").onclick = () => zoomTo(null); }
+
+// ---- against controls ----
+function forestPlots() { for (const svg of document.querySelectorAll("svg.forest")) { const A = JSON.parse(svg.dataset.rows).filter(r => wanted(r.method)); if (A.length) forestPlot(svg, A, { xLabel: svg.dataset.label, maxWidth: 1000 }); else svg.replaceChildren(); } }
 
 // ---- the metric against bytes ----
 function costPlot() {
@@ -141,6 +145,6 @@ function choices() {
   if ($("seed")) { $("seed").replaceChildren(...Object.keys(G.clients).map(x => new Option(x, x))); $("seed-label").classList.toggle("hidden", Object.keys(G.clients).length < 2); }
   if ($("clustered")) $("clustered").replaceChildren(...Object.keys(G.clusters).sort((a, b) => Object.keys(G.clusters[b].groups).length - Object.keys(G.clusters[a].groups).length).map(x => new Option(x, x)));
 }
-function drawAll() { gainPlot(); curves(); costPlot(); clientTable(); clusterPlot(); }
+function drawAll() { gainPlot(); forestPlots(); curves(); costPlot(); clientTable(); clusterPlot(); }
 choices(); drawAll();
 let wait; addEventListener("resize", () => { clearTimeout(wait); wait = setTimeout(drawAll, 120); });
