@@ -3,7 +3,7 @@
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import astuple
 from functools import cache
 from pathlib import Path
@@ -92,6 +92,21 @@ def _tree(found: dict[str, type[Method]]) -> list[str]:
             lines.append(f"    - {found[name].card.title}{_year(found[name])}: {_link(name)}")
             lines += [f"        - {found[v].card.title}: {_link(v)}" for v, p in above.items() if p == name]
     return lines
+
+
+def menu(listed: Collection[str] = ()) -> list[dict[str, list[dict[str, str]]]]:
+    """Return the pages of all methods by family for the navigation, without those that are `listed` already."""
+    found = methods()
+    above = parents(found)
+    out: list[dict[str, list[dict[str, str]]]] = []
+    for letter, words in FAMILIES.items():
+        first = [n for n, m in found.items() if above[n] is None and (m.card.family or "-").split(",")[0] == letter]
+        pages: list[dict[str, str]] = []
+        for name in sorted(first, key=lambda n: found[n].card.title.lower()):
+            own = [name, *sorted((v for v, p in above.items() if p == name), key=lambda v: found[v].card.title.lower())]
+            pages += [{found[n].card.title: f"methods/{n}.md"} for n in own if f"methods/{n}.md" not in listed]
+        out += [{words.capitalize(): pages}] if pages else []
+    return out
 
 
 def _year(m: type[Method]) -> str:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from catalogue import fill, generated
+from catalogue import fill, generated, menu
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -14,8 +14,10 @@ HERE = Path(__file__).parent
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Leave out navigation entries whose page does not exist."""
+    """Put every method into the menu, by family; leave out navigation entries whose page does not exist."""
     made = generated()
+    (about,) = [section["Methods"] for section in config.nav if "Methods" in section]
+    about += menu([next(iter(page.values())) for page in about if isinstance(page, dict)])
     config.nav = _existing(config.nav, lambda name: (HERE / name).exists() or name in made)
 
 

@@ -147,6 +147,15 @@ def test_every_written_page_is_in_the_navigation(catalogue) -> None:
     assert there <= named
 
 
+def test_every_method_is_in_the_menu_by_family(catalogue) -> None:
+    listed = ["methods/fedpc.md"]
+    menu = {family: pages for section in catalogue.menu(listed) for family, pages in section.items()}
+    shown = [page for pages in menu.values() for entry in pages for page in entry.values()]
+    own = [name for name, m in catalogue.methods().items() if f"methods/{name}.md" not in listed]
+    assert sorted(shown) == sorted(f"methods/{name}.md" for name in own)
+    assert {"FedRep": "methods/fedrep.md"} in menu["Split model"]
+
+
 def test_every_method_has_a_page_with_its_settings(catalogue) -> None:
     pages = catalogue.generated()
     overview = pages["methods.md"]()
