@@ -162,7 +162,7 @@ def _code(thing: object) -> str:
     """Return the source code, or the bytecode of an object without source."""
     try:
         return inspect.cleandoc(inspect.getsource(thing))  # type: ignore[arg-type]  # raises for unknown objects
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # no source, or not that of this code
         parts = vars(thing).values() if isinstance(thing, type) else [thing]
         return "".join(_bytecode(p.__code__) for p in parts if isinstance(p, FunctionType))
 
