@@ -32,6 +32,7 @@ from coterie.engine.server_optimiser import check_server_optimiser
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build_method, find, resolve, validation_sentence
 from coterie.models.adaptation import Rank
+from coterie.privacy.secure_sum.setting import check_secure
 from coterie.privacy.setting import check_privacy
 from coterie.runtimes.registry import canonical_runtime
 from coterie.train.augmentation import check_augment
@@ -134,6 +135,11 @@ class RunSettings(BaseModel):
         description="differential privacy: client(epsilon, delta, clip, sigma, adaptive, scores) of whole clients, "
         "example(epsilon, delta, clip, sigma, scores) of single training samples, or local(...) of uploads noised at "
         "the device; empty: none",
+    )
+    secure: Annotated[str, AfterValidator(check_secure)] | None = Field(
+        None,
+        description="secure aggregation for methods that average uploads: sum(t, clip, weight, share); the server sees "
+        "only sums over at least t clients, in fixed point; empty: none",
     )
     weighting: Literal["samples", "uniform"] | None = Field(
         None, description="weights of the clients in the average; empty: as in the method's paper"

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ CACHE_BYTES = 256 * 2**20  # cache of prepared tensors per process; small federa
 
 class Federation:
     """The clients and their samples. Read-only: the tensors it returns are shared and must not be modified."""
+
+    knows_all_clients: ClassVar[bool] = True  # False on a host that has the data of one client, or none
 
     def __init__(
         self,

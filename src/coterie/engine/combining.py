@@ -9,14 +9,16 @@ step: it may be computed again without some of its uploads.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from coterie.core import tree as T
 from coterie.core.edges import EdgeMethod
 from coterie.core.method import Method, Upload
 from coterie.core.schema import Entry
 from coterie.core.tree import Tree
+from coterie.engine.ledger import Page
 from coterie.errors import CoterieError
+from coterie.privacy.secure_sum.messages import SummedWords
 
 Memory = dict[str, Any]  # what a stage keeps between rounds; the codec of checkpoints stores it
 
@@ -51,6 +53,21 @@ class CombinerEstimate(CombinerStage, Protocol):
         """
 
 
+@runtime_checkable
+class SecureEstimate(CombinerEstimate, Protocol):
+    """An estimate from the sum of uploads; in a federation the uploads are summed before they arrive."""
+
+    @property
+    def fewest(self) -> int:
+        """The fewest clients in a sum; a round with fewer changes nothing."""
+
+    def decoded(self, method: Method, sent: Tree, summed: SummedWords, samples: int) -> tuple[Upload, Memory]:
+        """Return what `estimate` returns, from the sum."""
+
+    def traffic(self, method: Method, clients: int) -> Page:
+        """Return the declared bytes of a sum over so many clients."""
+
+
 class CombinerMove(CombinerStage, Protocol):
     """A stage that changes the parameters of the combined upload."""
 
@@ -82,6 +99,11 @@ class Combiner:
         asked = getattr(self.estimate, "asked", None)
         return asked(self.memory.get(self.estimate.setting, {})) if asked and self.estimate else None
 
+    @property
+    def secure(self) -> "SecureEstimate | None":
+        """The estimate, if it is a secure sum."""
+        return self.estimate if isinstance(self.estimate, SecureEstimate) else None
+
     def combined(self, method: Method, sent: Tree, uploads: Sequence[Upload], round: int) -> tuple[Upload, "Combiner"]:
         """Return the upload that stands for all uploads of a round, and the combiner after the round."""
         memory = dict(self.memory)
@@ -90,6 +112,19 @@ class Combiner:
         else:
             key = first.setting
             upload, memory[key] = first.estimate(method, sent, uploads, round, memory.get(key, {}))
+        return self._moved(method, sent, upload, round, memory)
+
+    def from_sum(
+        self, method: Method, sent: Tree, summed: SummedWords, samples: int, round: int
+    ) -> tuple[Upload, "Combiner"]:
+        """Return the same as `combined`, from the sum of uploads which this host has not seen."""
+        assert self.secure is not None
+        upload, after = self.secure.decoded(method, sent, summed, samples)
+        return self._moved(method, sent, upload, round, {**self.memory, self.secure.setting: after})
+
+    def _moved(
+        self, method: Method, sent: Tree, upload: Upload, round: int, memory: dict[str, Memory]
+    ) -> tuple[Upload, "Combiner"]:
         for stage in self.moves:
             upload, memory[stage.setting] = stage.move(method, sent, upload, round, memory.get(stage.setting, {}))
         return upload, replace(self, memory=memory)

@@ -22,6 +22,7 @@ from coterie.engine.combining import Combiner
 from coterie.engine.ledger import DEVICE_CLOUD, DEVICE_EDGE, EDGE_CLOUD, summed
 from coterie.engine.messages import Bytes, MergeAnswer, MergeRequest, TrainAnswer, TrainRequest
 from coterie.errors import CoterieError
+from coterie.privacy.secure_sum.messages import SummedWords
 
 Edges = Mapping[EdgeId, State]
 
@@ -61,6 +62,8 @@ class RoundAnswers:
     merged: Mapping[EdgeId, MergeAnswer] = field(default_factory=dict)
     missing: Mapping[ClientId, str] = field(default_factory=dict)  # clients that did not answer, and why
     refused: Mapping[ClientId, str] = field(default_factory=dict)  # answers that the runtime refused, and why
+    summed: SummedWords | None = None  # the sum of the uploads of all clients in `trained`, which have no single ones
+    sum_bytes: ledger.Page = field(default_factory=dict)  # declared bytes of the messages that led to the sum
 
 
 @dataclass(frozen=True)
@@ -168,11 +171,14 @@ def close(
 
     arrived = [answers.trained[r.client] for r in plan.direct if r.client in answers.trained]
     schemas = {a.client: method.schema("up", Moment(server, a.client, plan.round)) for a in arrived}
-    direct = receive(schemas, arrived)
-    if arrived:
+    secure = None if combiner is None or plan.round == 0 else combiner.secure
+    direct = receive(schemas, arrived) if answers.summed is None else Received()
+    if secure is not None:  # single uploads do not cross a link
+        page = ledger.total([page, answers.sum_bytes or secure.traffic(method, len(arrived))])
+    elif arrived:
         ledger.add_bytes(page, DEVICE_CLOUD, "up", summed(direct.bytes.values()))
 
-    refused, nonfinite = {**answers.refused, **direct.refused}, list(direct.nonfinite)
+    missing, refused, nonfinite = dict(answers.missing), {**answers.refused, **direct.refused}, list(direct.nonfinite)
     doubtful: set[ClientId] = set()
     merged: list[Upload] = []
     new_edges = dict(edges)
@@ -201,12 +207,20 @@ def close(
         accepted += [i for i in answer.senders if i in theirs]
 
     uploads = [*merged, *direct.uploads]
-    if combiner is not None and plan.round > 0 and (uploads or combiner.always):
+    if secure is not None and 0 < len(uploads) < secure.fewest:
+        why = f"there is no sum of {len(uploads)} clients, as secure = {secure.text} says"
+        missing |= dict.fromkeys(accepted, why)
+        uploads, accepted = [], []
+    if secure is not None and combiner is not None and answers.summed is not None:
+        samples = sum(a.samples for a in arrived)
+        upload, combiner = combiner.from_sum(method, plan.shared, answers.summed, samples, plan.round)
+        uploads, accepted = [upload], list(answers.summed.clients)
+    elif combiner is not None and plan.round > 0 and (uploads or combiner.always):
         upload, combiner = combiner.combined(method, plan.shared, uploads, plan.round)
         uploads = [upload]
     if uploads:
         server = method.aggregate(server, uploads, plan.round)
-    reasons = {**answers.missing, **refused}
+    reasons = {**missing, **refused}
     return RoundResult(
         server=server,
         edges=new_edges,

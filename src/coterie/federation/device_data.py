@@ -1,7 +1,7 @@
 """The data of a federation as one of its hosts sees them: a device has its own data only, the cloud has none."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ class DeviceFederation(Federation):
     `own` holds these data as a federation with one client. An `edge` has no public items
     either, because it computes nothing that needs them.
     """
+
+    knows_all_clients: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -155,7 +155,7 @@ def bind(
     if settings.augment is not None:
         example = federation.dataset.ready(torch.arange(2), federation.settings.normalize)
         check_items(settings.augment, example, federation.task.name)
-    if (combiner := combiner_of(settings)) is not None:
+    if (combiner := combiner_of(settings, federation)) is not None:
         combiner.check(method)
     _check_metrics(settings, method.ctx, federation)
     if settings.loss is not None and method.ctx.own_loss is not None:

@@ -50,7 +50,7 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
         eval_clients=s.eval_clients,
         stop_after=s.stop_after,
         stop_at=s.stop_at,
-        combiner=combiner_of(s, secret),
+        combiner=combiner_of(s, session.federation, secret),
     )
     official = Official(session.method, session.federation, s.gm_head) if s.official else None
     return Loop(session.method, runtime, folder, schedule, official, budget_of(session, folder.path, secret))

@@ -101,6 +101,8 @@ def check_possible(settings: RunSettings) -> None:
     ):  # fmt: skip
         if getattr(settings, name):
             raise CoterieError(f"{name} = true {why}; the devices of a federation do not send them")
+    if settings.secure is not None:
+        raise CoterieError(f"secure = {settings.secure} is for simulations")
     check_counts_suffice(settings.metrics)
 
 

@@ -13,6 +13,8 @@ import torch
 from coterie.errors import CoterieError
 from coterie.privacy.secure_sum.fixed_point import Words
 from coterie.privacy.secure_sum.messages import (
+    KEY_BYTES,
+    SEALED_BYTES,
     SUM_STEPS,
     IncomingShares,
     MaskedWords,
@@ -31,8 +33,6 @@ from coterie.privacy.secure_sum.messages import (
 )
 from coterie.privacy.secure_sum.neighbours import neighbour_graph
 from coterie.privacy.secure_sum.primitives import (
-    KEY_BYTES,
-    TAG_BYTES,
     commitment,
     derived_key,
     mask_words,
@@ -43,7 +43,6 @@ from coterie.privacy.secure_sum.primitives import (
 )
 from coterie.privacy.secure_sum.shamir import SHARE_BYTES, Draw, split_secret
 
-SEALED_BYTES = 2 * SHARE_BYTES + TAG_BYTES
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[PublicKeys, bytes], None]  # raises CoterieError unless the signature of this text is the client's
 

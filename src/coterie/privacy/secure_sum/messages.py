@@ -19,8 +19,12 @@ from torch import Tensor
 from coterie.core.states import register
 from coterie.errors import CoterieError
 from coterie.privacy.secure_sum.fixed_point import Words
+from coterie.privacy.secure_sum.shamir import SHARE_BYTES
 
 SUM_STEPS = ("keys", "shares", "masked", "unmask")
+KEY_BYTES = 32
+SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares, and what sealing adds
+SIGNATURE_BYTES = 64  # with the key of a node's certificate
 
 
 @register
@@ -45,12 +49,12 @@ class PublicKeys:
     client: int
     mask: Tensor  # uint8 [32], for the masks of pairs
     cipher: Tensor  # uint8 [32], for sealed shares
-    committed: Tensor  # uint8 [32], by which the server checks the seed of the client's own mask
+    committed: Tensor  # uint8 [32], by which the server checks the seed of the client's own mask; empty to others
     signature: Tensor  # uint8 [any], of `signed_text`; empty in a simulation
 
     def signed_text(self, session: str) -> bytes:
         """Return the bytes that the signature covers."""
-        keys = b"".join(map(to_bytes, (self.mask, self.cipher, self.committed)))
+        keys = to_bytes(self.mask) + to_bytes(self.cipher)
         return f"coterie secure sum keys\x1f{session}\x1f{self.client}\x1f".encode() + keys
 
 
@@ -111,6 +115,15 @@ class RevealedShares:
     shares: Tensor  # uint8 [1 + senders, SHARE_BYTES]
 
 
+@dataclass(frozen=True)
+class SummedWords:
+    """The result: the sum over some clients, and the clients whose revealed shares were wrong."""
+
+    words: Words
+    clients: tuple[int, ...]
+    liars: tuple[int, ...] = ()
+
+
 def to_tensor(data: bytes) -> Tensor:
     """Return bytes as a tensor."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
@@ -144,7 +157,7 @@ def check_bytes(tensor: Tensor, shape: Sequence[int], what: str) -> None:
 
 def check_keys(keys: PublicKeys) -> None:
     """Raise CoterieError unless all keys have their lengths."""
-    for name, value in (("mask key", keys.mask), ("cipher key", keys.cipher), ("commitment", keys.committed)):
+    for name, value in (("mask key", keys.mask), ("cipher key", keys.cipher)):
         check_bytes(value, [32], f"the {name} of client {keys.client}")
     if keys.signature.dtype != torch.uint8 or keys.signature.ndim != 1 or keys.client < 0:
         raise CoterieError(f"the keys of client {keys.client} are not well formed")

@@ -10,6 +10,7 @@ import numpy as np
 
 from coterie.errors import CoterieError
 from coterie.privacy.secure_sum.fixed_point import Words
+from coterie.privacy.secure_sum.messages import KEY_BYTES
 
 try:
     from cryptography.exceptions import InvalidTag
@@ -21,9 +22,6 @@ try:
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 except ImportError as e:
     raise CoterieError('secure aggregation needs the extra "federation": pip install coterie[federation]') from e
-
-KEY_BYTES = 32
-TAG_BYTES = 16  # what sealing adds
 
 
 def public_key(private: bytes) -> bytes:

@@ -13,7 +13,7 @@ from coterie.core.tree import value_bytes
 from coterie.privacy.secure_sum import server
 from coterie.privacy.secure_sum.client import Participant, mask_input, offer_keys, reveal_shares, share_secrets
 from coterie.privacy.secure_sum.fixed_point import Words
-from coterie.privacy.secure_sum.messages import PublicKeys, SumTerms
+from coterie.privacy.secure_sum.messages import PublicKeys, SummedWords, SumTerms
 from coterie.privacy.secure_sum.primitives import keyed_draw
 
 Spoil = Callable[[Any], Any]
@@ -33,7 +33,7 @@ class SumRehearsal:
     client_seconds: float = 0.0  # of all clients
     server_seconds: float = 0.0
     masked: dict[int, Words] = field(default_factory=dict)  # as the server sees them
-    result: server.SummedWords | None = None
+    result: SummedWords | None = None
 
     def run(self) -> Words:
         """Run all steps and return the sum; raise CoterieError as server and clients do."""

@@ -12,15 +12,17 @@ import numpy as np
 import torch
 
 from coterie.errors import CoterieError
-from coterie.privacy.secure_sum.client import SEALED_BYTES, add_pair_mask, own_mask_key
+from coterie.privacy.secure_sum.client import add_pair_mask, own_mask_key
 from coterie.privacy.secure_sum.fixed_point import Words
 from coterie.privacy.secure_sum.messages import (
+    SEALED_BYTES,
     IncomingShares,
     MaskedWords,
     NeighbourKeys,
     PublicKeys,
     RevealedShares,
     SealedShares,
+    SummedWords,
     SumTerms,
     Survivors,
     check_bytes,
@@ -71,6 +73,7 @@ def begin_sum(terms: SumTerms, count: int, answers: Iterable[PublicKeys], places
 def check_public_keys(keys: PublicKeys, client: int) -> PublicKeys:
     """Return a client's keys; raise CoterieError if they are not well formed."""
     check_keys(keys)
+    check_bytes(keys.committed, [32], "the commitment")
     if keys.client != client:
         raise CoterieError(f"the keys are of client {keys.client}, not of client {client}")
     return keys
@@ -80,7 +83,8 @@ def neighbour_keys(s: Summation, places: int) -> dict[int, NeighbourKeys]:
     """Return what each client needs to share its secrets."""
     members = torch.zeros(places, dtype=torch.bool)
     members[list(s.keys)] = True
-    return {i: NeighbourKeys(members, tuple(s.keys[j] for j in s.graph[i])) for i in s.keys}
+    shown = {i: replace(k, committed=k.committed[:0]) for i, k in s.keys.items()}
+    return {i: NeighbourKeys(members, tuple(shown[j] for j in s.graph[i])) for i in s.keys}
 
 
 def check_sealed(s: Summation, shares: SealedShares, client: int) -> SealedShares:
@@ -152,15 +156,6 @@ def check_revealed(s: Summation, revealed: RevealedShares, client: int) -> Revea
     if revealed.client != client:
         raise CoterieError(f"the revealed shares are of client {revealed.client}, not of client {client}")
     return revealed
-
-
-@dataclass(frozen=True)
-class SummedWords:
-    """The sum over some clients, and the clients whose revealed shares were wrong."""
-
-    words: Words
-    clients: tuple[int, ...]
-    liars: tuple[int, ...] = ()
 
 
 def finish_sum(s: Summation, answers: Iterable[RevealedShares]) -> SummedWords:
