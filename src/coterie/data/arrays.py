@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coterie.data.annotations import group_codes, split_codes
 from coterie.data.dataset import Array, Dataset
+from coterie.data.on_disk import empty_on_disk, is_large, joined
 from coterie.data.table import TableEncoding
 from coterie.data.target_types import read_targets, target_notes
 from coterie.data.text import LENGTH, VOCABULARY, tokens
@@ -72,10 +73,15 @@ def from_arrays(
 def from_torch(train: Any, test: Any = None, *, name: str = "torch", classes: Sequence[str] | None = None) -> Dataset:
     """Make a Dataset from a map-style torch data set of (x, y) and, if given, one for the official test part.
 
-    Every item is read once.
+    Every item is read once. If all items together are large, they go to a file on disk one after the other, and the
+    items of a client are read from there when it trains.
     """
-    x, y = _read_items(train, name)
-    x_test, y_test = (None, None) if test is None else _read_items(test, name)
+    sources = [train] if test is None else [train, test]
+    large = _on_disk(sources, name)
+    x, y = _read_items(train, name, None if large is None else large[: len(train)])
+    x_test, y_test = (
+        (None, None) if test is None else _read_items(test, name, None if large is None else large[len(train) :])
+    )
     return make_dataset(name, RawData(x, y, x_test, y_test, classes or getattr(train, "classes", None)))
 
 
@@ -97,7 +103,7 @@ def make_dataset(
         raise CoterieError(
             f"training and test items of {name} differ in shape: {raw.x.shape[1:]} and {raw.x_test.shape[1:]}"
         )
-    x = raw.x if not test or raw.x_test is None else np.concatenate([raw.x, raw.x_test])
+    x = raw.x if not test or raw.x_test is None else joined(raw.x, raw.x_test)
     if n_train == 0:
         raise CoterieError(f"{name} has no training samples")
     if raw.y.ndim > 2 and raw.y[0].size > 1:
@@ -361,25 +367,51 @@ def _owner(name: str, raw: RawData, n_train: int) -> tuple[Tensor | None, tuple[
     return torch.from_numpy(number.astype(np.int64)), tuple(map(str, names))
 
 
-def _read_items(source: Any, name: str) -> tuple[Array, Array]:
-    pairs = []
+def _length(source: Any, name: str) -> int:
     try:
-        n = len(source)
+        return len(source)
     except (TypeError, ValueError) as e:
         raise CoterieError(f"torch data set {name} must have a length: {e}") from None
-    for i in range(n):
-        try:
-            item = source[i]
-        except Exception as e:  # a user's code may raise anything
-            raise CoterieError(f"item {i} of torch data set {name} cannot be read: {type(e).__name__}: {e}") from e
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            given = f"{type(item).__name__} of {len(item)}" if hasattr(item, "__len__") else type(item).__name__
-            raise CoterieError(f"torch data set {name} must give a pair (x, y) for each index; item {i} is a {given}")
-        pairs.append(item)
+
+
+def _item(source: Any, i: int, name: str) -> tuple[Any, Any]:
+    try:
+        item = source[i]
+    except Exception as e:  # a user's code may raise anything
+        raise CoterieError(f"item {i} of torch data set {name} cannot be read: {type(e).__name__}: {e}") from e
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        given = f"{type(item).__name__} of {len(item)}" if hasattr(item, "__len__") else type(item).__name__
+        raise CoterieError(f"torch data set {name} must give a pair (x, y) for each index; item {i} is a {given}")
+    return item[0], item[1]
+
+
+def _on_disk(sources: Sequence[Any], name: str) -> Array | None:
+    """Return an array on disk for the items of torch data sets; None if they are bytes or floats of a small size."""
+    n = sum(_length(source, name) for source in sources)
+    first = np.asarray(_item(sources[0], 0, name)[0]) if _length(sources[0], name) else np.zeros(0)
+    dtype = np.dtype(np.uint8) if first.dtype == np.uint8 else np.dtype(np.float32)
+    fits = first.dtype.kind == "f" or first.dtype == np.uint8
+    shape = (n, *first.shape)
+    return empty_on_disk(shape, dtype) if fits and is_large(shape, dtype.itemsize) else None
+
+
+def _read_items(source: Any, name: str, into: Array | None) -> tuple[Array, Array]:
+    """Return all items, written to `into` if that is given, and all targets."""
+    pairs = []
+    for i in range(_length(source, name)):
+        x, y = _item(source, i, name)
+        if into is None:
+            pairs.append((x, y))
+            continue
+        if (shape := np.shape(x)) != into.shape[1:]:
+            raise CoterieError(f"items of torch data set {name} differ in shape: {into.shape[1:]} and {shape}")
+        into[i] = np.asarray(x)
+        pairs.append((0, y))
     if not pairs:
         raise CoterieError(f"torch data set {name} has no items")
     try:
-        return np.stack([np.asarray(x) for x, _ in pairs]), np.stack([np.asarray(y) for _, y in pairs])
+        targets = np.stack([np.asarray(y) for _, y in pairs])
+        return np.stack([np.asarray(x) for x, _ in pairs]) if into is None else into, targets
     except (TypeError, ValueError) as e:
         raise CoterieError(
             f"torch data set {name} must give a pair (x, y) for each index, all of one shape: {e}"

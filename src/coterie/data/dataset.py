@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coterie.core.rng import torch_rng
 from coterie.core.tasks import Task, make
+from coterie.data.on_disk import contiguous_parts
 from coterie.data.rotation import Interp, rotate
 from coterie.data.table import TableEncoding
 from coterie.errors import CoterieError
@@ -88,7 +89,8 @@ class Dataset:
         digest = hashlib.blake2b(digest_size=16)
         for t in (self.x, self.y):
             digest.update(f"{t.dtype} {tuple(t.shape)}".encode())
-            digest.update(t.contiguous().numpy().data)
+            for part in contiguous_parts(t):
+                digest.update(part.numpy().data)
         if self.table is not None:
             digest.update(self.table.model_dump_json().encode())
         return digest.hexdigest()

@@ -282,7 +282,7 @@ def federate(dataset: Dataset, settings: PartitionSettings, seed: int, standardi
         if standardise:
             dataset = learn_table(dataset, rows, settings.normalize == "standard")
             assert dataset.table is not None
-            choices += described_encoding(dataset.name, dataset.table, settings.scaling, dataset.x.numpy()[train])
+            choices += described_encoding(dataset.name, dataset.table, settings.scaling, dataset.x, train)
         if settings.scaling == "client":
             tables = tuple(own_scale(dataset.table, measure_rows(dataset.table, dataset.x, r)) for r in rows)  # type: ignore[arg-type]  # a table
     elif settings.normalize == "standard" and standardise:

@@ -17,10 +17,10 @@ from PIL import Image
 from coterie.data import unpickle
 from coterie.data.arrays import RawData
 from coterie.data.dataset import Array
+from coterie.data.on_disk import MAPPED_BYTES
 from coterie.errors import CoterieError
 
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
-MAPPED_BYTES = 2**28  # size from which an uncompressed array of an .npz file stays on disk
 _IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from coterie.data.arrays import RawData, make_dataset
 from coterie.data.dataset import Array, Dataset
 from coterie.data.files import reading
+from coterie.data.on_disk import empty_table, is_large
 from coterie.data.table import (
     MOST_CATEGORIES,
     Column,
@@ -89,12 +90,45 @@ def read_table(path: Path) -> "pd.DataFrame":
 
 
 def load_table(path: Path, columns: TableColumns | None, task: str | None) -> Dataset:
-    """Read a file as a Dataset."""
-    frame = read_table(path)
+    """Read a file as a Dataset. The rows of a large Parquet file are read column by column and stay on disk."""
+    frame = _large_parquet(path) or read_table(path)
     if columns is None or columns.target is None:
-        names = ", ".join(map(str, frame.columns[:10])) + (", ..." if frame.shape[1] > 10 else "")
+        names = ", ".join(map(str, frame.columns[:10])) + (", ..." if len(frame.columns) > 10 else "")
         raise CoterieError(f"{path} is a table: name the column to predict (--target NAME); its columns are {names}")
     return table_dataset(path.stem, frame, columns, task)
+
+
+class ParquetColumns:
+    """A Parquet file as a frame whose columns are read when they are asked for, and not kept."""
+
+    def __init__(self, path: Path, rows: int, columns: Sequence[str]):
+        self.path, self.rows, self.columns = path, rows, list(columns)
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, column: str) -> "pd.Series[Any]":
+        import pyarrow.parquet as pq
+
+        with reading(self.path, "a Parquet file"):
+            table = pq.read_table(self.path, columns=[column])
+        return to_pandas(table, str(self.path)).iloc[:, 0]
+
+
+def _large_parquet(path: Path) -> ParquetColumns | None:
+    """Return a Parquet file whose rows are too large for memory; None for every other file."""
+    if path.suffix.lower() != ".parquet":
+        return None
+    with reading(path, "a Parquet file"):
+        import pyarrow.parquet as pq
+
+        about = pq.ParquetFile(path)
+        names = about.schema_arrow.names
+    return (
+        ParquetColumns(path, about.metadata.num_rows, names)
+        if is_large((about.metadata.num_rows, len(names)), 8)
+        else None
+    )
 
 
 def to_pandas(given: Any, name: str) -> "pd.DataFrame":
@@ -123,13 +157,15 @@ def to_pandas(given: Any, name: str) -> "pd.DataFrame":
     return frame
 
 
-def table_dataset(name: str, frame: "pd.DataFrame", columns: TableColumns, task: str | None) -> Dataset:
+def table_dataset(
+    name: str, frame: "pd.DataFrame | ParquetColumns", columns: TableColumns, task: str | None
+) -> Dataset:
     """Return the rows of a frame as a Dataset whose features are not encoded yet."""
     names = [str(c) for c in frame.columns]
     _check_unique(name, names)
     if len(frame) == 0:
         raise CoterieError(f"{name} has no rows")
-    frame = frame.set_axis(names, axis=1)
+    frame = frame if isinstance(frame, ParquetColumns) else frame.set_axis(names, axis=1)
     targets = columns.target_names
     marked = [c for c in (*targets, columns.client, columns.split, columns.group) if c is not None]
     if columns.one_client and columns.client not in names:
@@ -153,11 +189,14 @@ def table_dataset(name: str, frame: "pd.DataFrame", columns: TableColumns, task:
         raise CoterieError(f"features names no column of {name}; leave it out to take all columns")
     if not features:
         raise CoterieError(f"{name} has no feature columns besides {', '.join(marked)}")
-    raw = {c: _read_column(name, c, frame[c], kinds.get(c)) for c in features}
-    notes += [note for c, (read, _) in raw.items() for note in _category_notes(name, read, frame[c], c in kinds)]
+    x, read = empty_table(len(frame), len(features)), []
+    for i, c in enumerate(features):
+        values = frame[c]
+        column, x[:, i] = _read_column(name, c, values, kinds.get(c))
+        read.append(column)
+        notes += _category_notes(name, column, values, c in kinds)
     notes += [note for c in marked for note in _look_alikes(name, c, frame[c])]
-    encoding = TableEncoding(columns=tuple(c for c, _ in raw.values()), target=tuple(targets), client=columns.client)
-    x = np.stack([values for _, values in raw.values()], 1)
+    encoding = TableEncoding(columns=tuple(read), target=tuple(targets), client=columns.client)
     wanted = {"client": None if columns.one_client else columns.client, "split": columns.split, "group": columns.group}
     marks: dict[str, Any] = {k: _whole(name, frame, c, f"the {k}") for k, c in wanted.items() if c is not None}
     raw_data = RawData(x, _targets(name, frame, targets), **marks)
@@ -283,7 +322,7 @@ def _features(name: str, text: str | None, names: Sequence[str]) -> tuple[list[s
     return features, kinds
 
 
-def _whole(name: str, frame: "pd.DataFrame", column: str, what: str) -> Array:
+def _whole(name: str, frame: "pd.DataFrame | ParquetColumns", column: str, what: str) -> Array:
     """Return a column without gaps as an array; raise CoterieError if a value is missing."""
     _check_cells(name, column, frame[column])
     if gaps := int(frame[column].isna().sum()):
@@ -297,7 +336,7 @@ def _whole(name: str, frame: "pd.DataFrame", column: str, what: str) -> Array:
     return values if values.dtype.kind in "ui" else values.astype(str)
 
 
-def _targets(name: str, frame: "pd.DataFrame", targets: Sequence[str]) -> Array:
+def _targets(name: str, frame: "pd.DataFrame | ParquetColumns", targets: Sequence[str]) -> Array:
     """Return targets [n, k]: texts and booleans as names of classes, everything else as floats."""
     columns = [_whole(name, frame, t, "the target") for t in targets]
     for t in targets:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from torch import Tensor
 
 from coterie.core.states import register
+from coterie.data.on_disk import copy_table
 from coterie.errors import CoterieError
 
 MOST_CATEGORIES = 100  # categories of a column; more are names, numbers of records or free text
@@ -113,7 +114,7 @@ class TableEncoding(BaseModel):
                     f"{_PLURAL[column.kind]}"
                 )
             if i != position[column.name] or read.categories != column.categories:
-                rows = rows.clone() if rows is x else rows
+                rows = copy_table(rows) if rows is x else rows
                 rows[:, i] = _recoded(x[:, position[column.name]], read.categories, column.categories)
         return rows
 
@@ -252,8 +253,10 @@ def own_scale(encoding: TableEncoding, measured: Mapping[str, ColumnStatistics])
     return encoding.model_copy(update={"columns": tuple(columns)})
 
 
-def described_encoding(name: str, encoding: TableEncoding, scaling: str, rows: NDArray[np.float64]) -> list[str]:
-    """Return sentences about what became of the columns of a table with these raw training rows."""
+def described_encoding(
+    name: str, encoding: TableEncoding, scaling: str, x: Tensor, train: NDArray[np.int64]
+) -> list[str]:
+    """Return sentences about what became of the columns of a table with these raw rows, of which `train` train."""
     count = {kind: sum(c.kind == kind for c in encoding.columns) for kind in ("number", "boolean", "date", "category")}
     kinds = ", ".join(f"{n} of {_PLURAL[kind]}" for kind, n in count.items() if n)
     learnt = "all clients" if scaling == "pooled" else "all clients (means and deviations: of each client)"
@@ -263,8 +266,15 @@ def described_encoding(name: str, encoding: TableEncoding, scaling: str, rows: N
     ]
     if empty := [c.name for c in encoding.columns if c.kind == "empty"]:
         sentences.append(f"no training row of {name} has a value in {', '.join(empty)}, so that gives no feature")
-    scaled = [(c, rows[~np.isnan(rows[:, i]), i]) for i, c in enumerate(encoding.columns) if c.kind in _SCALED]
-    if constant := [c.name for c, values in scaled if not c.indicator and (values == values[0]).all()]:
+    raw = x.numpy()
+
+    def is_constant(column: int) -> bool:
+        values = raw[train, column]
+        values = values[~np.isnan(values)]
+        return bool((values == values[0]).all())
+
+    scaled = [(i, c) for i, c in enumerate(encoding.columns) if c.kind in _SCALED and not c.indicator]
+    if constant := [c.name for i, c in scaled if is_constant(i)]:
         sentences.append(
             f"all training rows of {name} have the same value in {', '.join(constant)}, which tells a model nothing"
         )
