@@ -215,6 +215,6 @@ def test_a_device_with_data_of_its_own_has_a_timeline_of_its_own(tmp_path: Path)
 
 def test_a_change_after_the_last_round_is_said_and_official_scores_are_refused() -> None:
     late = prepare(settings(method="fedavg", timeline="swap_labels(60)", rounds=50))
-    assert "after the last round (50)" in late.automatic_choices()[-1]
+    assert "after the last round (50)" in late.warnings()[-1]
     with pytest.raises(CoterieError, match="timeline"):
         prepare(settings(method="fedavg", timeline="swap_labels(6)", official=True, pool="train"))

@@ -15,6 +15,7 @@ from coterie.core.rng import torch_rng
 from coterie.core.tasks import Task
 from coterie.data.annotations import PART_WORDS, client_number
 from coterie.data.dataset import Dataset, Ints
+from coterie.data.natural import NATURAL
 from coterie.data.partition import deal
 from coterie.data.scale import check_unit, standardised, unscaled_items, unscaled_targets
 from coterie.data.settings import PartitionSettings
@@ -272,7 +273,15 @@ def federate(dataset: Dataset, settings: PartitionSettings, seed: int, standardi
         pool, client = np.concatenate([pool, official[dealt]]), np.concatenate([client, test_client])
         part = np.concatenate([part, np.full(len(dealt), 2)])
     n = int(client.max()) + 1
-    notes, choices = [*dataset.notes, *dataset.target_notes, *_left_out(dataset, client_names)], []
+    unused = (
+        []
+        if dataset.owner is None or scheme.name == "natural" or dataset.name in NATURAL
+        else [
+            f"the clients that {dataset.name} names are not used: partition = {scheme} divides its samples anew "
+            "(partition = natural keeps them)"
+        ]
+    )
+    notes, choices = [*unused, *dataset.notes, *dataset.target_notes, *_left_out(dataset, client_names)], []
     train = np.sort(pool[part == 0])
     order = np.lexsort((pool, 3 * client + part))
     bounds = np.concatenate([[0], np.cumsum(np.bincount(3 * client + part, minlength=3 * n))])

@@ -13,6 +13,7 @@ from coterie.data.catalogue import DATASETS, data_dir, locate
 from coterie.errors import CoterieError, unknown
 
 _BLOCK = 1 << 20
+_MOST_BYTES = 2 * 10**9  # of one file; the largest known one has 0.3 GB
 _TIMEOUT = 30.0  # seconds without a byte
 
 FetchProgress = Callable[[str, int, int], None]  # file name, bytes received, bytes in total (0: unknown)
@@ -175,6 +176,10 @@ def _receive(source: SourceFile, part: Path, progress: FetchProgress) -> None:
             total = received + length if length else 0
             with part.open("ab" if received else "wb") as f:
                 while block := answer.read(_BLOCK):
+                    if received + len(block) > _MOST_BYTES:
+                        raise CoterieError(
+                            f"{source.url} sends more than {_MOST_BYTES // 10**9} GB; nothing known is so large"
+                        )
                     f.write(block)
                     received += len(block)
                     progress(source.name, received, total)

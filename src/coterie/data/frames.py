@@ -1,6 +1,7 @@
 """Read data frames, CSV and Parquet files as tables: pandas, polars, and whatever gives Arrow data."""
 
 import csv
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
@@ -29,6 +30,7 @@ from coterie.errors import CoterieError, unknown
 if TYPE_CHECKING:
     import pandas as pd
 
+log = logging.getLogger("coterie")
 TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
 _MISSING_TEXTS = ["?"]  # further texts; pandas knows empty, NA, N/A, NaN, null, None, ...
 _BOOLEANS = {"true": 1.0, "false": 0.0}
@@ -225,7 +227,16 @@ def rows_like(name: str, given: Any, encoding: TableEncoding) -> NDArray[np.floa
     check_names(name, [c.name for c in encoding.columns], list(frame.columns))
     for c in encoding.columns:
         _check_cells(name, c.name, frame[c.name])
-    return np.stack([_like(name, c, frame[c.name]) for c in encoding.columns], 1)
+    rows = np.stack([_like(name, c, frame[c.name]) for c in encoding.columns], 1)
+    for i, c in enumerate(encoding.columns):
+        if c.kind == "category" and (n := int((rows[:, i] < 0).sum())):
+            new = frame[c.name][rows[:, i] < 0].iloc[0]
+            log.warning(
+                '%s of %s values in column "%s" of %s are categories that the model has not seen, such as "%s"; they '
+                "count as none of %s",
+                n, int((~np.isnan(rows[:, i])).sum()), c.name, name, new, ", ".join(c.categories[:5]),
+            )  # fmt: skip
+    return rows
 
 
 def target_values(frame: Any, encoding: TableEncoding, name: str) -> Array | None:

@@ -39,11 +39,13 @@ from coterie.methods import build_method as build_method
 from coterie.methods import method_names, registered_name, validation_sentence
 from coterie.methods.restore import restored
 from coterie.models.adaptation import Adaptation, adapt
-from coterie.models.registry import ModelFactory, options_of_0_1
+from coterie.models.registry import ModelFactory, count_parameters, options_of_0_1
 from coterie.models.registry import build_model as build_model
+from coterie.models.zoo import ZOO
 from coterie.storage import atomic as disk
 
 FORMAT = 2
+_FEW_NUMBERS = 10**7  # size of a model that any machine can build
 DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64, "float64": torch.float64}
 
 
@@ -320,6 +322,8 @@ def load_model(
     if not isinstance(path, str | Path):
         raise CoterieError(f"a personal model is loaded from a file, not from {path!r}")
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise CoterieError(f"{path} is not a file; a personal model is loaded from a file")
     try:
         with safe_open(path, "pt") as f:
             text = (f.metadata() or {}).get("coterie")
@@ -331,7 +335,7 @@ def load_model(
     about = _about(path, text)
     if about.model == "ecsfl-cnn" and "fc2.weight" in tensors:  # three fully connected layers, as in version 0.1
         about = about.model_copy(update={"options": options_of_0_1(about.model, about.options)})
-    module = _module(path, about, model, allow_module)
+    module = _module(path, about, model, allow_module, sum(v.numel() for v in tensors.values()))
     if about.method is None:
         _fill(module, tensors, path)
         return Predictor(module, about).eval()
@@ -359,8 +363,13 @@ def _about(path: Path, text: str) -> About:
         raise CoterieError(f"{path} is damaged: its description cannot be read ({e})") from None
 
 
-def _module(path: Path, about: About, model: nn.Module | ModelFactory | None, allow: Sequence[str]) -> nn.Module:
-    """Build the network that a file describes."""
+def _module(
+    path: Path, about: About, model: nn.Module | ModelFactory | None, allow: Sequence[str], numbers: int
+) -> nn.Module:
+    """Build the network that a file describes; `numbers` is the size of all tensors in the file.
+
+    A file must not ask for much more memory than it has itself.
+    """
     source: Any = model
     if source is None and about.model is not None:
         source = about.model if ":" not in about.model else _imported(path, "model", about.model, allow)
@@ -370,6 +379,10 @@ def _module(path: Path, about: About, model: nn.Module | ModelFactory | None, al
         source = _imported(path, "model", about.own_model, allow)
     options = {} if isinstance(source, nn.Module) else about.options
     items = about.items
+    if source in ZOO:
+        size = count_parameters(source, items.input_shape, about.outputs, items.vocab, options)
+        if size > max(_FEW_NUMBERS, 10 * numbers):
+            raise CoterieError(f"{path} describes a model of {size:,} numbers and holds {numbers:,}; it is damaged")
     module = build_model(
         source, items.input_shape, about.outputs, dtype=items.input_dtype, vocab=items.vocab, options=options
     )

@@ -235,6 +235,9 @@ class Run:
         if personal.get("nonfinite"):
             clients = f"{personal['nonfinite']} of {personal['clients']} clients"
             out.append(f"{name}: training diverged, the personal models of {clients} give NaN or infinity")
+        asked = [e for e in self.events if e.get("participants")]
+        if empty := sum(set(e["participants"]) <= {*e.get("failed", ()), *e.get("nonfinite", ())} for e in asked):
+            out.append(f"{name}: no upload counted in {empty} of {len(asked)} rounds, which changed nothing")
         accepted = [e["round"] for e in self.events if e["notes"].get("rejected") != 1.0]
         if accepted and self.last_round - accepted[-1] >= _REJECTIONS:
             out.append(f"{name}: every agent was rejected in rounds {accepted[-1] + 1} to {self.last_round}")

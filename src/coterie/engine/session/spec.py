@@ -172,13 +172,14 @@ class Session:
                 f"{method.card.title} chooses by validation data: {few} of {len(federation.clients)} clients have "
                 f"fewer than {_FEW} such samples and follow the choice of all (val_share = {s.federation.val_share:g})"
             )
-        if late := [t for t in federation.timeline.rounds if t > s.rounds]:
-            sentences.append(f"the timeline has a change in round {late[0]}, after the last round ({s.rounds})")
         return sentences
 
     def warnings(self) -> list[str]:
         """Return what is probably not meant about data and model, one sentence each."""
-        return [*self.federation.notes, *self.notes]
+        rounds = self.settings.rounds
+        late = [f"the timeline has a change in round {t}, after the last round ({rounds})"
+                for t in self.federation.timeline.rounds if t > rounds]  # fmt: skip
+        return [*self.federation.notes, *self.notes, *late[:1]]
 
     def options_for(self, source: object) -> dict[str, Any]:
         """Return the model options that apply to this model; if clients have different models, those it knows."""
