@@ -42,9 +42,11 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long"
+	$(BIN)/python -m pytest tests/on_device -m "not long"
 
 test-all: $(ALL)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest tests/on_device -n 2 --dist loadgroup
 
 coverage: ARGS := --cov=coterie --cov-report=term:skip-covered --cov-report=xml --cov-report=html
 coverage: test-all

@@ -24,7 +24,7 @@ ROOMS = [
     ["core.net"],
     ["models", "core.context"],
     ["core.method"],
-    ["core.edges"],
+    ["core.edges", "train.devices"],
     ["parts", "privacy.secure_sum"],
     ["methods"],
     ["engine.messages", "data"],

@@ -77,12 +77,13 @@ def run(
     """Run one method and return the finished run. The default data set is "digits".
 
     `more` takes any setting of the run, the federation or the method, and how the run is computed: `workers`, `state`
-    (memory or disk), `runtime`, `address`, `engine` (loop, stack or auto), `keep` and `data_dir`. `on_round` is called
-    after every round with its Progress; if it returns True, the run stops there and can be resumed. `track`:
-    tensorboard, mlflow or wandb. `progress` shows a bar: by default on a terminal and in a notebook, never with False.
-    With `callbacks`, messages go to these functions instead of the logger "coterie".
-    `as_in_paper` takes the settings of one run of the method's paper, or of the paper that it names ("fedcpmd"), from
-    the first table with the method. Settings that are given override them, and every difference is reported.
+    (memory or disk), `runtime`, `address`, `engine` (loop, stack or auto), `device` (cpu, cuda, "cuda:0,cuda:1", auto,
+    ...), `keep` and `data_dir`. `on_round` is called after every round with its Progress; if it returns True, the run
+    stops there and can be resumed. `track`: tensorboard, mlflow or wandb. `progress` shows a bar: by default on a
+    terminal and in a notebook, never with False. With `callbacks`, messages go to these functions instead of the logger
+    "coterie". `as_in_paper` takes the settings of one run of the method's paper, or of the paper that it names
+    ("fedcpmd"), from the first table with the method. Settings that are given override them, and every difference is
+    reported.
     """
     default = isinstance(data, str) and not data
     names, objects = _named(_partitioned("digits" if default else data, more), model)
@@ -233,11 +234,11 @@ def compare(
     Local-Only and FedAvg + fine-tuning also with as much training as a method that trains more or less. Other names are
     added as they are. The differences are in `arena()` of the returned comparison. `equal`: "steps", "samples", "bytes"
     or "time" gives every method as much of it as FedAvg (or, without FedAvg, Local-Only) has in `rounds` rounds. `more`
-    takes settings, and `workers`, `state`, `engine`, `keep` and `data_dir` as in `run`. All methods have one rule of
-    `use`: the model that a client receives, unless it is given; `use="own"` leaves each method its own rule. `on_round`
-    is called after every round of every run; `run` of its Progress names the run, such as "fedrep-s0". If it returns
-    True, all runs stop after their present rounds, and the table has those that have finished. `track`, `progress`
-    and `callbacks` are those of `run`.
+    takes settings, and `workers`, `state`, `engine`, `device`, `keep` and `data_dir` as in `run`. All methods have one
+    rule of `use`: the model that a client receives, unless it is given; `use="own"` leaves each method its own rule.
+    `on_round` is called after every round of every run; `run` of its Progress names the run, such as "fedrep-s0". If it
+    returns True, all runs stop after their present rounds, and the table has those that have finished. `track`,
+    `progress` and `callbacks` are those of `run`.
     """
     given = _checked(callbacks)
     with with_bar(given, progress_wanted(progress, callbacks)) as (shown, bar):
@@ -287,7 +288,7 @@ def run_comparison(
     `also` names further columns. `on_status` is called with the progress of all runs.
     """
     check_columns(also)
-    how = _engine(more, "workers", "state", "engine", "keep", "data_dir")
+    how = _engine(more, "workers", "state", "engine", "device", "keep", "data_dir")
     calls = checked_callbacks(on_round)
     calls += [callbacks.on_round] if callbacks.on_round is not Callbacks.on_round else []
     after_round = RoundCallbacks(calls)
@@ -356,11 +357,11 @@ def tune(
     `space` has a list of values for each setting. One of every `eta` trials is promoted to `eta` times as many rounds.
     `budget` bounds the rounds of all trials together, `minutes` the time, `trials` the number of combinations. A
     repeated call with the same `out` continues an unfinished search. `on_status` is called with the progress of all
-    trials. `progress` is that of `run`. `more` takes settings, and `workers` and `data_dir` as in `run`.
+    trials. `progress` is that of `run`. `more` takes settings, and `workers`, `device` and `data_dir` as in `run`.
     """
     names, objects = _named(_partitioned(data, more), model)
     objects = replace(objects, functions=_own_functions(more))
-    how = _engine(more, "workers", "data_dir")
+    how = _engine(more, "workers", "device", "data_dir")
     limits = Budget(eta, budget, minutes, trials)
     chosen: list[str | type[Method]] = [methods] if isinstance(methods, str | type) else list(methods)
     if space is not None and not space and len(chosen) == 1:

@@ -36,6 +36,7 @@ from coterie.privacy.secure_sum.setting import check_secure
 from coterie.privacy.setting import check_privacy
 from coterie.runtimes.registry import canonical_runtime
 from coterie.train.augmentation import check_augment
+from coterie.train.devices import check_device
 from coterie.train.optimisers import check_optimiser
 
 PUBLIC = 200  # default number of unlabelled items that are set aside for a method that needs them
@@ -121,6 +122,11 @@ class RunSettings(BaseModel):
         description="augmentation of training batches: crop(padding), flip(share), erase(share, size) and "
         "colour(strength) for pictures; jitter(sigma), scale(sigma) and mixup(alpha) for all numbers; several are "
         "joined by +; empty: none",
+    )
+    precision: Literal["float32", "bf16"] = Field(
+        "float32",
+        description="type of the model's operations: float32, or bf16 where PyTorch's autocast chooses it (parameters, "
+        "losses and what is sent stay float32)",
     )
     opt_state: Literal["reset", "keep"] = Field(
         "reset", description="keep: a client's momentum or Adam moments carry over to its next round"
@@ -256,8 +262,15 @@ class Engine(BaseModel):
         description="local (processes on this machine), ray (a cluster) or federation (a device process per client)",
     )
     address: str | None = Field(None, description="address of the Ray cluster; empty: one is started on this machine")
-    engine: Literal["loop", "stack", "auto"] = Field(
-        "loop", description="train clients one by one, many at once, or whichever is faster (equal up to rounding)"
+    engine: Literal["loop", "stack", "auto"] | None = Field(
+        None,
+        description="loop, stack or auto: train clients one by one, many at once, or whichever is faster (equal up to "
+        "rounding); empty: loop on cpu, otherwise stack where the method allows it",
+    )
+    device: Annotated[str, AfterValidator(check_device)] | None = Field(
+        None,
+        description="where clients train: cpu, cuda, cuda:1, mps, xpu, auto (the first of these that is there), or "
+        "several joined by commas, which workers share; empty: cpu",
     )
     keep: int = Field(2, ge=2, description="checkpoints to keep, from each of which a run can be continued")
     state: Literal["memory", "disk"] = Field("memory", description="where client state is kept between rounds")

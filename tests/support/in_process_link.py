@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from coterie.config import settings
 from coterie.engine import codec
 from coterie.engine.loop import Loop
@@ -138,6 +140,7 @@ def federation(
     files: Sequence[Path] = (),
     cloud: CloudSettings = CloudSettings("none"),  # noqa: B008  # immutable
     own_timeline: str | None = None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  # immutable
     **more: Any,
 ) -> Iterator[Federation]:
     """Open a federation on digits, or on `files`, one for each device, whose items and classes `cloud` announces.
@@ -148,10 +151,16 @@ def federation(
     session = open_session(settings(method=method, **given), cloud)
     devices = [
         DeviceHandler(
-            str(files[i]), folder / "devices" / str(i), None, None, (allow or {}).get(i, ALLOW), timeline=own_timeline
+            str(files[i]),
+            folder / "devices" / str(i),
+            None,
+            None,
+            (allow or {}).get(i, ALLOW),
+            timeline=own_timeline,
+            device=device,
         )
         if files
-        else DeviceHandler("digits", folder / "devices" / str(i), i, None, (allow or {}).get(i, ALLOW))
+        else DeviceHandler("digits", folder / "devices" / str(i), i, None, (allow or {}).get(i, ALLOW), device=device)
         for i in session.federation.clients
     ]
     links = {f"edge-{e}": HandLink() for e in range(edges)}

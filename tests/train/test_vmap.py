@@ -266,6 +266,7 @@ def test_auto_says_what_it_chose_and_a_resumed_run_keeps_it(tmp_path: Path, monk
         "keep": 2,
         "state": "memory",
         "runtime": "local",
+        "device": "cpu",
     }
     assert execute(session(FEDAVG), tmp_path, Callbacks(on_warning=said.append), resume=True)
     assert said[1] == "engine stack: as the run began"

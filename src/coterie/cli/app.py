@@ -66,6 +66,7 @@ def run(
     data_dir: o.DataDir = None,
     workers: o.WorkersOption = None,
     engine: o.EngineOption = None,
+    device: o.DeviceOption = None,
     state: o.StateAt = None,
     runtime: o.RuntimeAt = None,
     transport: o.Transport = None,
@@ -96,7 +97,7 @@ def run(
     with stop.listening(), Bar(silent) as progress:
         how: dict[str, Any] = {
             "workers": workers, "state": state, "runtime": runtime, "address": address, "engine": engine,
-            "keep": keep, "data_dir": data_dir, "track": track,
+            "device": device, "keep": keep, "data_dir": data_dir, "track": track,
             "callbacks": Callbacks(
                 on_start=progress.start,
                 on_round=lambda p: progress.update(p.round, p.text),
@@ -164,6 +165,7 @@ def compare(
     data_dir: o.DataDir = None,
     workers: o.WorkersOption = None,
     engine: o.EngineOption = None,
+    device: o.DeviceOption = None,
     out: o.Out = None,
     also: o.Also = None,
     track: o.Track = None,
@@ -188,7 +190,7 @@ def compare(
         )
         outcome = api.run_comparison(
             names, given.pop("data", "digits"), given.pop("model", None), against=rivals, equal=equal, seeds=seeds,
-            out=folder, also=o.commas(also), workers=workers, engine=engine, data_dir=data_dir,
+            out=folder, also=o.commas(also), workers=workers, engine=engine, device=device, data_dir=data_dir,
             track=track, callbacks=callbacks, on_status=lambda s: progress.update(s.done(), s.running()), **given,
         )  # fmt: skip
     failed = outcome.status.failed

@@ -106,6 +106,7 @@ def predict(
     proba: Annotated[bool, Option("--proba", help="write probabilities of the classes too")] = False,
     allow_module: _AllowModule = None,
     data_dir: o.DataDir = None,
+    device: Annotated[str, Option(help="where the model computes: cpu, cuda, cuda:1, mps, xpu or auto")] = "cpu",
     as_json: o.Json = False,
 ) -> None:
     """Predict new items with a personal model: a model file, or a client of a run.
@@ -115,10 +116,12 @@ def predict(
     from coterie.data.files import new_items
     from coterie.data.frames import TABLE_SUFFIXES, read_table
     from coterie.errors import CoterieError
+    from coterie.train.devices import one_device
 
     if out is not None and out.suffix not in (".npz", ".csv"):
         raise CoterieError(f"--out {out} must end in .npz or .csv")
-    model = _predictor(source, client, data_dir, allow_module)
+    place, model = one_device(device), _predictor(source, client, data_dir, allow_module)
+    model.to(place)
     x, y = (read_table(data), None) if data.suffix.lower() in TABLE_SUFFIXES else new_items(data)
     predictions = model.predict(x, y, str(data))
     if proba and predictions.proba is None:

@@ -370,21 +370,24 @@ def join(
     timeline: Annotated[
         str | None, Option(help="changes of this device's own data during the run, as in the setting timeline")
     ] = None,
+    device: Annotated[str, Option(help="where this device trains: cpu, cuda, cuda:1, mps, xpu or auto")] = "cpu",
     cert: Cert = None,
 ) -> None:
     """Run a device: train on this host's data at the cloud's requests, until the run has ended."""
     from coterie.data.timeline import parse_timeline, read_timeline
-    from coterie.federation import device
+    from coterie.federation.device import DeviceHandler
+    from coterie.federation.device import join as join_cloud
     from coterie.federation.line_log import log_lines
     from coterie.federation.localhost.processes import die_with_parent, owner_only
     from coterie.federation.policy.allow import Allow
+    from coterie.train.devices import one_device
 
-    allowed, changes = Allow.read(allow), parse_timeline(read_timeline(timeline))
+    place, allowed, changes = one_device(device), Allow.read(allow), parse_timeline(read_timeline(timeline))
     owner_only(state)
     die_with_parent()
     log_lines()
-    handler = device.DeviceHandler(data, state, client, data_dir, allowed, keep, stay, timeline=changes)
-    device.join(cloud, ca, key, handler, cert)
+    handler = DeviceHandler(data, state, client, data_dir, allowed, keep, stay, timeline=changes, device=place)
+    join_cloud(cloud, ca, key, handler, cert)
 
 
 @federation_app.command()

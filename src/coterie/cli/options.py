@@ -35,6 +35,7 @@ OPTIONS: dict[str, Any] = {  # settings that have an option of their own
         str | None, Option(help="weights of classes in the loss: balanced, 1,5 or healthy=1,ill=5 (default: equal)")
     ],
     "seed": Annotated[int | None, Option(help="random seed (default 0)")],
+    "precision": Annotated[str | None, Option(help="float32 (default) or bf16, where autocast chooses it")],
     "use": Annotated[str | None, Option(help="model that clients use: received, trained, best or guarded")],
     "weights": Annotated[str | None, Option(metavar="FILE", help="pretrained weights: .safetensors or a state dict")],
     "freeze": Annotated[
@@ -61,6 +62,9 @@ DataDir = Annotated[
 ]
 WorkersOption = Annotated[int | None, Option(help="worker processes (default: CPU count); does not affect results")]
 EngineOption = Annotated[str | None, Option("--engine", help="loop (clients one by one), stack (many at once) or auto")]
+DeviceOption = Annotated[
+    str | None, Option(help="where clients train: cpu (default), cuda, cuda:1, cuda:0,cuda:1, mps, xpu or auto")
+]
 StateAt = Annotated[str | None, Option("--state", help="where client state is kept: memory or disk")]
 RuntimeAt = Annotated[
     str | None, Option("--runtime", help="execution backend: local, ray or federation (one device process per client)")

@@ -49,6 +49,7 @@ def tune(
     ] = "grid",
     data_dir: o.DataDir = None,
     workers: o.WorkersOption = None,
+    device: o.DeviceOption = None,
     out: o.Out = None,
     quiet: o.Quiet = False,
     as_json: o.Json = False,
@@ -76,7 +77,7 @@ def tune(
         tuning = tune_settings(
             methods, fixed.pop("data", "digits"), fixed.pop("model", None), space=space, rounds=most, eta=eta,
             budget=budget, minutes=minutes, trials=trials, sampler=next(s for s in SAMPLERS if s == sampler),
-            seed=int(fixed.pop("seed", 0)), out=folder, workers=workers, data_dir=data_dir,
+            seed=int(fixed.pop("seed", 0)), out=folder, workers=workers, device=device, data_dir=data_dir,
             callbacks=Callbacks(on_start=progress.start, should_stop=stop),
             on_status=lambda s: progress.update(s.done(), f"{len(s.rounds)} trials"), **fixed,
         )  # fmt: skip

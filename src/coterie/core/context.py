@@ -1,7 +1,7 @@
 """Arguments of a method's hooks: the run's context, a client's data and batches of it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -87,6 +87,8 @@ class Context:
     fixed_weights: tuple[float, ...] | None = None  # the weights that it lists, by class
     own_loss: LossFunction | None = None  # the user's, instead of the task's
     changing: bool = False  # True if the clients' data change during the run
+    # where trees, batches and states of training are; hooks of the server and of edges always see the processor
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  # immutable
 
     @property
     def classes(self) -> int:
@@ -101,6 +103,14 @@ class Context:
         """Learning rate of a round; lr_decay and lr_rounds change it from round 2."""
         lr = self.lr * self.lr_decay ** max(0, round - 1)
         return float(lr if self.lr_rounds is None else lr * lr_factor(self.lr_rounds, round - 1, self.planned_rounds))
+
+    def on(self, device: torch.device) -> "Context":
+        """Return the context of hooks whose trees are on this device."""
+        if device == self.device:
+            return self
+        items = None if self.public_items is None else self.public_items.to(device)
+        w0 = {k: v.to(device) for k, v in self.w0.items()}
+        return replace(self, net=self.net.on(device), w0=w0, public_items=items, device=device)
 
     @property
     def loop_only(self) -> str:

@@ -221,7 +221,7 @@ class _Probe:
                 "a model must return a tensor of shape [batch, outputs] (logits of classes, or numbers; [batch, 1] for "
                 f"one number), and for two items this one returns {given}"
             )
-        self._reached = self._reach(self.result)
+        self._reached = leaves_of(self.result)
 
     def _run(self) -> Any:
         was = self.module.training
@@ -230,15 +230,6 @@ class _Probe:
             return self.module(self.example)
         finally:
             self.module.train(was)
-
-    def _reach(self, result: Tensor) -> set[int]:
-        """Return the ids of the tensors that a gradient of the result reaches."""
-        tensors = [t for sub in self.leaves.values() for t in _tensors(sub) if t.requires_grad]
-        if not tensors or not result.requires_grad:
-            return set()
-        with torch.enable_grad():  # a caller may load a model in torch.no_grad
-            gradients = torch.autograd.grad(result.sum(), tensors, allow_unused=True)
-        return {id(t) for t, g in zip(tensors, gradients, strict=True) if g is not None}
 
     def is_idle(self, path: str) -> bool:
         """True if the layer's output is not used, as that of an auxiliary output which is discarded.
@@ -264,3 +255,22 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     """Return a module's own parameters and floating buffers."""
     own = [*module._parameters.values(), *module._buffers.values()]
     return [t for t in own if t is not None and t.is_floating_point()]
+
+
+def leaves_of(result: Tensor) -> set[int]:
+    """Return the ids of the parameters that a gradient of the result reaches.
+
+    The graph is walked instead of computing a gradient: that would start threads of a GPU in this process, and
+    processes forked from it could not train.
+    """
+    if result.grad_fn is None:
+        return {id(result)} if result.requires_grad else set()
+    reached, known, waiting = set[int](), set[object](), [result.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            reached.add(id(leaf))
+        new = {n for n, _ in node.next_functions if n is not None} - known
+        known |= new
+        waiting += new
+    return reached

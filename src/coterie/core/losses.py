@@ -77,7 +77,7 @@ def batch_loss(each: Tensor, y: Tensor, weights: Tensor | None, real: Tensor | N
     """
     if each.ndim == 0:
         return each
-    weight = None if weights is None else weights.to(each.device)[y]
+    weight = None if weights is None else weights[y]
     if real is not None:
         weight = real if weight is None else weight * real
     return each.mean() if weight is None else (each * weight).sum() / weight.sum().clamp(min=1e-12)

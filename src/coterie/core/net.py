@@ -1,5 +1,6 @@
 """A module that is called with the tensors of a tree and holds no state itself."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,10 +21,15 @@ class Net:
     constants of the module: no tree has them.
     """
 
-    def __init__(self, module: nn.Module, example: Tensor):
+    def __init__(self, module: nn.Module, example: Tensor | None, known: Layout | None = None):
+        """Learn the layout from a pass of `example` [2, ...], unless it is known."""
         self.module = module
-        self.layout: Layout = layout(module, example)
+        if known is None:
+            assert example is not None
+            known = layout(module, example)
+        self.layout = known
         self.training = False
+        self.half: torch.dtype | None = None  # type of the operations that autocast chooses it for; None: no autocast
         module.eval()
         canonical: dict[int, str] = {}  # a tied tensor has one entry in the tree, under its first name
         fixed: set[str] = set()
@@ -74,6 +80,23 @@ class Net:
         near = [*reversed(weights[:at]), *weights[at:]]
         return next((w for w in near if w in self.layout.groups["all"]), None)
 
+    def on(self, device: torch.device) -> "Net":
+        """Return the net for trees on this device; its module is a copy."""
+        module = copy.deepcopy(self.module)
+        placed: dict[int, Tensor] = {}  # tied tensors stay tied
+        for sub in module.modules():
+            for held in (sub._parameters, sub._buffers):
+                for name, v in held.items():
+                    if v is not None and id(v) not in placed:
+                        new = v.detach().to(device)
+                        parameter = isinstance(v, nn.Parameter)
+                        placed[id(v)] = nn.Parameter(new, v.requires_grad) if parameter else new
+                    if v is not None:
+                        held[name] = placed[id(v)]  # type: ignore[assignment]
+        net = Net(module, None, self.layout)
+        net.half = self.half
+        return net
+
     def state(self) -> Tree:
         """Return clones of the tensors that the module holds now."""
         return {full: slot[local].detach().clone() for slot, local, full in self._slots if slot[local] is not None}  # type: ignore[union-attr]
@@ -111,7 +134,11 @@ class Net:
     def forward(self, params: Tree, x: Tensor) -> Tensor:
         """Return the logits [batch, classes]."""
         self.load(params)
-        return self.module(x)  # type: ignore[no-any-return]
+        if self.half is None:
+            return self.module(x)  # type: ignore[no-any-return]
+        with torch.autocast(x.device.type, self.half):
+            out = self.module(x)
+        return out.float()  # type: ignore[no-any-return]
 
     __call__ = forward
 
@@ -158,7 +185,7 @@ class Net:
         finally:
             for h in hooks:
                 h.remove()
-        return logits, [seen[id(m)] for m in modules]
+        return logits, [seen[id(m)] if self.half is None else seen[id(m)].float() for m in modules]
 
     def _need_head(self) -> nn.Module:
         if self._head is None:

@@ -176,7 +176,7 @@ class Classification(Task):
             return super().count_all(parts)
         y = torch.cat([y for _, y in parts])
         right = torch.cat([outputs for outputs, _ in parts]).argmax(1) == y if len(y) else y > 0
-        who = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(y) for _, y in parts]))
+        who = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(y) for _, y in parts])).to(y.device)
         at, cells = who * self.classes + y, len(parts) * self.classes
         total = torch.bincount(at, minlength=cells).view(-1, self.classes)
         hits = torch.bincount(at[right], minlength=cells).view(-1, self.classes)
@@ -210,8 +210,8 @@ class Binary(Classification):
         return super().shapes() | dict.fromkeys(("pairs", "ordered"), ((), torch.float64))
 
     def count(self, outputs: Tensor, y: Tensor) -> Counts:
-        score = (outputs[:, 1] - outputs[:, 0]).double() if len(y) else torch.zeros(0, dtype=torch.float64)
-        pairs = torch.tensor(float((y == 1).sum() * (y == 0).sum()), dtype=torch.float64)
+        score = (outputs[:, 1] - outputs[:, 0]).double() if len(y) else outputs.new_zeros(0).double()
+        pairs = ((y == 1).sum() * (y == 0).sum()).double()
         return super().count(outputs, y) | {"pairs": pairs, "ordered": ordered(score[y == 1], score[y == 0])}
 
     def count_all(self, parts: Sequence[tuple[Tensor, Tensor]]) -> list[Counts]:
@@ -368,7 +368,7 @@ class Survival(Task):
         return {"samples": ((), torch.int64), "events": ((), torch.int64), **sums}
 
     def count(self, outputs: Tensor, y: Tensor) -> Counts:
-        pairs, good = torch.zeros((2,), dtype=torch.float64)
+        pairs, good = torch.zeros((2,), dtype=torch.float64, device=y.device)
         happened = (y[:, 1] > 0.5).nonzero()[:, 0]
         risk = outputs[:, 0].double()
         for part in torch.split(happened, PAIRS):
@@ -428,7 +428,7 @@ def task_name(name: str) -> str:
 def ordered(high: Tensor, low: Tensor) -> Tensor:
     """Return the number of pairs whose first value is above the second; equal values count half."""
     parts = [_above(part[:, None], low[None, :]).sum() for part in torch.split(high, PAIRS)]
-    return torch.stack(parts).sum() if len(high) else torch.zeros((), dtype=torch.float64)
+    return torch.stack(parts).sum() if len(high) else high.new_zeros((), dtype=torch.float64)
 
 
 def _above(a: Tensor, b: Tensor) -> Tensor:
@@ -441,7 +441,7 @@ def average_precision(score: Tensor, true: Tensor) -> Tensor:
     order = score.argsort(descending=True)
     s, t = score[order], true[order].double()
     last = len(s) - 1 - torch.searchsorted(s.flip(0), s.contiguous())  # last position with the same score
-    precision = t.cumsum(0) / torch.arange(1, len(s) + 1)
+    precision = t.cumsum(0) / torch.arange(1, len(s) + 1, device=s.device)
     return (precision[last.clamp(0)] * t).sum()
 
 

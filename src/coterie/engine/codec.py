@@ -8,7 +8,7 @@ ever pickled. A tensor object that occurs several times is stored once; booleans
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,6 +218,32 @@ def _clone(v: Value, done: dict[int, Tensor]) -> Value:
     if is_dataclass(v):
         return type(v)(*(_clone(getattr(v, f.name), done) for f in fields(v)))  # type: ignore[misc]
     return v
+
+
+def moved(value: Value, device: torch.device, done: dict[int, tuple[Tensor, Tensor]]) -> Value:
+    """Return the value with its tensors on the device; parts that are there already are the same objects.
+
+    `done` holds the tensors that were moved before, with their copies; a tensor that occurs twice is moved once.
+    """
+    if isinstance(value, Tensor):
+        if value.device == device:
+            return value
+        if id(value) not in done:
+            done[id(value)] = (value, value.detach().to(device))
+        return done[id(value)][1]
+    if isinstance(value, Mapping):
+        items = {k: moved(x, device, done) for k, x in value.items()}
+        return value if all(x is value[k] for k, x in items.items()) else items
+    if isinstance(value, list | tuple):
+        parts = [moved(x, device, done) for x in value]
+        if all(x is y for x, y in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        held = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        new = {k: moved(x, device, done) for k, x in held.items()}
+        return value if all(x is held[k] for k, x in new.items()) else replace(value, **new)
+    return value
 
 
 def tensors_of(value: Value) -> list[Tensor]:

@@ -21,6 +21,7 @@ from coterie.core.tasks import Task
 from coterie.core.tree import Tree
 from coterie.data.federation import Federation
 from coterie.engine.messages import Score, ScoreAnswer, TrainAnswer
+from coterie.train.clients import Clients
 from coterie.train.scoring import score_model
 
 ALONE = -1  # stands for the cluster of a client without a cluster
@@ -220,8 +221,15 @@ class Official:
     method whose models have extras or missing entries gets none.
     """
 
-    def __init__(self, method: Method, federation: Federation, head: Literal["mean", "init"] = "mean"):
-        self.method, self.federation, self.head = method, federation, head
+    def __init__(
+        self,
+        method: Method,
+        federation: Federation,
+        head: Literal["mean", "init"] = "mean",
+        clients: Clients | None = None,
+    ):
+        """Score on the device of these clients, if they are in this process; otherwise on the processor."""
+        self.method, self.federation, self.head, self.clients = method, federation, head, clients
 
     def added(self, answers: Sequence[ScoreAnswer], whole: Tree | None, newcomers: set[ClientId]) -> list[ScoreAnswer]:
         """Return the answers with the score of the model for all; a global model is the personal one too."""
@@ -235,7 +243,11 @@ class Official:
     def _score(self, model: Tree) -> Score:
         split = self.federation.official()
         assert split is not None
-        return score_model(self.method, model, {}, split, shared=True)
+        if self.clients is None:
+            return score_model(self.method, model, {}, split, shared=True)
+        place = self.clients.place
+        with place.working():
+            return score_model(self.clients.method, place.moved(model), {}, place.data(split), shared=True)
 
     def _mean(self, answers: Sequence[ScoreAnswer]) -> Tree | None:
         if not answers or any(a.model is None for a in answers):

@@ -9,6 +9,7 @@ from coterie.core.context import ClientData, State
 from coterie.core.method import Client, Method, Model, Start
 from coterie.core.tree import Tree, clone, mean
 from coterie.core.views import ModelView, Use
+from coterie.engine.codec import moved
 from coterie.engine.edge_steps import preview
 from coterie.engine.session import Session, rebuild
 from coterie.errors import CoterieError
@@ -39,10 +40,11 @@ def model_in_use(
     """
     view: ModelView = "newcomer" if state is None else "personal"
     with torch.no_grad():
-        stored = client_state(method, state, data)
+        device = method.ctx.device
+        stored = moved(client_state(method, state, data), device, {})
         model = method.model(view, Client(stored.state, download, data, round))
         assert model is not None
-        model = model_used(method, use, stored.used, Model(*model), data)
+        model = model_used(method, use, stored.used, Model(*moved(tuple(model), device, {})), data)
     start = Start(clone(model[0]), dict(model[1]))
     phases = method.adapt() if adapt else []
     trained = train(method.ctx, rule, phases, start, data, round)[0] if phases else start

@@ -43,6 +43,7 @@ from coterie.models.registry import ModelFactory, count_parameters, options_of_0
 from coterie.models.registry import build_model as build_model
 from coterie.models.zoo import ZOO
 from coterie.storage import atomic as disk
+from coterie.train.devices import CPU, method_on
 
 FORMAT = 2
 _FEW_NUMBERS = 10**7  # size of a model that any machine can build
@@ -180,6 +181,7 @@ class PersonalModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         extras = {k: _held(self.extras, k) for k in self.given}
+        self._method = method_on(self._method, x.device)  # after `to`
         return self._method.predict({k: _held(self.model, k) for k in self.names}, x, {**self.numbers, **extras})
 
 
@@ -237,7 +239,10 @@ class Predictions:
 
 
 class Predictor(nn.Module):
-    """A personal model with its preprocessing. `predict` takes raw items; a call as a module takes prepared items."""
+    """A personal model with its preprocessing. `predict` takes raw items; a call as a module takes prepared items.
+
+    `to(device)` moves it, as any module.
+    """
 
     def __init__(self, network: nn.Module, about: About):
         super().__init__()
@@ -260,7 +265,9 @@ class Predictor(nn.Module):
         if y is None and self.about.items.table is not None and not isinstance(x, np.ndarray | dict):
             y = target_values(x, self.about.items.table, name)
         raw, task, classes = self.about.items.raw(x, name), self.task, self.about.classes
-        parts = [self.network(self.about.items.ready(part)) for part in torch.split(raw, PER_PASS)]
+        device = next((v.device for v in self.network.state_dict().values()), CPU)
+        ready = (self.about.items.ready(part).to(device) for part in torch.split(raw, PER_PASS))
+        parts = [self.network(items).to(CPU) for items in ready]
         outputs = self.about.items.in_units(torch.cat(parts))
         scores: dict[str, float] = {}
         if y is not None:
@@ -289,7 +296,7 @@ def write_model(path: Path, module: nn.Module, about: About, durable: bool = Tru
         "data": about.data, "plain": str(about.method is None).lower(),
         "coterie": about.model_dump_json(exclude={"adaptation"} if about.adaptation is None else None),
     }  # fmt: skip
-    state = {k: v.detach().clone().contiguous() for k, v in module.state_dict().items()}
+    state = {k: v.detach().to(CPU).clone().contiguous() for k, v in module.state_dict().items()}
     disk.write_atomic(path, _in_order(save(state, meta)), durable=durable)
 
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from coterie.core import tree as T
 from coterie.core.context import ClientId, State
 from coterie.core.edges import is_announced
@@ -57,6 +59,8 @@ from coterie.federation.protocol.plan import RUN_ID, FederationPlan, settings_of
 from coterie.federation.transport import MAX_PAYLOAD, NoPlanError
 from coterie.federation.validation import check_request
 from coterie.storage.atomic import write_atomic
+from coterie.train.clients import Clients
+from coterie.train.devices import CPU
 
 _HEADER_BYTES = 2**20  # bytes of a message in addition to its payload
 _MAX_RUNS = 100  # runs whose states a device keeps
@@ -90,8 +94,10 @@ class DeviceHandler:
     timeline: str | tuple[Change, ...] | None = None  # changes of the device's own data during a run
     ended: Callable[[], None] = lambda: None  # called when a run has ended, unless `stay` is set
     lock_seconds: float = 0.0  # time to wait for a different process that uses the folder
+    device: torch.device = CPU  # where the client trains
     _plan: FederationPlan | None = None
     _session: Session | None = field(default=None, repr=False)
+    _clients: Clients | None = field(default=None, repr=False)
     _held: HeldUpload | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -240,6 +246,7 @@ class DeviceHandler:
                 plan.session(self.data, self.client, self.data_dir, self.allow, self.timeline),
                 plan,
             )
+            self._clients = self._session.clients(deployed=True).on(self.device)
             for sentence in self._session.warnings():
                 log.warning(sentence)
         return self._session
@@ -261,12 +268,13 @@ class DeviceHandler:
 
     # ---- work --------------------------------------------------------------------------------------------------------
     def _compute(self, session: Session, job: DeviceJob) -> Answer:
-        request = job.request
+        request, clients = job.request, self._clients
+        assert clients is not None
         states = DeviceStates(self.state / job.run / str(request.client), self.keep)
         assert not isinstance(request, SendRequest)
         local_job = Job(request, states.read(job.base))
         if isinstance(request, TrainRequest):
-            done = session.clients(deployed=True).train([local_job])[0]
+            done = clients.train([local_job])[0]
             in_two_steps = announces(session.method)
             with suppress(*() if in_two_steps else (NonFiniteError,)):  # the round excludes the client and says why
                 session.method.schema("up").check(done.answer.upload, "the upload made here")
@@ -275,7 +283,7 @@ class DeviceHandler:
                 session, f"round {request.round} of {session.settings.rounds}: trained", done.answer.after
             )
             return self._announced(job.run, done.answer, request.round) if in_two_steps else done.answer
-        answer = session.clients(deployed=True).score([local_job])[0]
+        answer = clients.score([local_job])[0]
         self._write_model(session, job.run, local_job)
         what = f"after round {request.round - 1} of {session.settings.rounds}: personal model"
         self._log_progress(session, what, answer.scores.get("personal/test"))
@@ -306,10 +314,15 @@ class DeviceHandler:
     def _write_model(self, session: Session, run: str, job: Job) -> None:
         """Write the personal model to a file next to the state, for use on this device."""
         client, state = job.request.client, None if job.state is None else _in_memory(job.state)
-        method, data = session.method_of(client), session.federation.data(client, job.request.data_round)
-        rule, request = session.clients().rule, job.request
-        tree = model_in_use(method, rule, state, request.download, data, request.round, use=session.use)
-        module = as_module(method, *tree)
+        request, clients = job.request, self._clients
+        assert clients is not None
+        place, method = clients.place, clients.method_of(client)
+        data = place.data(session.federation.data(client, request.data_round))
+        received, own = place.moved((request.download, state))
+        with place.working():
+            used = model_in_use(method, clients.rule, own, received, data, request.round, use=session.use)
+        tree = place.host(used)
+        module = as_module(session.method_of(client), *tree)
         about = describe_model(session, client, module, job.request.round - 1, run)
         write_model(self.state / run / "model.safetensors", module, about, durable=False)
 

@@ -29,8 +29,9 @@ from coterie.federation.transport import NoPlanError
 from coterie.flower.records import make_records, read_records
 from coterie.flower.run_config import run_folder
 from coterie.storage.atomic import write_atomic
+from coterie.train.devices import one_device
 
-NODE_KEYS = ("state", "data", "client", "name", "allow", "data-dir", "keep", "timeline")
+NODE_KEYS = ("state", "data", "client", "name", "allow", "data-dir", "keep", "timeline", "device")
 _PREFIX = "coterie-"
 log = logging.getLogger("coterie.device")
 
@@ -104,6 +105,7 @@ def open_handler(node: Mapping[str, Any], seconds: float) -> DeviceHandler:
         peer="SuperLink",
         timeline=parse_timeline(read_timeline(node.get("timeline"))),
         lock_seconds=seconds,
+        device=one_device(str(node.get("device", "cpu"))),
     )
 
 

@@ -105,7 +105,7 @@ class FedALA(Method):
             drawn = torch.arange(first, first + size)
         else:
             drawn = torch.randperm(n, generator=rng)[:size]
-        parts, losses = torch.split(drawn, self.ctx.batch), list[float]()
+        parts, losses = torch.split(drawn.to(self.ctx.device), self.ctx.batch), list[float]()
         head_only = self.ctx.net.layout.head is not None and A.keys() <= set(self.ctx.net.layout.groups["head"])
         gap = {k: new[k] - old[k] for k in names}
         entering: dict[int, Tensor] = {}  # inputs of the head by part of the data; they do not depend on A

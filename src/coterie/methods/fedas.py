@@ -80,7 +80,7 @@ class FedAS(Method):
 
     def fisher(self, params: Tree, data: ClientData) -> Tensor:
         """Return the sum of the squared gradient norms of all batches [1]."""
-        total = torch.zeros(1)
+        total = torch.zeros(1, device=self.ctx.device)
         names = [k for k in params if k in self.ctx.net.trainable]
         pairs = zip(*(torch.split(t, self.ctx.batch) for t in data.train), strict=True)
         for x, y in pairs:

@@ -93,7 +93,7 @@ class FedDBE(Method):
         if round:
             own = T.keep(trained.params, lambda k: self.stays(k) or k == BIAS)
             return {**state, "own": own}, Upload({k: v for k, v in trained.params.items() if k not in own})
-        total = torch.zeros(self.ctx.net.width, dtype=torch.float64)
+        total = torch.zeros(self.ctx.net.width, dtype=torch.float64, device=self.ctx.device)
         for x in torch.split(data.train.x, 512):
             total += self.ctx.features(trained.params, x).double().sum(0)
         return state, Upload({MEAN: (total / max(len(data.train), 1)).float()})

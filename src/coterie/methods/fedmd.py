@@ -76,6 +76,7 @@ class FedMD(Method):
         drawn = torch.randperm(len(extras["public"]), generator=rng)[: self.ctx.batch]
         if not extras["rate"]:
             return params
+        drawn = drawn.to(self.ctx.device)
         x, target = extras["public"][drawn], extras["scores"][drawn]
         names = [k for k in params if k in self.ctx.net.trainable]
 

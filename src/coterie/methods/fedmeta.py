@@ -126,5 +126,6 @@ def support_and_query(part: Split, share: float) -> tuple[Batch, Batch]:
     chosen = (at * share + 0.5).floor().diff() > 0  # sample i is chosen if a multiple of 1/share lies in its place
     if not chosen.any() and len(part):
         chosen[0] = True
+    chosen = chosen.to(part.y.device)
     others = ~chosen if len(part) > 1 else chosen
     return Batch(part.x[chosen], part.y[chosen]), Batch(part.x[others], part.y[others])

@@ -81,17 +81,17 @@ class Floco(Method):
 
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         params = {**T.drop(download, PLACE.__eq__), **state.get("own", {})}
-        centre = torch.full((self.hp.endpoints,), 1 / self.hp.endpoints)
+        centre = torch.full((self.hp.endpoints,), 1 / self.hp.endpoints, device=self.ctx.device)
         return Start(params, {"place": download.get(PLACE, centre), "placed": PLACE in download})
 
     def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
         M = self.hp.endpoints
         if extras["placed"]:
             way = torch.rand(M) * 2 - 1
-            point = extras["place"] + torch.rand(()) * self.hp.rho * way / way.abs().sum()
+            point = extras["place"] + (torch.rand(()) * self.hp.rho * way / way.abs().sum()).to(self.ctx.device)
         else:
             point = torch.empty(M).exponential_()
-            point = point / point.sum()
+            point = (point / point.sum()).to(self.ctx.device)
         return self.ctx.loss_of(self.ctx.forward(self.at(params, point), batch.x), batch)
 
     def at(self, params: Tree, point: Tensor) -> Tree:

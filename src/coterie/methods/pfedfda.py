@@ -100,15 +100,15 @@ class PFedFDA(Method):
         n = torch.bincount(y, minlength=len(prior))
         order = torch.argsort(y, stable=True)
         rank = torch.empty_like(y)  # number of earlier samples of the same class
-        rank[order] = torch.arange(len(y)) - (n.cumsum(0) - n)[y[order]]
+        rank[order] = torch.arange(len(y), device=y.device) - (n.cumsum(0) - n)[y[order]]
         usable = n[y] > 1
         folds = [(usable & (rank % 2 == i), usable & (rank % 2 != i)) for i in (0, 1)]
         if not bool(usable.any()):
-            return torch.zeros(2, dtype=torch.float64)
+            return z.new_zeros(2)
         fitted = [Fold(gaussians(z[a], y[a], shared[0]), shared, prior, z[b], y[b]) for a, b in folds]
-        best, width = torch.full((2,), 0.5, dtype=torch.float64), 0.5
+        best, width = z.new_full((2,), 0.5), 0.5
         for _ in range(2):  # steps of 0.1, then of 0.02 around the best
-            ticks = torch.linspace(-width, width, 11, dtype=torch.float64)
+            ticks = torch.linspace(-width, width, 11, dtype=torch.float64, device=z.device)
             steps = ticks[:, None].expand(-1, 2) if self.hp.single else torch.cartesian_prod(ticks, ticks)
             tried = (best + steps).clamp(0, 1)
             best, width = tried[torch.stack([f.losses(tried) for f in fitted]).sum(0).argmin()], width / 5
@@ -151,7 +151,7 @@ def gaussians(z: Tensor, y: Tensor, fallback: Tensor) -> tuple[Tensor, Tensor]:
     means, mask = from_sums(*class_sums(z, y, len(fallback)))
     means = torch.where(mask[:, None], means, fallback)
     centred = z - means[y]
-    eye = torch.eye(z.shape[1], dtype=z.dtype)
+    eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
     return means, centred.T @ centred / max(len(z) - 1, 1) + RIDGE + eye
 
 
@@ -167,7 +167,9 @@ def definite(covariance: Tensor) -> Tensor:
 def regular(covariance: Tensor) -> Tensor:
     """Add a little of the mean variance in all directions, so that the matrix can be inverted."""
     d = len(covariance)
-    return (1 - RIDGE) * covariance + RIDGE * covariance.trace() / d * torch.eye(d, dtype=covariance.dtype)
+    return (1 - RIDGE) * covariance + RIDGE * covariance.trace() / d * torch.eye(
+        d, dtype=covariance.dtype, device=covariance.device
+    )
 
 
 def discriminant(means: Tensor, covariance: Tensor, prior: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from coterie.core.layers import Layout, layout
+from coterie.core.layers import Layout, layout, leaves_of
 from coterie.core.lora import adapt_layer, can_adapt, disable_fast_path
 from coterie.core.rng import torch_rng
 from coterie.errors import CoterieError, unknown
@@ -89,8 +89,8 @@ def _without_effect(module: nn.Module, example: Tensor) -> str | None:
     adapters = {k: p for k, p in module.named_parameters() if k.endswith(".lora_B")}
     module.eval()
     with torch.enable_grad():
-        gradients = torch.autograd.grad(module(example).sum(), list(adapters.values()), allow_unused=True)
-    return next((k.rpartition(".")[0] for k, g in zip(adapters, gradients, strict=True) if g is None), None)
+        reached = leaves_of(module(example))
+    return next((k.rpartition(".")[0] for k, p in adapters.items() if id(p) not in reached), None)
 
 
 def _targets(module: nn.Module, layers: Layout, chosen: Sequence[str]) -> list[str]:

@@ -23,7 +23,8 @@ def input_moments(net: Net, params: Tree, x: Tensor, layers: Sequence[str]) -> l
     totals: list[Tensor] = []
     for part in torch.split(x, _CHUNK):
         flat = [seen.double().transpose(0, 1).flatten(1) for seen in net.inputs(params, part, layers)[1]]
-        sums = [torch.stack([torch.full((len(f),), float(f.shape[1])), f.sum(1), f.square().sum(1)]) for f in flat]
+        counts = [f.new_full((len(f),), f.shape[1]) for f in flat]
+        sums = [torch.stack([n, f.sum(1), f.square().sum(1)]) for n, f in zip(counts, flat, strict=True)]
         totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums
     out = []
     for count, first, second in totals:

@@ -37,10 +37,12 @@ def temperatures(logits: Sequence[Tensor], y: Tensor) -> list[float]:
     """Return the most likely of TEMPERATURES for each of these logits [samples, classes], with a prior around 1."""
     if not len(y):
         return [1.0] * len(logits)
-    t = torch.tensor(TEMPERATURES)
+    t = torch.tensor(TEMPERATURES, device=y.device)
     scaled = torch.stack(list(logits))[None] / t[:, None, None, None]  # [T, models, samples, classes]
     log_p = scaled.log_softmax(-1)
-    costs = -log_p[..., torch.arange(len(y)), y].sum(-1) + TEMPERATURE_PENALTY * t.log().square()[:, None]
+    costs = (
+        -log_p[..., torch.arange(len(y), device=y.device), y].sum(-1) + TEMPERATURE_PENALTY * t.log().square()[:, None]
+    )
     return [TEMPERATURES[i] for i in costs.argmin(0).tolist()]
 
 

@@ -38,6 +38,7 @@ from coterie.methods import build_method
 from coterie.results.callbacks import round_callbacks
 from coterie.results.run import Run
 from coterie.storage.run_folder import checkpoints, round_of
+from coterie.train.devices import CPU, device_names, find_devices, forks_can_train
 
 
 @dataclass(frozen=True)
@@ -136,12 +137,20 @@ def sweep(
         else:
             waiting.append(cell)
     tell(status)
-    workers = engine.workers or os.cpu_count() or 1
+    devices = find_devices(engine.device)
+    own = len(devices) if devices != (CPU,) else os.cpu_count() or 1
+    workers = engine.workers or own
     if check:
         _check(waiting, data)
+    if waiting and not forks_can_train():
+        raise CoterieError(
+            "several runs need processes of their own, and on a machine with a GPU PyTorch refuses gradients in them "
+            "once this process has computed some; start again in a fresh process"
+        )
     parallel = min(workers, len(waiting))
     inner = engine.model_copy(update={"workers": max(1, workers // max(1, parallel))})
     live: dict[Any, tuple[Cell, Any]] = {}
+    started = 0
     fork = multiprocessing.get_context("fork")
     try:
         while (waiting and not stopped()) or live:
@@ -154,7 +163,11 @@ def sweep(
                     tell(status)
                     continue
                 ours, theirs = fork.Pipe()
-                given = (cell, inner, dataset, theirs, on_round is not None, track)
+                how = inner
+                if parallel > 1:  # each cell on one device; a single cell uses all of them
+                    how = inner.model_copy(update={"device": device_names([devices[started % len(devices)]])})
+                started += 1
+                given = (cell, how, dataset, theirs, on_round is not None, track)
                 process = fork.Process(target=_run_cell, args=given)
                 process.start()
                 theirs.close()

@@ -31,6 +31,7 @@ from coterie.runtimes.base import JobCost, Setup, Simulation, Work
 from coterie.storage.client_states import ClientStates, StateLostError
 from coterie.train import native
 from coterie.train.clients import Clients
+from coterie.train.devices import find_devices
 
 READY = 60.0  # seconds that a new actor has to start before its jobs go to a different one
 Reply = tuple[str, np.ndarray | str]  # "r", packed answers; "e", an error message for the user; "x", a traceback
@@ -51,16 +52,22 @@ class Beside(Remote):
 class Actor:
     """`x` are the items of the data set, which all actors of a machine share."""
 
-    def __init__(self, clients: Clients, x: np.ndarray, native_wanted: bool):
+    def __init__(self, clients: Clients, x: np.ndarray, native_wanted: bool, device: str | None, number: int):
         torch.set_num_threads(1)
         native.enable(native_wanted)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the items are read-only; no code writes to them
             items = torch.from_numpy(x)
         clients.federation.dataset = replace(clients.federation.dataset, x=items)
-        self.clients = clients
+        self.clients, self.device, self.number = clients, device, number
 
     def hello(self) -> dict[str, str]:
+        """Return what must be equal on all machines, or the reason why the device is not there."""
+        try:
+            devices = find_devices(self.device)
+        except CoterieError as e:
+            return {"error": str(e)}
+        self.clients = self.clients.on(devices[self.number % len(devices)])
         return versions()
 
     def work(self, what: Work, packed: np.ndarray, *held: np.ndarray) -> Any:
@@ -123,9 +130,10 @@ class RayRuntime(Simulation):
         workers: int | None,
         address: str | None = None,
         cost: JobCost = lambda client: 1,
+        device: str | None = None,
     ):
         super().__init__(clients.method, states, cost)
-        self.ray = _ray()
+        self.ray, self.device, self._made = _ray(), device, 0
         self._ours = _connect(self.ray, workers, address)
         try:
             processors = int(self.ray.cluster_resources().get("CPU", 0))
@@ -208,7 +216,8 @@ class RayRuntime(Simulation):
 
     # ---- actors ----------------------------------------------------------------------------------------------
     def _new(self) -> Any:
-        return self._class.remote(self._clients, self._items, native.enabled())
+        self._made += 1
+        return self._class.remote(self._clients, self._items, native.enabled(), self.device, self._made - 1)
 
     def _replace(self, i: int) -> None:
         """Start a new actor in this place; if the cluster has no room left, the remaining actors do its work."""
@@ -227,6 +236,8 @@ class RayRuntime(Simulation):
         self._members[i] = others[i % len(others)]
 
     def _check(self, there: dict[str, str]) -> None:
+        if "error" in there:
+            raise CoterieError(f"on a machine of the cluster: {there['error']}")
         own_versions = versions()
         for name, value in own_versions.items():
             if there[name] != value:
@@ -238,7 +249,8 @@ def open_ray(session: Setup, folder: Path, should_stop: Callable[[], bool]) -> I
     """Join the cluster at the session's address, or start one on this machine."""
     torch.set_num_threads(1)
     e = session.engine
-    with closing(RayRuntime(session.clients(), session.states(folder), e.workers, e.address, session.cost)) as runtime:
+    clients, states = session.clients(), session.states(folder)
+    with closing(RayRuntime(clients, states, e.workers, e.address, session.cost, e.device)) as runtime:
         yield runtime
 
 

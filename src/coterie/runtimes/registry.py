@@ -27,6 +27,7 @@ class RuntimeKind:
     states_stay_on_devices: bool = False  # the run folder has no client states and no personal models
     worker_processes: bool = False  # the training engine may choose the number of processes
     uses_address: bool = False
+    trains_here: bool = False  # clients train in processes of this machine, so that their device must be there
 
     def load(self) -> Callable[..., Any]:
         """Import the function that opens the runtime."""
@@ -35,7 +36,7 @@ class RuntimeKind:
 
 
 RUNTIMES = {
-    "local": RuntimeKind("coterie.runtimes.workers:open_local", worker_processes=True),
+    "local": RuntimeKind("coterie.runtimes.workers:open_local", worker_processes=True, trains_here=True),
     "ray": RuntimeKind("coterie.runtimes.ray:open_ray", uses_address=True),
     "federation": RuntimeKind(
         "coterie.federation.localhost.runtime:open_localhost",
@@ -43,6 +44,7 @@ RUNTIMES = {
         supports_stacked_training=False,
         supports_warm_start=False,
         states_stay_on_devices=True,
+        trains_here=True,
     ),
 }
 ALIASES = {"flower": "federation"}  # names of version 0.1, in run folders and scripts

@@ -1,5 +1,6 @@
 """Worker processes on one machine: forked, one thread each, values handed over in shared memory."""
 
+import logging
 import mmap
 import multiprocessing
 import multiprocessing.connection
@@ -22,6 +23,9 @@ from coterie.runtimes.base import JobCost, Setup, Simulation, Work
 from coterie.runtimes.inline import Inline
 from coterie.storage.client_states import ClientStates
 from coterie.train.clients import Clients
+from coterie.train.devices import CPU, find_devices, forks_can_train, may_fork
+
+log = logging.getLogger("coterie")
 
 
 class Arena:
@@ -64,11 +68,18 @@ class Worker(NamedTuple):
 class Workers(Simulation):
     """Forked workers; a worker that dies is replaced and its jobs are run again (same keys, same bits)."""
 
-    def __init__(self, clients: Clients, states: ClientStates, workers: int, cost: JobCost = lambda client: 1):
+    def __init__(
+        self,
+        clients: Clients,
+        states: ClientStates,
+        workers: int,
+        cost: JobCost = lambda client: 1,
+        devices: Sequence[torch.device] = (CPU,),
+    ):
         if multiprocessing.current_process().daemon:
             raise CoterieError("a daemonic process cannot start workers; run with workers=1 in it")
         super().__init__(clients.method, states, cost)
-        self.clients, self.workers = clients, workers
+        self.clients, self.workers, self.devices = clients, workers, devices
         self._fork = multiprocessing.get_context("fork")
         self._arenas = [(Arena(), Arena()) for _ in range(workers)]
         self._members = [self._start(i) for i in range(workers)]
@@ -81,7 +92,10 @@ class Workers(Simulation):
 
     def _start(self, i: int) -> Worker:
         ours, theirs = self._fork.Pipe()
-        process = self._fork.Process(target=_serve, args=(self.clients, theirs, ours, *self._arenas[i]), daemon=True)
+        device = self.devices[i % len(self.devices)]
+        process = self._fork.Process(
+            target=_serve, args=(self.clients, device, theirs, ours, *self._arenas[i]), daemon=True
+        )
         process.start()
         theirs.close()
         return Worker(process, ours)
@@ -141,7 +155,7 @@ class Workers(Simulation):
                 arena.close()
 
 
-def _serve(clients: Clients, pipe: Any, parents_end: Any, inbox: Arena, outbox: Arena) -> None:
+def _serve(clients: Clients, device: torch.device, pipe: Any, parents_end: Any, inbox: Arena, outbox: Arena) -> None:
     """Run jobs in a worker process until the parent's end of the pipe closes."""
     parents_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -153,6 +167,7 @@ def _serve(clients: Clients, pipe: Any, parents_end: Any, inbox: Arena, outbox: 
         except (EOFError, OSError):
             os._exit(0)
         try:
+            clients = clients.on(device)
             jobs = inbox.read(int(size))
             done: Value = clients.train(jobs) if what == "train" else clients.score(jobs)
             kind, reply = b"r", str(outbox.write(done)).encode()
@@ -171,15 +186,26 @@ def _serve(clients: Clients, pipe: Any, parents_end: Any, inbox: Arena, outbox: 
 def open_local(session: Setup, folder: Path, should_stop: Callable[[], bool]) -> Iterator[Simulation]:
     """Open worker processes, or compute in this process if one worker is enough or processes cannot be forked."""
     torch.set_num_threads(1)
-    workers = session.engine.workers or os.cpu_count() or 1
+    devices = find_devices(session.engine.device)
+    own = len(devices) if devices != (CPU,) else os.cpu_count() or 1
+    workers = session.engine.workers or own
     clients, states = session.clients(), session.states(folder)
     runtime: Simulation
-    if workers > 1 and can_fork():
-        runtime = Workers(clients, states, workers, session.cost)
+    if workers > 1 and can_fork() and may_fork(devices) and _forks_train():
+        runtime = Workers(clients, states, workers, session.cost, devices)
     else:
-        runtime = Inline(clients, states, session.cost)
+        runtime = Inline(clients, states, session.cost, devices[0])
     with closing(runtime):
         yield runtime
+
+
+def _forks_train() -> bool:
+    if not forks_can_train():
+        log.warning(
+            "this process has computed gradients, and on a machine with a GPU PyTorch then refuses them in worker "
+            "processes; the run continues in one process (a fresh process can have workers)"
+        )
+    return forks_can_train()
 
 
 def can_fork() -> bool:

@@ -1,7 +1,7 @@
 """A small model, small data and a small federation in which methods are tried."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from coterie.engine.session import Objects, Session, make_loop, prepare
 from coterie.runtimes.inline import Inline
 from coterie.runtimes.workers import Workers
 from coterie.storage.run_folder import Folder, read_log
+from coterie.train.devices import find_devices
 
 
 class SmallNet(nn.Module):
@@ -67,6 +68,7 @@ class Bench:
     method: type[Method]
     own: dict[str, Any]  # settings of the method
     model: Callable[[], nn.Module] = SmallNet
+    engine: Engine = field(default_factory=lambda: Engine(workers=1))
 
     def session(self, objects: Objects | None = None, **changes: Any) -> Session:
         """Return a session with changed settings of the run."""
@@ -79,7 +81,7 @@ class Bench:
         )
         torch.manual_seed(0)
         made = Objects(self.method, small_data(), self.model())
-        return prepare(run, Engine(workers=1), made if objects is None else objects)
+        return prepare(run, self.engine, made if objects is None else objects)
 
     def play(self, folder: Path, session: Session | None = None, workers: int = 1, **changes: Any) -> Loop:
         """Run to the end; return the loop, with its server, edges, client states and bytes."""
@@ -88,10 +90,10 @@ class Bench:
 
 def open_loop(session: Session, folder: Path, workers: int = 1) -> Loop:
     """Return a loop over a real runtime, before its first round."""
-    states = session.states(folder)
+    states, devices = session.states(folder), find_devices(session.engine.device)
     if workers > 1:
-        return make_loop(session, Folder(folder), Workers(session.clients(), states, workers, session.cost))
-    return make_loop(session, Folder(folder), Inline(session.clients(), states, session.cost))
+        return make_loop(session, Folder(folder), Workers(session.clients(), states, workers, session.cost, devices))
+    return make_loop(session, Folder(folder), Inline(session.clients(), states, session.cost, devices[0]))
 
 
 def play(loop: Loop) -> Loop:

@@ -21,6 +21,7 @@ from coterie.runtimes.base import Replies
 from coterie.runtimes.inline import Inline
 from coterie.storage.run_folder import Folder
 from coterie.testing.fixtures import Bench, close_loop
+from coterie.train.devices import find_devices
 
 
 @dataclass
@@ -63,7 +64,8 @@ _standards: dict[Any, Standard] = {}
 
 def standard(bench: Bench) -> Standard:
     """Return the run that all checks of a method share in this process."""
-    name = (type(bench), bench.method, bench.model, json.dumps(bench.own, sort_keys=True, default=str))
+    own = json.dumps(bench.own, sort_keys=True, default=str)
+    name = (type(bench), bench.method, bench.model, bench.engine.model_dump_json(), own)
     if name not in _standards:
         for old in _standards.values():
             shutil.rmtree(old.folder, ignore_errors=True)
@@ -75,7 +77,8 @@ def standard(bench: Bench) -> Standard:
 def _standard(bench: Bench) -> Standard:
     session = bench.session()
     folder = Path(tempfile.mkdtemp(prefix="coterie-battery-"))
-    runtime = _Spy(session.clients(), session.states(folder), session.cost)
+    device = find_devices(session.engine.device)[0]
+    runtime = _Spy(session.clients(), session.states(folder), session.cost, device)
     loop = make_loop(session, Folder(folder), runtime)
     made = Standard(session, folder, loop)
     with _guarded(session.method, made.changed, made.plan_used):

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from coterie.core import tree as T
 from coterie.core.context import Batch, ClientData, ClientId, Extras, Split, State
@@ -29,6 +30,7 @@ from coterie.engine.messages import (
 from coterie.errors import CoterieError
 from coterie.methods.stored import CLIENTS
 from coterie.privacy.device_side import DeviceSide
+from coterie.train.devices import CPU, Workplace, method_on, out_of_memory
 from coterie.train.optimisers import Optimiser
 from coterie.train.rule_of_use import UseMemory, after_training, local_phases, local_start, model_used
 from coterie.train.scoring import TOGETHER, Case, Scorer, score_model
@@ -36,6 +38,7 @@ from coterie.train.trainer import Effort, train
 from coterie.train.vmap.phase import Member
 from coterie.train.vmap.trainer import Stacker
 
+R = TypeVar("R")
 MEMORY = "engine:optimiser"  # key of the optimisers' memory in a client's state, with opt_state = keep
 USED = "engine:use"  # key of the memory of the rule of use in a client's state
 TYPED = "engine:state"  # key of the method's own state in such a state, if that is a dataclass
@@ -65,6 +68,21 @@ class Clients:
     others: Mapping[ClientId, Method] = field(default_factory=dict)  # bound to other models, for clients that have one
     use: Use = "received"  # rule for the model that a client uses
     guard: DeviceSide | None = None  # protects what leaves a client; None: it leaves as it is
+    place: Workplace = field(default_factory=lambda: Workplace(CPU))  # where hooks are called
+
+    def on(self, device: torch.device) -> "Clients":
+        """Return these clients with their hooks on a device; requests and answers stay on the processor."""
+        if device == self.place.device:
+            return self
+        method, stacker = method_on(self.method, device), self.stacker
+        nets = {id(m): method_on(m, device) for m in self.others.values()}
+        return replace(
+            self,
+            method=method,
+            stacker=None if stacker is None else Stacker(method.ctx, self.rule),
+            others={i: nets[id(m)] for i, m in self.others.items()},
+            place=Workplace(device),
+        )
 
     @cached_property
     def _scorer(self) -> Scorer:
@@ -72,22 +90,51 @@ class Clients:
 
     def train(self, jobs: Sequence[Job]) -> list[TrainResult]:
         """Train these clients locally; results are in the order of the jobs."""
-        if self.others:
-            return [done for j in jobs for done in self._of(j.request.client)._train([j])]
         step = max(1, len(jobs)) if self.stacker else 1
-        parts = [jobs[a : a + step] for a in range(0, len(jobs), step)]
-        return [done for part in parts for done in self._train(part)]
+        return self._placed(jobs, step, lambda clients, part: clients._train(part))
 
     def score(self, jobs: Sequence[Job]) -> list[ScoreAnswer]:
-        if self.others:
-            return [answer for j in jobs for answer in self._of(j.request.client)._score([j])]
-        step = TOGETHER if self.stacker else 1
-        parts = [jobs[a : a + step] for a in range(0, len(jobs), step)]
-        return [answer for part in parts for answer in self._score(part)]
+        return self._placed(jobs, TOGETHER if self.stacker else 1, lambda clients, part: clients._score(part))
+
+    def _placed(self, jobs: Sequence[Job], step: int, work: Callable[["Clients", list[Job]], list[R]]) -> list[R]:
+        """Do the work of jobs, `step` of them together, on the device, and return its results on the processor.
+
+        A device takes fewer jobs together if its memory is not sufficient. Work changes nothing, so it can be repeated.
+        """
+        step = 1 if self.others else step
+        if self.place.device == CPU:
+            parts = [jobs[a : a + step] for a in range(0, len(jobs), step)]
+            return [done for part in parts for done in work(self._of_all(part), list(part))]
+        shared: dict[int, tuple[Tensor, Tensor]] = {}  # what all requests hold is moved once
+        out: list[R] = []
+        with self.place.working():
+            while len(out) < len(jobs):
+                part = list(jobs[len(out) : len(out) + min(step, self.place.together)])
+                try:
+                    for j in part:
+                        self.place.moved([j.request.shared, getattr(j.request, "global_model", None)], shared)
+                    done = work(self._of_all(part), self.place.moved(part, dict(shared)))
+                    out += self.place.host(done)
+                    continue
+                except Exception as e:
+                    if not out_of_memory(e):
+                        raise
+                    reason = str(e).splitlines()[0]
+                shared.clear()  # the error and its tensors are gone here
+                self.place.make_room(len(part), reason)
+        return out
+
+    def _of_all(self, part: Sequence[Job]) -> "Clients":
+        """Return the clients of these jobs, which have one model."""
+        return self._of(part[0].request.client) if self.others else self
 
     def _of(self, client: ClientId) -> "Clients":
         """Return these clients with the method that is bound to the client's own model."""
-        return replace(self, method=self.others.get(client, self.method), others={})
+        return replace(self, method=self.method_of(client), others={})
+
+    def method_of(self, client: ClientId) -> Method:
+        """Return the method that is bound to this client's model."""
+        return self.others.get(client, self.method)
 
     # ---- one client, or many at once -----------------------------------------------------------------------------
     @contextmanager
@@ -98,6 +145,8 @@ class Clients:
         except CoterieError:
             raise
         except Exception as e:
+            if out_of_memory(e):
+                raise
             ids = [j.request.client for j in jobs]
             who = f"client {ids[0]}" if len(ids) == 1 else f"clients {ids}"
             where = f"{what} of {who} in round {jobs[0].request.round}"
@@ -106,18 +155,19 @@ class Clients:
     def _open(self, job: Job) -> Opened:
         request = job.request
         which = request.client, request.data_round
-        data, test = self.federation.data(*which), self.federation.test(*which)
+        data, test = self.place.data((self.federation.data(*which), self.federation.test(*which)))
         assert not isinstance(job.state, Remote)
-        stored = client_state(self.method, job.state, data)
+        stored = self.place.moved(client_state(self.method, job.state, data))
         memory = stored.memory if self.rule.keep else None
         return Opened(data, test, stored.state, request.download, memory, stored.used, job.state is None)
 
     def _model(self, view: ModelView, o: Opened, round: int) -> Model:
         model = self.method.model(view, Client(o.state, o.download, o.data, round))
         assert model is not None
+        model = Model(*self.place.moved(Model(*model)))
         if view in ("personal", "watched"):
-            return model_used(self.method, self.use, o.used, Model(*model), o.data)
-        return Model(*model)
+            return model_used(self.method, self.use, o.used, model, o.data)
+        return model
 
     def _practise(self, phases: Sequence[Phase], members: Sequence[Member], round: int) -> list[Effort]:
         """Local training; members hold what came out."""
@@ -167,13 +217,14 @@ class Clients:
                     before[i], after[i], update, efforts[i].samples,
                 )  # fmt: skip
                 if self.guard is not None:
-                    upload = self.guard.upload(method, upload, opened[i].download, round, requests[i].clip)
+                    sent, got = self.place.host((upload, opened[i].download))
+                    upload = self.guard.upload(method, sent, got, round, requests[i].clip)
                     answer = self.guard.trained(replace(answer, upload=upload))
                 out.append(TrainResult(answer, kept, cpu))
             return out
 
     def _member(self, o: Opened, round: int, share: float = 1.0) -> Member:
-        start = started(self.method, o.state, o.download, o.data, round)
+        start = self.place.moved(started(self.method, o.state, o.download, o.data, round))
         return Member.of(start, o.data, share, o.memory)
 
     def _watched(self, watch: bool, models: Sequence[Model], opened: Sequence[Opened]) -> Sequence[Score | None]:
@@ -206,8 +257,10 @@ class Clients:
         """The client's new state, what it sends, and its own model after local training."""
         with torch.no_grad():
             state, upload = self.method.end(o.state, m.trained, m.data, round)
+        state = self.place.moved(state)
         model = self.method.model("trained", Client(state, o.download, o.data, round, m.trained))
         assert model is not None
+        model = self.place.moved(Model(*model))
         used = o.used if local is None else {**o.used, "local": local}
         if self.use != "received" and m.steps:
             used = after_training(self.method, self.use, used, Model(*model), o.data)
@@ -255,7 +308,7 @@ class Clients:
                 after = self._after_training(opened, round)
                 put("trained", after, everybody)
                 if request.official:
-                    split = self.federation.official()
+                    split = self.place.data(self.federation.official())
                     assert split is not None
                     for score, model in zip(scores, after, strict=True):
                         score["trained/official"] = score_model(method, *model, split)
@@ -305,7 +358,7 @@ class Clients:
 
         If the method has no global model, the personal model itself is returned, for the mean of all.
         """
-        split = self.federation.official()
+        split = self.place.data(self.federation.official())
         assert split is not None
         if not same:
             scores["personal/official"] = score_model(self.method, *model, split)

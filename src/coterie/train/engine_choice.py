@@ -34,9 +34,12 @@ class Choice:
         return f"engine {self.engine}: {self.why}"
 
 
-def choose_engine(clients: Clients, asked: Asked) -> Choice:
-    """Return the engine of a new run; engines agree only up to rounding, so a resumed run keeps its own."""
-    if asked == "loop":
+def choose_engine(clients: Clients, asked: Asked | None, device: str = "cpu") -> Choice:
+    """Return the engine of a new run; engines agree only up to rounding, so a resumed run keeps its own.
+
+    On a device other than the processor nothing is tried, because that would start the device in this process.
+    """
+    if asked == "loop" or (asked is None and device == "cpu"):
         return Choice("loop", "as asked")
     if clients.others:
         if asked == "stack":
@@ -46,6 +49,8 @@ def choose_engine(clients: Clients, asked: Asked) -> Choice:
         if asked == "stack":
             raise CoterieError(f"engine = stack is not possible: {why}")
         return Choice("loop", why)
+    if device != "cpu":
+        return Choice("stack", "as asked" if asked == "stack" else f"the default on {device}")
     if asked == "auto" and clients.method.ctx.net.layout.of_kind("conv"):
         return Choice("loop", "convolutions of many clients at once are slower than one after the other")
     try:

@@ -22,6 +22,7 @@ from coterie.core.context import ClientData, Split
 from coterie.core.method import Method, Model, Phase
 from coterie.core.tree import Tree
 from coterie.core.views import Use
+from coterie.train.devices import CPU
 
 UseMemory = Mapping[str, Any]  # a client's `params`, `extras` and `score` of the model kept, and `local` if guarded
 PER_LOSS = 1e-3  # weight of the loss, which decides between equally accurate models
@@ -89,8 +90,8 @@ def clearly_better(method: Method, local: Model, best: Model, split: Split) -> b
 def _per_sample(method: Method, outputs: Tensor, split: Split) -> Tensor:
     """Return a value per sample, higher is better: right or wrong with classes, otherwise the negative loss."""
     if method.ctx.classes:
-        return (outputs.argmax(1) == split.y).double()
-    return -method.ctx.task.each(outputs, split.y).double()
+        return (outputs.argmax(1) == split.y).float().to(CPU).double()
+    return -method.ctx.task.each(outputs, split.y).to(CPU).double()
 
 
 def local_phases(method: Method) -> list[Phase]:

@@ -11,6 +11,7 @@ from coterie.core.method import Method
 from coterie.core.tasks import Task
 from coterie.core.tree import Tree
 from coterie.engine.messages import Score
+from coterie.train.devices import CPU, out_of_memory
 from coterie.train.vmap.step import Extra, UnstackableError, truly_batched
 
 TOGETHER = 32  # models in one stacked pass
@@ -27,37 +28,38 @@ class Case(NamedTuple):
 @torch.no_grad()
 def score_model(method: Method, params: Tree, extras: Extras, split: Split, shared: bool = False) -> Score:
     """Score one model on one split; `shared`: the tree is the global model and predict_global is used."""
-    task, loss = method.ctx.task, torch.zeros((), dtype=torch.float64)
-    parts = [torch.zeros(0, task.outputs)]
-    for a in range(0, len(split), PER_PASS):
-        x, y = split.x[a : a + PER_PASS], split.y[a : a + PER_PASS]
+    task, device = method.ctx.task, method.ctx.device
+    parts = [torch.zeros(0, task.outputs, device=device)]
+    for x in torch.split(split.x, PER_PASS) if len(split) else ():
         parts.append(method.predict_global(params, x) if shared else method.predict(params, x, extras))
-        if not task.whole:
-            loss += task.total(parts[-1], y).double()
-    outputs = torch.cat(parts)
+    outputs, y = torch.cat(parts).to(CPU), split.y.to(CPU)
     if task.whole:
-        loss = task.total(outputs, split.y).double()
-    return Score(task.count(outputs, split.y), float(loss), _kept(task, outputs, split.y))
+        loss = task.total(outputs, y).double()
+    else:
+        loss = torch.zeros((), dtype=torch.float64)
+        for a in range(0, len(y), PER_PASS):
+            loss += task.total(outputs[a : a + PER_PASS], y[a : a + PER_PASS]).double()
+    return Score(task.count(outputs, y), float(loss), _kept(task, outputs, y))
 
 
 class Scorer:
     """Scores many cases: cases with the identical model in one pass over all their samples, others stacked by vmap.
 
     Logits agree with those of `score` up to rounding, as in stacked training. Models that vmap does not support, and
-    models with convolutions (which would lose their native code), are scored one by one.
+    models with convolutions on the processor (which would lose their native code), are scored one by one.
     """
 
     def __init__(self, method: Method):
         self.method = method
-        self.convolves = bool(method.ctx.net.layout.of_kind("conv"))
-        self._none = torch.zeros(0, method.ctx.task.outputs)
+        self.one_by_one = method.ctx.device == CPU and bool(method.ctx.net.layout.of_kind("conv"))
+        self._none = torch.zeros(0, method.ctx.task.outputs, device=method.ctx.device)
         self._failed = False  # True if vmap failed before, because it would fail again
 
     def __call__(self, cases: Sequence[Case], shared: bool = False) -> list[Score]:
         if len(cases) > 1 and (shared or _one_model(cases)):
             return self._one_pass(cases, shared)
         out: list[Score | None] = [None] * len(cases)
-        if not self.convolves and not self._failed:
+        if not self.one_by_one and not self._failed:
             for group in self._groups(cases):
                 for a in range(0, len(group), TOGETHER):
                     part = group[a : a + TOGETHER]
@@ -68,12 +70,11 @@ class Scorer:
     @torch.no_grad()
     def _one_pass(self, cases: Sequence[Case], shared: bool) -> list[Score]:
         params, extras, _ = cases[0]
-        x, y, who = _joined([c.split for c in cases])
-        parts = torch.split(x, PER_PASS)
+        parts = torch.split(torch.cat([c.split.x for c in cases]), PER_PASS)
         logits = [
             self.method.predict_global(params, p) if shared else self.method.predict(params, p, extras) for p in parts
         ]
-        return self._counted(torch.cat([*logits, self._none]), y, who, len(cases))
+        return self._counted(torch.cat([*logits, self._none]), [c.split.y for c in cases])
 
     def _groups(self, cases: Sequence[Case]) -> list[list[int]]:
         """Group cases whose trees and extras have the same shapes, longest splits first to limit padding."""
@@ -93,7 +94,7 @@ class Scorer:
         """Return the scores of these cases, or None if vmap does not support the method."""
         like = Extra.of(cases[0].extras)
         params = {k: torch.stack([c.params[k] for c in cases]) for k in cases[0].params}
-        each = [Extra.of(c.extras).stacked() for c in cases]
+        each = [Extra.of(c.extras).stacked(self.method.ctx.device) for c in cases]
         extras = [torch.stack([e[j] for e in each]) for j in range(len(each[0]))]
 
         def predict(tree: Tree, more: list[Tensor], x: Tensor) -> Tensor:
@@ -109,26 +110,28 @@ class Scorer:
             try:
                 with truly_batched():
                     out = torch.vmap(predict)(active_params, [e[:active] for e in extras], x)
-            except Exception:  # random numbers or a branch on a value: score one by one instead
+            except Exception as e:  # random numbers or a branch on a value: score one by one instead
+                if out_of_memory(e):
+                    raise
                 self._failed = True
                 return []
             logits.append([row[:n] for row, n in zip(out, real, strict=False)])
         flat = [chunk[i] for i in range(len(cases)) for chunk in logits if i < len(chunk)]
-        _, y, who = _joined([c.split for c in cases])
-        return self._counted(torch.cat(flat), y, who, len(cases)) if flat else []
+        return self._counted(torch.cat(flat), [c.split.y for c in cases]) if flat else []
 
-    def _counted(self, outputs: Tensor, y: Tensor, who: Tensor, cases: int) -> list[Score]:
-        """Return the scores by case from all outputs [samples, outputs]; `who` [samples] is the case of each sample."""
-        task = self.method.ctx.task
-        sizes = torch.bincount(who, minlength=cases).tolist()
+    def _counted(self, outputs: Tensor, targets: Sequence[Tensor]) -> list[Score]:
+        """Return the scores by case from all outputs [samples, outputs], and the targets of each case."""
+        task, y, sizes = self.method.ctx.task, torch.cat([*targets]).to(CPU), [len(t) for t in targets]
+        outputs = outputs.to(CPU)
         parts = list(zip(torch.split(outputs, sizes), torch.split(y, sizes), strict=True))
         if task.whole:
             loss = torch.stack([task.total(*part).double() for part in parts])
         else:
             each = task.each(outputs, y).double()
-            loss = torch.zeros(cases, dtype=torch.float64).index_add_(0, who, each)
-        counted = zip(task.count_all(parts), loss, parts, strict=True)
-        return [Score(counts, float(x), _kept(task, *part)) for counts, x, part in counted]
+            who = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+            loss = torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, who, each)
+        counted = zip(task.count_all(parts), loss.tolist(), parts, strict=True)
+        return [Score(counts, x, _kept(task, *part)) for counts, x, part in counted]
 
 
 def _kept(task: Task, outputs: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -143,9 +146,3 @@ def _one_model(cases: Sequence[Case]) -> bool:
         not c.extras and c.params.keys() == first.keys() and all(v is first[k] for k, v in c.params.items())
         for c in cases
     )
-
-
-def _joined(splits: Sequence[Split]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all samples concatenated, and the case of each sample."""
-    who = torch.repeat_interleave(torch.arange(len(splits)), torch.tensor([len(s) for s in splits]))
-    return torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]), who

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,11 @@ from coterie.core.tree import Tree
 from coterie.errors import CoterieError
 from coterie.parts.gradient import clipped
 from coterie.train.augmentation import augmented, mixes
+from coterie.train.devices import CPU, start_noise
 from coterie.train.optimisers import Optimiser, Stepper
 
 FEWEST = 4  # samples of a last batch, with batch norm
+EPOCHS_MOVED = 64  # orders of epochs that are moved to a device together
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,9 @@ def train(
     from one local training to the next and is updated in place; None: they have none.
     """
     params, extras, aux = T.clone(start.params), start.extras, list[Any]()
-    # dropout and other noise inside the model; torch.manual_seed would also format a stack trace for absent GPUs
-    torch.default_generator.manual_seed(key(ctx.seed, "noise", round, data.client))
+    start_noise(ctx.device, key(ctx.seed, "noise", round, data.client))  # dropout and other noise inside the model
     steps = samples = 0
-    total = torch.zeros(())
+    total = torch.zeros((), device=ctx.device)
     with ctx.net.train_mode():
         for i, phase in enumerate(phases if start.train else ()):
             kept = None if memory is None else (memory, f"{i}/")
@@ -91,7 +92,7 @@ def run_phase(
     """
     if phase.update is not None:
         params, steps, seen = _updates(ctx, phase, params, extras, data, round, share)
-        return PhaseResult(params, extras, [], steps, seen, torch.zeros(()))
+        return PhaseResult(params, extras, [], steps, seen, torch.zeros((), device=ctx.device))
     names = trained_names(ctx, phase, params)
     leaves = [params[k].requires_grad_() for k in names]
     lr = phase_lr(ctx, phase, round)
@@ -102,7 +103,7 @@ def run_phase(
     objective, clip = phase.loss, largest_norm(rule, phase)
     planned = steps_planned(ctx, phase, len(data.train), share)
     auxes: list[Any] = []
-    total, steps, seen = torch.zeros(()), 0, 0
+    total, steps, seen = torch.zeros((), device=ctx.device), 0, 0
     if leaves:
         for epoch in _epochs(ctx, phase, data, round, share, per_sample):
             for batch in epoch:
@@ -174,12 +175,22 @@ def _epochs(
     """Yield the batches of each epoch."""
     spans = batch_spans(ctx, len(data.train))
     weights = class_weights(ctx.class_weights, ctx.fixed_weights, data.train.y, ctx.classes)
+    weights = None if weights is None else weights.to(ctx.device)
     if per_sample is not None and mixes(ctx.augment):
         raise CoterieError("augment = mixup is not possible: the method has a value for each single training sample")
-    for epoch, (order, limit) in enumerate(orders(ctx, phase, data, round, share)):
+    for epoch, (order, limit) in enumerate(_on_device(ctx.device, orders(ctx, phase, data, round, share))):
         columns = [*data.train, *(() if per_sample is None else (per_sample,))]
         keys = round, data.client, phase.stream, epoch
         yield _batches(ctx, [c[order] for c in columns], weights, spans, phase.batches_per_step, limit, keys)
+
+
+def _on_device(device: torch.device, drawn: Iterator[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, int]]:
+    """Yield the orders on the device; those of many epochs are moved together."""
+    if device == CPU:
+        yield from drawn
+    while block := list(islice(drawn, EPOCHS_MOVED)):
+        moved = torch.stack([order for order, _ in block]).to(device)
+        yield from zip(moved, (limit for _, limit in block), strict=True)
 
 
 def batch_spans(ctx: Context, n: int) -> list[slice]:

@@ -105,6 +105,7 @@ def bind(
     if settings.newcomers >= n:
         raise CoterieError(f"newcomers = {settings.newcomers} leaves none of the {n} clients for training")
     net, loaded = _net(settings, federation, model, batch_norm="bn" in method.needs)
+    net.half = torch.bfloat16 if settings.precision == "bf16" else None
     method.ctx = Context(
         net=net,
         w0=_started(net.state(), start, settings.warm_start),

@@ -11,7 +11,7 @@ from coterie.engine.evaluation import Official
 from coterie.engine.loop import Callbacks, Loop, Schedule
 from coterie.engine.round import Rules
 from coterie.engine.session.combiner import combiner_of
-from coterie.engine.session.resume import check_unchanged, short_batch_warning, training_engine_at_start
+from coterie.engine.session.resume import check_unchanged, device_notes, short_batch_warning, training_engine_at_start
 from coterie.engine.session.spec import Session
 from coterie.errors import CoterieError
 from coterie.privacy.budget import LEDGER, ClientBudget
@@ -20,6 +20,7 @@ from coterie.runtimes.registry import check_address, runtime_kind
 from coterie.storage import atomic as disk
 from coterie.storage.client_states import StateLostError
 from coterie.storage.run_folder import EVENTS, START, Folder, extend, read_log, read_settings
+from coterie.train.devices import device_names, find_devices
 from coterie.train.engine_choice import Choice, choose_engine
 
 Opener = Callable[[Session, Path, Callable[[], bool]], AbstractContextManager[Runtime]]
@@ -52,7 +53,9 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
         stop_at=s.stop_at,
         combiner=combiner_of(s, session.federation, secret),
     )
-    official = Official(session.method, session.federation, s.gm_head) if s.official else None
+    official: Official | None = None
+    if s.official:
+        official = Official(session.method, session.federation, s.gm_head, getattr(runtime, "clients", None))
     return Loop(session.method, runtime, folder, schedule, official, budget_of(session, folder.path, secret))
 
 
@@ -80,7 +83,9 @@ def execute(
     if from_round is not None and not resume:
         raise CoterieError("--from-round rolls a run back; name the run with --resume")
     kind, wanted = runtime_kind(session.engine.runtime), session.engine.engine
-    if wanted != "loop" and not kind.supports_stacked_training:
+    device = session.engine.device or "cpu"
+    devices = device_names(find_devices(device)) if kind.trains_here else device
+    if wanted not in (None, "loop") and not kind.supports_stacked_training:
         raise CoterieError(f"engine = {wanted} needs many clients in one process; a device has one")
     if session.settings.warm_start is not None and not kind.supports_warm_start:
         raise CoterieError("warm_start needs runtime = local or ray: devices draw initial values from the seed")
@@ -94,11 +99,18 @@ def execute(
         check_unchanged(session, out)
         if warning := short_batch_warning(session, out):
             callbacks.on_warning(warning)
-    choice = training_engine_at_start(session, out) if resume else choose_engine(session.clients(), wanted)
-    if wanted != "loop" or choice.engine != "loop":
+    choice = (
+        training_engine_at_start(session, out)
+        if resume
+        else choose_engine(session.clients(), wanted if kind.supports_stacked_training else "loop", devices)
+    )
+    if wanted not in (None, "loop") or choice.engine != "loop":
         callbacks.on_warning(choice.sentence)
     workers = session.engine.workers or (choice.workers if kind.worker_processes else None)
-    session = replace(session, engine=session.engine.model_copy(update={"engine": choice.engine, "workers": workers}))
+    for sentence in device_notes(session, out, devices) if resume else ():
+        callbacks.on_warning(sentence)
+    known = {"engine": choice.engine, "workers": workers, "device": devices}
+    session = replace(session, engine=session.engine.model_copy(update=known))
     with Folder(out, session.engine.keep) as folder:
         try:
             with opener(session, out, callbacks.should_stop) as runtime:
@@ -128,7 +140,7 @@ def _write_start(session: Session, folder: Folder, choice: Choice) -> None:
         w0 = {k: v.contiguous() for k, v in session.method.ctx.w0.items()}
         disk.write_atomic(folder.path / START, save(w0))
     e = session.engine
-    engine = {**asdict(choice), "state": e.state, "runtime": e.runtime, "keep": e.keep}
+    engine = {**asdict(choice), "state": e.state, "runtime": e.runtime, "keep": e.keep, "device": e.device}
     folder.write_settings({**session.described(), "engine": engine})
 
 

@@ -103,6 +103,8 @@ def _engine_at_start(engine: Engine, run: Mapping[str, Any]) -> Engine:
         update["data_dir"] = Path(run["data_dir"])
     if "state" not in given:
         update["state"] = began["state"]
+    if engine.device is None and began.get("device"):
+        update["device"] = began["device"]
     if "keep" not in given:
         update["keep"] = began.get("keep", engine.keep)
     runtime = canonical_runtime(began.get("runtime", "local"))
@@ -135,6 +137,15 @@ def resolved(settings: RunSettings, method: type[Method] | None = None) -> RunSe
     return settings.model_copy(update={"settings": build_method(named, settings.settings).hp.model_dump(mode="json")})
 
 
+def device_notes(session: Session, path: Path, now: str) -> list[str]:
+    """Return a warning if a run goes on with devices of another kind than it began with."""
+    began = read_settings(path)["engine"].get("device") or "cpu"
+    kinds = [{name.split(":")[0] for name in text.split(",")} for text in (began, now)]
+    if kinds[0] == kinds[1]:
+        return []
+    return [f"{path} began on {began} and goes on on {now}: further rounds are the same up to rounding, not to the bit"]
+
+
 def training_engine_at_start(session: Session, path: Path) -> Choice:
     """Return the training engine that a run began with.
 
@@ -142,7 +153,8 @@ def training_engine_at_start(session: Session, path: Path) -> Choice:
     """
     run = read_settings(path)
     then, now = run["versions"]["convolutions"], native.native_status()
-    if session.method.ctx.net.layout.of_kind("conv") and then != now:
+    on_cpu = {run["engine"].get("device") or "cpu", session.engine.device or "cpu"} == {"cpu"}
+    if on_cpu and session.method.ctx.net.layout.of_kind("conv") and then != now:
         raise CoterieError(f'{path} began with "{then}" and cannot be continued bit-identically with "{now}"')
     began = canonical_runtime(run["engine"].get("runtime", "local"))
     stay, stay_now = (runtime_kind(name).states_stay_on_devices for name in (began, session.engine.runtime))

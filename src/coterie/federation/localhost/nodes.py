@@ -39,6 +39,7 @@ class LocalNodes:
     stay: bool = False  # devices and edges wait for the next run when one has ended
     keys: dict[str, Path] = field(default_factory=dict)  # private keys of nodes whose key was changed
     children: dict[str, Child] = field(default_factory=dict)
+    places: Sequence[str] = ("cpu",)  # where the devices train, in turn
 
     def __post_init__(self) -> None:
         self.ports = {name: processes.free_port() for name in ("cloud", *self.edge_names)}
@@ -122,6 +123,8 @@ class LocalNodes:
         files = self.certs(server)
         up = ["--cloud", f"127.0.0.1:{self.ports[server]}", "--ca", str(files.ca)]
         own = ["--key", str(self._key(server, f"device-{i}")), "--client", str(i), "--state", str(self.state(i))]
+        place = self.places[i % len(self.places)]
+        own += [] if place == "cpu" else ["--device", place]
         return ["join", *up, *own, "--data", self.data, *self._data_dir(), *self._allow(), *self._stay()]
 
     def _key(self, server: str, name: str) -> Path:

@@ -37,6 +37,7 @@ def open_localhost(session: Session, folder: Path, stopped: Callable[[], bool]) 
     home = localhost_folder(folder)
     home.mkdir(exist_ok=True, mode=0o700)
     nodes = SupervisedNodes(home, s.data, s.method, s.model, len(clients), 0, session.engine.data_dir)
+    nodes.places = (session.engine.device or "cpu").split(",")
     nodes.certify()
     about = home / "run.json"
     if not about.is_file():

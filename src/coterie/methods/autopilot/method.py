@@ -301,7 +301,7 @@ class Autopilot(Method):
         own = names.index("own") if "own" in names else None
         best, _ = choose_candidate(sums, prior[at], self.hp.strength, errors, own, self.hp.margin)
         each = (sums / len(y)).clamp(-LARGEST_SCORE, 0)
-        scores = torch.full((len(self.names),), float(each.min()))  # the lowest score for missing candidates
+        scores = each.new_full((len(self.names),), float(each.min()))  # the lowest score for missing candidates
         scores[at] = each
         new = {"choice": at[best], "scores": scores, "validated": len(y), "temperatures": warm}
         if own is not None:

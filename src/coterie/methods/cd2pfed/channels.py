@@ -65,7 +65,7 @@ def masks_of(net: Net, packed: Mapping[str, Tensor], like: Mapping[str, Tensor])
             continue
         count = (v.numel() - sent) * v.shape[axis] // v.numel()
         view = [-1 if a == axis else 1 for a in range(v.ndim)]
-        out[name] = (torch.arange(v.shape[axis]) < count).reshape(view).expand(v.shape)
+        out[name] = (torch.arange(v.shape[axis], device=v.device) < count).reshape(view).expand(v.shape)
     return out
 
 

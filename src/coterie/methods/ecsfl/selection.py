@@ -97,8 +97,8 @@ def projected(update: Tensor, dims: int, rng: torch.Generator) -> Tensor:
 
     With equal generators, inner products are kept in expectation, and no matrix [p, dims] is needed.
     """
-    to = torch.randint(dims, update.shape, generator=rng)
-    sign = torch.randint(2, update.shape, generator=rng) * 2 - 1
+    to = torch.randint(dims, update.shape, generator=rng).to(update.device)
+    sign = torch.randint(2, update.shape, generator=rng).to(update.device) * 2 - 1
     return update.double().new_zeros(dims).index_add(0, to, update.double() * sign)
 
 

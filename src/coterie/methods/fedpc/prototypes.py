@@ -65,10 +65,10 @@ def to_payload(prototypes: Prototypes, counts: Tensor | None = None) -> Tree:
 
 def from_payload(tree: Mapping[str, Tensor], classes: int, width: int) -> Prototypes:
     """Return the set of a payload, which is empty if the payload has no prototypes."""
-    mask = torch.zeros(classes, dtype=torch.bool)
     if IDS not in tree:
-        return Prototypes(torch.zeros(classes, width), mask)
+        return Prototypes(torch.zeros(classes, width), torch.zeros(classes, dtype=torch.bool))
     ids, rows = tree[IDS].long(), tree[ROWS]
+    mask = torch.zeros(classes, dtype=torch.bool, device=rows.device)
     return Prototypes(rows.new_zeros(classes, width).index_copy(0, ids, rows), mask.index_fill(0, ids, True))
 
 

@@ -29,11 +29,11 @@ class Member:
     memory: Tree | None = None  # state of its optimisers, if it outlives this training
     train: bool = True
     per_sample: Tensor | None = None
-    noise: Tensor = field(default_factory=lambda: torch.zeros(0))  # state of the generator that the model's noise uses
+    noise: list[Tensor] = field(default_factory=list)  # states of the generators that the model's noise uses
     aux: list[Any] = field(default_factory=list)
     steps: int = 0
     samples: int = 0
-    loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    loss: Tensor | float = 0.0
 
     @classmethod
     def of(cls, start: Start, data: ClientData, share: float = 1.0, memory: Tree | None = None) -> "Member":
@@ -81,6 +81,7 @@ class Stack:
         self.samples = [sum(real) for _, real in draws]
         rows = [*range(len(members))] + [len(members) - 1] * (_rows(len(members)) - len(members))
 
+        device = members[0].data.train.y.device
         most, width = draws[0][0].shape
         self.drawn = torch.zeros(most, len(rows), width, dtype=torch.int64)  # rows of x
         for row, i in enumerate(rows):
@@ -88,15 +89,17 @@ class Stack:
         offsets = list(accumulate((len(m.data.train) for m in members), initial=0))
         self.drawn += torch.tensor([offsets[i] for i in rows])[:, None]
         sizes = [draws[i][1] + [1] * (most - self.lengths[i]) for i in rows]
-        self.real = torch.tensor(sizes).T  # [steps, rows]
-        self.weight = (torch.arange(width) < self.real[:, :, None]).float()
+        self.real = torch.tensor(sizes).T  # [steps, rows], on the processor, which decides by it
+        self.weight = (torch.arange(width) < self.real[:, :, None]).float().to(device)
+        self.drawn = self.drawn.to(device)
+        self.same_size = _rows_by_size(self.real[:, : len(members)], self.lengths, device) if not recipe.padded else {}
 
         names = [*recipe.trains, *recipe.moves, *recipe.rest]
         self.state = [torch.stack([members[i].params[k] for i in rows]) for k in names]  # [rows, ...]
         self.memory = recipe.memory(self.state[: len(recipe.trains)])
-        extras = [Extra.of(m.extras).stacked() for m in members]
+        extras = [Extra.of(m.extras).stacked(device) for m in members]
         self.extras = [torch.stack([extras[i][j] for i in rows]) for j in range(len(extras[0]))]
-        self.loss = torch.zeros(most, len(rows))
+        self.loss = torch.zeros(most, len(rows), device=device)
         self.aux: list[Tensor] = []
 
     def run(self) -> None:
@@ -127,8 +130,7 @@ class Stack:
         if self.recipe.padded:
             self._advance(s, slice(rows), rows, self.drawn.shape[2])
             return
-        for size in sorted(set(self.real[s, :active].tolist())):
-            where = (self.real[s, :active] == size).nonzero()[:, 0]
+        for size, where in self.same_size[s]:
             if len(where) == active:
                 self._advance(s, slice(rows), rows, size)
             else:
@@ -152,6 +154,22 @@ class Stack:
             if len(self.aux) == s:
                 self.aux.append(a.new_zeros(len(self.state[0]), *a.shape[1:]))
             self.aux[s][where] = a
+
+
+def _rows_by_size(real: Tensor, lengths: list[int], device: torch.device) -> dict[int, list[tuple[int, Tensor]]]:
+    """Return the active rows by size of batch for each step; they are moved to the device together."""
+    found: list[tuple[int, int, Tensor]] = []
+    active = len(lengths)
+    for s in range(lengths[0]):
+        while lengths[active - 1] <= s:
+            active -= 1
+        for size in sorted(set(real[s, :active].tolist())):
+            found.append((s, size, (real[s, :active] == size).nonzero()[:, 0]))
+    moved = torch.split(torch.cat([where for _, _, where in found]).to(device), [len(where) for _, _, where in found])
+    out: dict[int, list[tuple[int, Tensor]]] = {}
+    for (s, size, _), where in zip(found, moved, strict=True):
+        out.setdefault(s, []).append((size, where))
+    return out
 
 
 def _rows(members: int) -> int:

@@ -76,9 +76,10 @@ class Extra:
                 raise UnstackableError(f"its extras hold a {type(v).__name__}")
         return cls(spec, tuple(leaves), (repr(spec), *key))
 
-    def stacked(self) -> list[Tensor]:
-        """The values that differ between clients."""
-        return [torch.as_tensor(v, dtype=None if isinstance(v, Tensor) else torch.float32) for v in self._varying()]
+    def stacked(self, device: torch.device) -> list[Tensor]:
+        """The values that differ between clients, on the device."""
+        dtypes = [v.dtype if isinstance(v, Tensor) else torch.float32 for v in self._varying()]
+        return [torch.as_tensor(v, dtype=d, device=device) for v, d in zip(self._varying(), dtypes, strict=True)]
 
     @property
     def width(self) -> int:

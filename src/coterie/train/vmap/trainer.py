@@ -20,6 +20,7 @@ from coterie.core.method import Phase
 from coterie.core.rng import key
 from coterie.core.tree import Tree
 from coterie.parts.gradient import clipped
+from coterie.train.devices import first_noise, noise_state, out_of_memory, restore_noise
 from coterie.train.optimisers import Optimiser, Stepper
 from coterie.train.trainer import (
     FEWEST,
@@ -51,7 +52,7 @@ class Stacker:
         """Train all members locally, with the results of trainer.train up to rounding."""
         for m in members:
             m.params = T.clone(m.params)
-            m.noise = torch.Generator().manual_seed(key(self.ctx.seed, "noise", round, m.data.client)).get_state()
+            m.noise = first_noise(self.ctx.device, key(self.ctx.seed, "noise", round, m.data.client))
         awake = [m for m in members if m.train]
         with self.ctx.net.train_mode():
             for i, phase in enumerate(phases):
@@ -82,9 +83,9 @@ class Stacker:
     def _alone(self, at: int, phase: Phase, members: Sequence[Member], round: int, why: str) -> None:
         self.reasons.setdefault(at, why)
         for m in members:
-            torch.default_generator.set_state(m.noise)
+            restore_noise(self.ctx.device, m.noise)
             done = run_phase(self.ctx, self.rule, phase, m.params, m.extras, m.per_sample, m.data, round, m.share)
-            m.noise = torch.default_generator.get_state()
+            m.noise = noise_state(self.ctx.device)
             m.params, m.extras, m.aux = done.params, done.extras, done.aux or m.aux
             m.steps, m.samples, m.loss = m.steps + done.steps, m.samples + done.samples, m.loss + done.loss
 
@@ -163,7 +164,8 @@ def _check(recipe: Recipe, m: Member, drawn: Tensor, real: int) -> tuple[bool, t
     tree = T.clone(m.params)
     leaves = [tree[k].requires_grad_() for k in recipe.trains]
     with torch.random.fork_rng(devices=[]):
-        x, y, *per_sample = (c[drawn[:short]] for c in columns)
+        rows = drawn.to(m.data.train.y.device)
+        x, y, *per_sample = (c[rows[:short]] for c in columns)
         got: Any = recipe.loss(tree, Batch(x, y, None, *per_sample), m.extras)
     loss: Tensor = got[0] if isinstance(got, tuple) else got
     if not loss.requires_grad:
@@ -175,8 +177,8 @@ def _check(recipe: Recipe, m: Member, drawn: Tensor, real: int) -> tuple[bool, t
     Stepper(rule, leaves, recipe.decays, 0.1)(gradients, 0.1)
     recipe = replace(recipe.without(unused), rule=rule)
     for padded in (True, False) if recipe.padded else (False,):
-        took = drawn if padded else drawn[:short]
-        weight = (torch.arange(len(took)) < short).float()
+        took = rows if padded else rows[:short]
+        weight = (torch.arange(len(took)) < short).float().to(took.device)
         trial = replace(recipe, padded=padded)
         new = _try(trial, m, weight, *(c[took] for c in columns))
         if all(torch.allclose(a, tree[k].detach(), AGREES, AGREES, True) for k, a in new.items()):
@@ -186,13 +188,15 @@ def _check(recipe: Recipe, m: Member, drawn: Tensor, real: int) -> tuple[bool, t
 
 def _try(recipe: Recipe, m: Member, *batch: Tensor) -> Tree:
     names = [*recipe.trains, *recipe.moves, *recipe.rest]
-    flat = [v[None] for v in (*(m.params[k] for k in names), *recipe.extra.stacked(), *batch)]
+    flat = [v[None] for v in (*(m.params[k] for k in names), *recipe.extra.stacked(batch[0].device), *batch)]
     try:
         with truly_batched():
             out = recipe.stacked(*flat, torch.tensor(0.1), torch.tensor(1.0))
     except UnstackableError:
         raise
     except Exception as e:  # any error of vmap: random numbers, a branch on a value
+        if out_of_memory(e):
+            raise
         raise UnstackableError(_said(e)) from None
     return {k: v[0] for k, v in zip([*recipe.trains, *recipe.moves], out, strict=False)}
 
