@@ -14,13 +14,16 @@ pytest.importorskip("grpc", reason="a federation needs the extra federation")
 import coterie
 from coterie.config import RunSettings, settings
 from coterie.data.table import ColumnStatistics, TableEncoding
+from coterie.engine import codec
 from coterie.errors import CoterieError
 from coterie.federation.cloud.program import CloudSettings
 from coterie.federation.cloud.table_agreement import agreed_settings, ask_devices
 from coterie.federation.device import DeviceHandler
+from coterie.federation.edge import EdgeHandler
 from coterie.federation.policy.allow import Allow
 from coterie.federation.policy.audit import AUDIT_FILE, AuditLog
-from coterie.federation.protocol.messages import TableAnswer, TableQuestion
+from coterie.federation.protocol.messages import TableAnswer, TableAnswers, TableQuestion
+from coterie.federation.table_inquiry import TableInquiry, checked_answer
 from support.in_process_link import HandLink, federation
 
 RUN: dict[str, Any] = {
@@ -140,15 +143,56 @@ def test_tables_that_do_not_fit_together_get_one_sentence() -> None:
     assert agreed.class_names == ("0", "1", "9", "10")
 
 
+def test_devices_behind_edges_agree_on_the_same_encoding(tmp_path: Path) -> None:
+    files, chosen = write(tmp_path), settings(method="fedavg", clients=3, **RUN)
+    direct = agreed_settings(chosen, CloudSettings("none"), described(tmp_path, files, chosen))
+    devices = [DeviceHandler(str(f), tmp_path / f"behind{i}") for i, f in enumerate(files)]
+    below = HandLink({"device-0": devices[0].handle})
+    strict = Allow(entries=("column.age", "column.weight"))
+    north, south = EdgeHandler(below), EdgeHandler(HandLink({"device-2": devices[2].handle}), strict)  # type: ignore[arg-type]
+    link = HandLink({"north": north.handle, "south": south.handle})
+    audit = AuditLog(tmp_path / AUDIT_FILE)
+    inquiry = TableInquiry(link, TableQuestion(chosen.model_dump_json()), audit, {"north", "south"})  # type: ignore[arg-type]
+    inquiry.ask()
+    assert set(inquiry.answers) == {"north/device-0"}
+    assert 'does not let the entry "column.sex" leave' in inquiry.refused["south/device-2"]
+    below.handlers["device-1"] = devices[1].handle  # a device that comes later
+    south.allow = Allow()
+    inquiry._ask_after.clear()
+    inquiry.ask()
+    audit.close()
+    assert set(inquiry.answers) == {"north/device-0", "north/device-1", "south/device-2"} and not inquiry.refused
+    assert agreed_settings(chosen, CloudSettings("none"), inquiry.answers) == direct
+    asked = [json.loads(line) for line in (tmp_path / "behind0" / AUDIT_FILE).read_text().splitlines()]
+    assert [line["way"] for line in asked] == ["in", "out"]  # it is asked once
+    for device in devices:
+        device.close()
+
+
+def test_an_edge_cannot_name_any_number_of_devices(tmp_path: Path) -> None:
+    files, chosen = write(tmp_path), settings(method="fedavg", clients=3, **RUN)
+    device = DeviceHandler(str(files[0]), tmp_path / "state")
+    answer = device.columns(TableQuestion(chosen.model_dump_json()))
+    device.close()
+    for devices, words in [
+        ({f"d{i}": answer for i in range(2000)}, "more than 1024 devices"),
+        ({"x" * 300: answer}, "names a device of more than 200 characters"),
+        ({"d": replace(answer, features=("nowhere",))}, "lacks columns"),
+    ]:
+        reply = codec.pack(TableAnswers(devices, {}))
+        link = HandLink({"north": lambda *a, reply=reply: reply})
+        inquiry = TableInquiry(link, TableQuestion("{}"), None, {"north"})  # type: ignore[arg-type]
+        inquiry.ask()
+        assert not inquiry.answers and words in inquiry.refused["north"]
+
+
 def test_impossible_statistics_are_refused(tmp_path: Path) -> None:
     files, chosen = write(tmp_path), settings(method="fedavg", clients=1, **RUN)
     handler = DeviceHandler(str(files[1]), tmp_path / "state")
     answer = handler.columns(TableQuestion(chosen.model_dump_json()))
-    from coterie.federation.cloud.table_agreement import _check
-
     for age in (replace(answer.columns["age"], total=float("nan")), replace(answer.columns["age"], squares=-1.0)):
         with pytest.raises(CoterieError, match='statistics of column "age" are impossible'):
-            _check(replace(answer, columns={**answer.columns, "age": age}))
+            checked_answer(replace(answer, columns={**answer.columns, "age": age}))
     handler.close()
 
 

@@ -59,7 +59,9 @@ class Hospitals(LocalFederation):
     def certify(self) -> None:
         super().certify()
         for i in range(self.devices):
-            admin.reserve_seat(self.certs("cloud").root, f"device-{i}", i)
+            above = self.above(i)
+            name = f"device-{i}" if above == "cloud" else f"{above}/device-{i}"
+            admin.reserve_seat(self.certs("cloud").root, name, i)
 
     def _device(self, i: int) -> list[str]:
         argv = super()._device(i)
@@ -101,7 +103,10 @@ def test_a_table_from_file_to_predictions(table: Callable[[], tuple[pd.DataFrame
     given = {**RUN, "target": target}
     run = coterie.run("fedrep", tmp_path / "all.csv", out=tmp_path / "simulated", workers=1, client="hospital", **given)
     want = run.events[-1]["eval"]["personal/test"]
-    with Hospitals(tmp_path / "f", "fedrep", devices=3, given={**given, "client": "hospital"}) as hospitals:
+    edges = int(table is cancer)  # one of the federations has an edge
+    with Hospitals(
+        tmp_path / "f", "fedrep", devices=3, edges=edges, given={**given, "client": "hospital"}
+    ) as hospitals:
         hospitals.wait(300)
         got, models = hospitals.events()[-1]["eval"]["personal/test"], [hospitals.model(i) for i in range(3)]
     assert got == want

@@ -41,10 +41,14 @@ from coterie.federation.protocol.messages import (
     PlanText,
     Request,
     RunOver,
+    TableAnswer,
+    TableAnswers,
+    TableQuestion,
     WireBytes,
     with_common,
 )
-from coterie.federation.protocol.plan import FederationPlan
+from coterie.federation.protocol.plan import FederationPlan, settings_of_cloud
+from coterie.federation.table_inquiry import TABLE_SECONDS, TableInquiry
 from coterie.federation.transport import Cause, NodeLink, NoPlanError, listening
 from coterie.federation.transport.node import Node
 from coterie.federation.validation import SamplesError, check_answer, check_request, check_task, largest_message
@@ -90,6 +94,7 @@ class EdgeHandler:
     roles: Callable[[], Mapping[str, NodeRole]] = dict  # reads the roles of the edge's own nodes
     _refusal: str = ""  # run and reason of the last refused plan, which the cloud offers again and again
     _run: EdgeRun | None = None
+    _tables: TableInquiry | None = None
 
     def handle(self, kind: str, round: int, shared: memoryview | None, own: memoryview) -> memoryview:
         """Answer a message of the cloud; the transport calls this."""
@@ -98,11 +103,32 @@ class EdgeHandler:
             return codec.pack(self.hello(check_message(message, PlanText).text))
         if kind == "over":
             return codec.pack(self.over(check_message(message, RunOver)))
+        if kind == "columns":
+            return codec.pack(self.columns(check_message(message, TableQuestion)))
         common = Common() if shared is None else check_message(codec.unpack_foreign(shared), Common)
         job = with_common(common, check_message(message, EdgeJob))
         if kind not in get_args(JobKind):
             raise CoterieError(f'an edge cannot answer "{kind}"')
         return codec.pack(self.answer(cast(JobKind, kind), round, job))
+
+    # ---- columns of tables -------------------------------------------------------------------------------------------
+    def columns(self, question: TableQuestion) -> TableAnswers:
+        """Return what the attached devices have said about their tables; devices that have come are asked."""
+        if self._tables is None or self._tables.question != question:
+            about = settings_of_cloud(question.settings).columns.model_dump()
+            self._note(AuditLine("", 0, "columns", "in", self.peer, about=about))
+            self._tables = TableInquiry(self.link, question, self.audit, seconds=_DEVICE_SHARE * TABLE_SECONDS)
+        self._tables.ask(self._suspended())
+        answers, refused = dict[str, TableAnswer](), dict(self._tables.refused)
+        for name, answer in self._tables.answers.items():
+            try:
+                self.allow.check_statistics(answer.columns)
+                answers[name] = answer
+            except CoterieError as e:
+                refused[name] = str(e)
+        sizes = {name: len(codec.pack(answer)) for name, answer in answers.items()}
+        self._note(AuditLine("", 0, "columns", "out", self.peer, {"columns": sum(sizes.values())}, sizes))
+        return TableAnswers(answers, refused)
 
     # ---- hello and over ----------------------------------------------------------------------------------------------
     def hello(self, text: str) -> Attached:

@@ -236,7 +236,8 @@ class Run:
             clients = f"{personal['nonfinite']} of {personal['clients']} clients"
             out.append(f"{name}: training diverged, the personal models of {clients} give NaN or infinity")
         asked = [e for e in self.events if e.get("participants")]
-        if empty := sum(set(e["participants"]) <= {*e.get("failed", ()), *e.get("nonfinite", ())} for e in asked):
+        finite = [(set(e["participants"]) - set(e.get("nonfinite", ())), set(e.get("failed", ()))) for e in asked]
+        if empty := sum(len(sent) > 0 and sent <= failed for sent, failed in finite):
             out.append(f"{name}: no upload counted in {empty} of {len(asked)} rounds, which changed nothing")
         accepted = [e["round"] for e in self.events if e["notes"].get("rejected") != 1.0]
         if accepted and self.last_round - accepted[-1] >= _REJECTIONS:

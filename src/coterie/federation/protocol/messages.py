@@ -1,9 +1,10 @@
 """The messages between the hosts of a federation, as frozen dataclasses; engine/codec.py turns them into bytes.
 
-There are six kinds: `columns` (a TableQuestion before the plan of a federation of tables, answered with a TableAnswer),
-`hello` (a PlanText, answered with a device's Hello or an edge's Attached), `train`, `score` and `send` (a DeviceJob or
-an EdgeJob; trees that all jobs of an exchange share are a separate part, Common), and `over` (a RunOver, which is sent
-back). `send` calls devices that have announced their upload: they send the rest of it.
+There are six kinds: `columns` (a TableQuestion before the plan of a federation of tables, answered with a device's
+TableAnswer or an edge's TableAnswers), `hello` (a PlanText, answered with a device's Hello or an edge's Attached),
+`train`, `score` and `send` (a DeviceJob or an EdgeJob; trees that all jobs of an exchange share are a separate part,
+Common), and `over` (a RunOver, which is sent back). `send` calls devices that have announced their upload: they send
+the rest of it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,15 @@ class TableAnswer:
     features: tuple[str, ...]  # names of the features in the order of the table
     task: str
     classes: tuple[str, ...]  # classes or labels that occur; empty if targets are numbers
+
+
+@register
+@dataclass(frozen=True)
+class TableAnswers:
+    """What the devices of an edge say about their tables."""
+
+    devices: Mapping[str, TableAnswer]  # by name
+    refused: Mapping[str, str]  # reasons by name
 
 
 # ---- hello -----------------------------------------------------------------------------------------------------------
