@@ -11,7 +11,7 @@ from torch import Tensor
 import coterie
 from coterie import config
 from coterie.core.context import Batch
-from coterie.core.losses import batch_loss, check_class_weights, class_weights, weights_of_classes
+from coterie.core.losses import batch_loss, check_class_weights, class_weights, weight_notes, weights_of_classes
 from coterie.data.arrays import from_arrays
 from coterie.engine.session import prepare
 from coterie.errors import CoterieError
@@ -71,6 +71,12 @@ def test_the_setting_is_written_in_one_way() -> None:
     for setting, words in (("1, 2, 3", "3 numbers, and the data have 2"), ("0, 0", "all 0"), ("il=2", "ill")):
         with pytest.raises(CoterieError, match=words):
             weights_of_classes(setting, ["well", "ill"])
+
+
+def test_weights_that_are_probably_not_meant_are_said() -> None:
+    assert "is 0 for well, so" in weight_notes((0.0, 1.0), ("well", "ill"))[0]
+    assert "between 1e-08 and 1" in weight_notes((1e-8, 1.0), ("well", "ill"))[0]
+    assert weight_notes((1.0, 100.0), ("well", "ill")) == weight_notes(None, ()) == []
 
 
 def test_wrong_losses_are_refused_before_training() -> None:

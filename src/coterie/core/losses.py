@@ -11,6 +11,7 @@ from coterie.errors import CoterieError, unknown
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]  # (outputs [batch, outputs], y) -> losses [batch], or their mean
 BALANCED = "balanced"
+_LARGEST_RATIO = 1e5  # of two weights that are probably meant
 
 
 def check_class_weights(given: Any) -> str:
@@ -55,6 +56,17 @@ def weights_of_classes(setting: str | None, classes: Sequence[str]) -> tuple[flo
     if not any(weights):
         raise CoterieError("class_weights are all 0; no class would be learnt")
     return tuple(weights)
+
+
+def weight_notes(weights: tuple[float, ...] | None, classes: Sequence[str]) -> list[str]:
+    """Return a sentence about weights that are probably not meant."""
+    if weights is None:
+        return []
+    if without := [name for name, w in zip(classes, weights, strict=True) if w == 0]:
+        return [f"class_weights is 0 for {', '.join(without[:5])}, so models do not learn to predict it"]
+    if max(weights) > _LARGEST_RATIO * min(weights):
+        return [f"class_weights lie between {min(weights):g} and {max(weights):g}; the small ones have no effect"]
+    return []
 
 
 def class_weights(setting: str | None, fixed: tuple[float, ...] | None, y: Tensor, classes: int) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from coterie.config import Engine, RunSettings
 from coterie.core.context import Context
-from coterie.core.losses import LossFunction, check_loss, weights_of_classes
+from coterie.core.losses import LossFunction, check_loss, weight_notes, weights_of_classes
 from coterie.core.method import Method
 from coterie.core.metrics import PredictionMetric, check_function, metric_key, metric_paths
 from coterie.core.net import Net
@@ -163,7 +163,8 @@ def bind(
         _check_loss(settings, settings.loss, method.ctx.own_loss, federation)
     rule = _rule(settings, functions)
     check_fit(rule, [method.ctx.w0[k] for k in net.trainable])
-    notes = (*_output_notes(method.ctx, federation), *_unused_notes(settings, method))
+    weights = weight_notes(method.ctx.fixed_weights, federation.dataset.classes)
+    notes = (*_output_notes(method.ctx, federation), *_unused_notes(settings, method), *weights)
     if combiner is not None and isinstance(combiner.estimate, NoisedSum):
         notes = (*notes, *combiner.estimate.warnings(method))
     return Session(settings, engine, federation, method, notes=notes, loaded=loaded, rule=rule, functions=functions)
