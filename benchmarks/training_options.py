@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 import coterie
@@ -57,17 +58,32 @@ def measured(name: str, method: str, seed: int, rounds: int, out: Path, data_dir
         run = coterie.resume(folder, workers=1, data_dir=data_dir)
     scores = run.events[-1]["eval"][f"{run.headline}/test"]
     seconds = float(run.rounds["seconds"].sum())
-    return {"option": name, "seed": seed, "seconds": seconds, **{k: scores[k] for k in ("mean", "worst10", "pooled")}}
+    clients = 100 * run.clients()[f"{run.headline}/test"].to_numpy()
+    shown = {k: scores[k] for k in ("mean", "worst10", "pooled")}
+    return {"option": name, "seed": seed, "seconds": seconds, **shown, "clients": clients}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of means over seeds in percent, with the difference from the base run."""
-    means = pd.DataFrame(rows).groupby("option", sort=False).mean()
-    lines = ["| option | mean | difference | worst decile | pooled | seconds |", "|---|---|---|---|---|---|"]
+    """Return a Markdown table of means over seeds in percent, with differences from the base run.
+
+    The 95 % intervals are a bootstrap over the clients of all seeds, paired by client.
+    """
+    means = pd.DataFrame([{k: v for k, v in row.items() if k != "clients"} for row in rows])
+    means = means.groupby("option", sort=False).mean()
+    scores = {o: np.concatenate([r["clients"] for r in rows if r["option"] == o]) for o in means.index}
+    lines = [
+        "| option | mean | difference | 95 % interval | worst tenth | pooled | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, row in means.iterrows():
-        gain = f"{100 * (row['mean'] - means.loc['base', 'mean']):+.1f}" if "base" in means.index else ""
-        scores = [f"{100 * row[k]:.1f}" for k in ("mean", "worst10", "pooled")]
-        lines.append(f"| {name} | {scores[0]} | {gain} | {scores[1]} | {scores[2]} | {row['seconds']:.0f} |")
+        gain = interval = ""
+        if "base" in scores and name != "base":
+            difference = scores[name] - scores["base"]
+            picked = np.random.default_rng(0).integers(0, len(difference), (20_000, len(difference)))
+            low, high = np.percentile(difference[picked].mean(1), [2.5, 97.5])
+            gain, interval = f"{difference.mean():+.1f}", f"{low:.1f} to {high:.1f}"
+        cells = [f"{100 * row['mean']:.1f}", gain, interval, *(f"{100 * row[k]:.1f}" for k in ("worst10", "pooled"))]
+        lines.append(f"| {name} | {' | '.join(cells)} | {row['seconds']:.0f} |")
     return "\n".join(lines)
 
 
@@ -84,7 +100,7 @@ def main() -> None:
     for name in ROWS if given.rows is None else given.rows.split(","):
         for seed in map(int, given.seeds.split(",")):
             rows.append(measured(name, given.method, seed, given.rounds, given.out, given.data_dir))
-            print(rows[-1], flush=True)
+            print({k: v for k, v in rows[-1].items() if k != "clients"}, flush=True)
     print(table(rows))
 
 
