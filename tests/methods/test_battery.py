@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -38,9 +39,17 @@ def marks(method, name):
 CASES = [pytest.param(m, name, marks=marks(m, name), id=f"{m}-{name}") for m in method_names() for name in CHECKS]
 
 
+OWN: dict[tuple[str, str], dict[str, Any]] = {
+    # its assignment names layers in the order of clients
+    ("fedcpmd-assigned", "permuting_ids_permutes_results"): {"assignment": ["fc1"] * 5},
+    # it trains one client of each cluster in a round, which is more if the clusters begin early
+    ("fedcpmd-code", "learns_a_small_task"): {"preparation": 0.1},
+}
+
+
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_battery(method: str, name: str) -> None:
-    check(method, name)
+    check(method, name, **OWN.get((method, name), {}))
 
 
 class _Undeclared(FedRoD):

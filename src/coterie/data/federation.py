@@ -334,13 +334,13 @@ def _left_out(dataset: Dataset, kept: tuple[str, ...] | None) -> list[str]:
     if kept is None or dataset.owner is None:
         return []
     all_names = dataset.client_names or tuple(map(str, range(int(dataset.owner.max()) + 1)))
-    present = [all_names[i] for i in np.unique(dataset.owner.numpy())]
-    if not (absent := [name for name in present if name not in set(kept)]):
+    present, taking_part = np.unique(dataset.owner.numpy()), set(kept)
+    if not (missing := [int(i) for i in present if all_names[i] not in taking_part]):
         return []
-    names = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
-    samples = int(torch.isin(dataset.owner, torch.tensor([all_names.index(name) for name in absent])).sum())
+    names = ", ".join(all_names[i] for i in missing[:5]) + (", ..." if len(missing) > 5 else "")
+    samples = int(torch.isin(dataset.owner, torch.tensor(missing)).sum())
     return [
-        f"{len(absent)} of {len(present)} clients of {dataset.name} with {samples} samples are left out ({names}): "
+        f"{len(missing)} of {len(present)} clients of {dataset.name} with {samples} samples are left out ({names}): "
         "they have fewer than min_size samples, or there are more than `clients`"
     ]
 

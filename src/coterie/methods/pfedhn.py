@@ -6,7 +6,8 @@ respect to the model, moves hyper-network and embedding by the chain rule.
 The gradients of a round's participants are averaged (the authors train one client per round). Embeddings start equal,
 so that a client's model does not depend on its number; the last layer starts at the run's first model. The rate is high
 and steps have no momentum and no weight decay by default, so that few rounds show something (0.01, 0.9 and 0.001 in the
-authors' code). A newcomer has the mean of all embeddings. Batch-norm statistics are averaged.
+authors' code); the norm of a gradient is at most 5 instead of 50, because larger steps at this rate can diverge. A
+newcomer has the mean of all embeddings. Batch-norm statistics are averaged.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ class PFedHNSettings(Settings):
     server_lr: float = Field(0.5, gt=0, description="rate of the hyper-network")
     server_momentum: float = Field(0.0, ge=0, lt=1, description="momentum of the hyper-network")
     server_decay: float = Field(0.0, ge=0, description="weight decay of the hyper-network")
-    server_clip: float | None = Field(50.0, gt=0, description="largest norm of its gradient; empty: none")
+    server_clip: float | None = Field(5.0, gt=0, description="largest norm of its gradient; empty: none")
 
 
 @state

@@ -42,6 +42,10 @@ def rebuild(
         raise CoterieError(f"{path} has {had} rounds; rounds = {rounds} must be more to extend it")
     run = {**run, "settings": {**run["settings"], "rounds": rounds or had}, "plan": run.get("plan", had)}
     engine, objects = _engine_at_start(engine or Engine(), run), objects or Objects()
+    for name, function in objects.functions.items():
+        setting = name.split()[0]
+        if name not in run["objects"] and origin(function) not in str(run["settings"].get(setting)):
+            raise CoterieError(f"{path} was made without {origin(function)}; {setting} must be as when the run began")
     objects = objects.recall(run, path)
     given = objects.described()
     for name, where in run["objects"].items():

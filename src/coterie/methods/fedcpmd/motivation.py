@@ -7,7 +7,7 @@ of X-full, and a user may give any other.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,10 @@ from pydantic import Field
 from coterie.core import tree as T
 from coterie.core.context import ClientData, ClientId, EdgeId, State
 from coterie.core.edges import EdgeMethod
-from coterie.core.method import Download, Method, Moment, Settings, Trained, Upload
+from coterie.core.method import Client, Download, Method, Model, Moment, Settings, Trained, Upload
 from coterie.core.schema import Link, Schema, like
 from coterie.core.tree import Tree
+from coterie.core.views import ModelView
 from coterie.errors import CoterieError, unknown
 from coterie.methods.fedcpmd.text import FedCPMD
 from coterie.methods.fedcpmd.voting import shuffled
@@ -57,7 +58,8 @@ class FedCPMDAssignedSettings(Settings):
 class FedCPMDAssigned(EdgeMethod):
     """Mean-cluster of the paper's motivation: clients with the same given layer train together, without phases.
 
-    The server's state holds `w`, the body of each cluster. A newcomer gets the body of the largest cluster.
+    The server's state holds `w`, the body of each cluster. A newcomer gets the body of the largest cluster, and its own
+    layer from the mean of the bodies of the clusters that share this layer.
     """
 
     Settings = FedCPMDAssignedSettings
@@ -98,6 +100,10 @@ class FedCPMDAssigned(EdgeMethod):
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
         if now is None:
             return Schema(like(T.drop(self.ctx.w0, self.stays), part="body")).optional()
+        if link == "down" and now.client not in self.ctx.clients:
+            return Schema(
+                like(self._for_newcomers({m: self.body(m, self.ctx.w0) for m in self.clusters()}), part="body")
+            )
         at = now.client if link.startswith("edge") else self.cluster(now.client)
         return Schema(like(self.body(at, self.ctx.w0), part="body"))
 
@@ -114,7 +120,14 @@ class FedCPMDAssigned(EdgeMethod):
 
     def down(self, server: State, ids: Sequence[ClientId], round: int) -> Download:
         new = [i for i in ids if i not in self.ctx.clients]
-        return Download(edge=server["w"], each={i: server["w"][self.cluster(i)] for i in new})
+        return Download(edge=server["w"], each=dict.fromkeys(new, self._for_newcomers(server["w"])) if new else {})
+
+    def _for_newcomers(self, bodies: Mapping[EdgeId, Tree]) -> Tree:
+        """Return the largest cluster's body, and its other entries as the mean of the bodies that have them."""
+        names = {k for body in bodies.values() for k in body}
+        having = {k: [body for body in bodies.values() if k in body] for k in self.ctx.w0 if k in names}
+        means = {k: T.mean([{k: body[k]} for body in found])[k] for k, found in having.items()}
+        return {**means, **bodies[max(self.clusters(), key=lambda m: len(self.clusters()[m]))]}
 
     def aggregate(self, server: State, uploads: Sequence[Upload], round: int) -> State:
         """Keep what the clusters' servers averaged, equation (5)."""
@@ -130,6 +143,11 @@ class FedCPMDAssigned(EdgeMethod):
     # ---- client ------------------------------------------------------------------------------------------------------
     def init_client(self, data: ClientData) -> State:
         return {"own": T.clone(T.drop(self.ctx.w0, self.body(self.cluster(data.client), self.ctx.w0).__contains__))}
+
+    def model(self, view: ModelView, client: Client) -> Model | None:
+        if view == "newcomer":
+            return Model({**client.state.get("own", {}), **client.download})
+        return super().model(view, client)
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         body = self.body(self.cluster(data.client), trained.params)
