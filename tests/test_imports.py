@@ -30,7 +30,7 @@ ROOMS = [
     ["engine.messages", "data"],
     ["engine.combining"],
     ["privacy"],
-    ["engine.server_optimiser", "privacy.secure_sum.setting"],
+    ["engine.server_optimiser", "engine.robust", "engine.attacks", "privacy.secure_sum.setting"],
     ["engine.round", "runtimes.registry"],
     ["engine.edge_steps"],
     ["config"],

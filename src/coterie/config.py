@@ -28,6 +28,9 @@ from coterie.data.natural import NATURAL
 from coterie.data.settings import PartitionSettings
 from coterie.data.table import TableColumns
 from coterie.data.timeline import read_timeline
+from coterie.engine.attacks import check_attack
+from coterie.engine.combining import check_weight_cap
+from coterie.engine.robust import check_robust
 from coterie.engine.server_optimiser import check_server_optimiser
 from coterie.errors import CoterieError, unknown
 from coterie.methods import build_method, find, resolve, validation_sentence
@@ -146,6 +149,23 @@ class RunSettings(BaseModel):
         None,
         description="secure aggregation for methods that average uploads: sum(t, clip, weight, share); the server sees "
         "only sums over at least t clients, in fixed point; empty: none",
+    )
+    robust: Annotated[str, AfterValidator(check_robust)] | None = Field(
+        None,
+        description="robust estimate in place of the mean of uploads, for methods that only average them: median, "
+        "trimmed(share), krum(f), multi-krum(f, m), geometric-median, norm-clip(c) or centered-clip(tau, iterations); "
+        "empty: the mean",
+    )
+    weight_cap: Annotated[float, AfterValidator(check_weight_cap)] | None = Field(
+        None,
+        description="a client's samples count as at most this multiple of the round's median (0: no cap); empty: 10 "
+        "where nobody can check the numbers, in federations of devices with own data and with an attack, otherwise 0",
+    )
+    attack: Annotated[str, AfterValidator(check_attack)] | None = Field(
+        None,
+        description="attack of some clients, for simulations: sign-flip(share, scale), label-flip(share), "
+        "scaled(share, factor), gaussian(share, sigma), little-is-enough(share, z), backdoor(share, target) or "
+        "free-rider(share); these clients are excluded from scores; empty: none",
     )
     weighting: Literal["samples", "uniform"] | None = Field(
         None, description="weights of the clients in the average; empty: as in the method's paper"

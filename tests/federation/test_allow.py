@@ -21,6 +21,7 @@ from coterie.federation.device import DeviceHandler
 from coterie.federation.edge import EdgeHandler
 from coterie.federation.policy.allow import ALLOWED_KINDS, GOVERNED_SETTINGS, Allow, ByteBudget
 from coterie.federation.policy.allow_example import example_policy
+from coterie.federation.policy.reveal import ANYTHING
 from coterie.federation.protocol.version import PROTOCOL
 from coterie.methods import method_names
 from support.methods import METHODS
@@ -151,11 +152,11 @@ class Training:
 )
 def test_epochs_of_a_round_are_those_of_all_phases(phases: tuple[Phase, ...], epochs: float) -> None:
     method: Any = Training(*phases)  # 40 samples are four batches
-    Allow(epochs=epochs).check_request(method, TrainRequest(0, 1), 40)
+    Allow(epochs=epochs, reveal=ANYTHING).check_request(method, TrainRequest(0, 1), 40)
     with pytest.raises(
         CoterieError, match=rf"round 1 would train for {epochs} epochs, this host allows {epochs - 0.5:g}"
     ):
-        Allow(epochs=epochs - 0.5).check_request(method, TrainRequest(0, 1), 40)
+        Allow(epochs=epochs - 0.5, reveal=ANYTHING).check_request(method, TrainRequest(0, 1), 40)
 
 
 def test_training_for_evaluation_is_bounded_too() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from coterie.engine.round import Rules, plan
 from coterie.engine.session import make_loop
 from coterie.errors import CoterieError
 from coterie.federation.policy.audit import AUDIT_FILE
+from coterie.federation.policy.reveal import ANYTHING
 from coterie.federation.replay import ReplayRuntime
 from coterie.methods.ecsfl.text import ECSFL
 from coterie.storage.run_folder import Folder
 from support.federations import SMALL
 from support.federations import simulated as of_simulation
-from support.in_process_link import Federation, Handle, federation, simulated
+from support.in_process_link import ALLOW, Federation, Handle, federation, simulated
 from support.paced import Paced
 from support.replayed import same_as_replay
 
@@ -192,9 +194,12 @@ def test_a_device_holds_its_model_for_the_announced_round_only(tmp_path: Path) -
         assert not found.answers and "is over or never comes" in found.missing[0]
 
 
+ANY = replace(ALLOW, reveal=ANYTHING)  # any learning rate
+
+
 def test_a_device_whose_training_diverged_declines_before_it_announces(tmp_path: Path) -> None:
     settings = {**QUIET, **METHODS["ecs-fl-mended"], "rounds": 1, "lr": 1e6, "epochs": 3}
-    with federation(tmp_path, "ecs-fl-mended", **settings) as f:
+    with federation(tmp_path, "ecs-fl-mended", allow=dict.fromkeys(range(5), ANY), **settings) as f:
         f.loop.start()
         answers = f.runtime.run(plan(f.session.method, f.loop.server, {}, 1, Rules(seed=3, watch=False)))
         assert answers.missing.keys() == {0, 1, 2, 3, 4}

@@ -150,6 +150,8 @@ def run(
     "batch",
     "lr",
     "class_weights",
+    "robust",
+    "attack",
     use=o.UseOfAll,
 )
 def compare(

@@ -170,6 +170,7 @@ _ClientsOption = Annotated[
     "lr",
     "class_weights",
     "seed",
+    "robust",
     clients=_ClientsOption,
 )
 def serve(
@@ -422,7 +423,9 @@ def edge(
 
 
 @federation_app.command()
-@o.takes_settings("data", *o.COLUMN_OPTIONS, "model", "partition", "join", "rounds", "epochs", "batch", "lr", "seed")
+@o.takes_settings(
+    "data", *o.COLUMN_OPTIONS, "model", "partition", "join", "rounds", "epochs", "batch", "lr", "seed", "robust"
+)  # fmt: skip
 def up(
     given: dict[str, Any],
     method: Annotated[str, Argument(help="a method; `coterie list methods` shows all")],

@@ -36,6 +36,17 @@ OPTIONS: dict[str, Any] = {  # settings that have an option of their own
     ],
     "seed": Annotated[int | None, Option(help="random seed (default 0)")],
     "precision": Annotated[str | None, Option(help="float32 (default) or bf16, where autocast chooses it")],
+    "robust": Annotated[
+        str | None,
+        Option(help="median, trimmed(0.1), krum(f), multi-krum(f, m), geometric-median, norm-clip(c), centered-clip"),
+    ],
+    "attack": Annotated[
+        str | None,
+        Option(
+            help="some clients lie: sign-flip(0.2), label-flip(0.2), scaled(0.2, 10), gaussian(0.2, 1), "
+            "little-is-enough(0.2), backdoor(0.2), free-rider(0.2)"
+        ),
+    ],
     "use": Annotated[str | None, Option(help="model that clients use: received, trained, best or guarded")],
     "weights": Annotated[str | None, Option(metavar="FILE", help="pretrained weights: .safetensors or a state dict")],
     "freeze": Annotated[

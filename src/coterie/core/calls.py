@@ -2,14 +2,16 @@
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from coterie.errors import CoterieError, unknown
 
 _LONGEST = 400  # characters of such a setting
+_HYPHEN = re.compile(r"(?<=[a-z])-(?=[a-z])")  # within a name
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,15 @@ def parse_calls(setting: str, text: Any) -> tuple[WrittenCall, ...]:
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         shown = text if len(str(text)) < 80 else f"{str(text)[:80]}..."
         raise CoterieError(f"{setting} = {shown} is invalid: it must be a name or name(value, option=value)") from None
+
+
+def parse_named_call(setting: str, text: Any) -> WrittenCall:
+    """Return the only call in a text, whose name may have hyphens: multi-krum(f=2)."""
+    written = _HYPHEN.sub("_", text.lower()) if isinstance(text, str) else text
+    calls = parse_calls(setting, written)
+    if len(calls) > 1:
+        raise CoterieError(f"{setting} = {text} is invalid: it must be one name, without +")
+    return replace(calls[0], name=calls[0].name.replace("_", "-"))
 
 
 def _calls(node: ast.expr) -> list[WrittenCall]:

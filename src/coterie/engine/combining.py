@@ -151,6 +151,13 @@ def moved_names(method: Method, entries: Mapping[str, object]) -> list[str]:
     return [name for name in entries if T.plain(name) in method.ctx.net.trainable]
 
 
+def check_weight_cap(value: float) -> float:
+    """Return the setting `weight_cap`; raise CoterieError if it is neither 0 nor at least 1."""
+    if not (value == 0 or 1 <= value <= 1e9):
+        raise CoterieError(f"weight_cap = {value:g} is invalid: it must be 0 (no cap) or a number from 1")
+    return value
+
+
 def title_of(method: Method) -> str:
     """Return the name of a method for messages."""
     return method.card.title or type(method).__name__

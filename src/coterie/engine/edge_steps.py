@@ -53,7 +53,7 @@ class Merging:
         self.method, self.task, self.down = method, task, down
         self.in_two_steps = announces(method)
         schemas = {i: s.keep(is_announced) for i, s in task.schemas.items()} if self.in_two_steps else task.schemas
-        self._got = receive(schemas, sorted(answers, key=lambda a: a.client))
+        self._got = receive(schemas, sorted(answers, key=lambda a: a.client), task.weight_cap)
         self._answers = {a.client: a for a in answers}
         self._sizes = list(self._got.bytes.values())
         self._whole: dict[ClientId, Upload] = {}  # complete uploads of clients that were called
@@ -76,11 +76,12 @@ class Merging:
         """Complete the uploads of called clients."""
         said = [self._answers[i] for i in sorted(rest)]
         got = receive(self.task.schemas, [replace(a, upload={**rest[a.client], **a.upload}) for a in said])
+        counted = {u.sender: u.samples for u in self._got.uploads}
         self._sizes += [
             {"refused": T.nbytes(tree)} if i in got.refused else self.task.schemas[i].parts(tree)
             for i, tree in rest.items()
         ]
-        self._whole |= {u.sender: u for u in got.uploads}
+        self._whole |= {u.sender: replace(u, samples=counted.get(u.sender, u.samples)) for u in got.uploads}
         self.exclude(got.refused, refused=True)
         self._got.nonfinite += got.nonfinite
         self.exclude(dict.fromkeys(got.nonfinite, ""))

@@ -16,6 +16,7 @@ from coterie.core.rng import torch_rng
 from coterie.core.tasks import Classification
 from coterie.core.views import ON_REQUEST, View
 from coterie.engine import ledger
+from coterie.engine.attacks import Attack
 from coterie.engine.combining import Combiner
 from coterie.engine.edge_steps import preview
 from coterie.engine.evaluation import Evaluation, Official, Watch, notes
@@ -28,7 +29,7 @@ from coterie.runtimes.base import Conclusion, Runtime
 from coterie.storage import checkpoint
 from coterie.storage.checkpoint import Checkpoint
 from coterie.storage.client_states import Index
-from coterie.storage.run_folder import EVENTS, Folder, read_log
+from coterie.storage.run_folder import EVENTS, Folder, checkpoints, read_log, round_of
 
 CLIENTS_PER_REQUEST = 256  # bounds memory when every client is scored
 
@@ -47,6 +48,7 @@ class Schedule:
     eval_clients: int | None = None  # number of clients, and of newcomers, that are scored; None: all
     stop_after: int | None = None  # evaluations without a better value on validation data, after which the run ends
     stop_at: float | None = None  # value on validation data at which the run ends
+    attack: Attack | None = None  # some clients lie, and are not scored
     combiner: Combiner | None = None  # makes one upload of all (combining.py); None: the method gets them all
 
 
@@ -96,11 +98,17 @@ class Loop:
         self.server: State = {}
         self.edges: dict[EdgeId, State] = {}
         self.combiner = schedule.combiner
+        self.liars = frozenset[ClientId]() if schedule.attack is None else schedule.attack.liars
+        runtime.attack = schedule.attack
         self.bytes: ledger.Page = {}  # since the start of the run
         self.done = -1  # last finished round
         self.validation: dict[int, float] = {}  # value on validation data by round, where clients were scored
         self.ended = ""  # why the run ended before its last round
         self.event: dict[str, Any] = {}  # the last line of the log
+        self._setbacks = 0  # rounds in a row that showed that the model diverged
+        self._back_to: int | None = None  # round whose state counts after such a round
+        self._unsaid: list[str] = []  # warnings about the last round
+        self._known_caps: set[ClientId] = set()  # clients whose capped weight was reported
         self._plans: list[tuple[State, RoundPlan]] = []  # plans of the next round by server state
 
     @property
@@ -140,6 +148,9 @@ class Loop:
                 break
             begun = time.perf_counter()
             value, nonfinite = self.step()
+            for sentence in self._unsaid:
+                callbacks.on_warning(sentence)
+            self._unsaid = []
             seconds = time.perf_counter() - begun
             cpu = {} if self.runtime.cpu is None else {"cpu": round(self.runtime.cpu, 6)}
             self.folder.timing(round=t, seconds=round(seconds, 6), **cpu)
@@ -164,7 +175,8 @@ class Loop:
         self.server, self.edges, self.combiner = result.server, result.edges, result.combiner
         self.bytes = ledger.total([self.bytes, result.bytes])
         self.done = t
-        trained = [answers.trained[i] for i in sorted(answers.trained) if i not in result.refused]
+        excluded = {*result.refused, *self.liars}
+        trained = [answers.trained[i] for i in sorted(answers.trained) if i not in excluded]
         watch = Watch.of(self.method.ctx.task, trained) if schedule.rules.watch else None
         self._plans = [(s, p) for s, p in self._plans if s is self.server and p.round > t]
         last = t == schedule.rounds
@@ -173,6 +185,11 @@ class Loop:
             evaluation = self.evaluate(True)
         if self.budget is not None and not last and not self.ended and (why := self.budget.over()):
             self.ended, evaluation = why, self.evaluate(True)
+        for i in sorted(result.capped.keys() - self._known_caps):
+            claim = f"client {i} claims {answers.trained[i].samples} samples, which count as {result.capped[i]}"
+            cap = f"weight_cap = {schedule.rules.weight_cap:g} times the median"
+            self._unsaid.append(f"round {t}: {self.runtime.named(i, claim)} ({cap})")
+            self._known_caps.add(i)
         self._record(result, planned.participants, trained, watch, evaluation)
         if evaluation is not None:
             return evaluation.headline(self.schedule.headline), evaluation.nonfinite()
@@ -220,8 +237,34 @@ class Loop:
                 return answers, result
             result = close_contained(self.method, self.server, self.edges, planned, answers, self._probe, self.combiner)
             result = replace(result, reasons={i: self.runtime.named(i, why) for i, why in result.reasons.items()})
-            if self.runtime.conclude(planned, answers, result) is Conclusion.ACCEPT:
+            conclusion = self.runtime.conclude(planned, answers, result)
+            if conclusion is Conclusion.SET_BACK:
+                return answers, self._set_back(result)
+            if conclusion is Conclusion.ACCEPT:
+                self._setbacks, self._back_to = 0, None
                 return answers, result
+
+    def _set_back(self, result: RoundResult) -> RoundResult:
+        """Return the result of a round that shows that the model diverged: an earlier state of server and clients.
+
+        Rounds go on with the next number, so that other participants are drawn. A further such round goes back by one
+        state more, the next by two, four and so on, as far as there are checkpoints; then the present state stays.
+        """
+        now = self.done if self._back_to is None else self._back_to
+        back = now - max(1, 2 ** (self._setbacks - 1))
+        self._setbacks += 1
+        combiner, paths = self.schedule.combiner, [p for p in checkpoints(self.folder.path) if round_of(p) <= back]
+        if paths:
+            saved = checkpoint.load_checkpoint(paths[-1], type(self.method).__name__)
+            self._back_to, server, edges = saved.round, saved.server, saved.edges
+            combiner = None if combiner is None else replace(combiner, memory=saved.combiner)
+            self.runtime.restore(saved.clients)
+        elif back < self.first and not self.method.opening():
+            self._back_to, server, edges = self.first - 1, self.method.setup(), {}
+            self.runtime.restore(None)
+        else:
+            self._back_to, server, edges, combiner = now, self.server, self.edges, self.combiner
+        return replace(result, server=server, edges=edges, accepted=[], combiner=combiner)
 
     def _planned(self, server: State, edges: Mapping[EdgeId, State], t: int) -> RoundPlan:
         for known, planned in self._plans:
@@ -292,6 +335,9 @@ class Loop:
             **({"adapting": found.adapting} if found and found.adapting else {}),
             **({"combined": facts} if (facts := self.combiner.facts() if self.combiner else {}) else {}),
             **({"privacy": self.budget.facts()} if self.budget else {}),
+            **({"liars": liars} if (liars := sorted(self.liars & set(participants))) else {}),
+            **({} if self._back_to is None else {"set_back_to": self._back_to}),
+            **({"capped": dict(result.capped)} if result.capped else {}),
             **({"reasons": result.reasons} if result.reasons else {}),
             **({"ended": self.ended} if self.ended else {}),
         )
@@ -335,7 +381,7 @@ class Loop:
 
     def _scored(self, ids: Sequence[ClientId]) -> Sequence[ClientId]:
         """Return all clients, or as many as the run asks for: the same ones in every evaluation."""
-        n = self.schedule.eval_clients
+        n, ids = self.schedule.eval_clients, [i for i in ids if i not in self.liars]
         if n is None or n >= len(ids):
             return ids
         order = torch.randperm(len(ids), generator=torch_rng(self.schedule.rules.seed, "scored"))

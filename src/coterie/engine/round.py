@@ -38,6 +38,7 @@ class Rules:
     log_updates: bool = False
     poisson: bool = False  # every client takes part with probability `join`, independently of all others
     secret: bool = False  # nobody can compute the participants from the seed
+    weight_cap: float | None = None  # largest number of samples that counts, as a multiple of the median
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class RoundPlan:
     down: Bytes  # declared bytes to the clients that talk to the cloud
     edges_down: Bytes
     shared: Tree = field(default_factory=dict)  # part of the download that all clients get
+    weight_cap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class RoundResult:
     bytes: ledger.Page
     combiner: Combiner | None = None  # after this round
     doubtful: frozenset[ClientId] = frozenset()  # refused clients whose upload may not be the cause
+    capped: Mapping[ClientId, int] = field(default_factory=dict)  # samples that count, of clients that claim more
 
     @property
     def left_out(self) -> dict[ClientId, str]:
@@ -110,7 +113,7 @@ def plan(
     for edge, members in attached:
         requests = tuple(request(i) for i in members if i not in failing)
         schemas = {r.client: method.schema("up", Moment(server, r.client, round)) for r in requests}
-        tasks.append(MergeRequest(edge, round, members, requests, schemas))
+        tasks.append(MergeRequest(edge, round, members, requests, schemas, rules.weight_cap))
     down, edges_down = method.schema("down"), method.schema("edge_down")
     return RoundPlan(
         round=round,
@@ -123,6 +126,7 @@ def plan(
         down=summed(down.parts(sent.to(i)) for i in ids if i not in served),
         edges_down=summed(edges_down.parts(tree) for edge, _ in attached for tree in edge.received),
         shared=sent.shared,
+        weight_cap=rules.weight_cap,
     )
 
 
@@ -172,7 +176,9 @@ def close(
     arrived = [answers.trained[r.client] for r in plan.direct if r.client in answers.trained]
     schemas = {a.client: method.schema("up", Moment(server, a.client, plan.round)) for a in arrived}
     secure = None if combiner is None or plan.round == 0 else combiner.secure
-    direct = receive(schemas, arrived) if answers.summed is None else Received()
+    direct = receive(schemas, arrived, plan.weight_cap) if answers.summed is None else Received()
+    claimed = {a.client: a.samples for a in arrived}
+    capped = {u.sender: u.samples for u in direct.uploads if u.samples < claimed[u.sender]}
     if secure is not None:  # single uploads do not cross a link
         page = ledger.total([page, answers.sum_bytes or secure.traffic(method, len(arrived))])
     elif arrived:
@@ -204,7 +210,9 @@ def close(
         ledger.add_bytes(page, EDGE_CLOUD, "up", method.schema("edge_up").parts(answer.upload))
         new_edges[e] = answer.state
         merged.append(answer.as_upload)
-        accepted += [i for i in answer.senders if i in theirs]
+        accepted += (senders := [i for i in answer.senders if i in theirs])
+        claims = {i: answers.trained[i].samples for i in senders if i in answers.trained}
+        capped |= {i: n for i, n in counted_samples(claims, plan.weight_cap).items() if n < claims[i]}
 
     uploads = [*merged, *direct.uploads]
     if secure is not None and 0 < len(uploads) < secure.fewest:
@@ -232,6 +240,7 @@ def close(
         bytes=page,
         combiner=combiner,
         doubtful=frozenset(doubtful),
+        capped=dict(sorted(capped.items())),
     )
 
 
@@ -245,8 +254,10 @@ class Received:
     bytes: dict[ClientId, Bytes] = field(default_factory=dict)  # bytes of all uploads: they have crossed the link
 
 
-def receive(schemas: Mapping[ClientId, Schema], answers: Sequence[TrainAnswer]) -> Received:
-    """Keep the uploads that are what their schemas declare."""
+def receive(
+    schemas: Mapping[ClientId, Schema], answers: Sequence[TrainAnswer], weight_cap: float | None = None
+) -> Received:
+    """Keep the uploads that are what their schemas declare, with the numbers of samples that count."""
     got = Received()
     for a in answers:
         schema = schemas[a.client]
@@ -261,7 +272,18 @@ def receive(schemas: Mapping[ClientId, Schema], answers: Sequence[TrainAnswer]) 
         else:
             got.uploads.append(Upload(a.upload, a.note, a.client, a.samples))
         got.bytes[a.client] = schema.parts(a.upload)
+    counted = counted_samples({u.sender: u.samples for u in got.uploads}, weight_cap)
+    got.uploads = [replace(u, samples=counted[u.sender]) for u in got.uploads]
     return got
+
+
+def counted_samples(claimed: Mapping[ClientId, int], weight_cap: float | None) -> dict[ClientId, int]:
+    """Return the numbers of samples that count: at most `weight_cap` times the lower median of at least three."""
+    if weight_cap is None or len(claimed) < 3:
+        return dict(claimed)
+    median = sorted(claimed.values())[(len(claimed) - 1) // 2]
+    most = int(weight_cap * max(1, median))
+    return {i: min(n, most) for i, n in claimed.items()}
 
 
 def _drawn(seed: int, what: str, round: int, client: ClientId, share: float) -> bool:

@@ -150,6 +150,8 @@ class DeviceHandler:
                 raise CoterieError(f"round {round} is over or never comes (my state: {job.base})")
             samples = len(session.federation.data(job.request.client, job.request.data_round).train)
             self.allow.check_request(session.method, job.request, samples)
+            if isinstance(job.request, TrainRequest):
+                self.allow.reveal.check_download(session.method, job.request)
             self._spent.count("down", job.run, round, sum(arrived.values()))
             self._take_seat(job.run, job.request.client)
             answer = self._held_part(job) if isinstance(job.request, SendRequest) else self._compute(session, job)

@@ -4,6 +4,7 @@ Payloads are checked by the method's schemas where they are used: in the cloud b
 merged by `engine.edge_steps.merge`, on a device before it trains. This module checks the rest of a message.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 from coterie.core.context import ClientId
@@ -24,14 +25,15 @@ from coterie.engine.messages import (
     TrainAnswer,
     TrainRequest,
     check_message,
-    check_number,
     check_score,
 )
+from coterie.engine.round import counted_samples
 from coterie.errors import CoterieError
 from coterie.federation.protocol.messages import Answer, Request, WireBytes
 
 _SCORES = {f"{view}/{part}" for view in VIEWS for part in ("test", "val")}
 _HEADER_BYTES = 2**16  # bytes of a message in addition to its tensors
+_LARGEST_NOTE = 1e9  # largest number for the log; NaN and infinity mean that training diverged
 _ENTRY_BYTES = 512  # bytes in the header for each tensor
 
 
@@ -55,7 +57,6 @@ def _check_trained(a: TrainAnswer, request: TrainRequest, samples: int, task: Ta
     _check_sender(a, request, samples)
     if a.steps < 0 or a.seen < 0:
         raise CoterieError(f"it reports {a.steps} steps and {a.seen} samples")
-    check_number(a.loss, "the loss")
     for score in (a.before, a.after):
         if score is not None:
             check_score(score, task)
@@ -88,7 +89,8 @@ def check_note(note: Mapping[str, float]) -> None:
     if len(note) > 1000 or any(len(k) > 200 for k in note):
         raise CoterieError("the note is too long")
     for k, v in note.items():
-        check_number(v, f"in the note, {k!r}")
+        if math.isfinite(v) and abs(v) > _LARGEST_NOTE:
+            raise CoterieError(f"in the note, {k!r} is {v:g}")
 
 
 def check_merged(
@@ -99,7 +101,8 @@ def check_merged(
     named = [*answer.senders, *answer.refused, *answer.nonfinite]
     if answer.edge != task.edge.id or sorted(named) != sorted(asked):
         raise CoterieError("it was merged from other clients than those that answered")
-    if answer.samples != sum(answered[i].samples for i in answer.senders):
+    claimed = {i: answered[i].samples for i in answer.senders}
+    if answer.samples != sum(counted_samples(claimed, task.weight_cap).values()):
         raise CoterieError("the merged upload reports a different number of samples than its senders have")
     check_note(answer.note)
     _check_bytes(answer.down, method.schema("down"), len(task.clients), "down")

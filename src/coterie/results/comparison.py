@@ -17,6 +17,7 @@ from coterie.results.tables import latex_table, markdown_table
 
 WORK = {"steps": "steps", "samples": "samples", "CPU s": "cpu"}  # columns of local training, and their names in a run
 MODEL = "model"  # column with the view of each row, if they differ
+ATTACK = "attack success"  # column with the share of test items that an attack has classified as it wants
 HIDDEN_COLUMNS = ("clusters", "received", "edge")  # shown in tables on request only; files have them
 
 
@@ -36,6 +37,7 @@ def _columns(view: str) -> dict[str, tuple[str, str]]:
         **{v: (v, "last") for v in others},
         "newcomer": ("newcomers/personal", "last"),
         "newcomer adapted": ("newcomers/adapted", "last"),
+        ATTACK: ("attack", "last"),
     }
 
 
@@ -145,7 +147,7 @@ class Comparison:
         """Return the table as text, accuracies in percent; `brief`: the columns that fit a narrow screen."""
         frame = self.table()
         out = pd.DataFrame(index=frame.index)
-        more = ("personal", "global", "trained", "adapted", "newcomer", "newcomer adapted")
+        more = ("personal", "global", "trained", "adapted", "newcomer", "newcomer adapted", ATTACK)
         main = (
             self.first,
             "worst 10%",
@@ -237,7 +239,7 @@ class Comparison:
 
     def _best(self, frame: pd.DataFrame, name: str) -> list[str]:
         """Return the methods with the best value of a column as it is shown; none if all have the same value."""
-        if name not in self.columns:
+        if name not in self.columns or name == ATTACK:
             return []
         metric = next((m for m in self.metrics[1:] if name in (m.name, f"pooled {m.name}")), self.metric)
         if metric.name in self.added and metric not in NAMED_METRICS.values():

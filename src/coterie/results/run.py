@@ -81,6 +81,11 @@ class Run:
         return "by device" if self.own_data else str(self.settings["federation"]["partition"])
 
     @property
+    def attack(self) -> str:
+        """The attack of some clients, whose liars are not scored; empty without one."""
+        return str(self.settings.get("attack") or "")
+
+    @property
     def client_names(self) -> list[str] | None:
         """The clients' names by number, if the data have names."""
         return self.description.get("client_names")
@@ -245,6 +250,8 @@ class Run:
         if personal.get("undefined"):
             clients = f"{personal['undefined']} of {personal['clients']} clients"
             out.append(f"{self.title}: {self.metric.name} is not defined for {clients}, which its mean leaves out")
+        if self.attack:
+            out.append(f"{name}: some clients lie (attack = {self.attack}); the scores are those of the others")
         for m in self.task.added:
             if n := personal.get(f"undefined {m.name}"):
                 clients = f"{n} of {personal['clients']} clients"
@@ -320,7 +327,10 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """Return the statistics of the evaluation protocol (see statistics.py)."""
-        return summarise(self.rounds, int(self.settings["rounds"]), self.task.reported)
+        out = summarise(self.rounds, int(self.settings["rounds"]), self.task.reported)
+        if self.attack and "attack" not in out and self.metric.name == "accuracy" and "personal" in out:
+            out["attack"] = {**out["personal"], "last": 1 - out["personal"]["last"]}  # any wrong class is a success
+        return out
 
     def work(self, view: str = "") -> dict[str, float]:
         """Return the local training of all clients until the last round: steps, samples, and processor seconds as cpu.

@@ -26,6 +26,8 @@ def summarise(rounds: pd.DataFrame, planned: int, metrics: Sequence[Metric] = Cl
             name = f"{mark}{view}/test"
             if f"{name}/mean" in rounds and rounds[f"{name}/mean"].notna().any():
                 out[f"{mark}{view}"] = _view(rounds, name, f"{mark}{view}/val/mean", final, metrics)
+    if "personal/attack/mean" in rounds:  # the success of an attack that wants certain classes
+        out["attack"] = _view(rounds, "personal/attack", "", final, metrics[:1])
     for when in ("before", "after"):
         if (column := f"participants/{when}/pooled") in rounds:
             out[f"participants_{when}_last10"] = float(rounds[column][rounds.index > final - 10].mean())

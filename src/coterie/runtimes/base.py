@@ -10,6 +10,7 @@ from coterie.config import Engine
 from coterie.core.context import ClientId, State
 from coterie.core.edges import EdgeMethod
 from coterie.core.method import Method
+from coterie.engine.attacks import Attack
 from coterie.engine.edge_steps import merge, relay
 from coterie.engine.messages import (
     Job,
@@ -52,6 +53,7 @@ class Conclusion(Enum):
     """The decision about a round that was aggregated."""
 
     ACCEPT = auto()  # its result counts
+    SET_BACK = auto()  # most answers show that the model diverged: the server goes back to an earlier state
     REPEAT = auto()  # too few clients count: its result is dropped, and the same plan is run again
 
 
@@ -60,6 +62,7 @@ class Runtime(ABC):
 
     method: Method
     trusted = False  # True: clients are part of this program, so a wrong upload is an error of the method
+    attack: Attack | None = None  # liars among the clients; a simulation only
     cpu: float | None = None  # processor seconds of the clients' training in the last round, if they are known
 
     @abstractmethod
@@ -116,6 +119,8 @@ class Runtime(ABC):
             requests += theirs
             handed.append(down)
         trained, missing = self.train(requests)
+        if self.attack is not None:
+            trained = self.attack.falsified(self.method, {r.client: r for r in requests}, trained)
         merged: dict[int, MergeAnswer] = {}
         for task, down in zip(plan.edges, handed, strict=True):
             assert isinstance(self.method, EdgeMethod)

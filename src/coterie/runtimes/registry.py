@@ -24,6 +24,7 @@ class RuntimeKind:
     checkpoint_every_round: bool = False  # clients keep states of their own, which must not be far ahead of the server
     supports_stacked_training: bool = True  # one process holds many clients
     supports_warm_start: bool = True  # clients can start from given values instead of values drawn from the seed
+    supports_attacks: bool = True  # clients are simulated, so that some may be made to lie
     states_stay_on_devices: bool = False  # the run folder has no client states and no personal models
     worker_processes: bool = False  # the training engine may choose the number of processes
     uses_address: bool = False
@@ -43,6 +44,7 @@ RUNTIMES = {
         checkpoint_every_round=True,
         supports_stacked_training=False,
         supports_warm_start=False,
+        supports_attacks=False,
         states_stay_on_devices=True,
         trains_here=True,
     ),

@@ -17,6 +17,7 @@ from coterie.core.states import typed
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView, Use
 from coterie.data.federation import Federation
+from coterie.engine.attacks import ATTACKED, Attack
 from coterie.engine.messages import (
     Job,
     Remote,
@@ -68,6 +69,7 @@ class Clients:
     others: Mapping[ClientId, Method] = field(default_factory=dict)  # bound to other models, for clients that have one
     use: Use = "received"  # rule for the model that a client uses
     guard: DeviceSide | None = None  # protects what leaves a client; None: it leaves as it is
+    attack: Attack | None = None  # liars among the clients; a simulation only
     place: Workplace = field(default_factory=lambda: Workplace(CPU))  # where hooks are called
 
     def on(self, device: torch.device) -> "Clients":
@@ -156,6 +158,8 @@ class Clients:
         request = job.request
         which = request.client, request.data_round
         data, test = self.place.data((self.federation.data(*which), self.federation.test(*which)))
+        if self.attack is not None and isinstance(request, TrainRequest):
+            data = self.attack.poisoned(data)
         assert not isinstance(job.state, Remote)
         stored = self.place.moved(client_state(self.method, job.state, data))
         memory = stored.memory if self.rule.keep else None
@@ -282,6 +286,7 @@ class Clients:
             put = self._putter(opened, scores)
             everybody = range(len(jobs))
             put("personal", own, everybody)
+            self._attacked(own, opened, scores)
             same = [self._is_global(whole, model) for model in own]
             if whole is not None:
                 for score in (s for s, known in zip(scores, same, strict=True) if known):
@@ -330,6 +335,13 @@ class Clients:
                     scores[i][f"{view}/{part}"] = s
 
         return put
+
+    def _attacked(self, own: Sequence[Model], opened: Sequence[Opened], scores: list[dict[str, Score]]) -> None:
+        """Score the personal models on test items as the attack wants them classified: its success."""
+        for i, o in enumerate(opened if self.attack is not None else ()):
+            assert self.attack is not None
+            if (split := self.attack.wanted(o.test)) is not None:
+                scores[i][ATTACKED] = replace(score_model(self.method, *own[i], split), samples=())
 
     def _edge(
         self, opened: Sequence[Opened], scores: list[dict[str, Score]], put: Callable[..., None], round: int

@@ -22,6 +22,7 @@ from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation, as_given, federate
 from coterie.data.sources import load_dataset
 from coterie.data.target_types import with_task
+from coterie.engine.attacks import Attack
 from coterie.engine.provenance import import_named
 from coterie.engine.session.combiner import combiner_of
 from coterie.engine.session.spec import Factory, Function, Objects, Session, fitting_options, model_name
@@ -156,7 +157,7 @@ def bind(
     if settings.augment is not None:
         example = federation.dataset.ready(torch.arange(2), federation.settings.normalize)
         check_items(settings.augment, example, federation.task.name)
-    if (combiner := combiner_of(settings, federation)) is not None:
+    if (combiner := combiner_of(settings, method, federation)) is not None:
         combiner.check(method)
     _check_metrics(settings, method.ctx, federation)
     if settings.loss is not None and method.ctx.own_loss is not None:
@@ -167,7 +168,19 @@ def bind(
     notes = (*_output_notes(method.ctx, federation), *_unused_notes(settings, method), *weights)
     if combiner is not None and isinstance(combiner.estimate, NoisedSum):
         notes = (*notes, *combiner.estimate.warnings(method))
-    return Session(settings, engine, federation, method, notes=notes, loaded=loaded, rule=rule, functions=functions)
+    attack = _attack(settings, method, federation)
+    return Session(
+        settings, engine, federation, method, notes=notes, loaded=loaded, rule=rule, functions=functions, attack=attack
+    )
+
+
+def _attack(settings: RunSettings, method: Method, federation: Federation) -> Attack | None:
+    """Return the attack of a simulation; raise CoterieError if it is not possible with this method and data."""
+    if settings.attack is None:
+        return None
+    rows = torch.arange(0, len(federation.dataset), max(1, len(federation.dataset) // 256))
+    examples = federation.dataset.ready(rows, federation.settings.normalize)
+    return Attack.of(settings.attack, method, examples)
 
 
 def _functions(settings: RunSettings, given: Mapping[str, Function]) -> dict[str, Function]:

@@ -1,16 +1,20 @@
-"""The combiner that the settings of a run ask for."""
+"""The combiner and the cap of weights that the settings of a run ask for."""
 
 from coterie.config import RunSettings
+from coterie.core.method import Method
 from coterie.data.federation import Federation
 from coterie.engine.combining import Combiner
+from coterie.engine.robust import RobustEstimate
 from coterie.engine.server_optimiser import ServerOptimiser
 from coterie.errors import CoterieError
 from coterie.privacy.noised_sum import NoisedSum
 from coterie.privacy.secure_sum.setting import SecureSum
 from coterie.privacy.setting import privacy_setting
 
+WEIGHT_CAP = 10.0  # multiple of the median, where nobody can check the numbers of samples
 
-def combiner_of(settings: RunSettings, federation: Federation, secret: bool = False) -> Combiner | None:
+
+def combiner_of(settings: RunSettings, method: Method, federation: Federation, secret: bool = False) -> Combiner | None:
     """Return the combiner of a run; None if the method gets the single uploads. `secret`: no noise is repeatable."""
     moves = () if settings.server_optimizer is None else (ServerOptimiser(settings.server_optimizer),)
     noised = NoisedSum(settings.dp, secret) if settings.dp and privacy_setting(settings.dp).unit == "client" else None
@@ -19,7 +23,12 @@ def combiner_of(settings: RunSettings, federation: Federation, secret: bool = Fa
         raise CoterieError(
             f"dp = {settings.dp} cannot be combined with secure = {settings.secure}: its noise is central"
         )
-    return Combiner(secure or noised, moves) if secure or noised or moves else None
+    sends = bool(method.schema("up").entries)  # a robust estimate of nothing is nothing: Local-Only in a comparison
+    robust = RobustEstimate(settings.robust) if settings.robust is not None and sends else None
+    if robust and (noised or secure):
+        other = f"dp = {settings.dp}" if noised else f"secure = {settings.secure}"
+        raise CoterieError(f"robust = {settings.robust} cannot be combined with {other}, which is for a sum of uploads")
+    return Combiner(secure or noised or robust, moves) if secure or noised or robust or moves else None
 
 
 def _largest(federation: Federation) -> int | None:
@@ -27,3 +36,11 @@ def _largest(federation: Federation) -> int | None:
     if not federation.knows_all_clients:
         return None
     return max(int(federation.sizes("train", t).max()) for t in federation.timeline.rounds)
+
+
+def weight_cap_of(settings: RunSettings, federation: Federation) -> float | None:
+    """Return the largest number of samples that counts, as a multiple of the round's median; None without a cap."""
+    if settings.weight_cap is not None:
+        return settings.weight_cap or None
+    unchecked = not federation.knows_all_clients or settings.attack is not None
+    return WEIGHT_CAP if unchecked else None

@@ -10,7 +10,7 @@ from safetensors.torch import save
 from coterie.engine.evaluation import Official
 from coterie.engine.loop import Callbacks, Loop, Schedule
 from coterie.engine.round import Rules
-from coterie.engine.session.combiner import combiner_of
+from coterie.engine.session.combiner import combiner_of, weight_cap_of
 from coterie.engine.session.resume import check_unchanged, device_notes, short_batch_warning, training_engine_at_start
 from coterie.engine.session.spec import Session
 from coterie.errors import CoterieError
@@ -40,9 +40,10 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
     """Return the loop over the rounds of a session."""
     s, dp, secret = session.settings, session.privacy, not runtime.trusted
     poisson = dp is not None and dp.unit == "client"
+    cap = weight_cap_of(s, session.federation)
     schedule = Schedule(
         rounds=s.rounds,
-        rules=Rules(s.seed, s.dropout, s.stragglers, s.watch, s.log_updates, poisson, secret),
+        rules=Rules(s.seed, s.dropout, s.stragglers, s.watch, s.log_updates, poisson, secret, cap),
         eval_every=s.eval_every,
         checkpoint_every=1 if runtime_kind(session.engine.runtime).checkpoint_every_round else s.checkpoint_every,
         final_trained=s.final_trained,
@@ -51,7 +52,8 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
         eval_clients=s.eval_clients,
         stop_after=s.stop_after,
         stop_at=s.stop_at,
-        combiner=combiner_of(s, session.federation, secret),
+        combiner=combiner_of(s, session.method, session.federation, secret),
+        attack=session.attack,
     )
     official: Official | None = None
     if s.official:
@@ -91,6 +93,8 @@ def execute(
         raise CoterieError("warm_start needs runtime = local or ray: devices draw initial values from the seed")
     if session.settings.weights is not None and not kind.supports_warm_start:
         raise CoterieError("weights needs runtime = local or ray: devices do not have the file")
+    if session.attack is not None and not kind.supports_attacks:
+        raise CoterieError("attack is for simulations (runtime = local or ray): it makes some of the clients lie")
     if not resume and (out / "settings.json").exists():
         raise CoterieError(f"{out} already holds a run; continue it with --resume {out} or choose a different folder")
     if warning := session.extension_warning():

@@ -19,6 +19,7 @@ from coterie.core.schedules import uses_length
 from coterie.core.views import Use
 from coterie.data.dataset import Dataset
 from coterie.data.federation import Federation
+from coterie.engine.attacks import Attack
 from coterie.engine.provenance import code_digest, method_digest, model_digest, origin, recalled, source_digest
 from coterie.errors import CoterieError
 from coterie.methods import unusual_reading
@@ -105,6 +106,7 @@ class Session:
     loaded: tuple[str, ...] = ()  # what the model got from files, and what is frozen, one sentence each
     rule: Optimiser = field(default_factory=Optimiser)  # optimiser of local training
     functions: Mapping[str, Function] = field(default_factory=dict)  # functions of the user, by setting
+    attack: Attack | None = None  # liars among the clients
 
     def method_of(self, client: int) -> Method:
         """Return the method bound to this client's model."""
@@ -119,7 +121,7 @@ class Session:
         """Return the client side of the run, which trains and scores; `deployed`: on a device of a real federation."""
         stacker = Stacker(self.method.ctx, self.rule) if self.engine.engine == "stack" else None
         guard = None if self.privacy is None else DeviceSide(self.privacy, deployed)
-        return Clients(self.method, self.federation, self.rule, stacker, self.others, self.use, guard)
+        return Clients(self.method, self.federation, self.rule, stacker, self.others, self.use, guard, self.attack)
 
     @property
     def privacy(self) -> PrivacySetting | None:
@@ -172,6 +174,9 @@ class Session:
                 f"{method.card.title} chooses by validation data: {few} of {len(federation.clients)} clients have "
                 f"fewer than {_FEW} such samples and follow the choice of all (val_share = {s.federation.val_share:g})"
             )
+        if self.attack is not None:
+            liars = ", ".join(map(str, sorted(self.attack.liars)))
+            sentences.append(f"attack = {self.attack.text}: clients {liars} lie, and scores are those of the others")
         return sentences
 
     def warnings(self) -> list[str]:

@@ -21,6 +21,8 @@ from coterie.federation.policy.quarantine import Quarantine
 from coterie.federation.protocol.messages import Answer, EdgeAnswer, EdgeJob, Request
 from coterie.federation.validation import SamplesError, check_answer, check_merged
 
+KnownSamples = Callable[[ClientId, int], int]  # training samples of a client in a round, by the partition
+
 
 @dataclass(frozen=True)
 class AdmissionRules:
@@ -40,7 +42,9 @@ class Admission:
         membership: Membership,
         quarantine: Quarantine,
         liveness: Liveness,
+        known_samples: KnownSamples | None = None,
     ):
+        self.known_samples = known_samples
         self.method, self.rules, self.membership = method, rules, membership
         self.quarantine, self.liveness = quarantine, liveness
 
@@ -75,6 +79,10 @@ class Admission:
     def check(self, answer: Value, request: Request) -> Answer:
         """Return the answer of a device; raise CoterieError if it is not an answer to the request."""
         entry = self.membership.roster.entries[request.client]
+        if self.known_samples is not None and request.client in self.method.ctx.clients:
+            claimed = entry.hello.samples_in(request.data_round)
+            if claimed != (known := self.known_samples(request.client, request.data_round)):
+                raise CoterieError(f"it reports {claimed} samples, the partition gives client {request.client} {known}")
         try:
             return check_answer(answer, request, entry.hello.samples_in(request.data_round), self.method.ctx.task)
         except SamplesError:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from coterie.config import Engine, RunSettings
 from coterie.core.metrics import check_counts_suffice
+from coterie.data.federation import Federation
 from coterie.data.table import TableEncoding
 from coterie.engine.loop import Progress
 from coterie.engine.session import Callbacks, Session, bind, execute, prepare
 from coterie.errors import CoterieError
-from coterie.federation.cloud.admission import AdmissionRules
+from coterie.federation.cloud.admission import AdmissionRules, KnownSamples
 from coterie.federation.cloud.liveness import Liveness
 from coterie.federation.cloud.runtime import FederationRuntime
 from coterie.federation.cloud.status_file import StatusFile
@@ -103,6 +104,8 @@ def check_possible(settings: RunSettings) -> None:
             raise CoterieError(f"{name} = true {why}; the devices of a federation do not send them")
     if settings.secure is not None:
         raise CoterieError(f"secure = {settings.secure} is for simulations")
+    if settings.attack is not None:
+        raise CoterieError("attack is for simulations: it makes some of the clients lie")
     check_counts_suffice(settings.metrics)
 
 
@@ -119,6 +122,13 @@ def over_grpc(cloud: CloudSettings) -> Connect:
     return connect
 
 
+def known_samples(federation: Federation) -> KnownSamples | None:
+    """Return the numbers of training samples that the partition of named data gives; None for devices' own data."""
+    if not federation.knows_all_clients:
+        return None
+    return lambda client, round: federation.size(client, "train", round)
+
+
 @contextmanager
 def open_cloud(
     session: Session,
@@ -133,7 +143,9 @@ def open_cloud(
     liveness = Liveness() if status is None else Liveness(status.publish)
     with connect(liveness) as (link, roles):
         plan = FederationPlan.of(session, cloud.run)
-        runtime = FederationRuntime(session.method, link, plan, roles, folder, waiting, admission, liveness)
+        runtime = FederationRuntime(
+            session.method, link, plan, roles, folder, waiting, admission, liveness, known_samples(session.federation)
+        )
         if status is not None:
             status.watch(runtime)
         try:

@@ -19,8 +19,9 @@ from coterie.engine.messages import (
 )
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult
 from coterie.errors import CoterieError, sentence
-from coterie.federation.cloud.admission import Admission, AdmissionRules
+from coterie.federation.cloud.admission import Admission, AdmissionRules, KnownSamples
 from coterie.federation.cloud.dispatch import Dispatcher, excluded_line
+from coterie.federation.cloud.divergence import DivergenceWatch
 from coterie.federation.cloud.liveness import Liveness
 from coterie.federation.cloud.membership import Membership
 from coterie.federation.cloud.round_trip import Collected, RoundTrip, make_jobs
@@ -55,16 +56,18 @@ class FederationRuntime(Runtime):
         waiting: WaitingRules,
         admission: AdmissionRules | None = None,
         liveness: Liveness | None = None,
+        known_samples: KnownSamples | None = None,  # None: devices have data of their own
     ):
         rules = admission or AdmissionRules()
         self.method, self.plan, self.liveness = method, plan, liveness or Liveness()
         self.wire, self.audit = WireBytesLog(folder / "wire.jsonl"), AuditLog(folder / AUDIT_FILE)
         self.quarantine = Quarantine(folder, rules.quarantine_after)
         roster = Roster(folder / "roster.json", len(method.ctx.clients))
+        self.divergence = DivergenceWatch()
         self.versions = StateVersions(plan.places, roster)
         self.dispatcher = Dispatcher(link, plan.model_dump_json(), plan.run, method, self.audit)
         self.membership = Membership(self.dispatcher, roster, roles, self.versions, self.quarantine, self.liveness)
-        self.admission = Admission(method, rules, self.membership, self.quarantine, self.liveness)
+        self.admission = Admission(method, rules, self.membership, self.quarantine, self.liveness, known_samples)
         self.waiting = Waiting(waiting, self.membership, self.liveness)
 
     # ---- a round -----------------------------------------------------------------------------------------------------
@@ -92,10 +95,20 @@ class FederationRuntime(Runtime):
     def conclude(self, plan: RoundPlan, answers: RoundAnswers, result: RoundResult) -> Conclusion:
         """Count refused answers, and accept the round if enough of the asked clients count.
 
+        If most answers share a fault, the model is to blame: no refusal counts, and the server goes back.
         Uploads with NaN count as answers: their senders would give the same answer again.
         """
         assert isinstance(answers, RoundTrip)
         t, excluded = plan.round, result.left_out
+        if fault := self.divergence.fault(answers, result, self.membership.name):
+            self.waiting.accept()
+            self.liveness.problem(
+                f"round {t}: {fault}: the model goes back to an earlier state, and no sender is blamed; "
+                "a lying sender can cause this (--robust)"
+            )
+            for client, reason in excluded.items():
+                self._note_excluded(t, "train", client, reason, client in answers.absent)
+            return Conclusion.SET_BACK
         self.admission.count_refusals(t, answers, result)
         count = len(result.accepted) + len(result.nonfinite)
         needed = min(self.waiting.rules.min_clients, len(answers.asked))

@@ -139,7 +139,8 @@ class LocalNodes:
         model = str(self.model_name)
         models = [name for _, name in parse_client_models(model)] if is_assignment(model) else [model]
         allowed = {"methods": [self.method], **({} if self.model_name in (None, WITH_NORM) else {"models": models})}
-        write_atomic(path, "".join(f"{k} = {json.dumps(v)}\n" for k, v in allowed.items()).encode(), durable=False)
+        text = "".join(f"{k} = {json.dumps(v)}\n" for k, v in {**allowed, "reveal": "anything"}.items())
+        write_atomic(path, text.encode(), durable=False)
         return ["--allow", str(path)]
 
     def _data_dir(self) -> list[str]:

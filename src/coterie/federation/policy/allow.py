@@ -18,6 +18,13 @@
     bytes_down = "20 MB"      # in a round
     bytes_up = "2 MB"
 
+    [reveal]                  # what could reveal single items (reveal.py); reveal = "anything" switches this off
+    batch = 8                 # smallest batch
+    items = 16                # fewest training items behind an upload
+    lr = 1.0                  # largest learning rate
+    weight_decay = 0.1        # largest weight decay
+    first_model = "agreed"    # the first download must be what the plan's seed gives; or "any"
+
     [leave]                   # payload entries that may leave the host, by kind and by name
     kinds = ["model", "scores"]  # columns: counts, sums and categories of a table's columns, as entries column.NAME
     entries = ["body.*"]
@@ -50,6 +57,7 @@ from coterie.engine.messages import ScoreRequest, SendRequest, TrainRequest
 from coterie.engine.session import Session
 from coterie.errors import CoterieError, unknown
 from coterie.federation.payload_kinds import BytesByKind
+from coterie.federation.policy.reveal import Reveal
 from coterie.federation.protocol.messages import Request
 from coterie.models.per_client import is_assignment, parse_client_models
 from coterie.models.registry import ENTRY_POINT_GROUP, WITH_NORM, count_parameters
@@ -72,8 +80,8 @@ GOVERNED_SETTINGS = (
     "dp",
 )  # fmt: skip
 CODE_SETTINGS = ("optimizer", "loss")  # settings that may name a function by module path
-# settings that read local files, or send undeclared models
-_FORBIDDEN_SETTINGS = ("warm_start", "weights", "official", "log_updates")
+# settings that read local files, send undeclared models, or ask for lies
+_FORBIDDEN_SETTINGS = ("warm_start", "weights", "official", "log_updates", "attack")
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,7 @@ class Allow:
     bytes_up: float = math.inf  # bytes sent in a round
     kinds: tuple[str, ...] = ALLOWED_KINDS
     entries: tuple[str, ...] = ("*",)
+    reveal: Reveal = Reveal()  # noqa: RUF009  # immutable
 
     @staticmethod
     def read(path: Path | None) -> "Allow":
@@ -137,7 +146,7 @@ class Allow:
     @staticmethod
     def of(tables: Mapping[str, Any]) -> "Allow":
         """Return the policy in the tables of a file; raise CoterieError about the first mistake."""
-        _check_known("key", tables, ("methods", "models", "code", "settings", "bounds", "leave"))
+        _check_known("key", tables, ("methods", "models", "code", "settings", "bounds", "reveal", "leave"))
         policy: dict[str, Any] = {}
         if "methods" in tables:
             policy["methods"] = tuple(map(_method, _names("methods", tables["methods"])))
@@ -147,6 +156,8 @@ class Allow:
             policy["code"] = tuple(map(_code, _names("code", tables["code"])))
         if "settings" in tables:
             policy["settings"], policy["method_settings"] = _settings(_table("settings", tables["settings"]))
+        if "reveal" in tables:
+            policy["reveal"] = Reveal.of(tables["reveal"])
         bounds, leave = _table("bounds", tables.get("bounds", {})), _table("leave", tables.get("leave", {}))
         _check_known("bound", bounds, _BOUNDS)
         policy |= {name: _BOUNDS[name](name, value) for name, value in bounds.items()}
@@ -176,6 +187,7 @@ class Allow:
         if self.settings is not None:
             defaults = {name: RunSettings.model_fields[name].default for name in GOVERNED_SETTINGS}
             _check_rules(self.settings, {name: getattr(settings, name) for name in GOVERNED_SETTINGS}, defaults)
+        self.reveal.check_plan(settings, self.settings or ())
         if (rules := self.method_settings.get(m.registered_name(settings.method))) is not None:
             _check_rules(rules, *_chosen_and_default(settings.method, settings.settings))
         if settings.rounds > self.rounds:
@@ -247,6 +259,7 @@ class Allow:
                     f"a round of this method {verb} at least {size} bytes, this host allows {allowed:.0f}"
                 )
         self._check_epochs(method, method.phases(1), samples, 1)
+        self.reveal.check_items(method, method.phases(1), samples)
 
     # ---- a round -----------------------------------------------------------------------------------------------------
     def check_request(self, method: Method, request: Request, samples: int) -> None:
@@ -256,6 +269,8 @@ class Allow:
             raise CoterieError(f"round {request.round} is beyond the {self.rounds:g} rounds that this host allows")
         if isinstance(request, SendRequest):
             return
+        if isinstance(request, TrainRequest):
+            self.reveal.check_items(method, method.phases(request.round), samples, request.share)
         if isinstance(request, TrainRequest) or "trained" in request.more:
             self._check_epochs(method, method.phases(request.round), samples, request.round)
         if isinstance(request, ScoreRequest):
