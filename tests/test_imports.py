@@ -21,6 +21,7 @@ ROOMS = [
     ["core.schedules", "train.optimisers", "train.augmentation"],
     ["engine.codec", "core.tasks"],
     ["core.layers", "core.lora"],
+    ["core.frozen_prefix"],
     ["core.net"],
     ["models", "core.context"],
     ["core.method"],

@@ -183,6 +183,11 @@ class RunSettings(BaseModel):
         description="parts of the model that are constants, separated by commas: names of layers such as stem,layer1, "
         "or groups (body, norm, lora:A); they neither train nor travel; empty: none",
     )
+    frozen_features: Literal["once", "each"] = Field(
+        "once",
+        description="once: what the frozen beginning of a model gives for a sample is computed once, if `freeze` is "
+        "set and nothing changes before it; each: in every batch",
+    )
     lora_rank: Rank | None = Field(
         None,
         description="rank of low-rank adapters (LoRA); all other layers but the head are then constants; empty: none",

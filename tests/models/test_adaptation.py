@@ -220,3 +220,100 @@ def test_a_model_with_adapters_is_exported_and_read(method, tmp_path):
     predictor = load_model(tmp_path / "m.safetensors")
     x = torch.rand(3, 1, 8, 8)
     assert torch.equal(predictor(x), run.personal(1)(x))
+
+
+# ---- features of frozen beginnings -----------------------------------------------------------------------------------
+PREFIXES = [
+    ("text transformer", "embeddings,encoder", "pool"),
+    ("text transformer", "embeddings", None),  # the mask of padding passes by them
+    ("ResNet, batch norm", "stem,layer1", "layer1"),
+    ("ResNet, batch norm", "stem,layer1,layer2.0.conv1,layer2.0.norm1", "layer1"),
+    ("ResNet, batch norm", "layer1", None),  # the stem before it trains
+    ("ResNet, batch norm", "body", "pool"),
+    ("ViT", "embeddings,encoder", "encoder"),
+    ("tabular ResNet", "embeddings,stem", "stem"),
+    ("TCN", "block1", "block1"),
+]
+
+
+@pytest.mark.parametrize(("family", "freeze", "last"), PREFIXES)
+def test_the_longest_frozen_beginning_is_found_and_the_rest_computes_the_same(family, freeze, last):
+    net = adapted(family, freeze=freeze)
+    x = families.data(families.FAMILIES[family][0]).ready(torch.arange(8))
+    assert net.cut_prefix(x) == (last is not None)
+    if last is not None:
+        assert net.prefix.last == last
+        w = net.state()
+        z = net.prefix_features(x)
+        assert tuple(z.shape[1:]) == net.prefix.shape
+        assert torch.equal(net(w, z), net(w, x))
+        assert torch.equal(net.features(w, z), net.features(w, x))
+        assert not any("forward" in part.__dict__ for part in net.module.modules())
+
+
+class Dropping(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.stem, self.drop, self.head = nn.Linear(64, 8), nn.Dropout(dropout), nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.head(self.drop(torch.relu(self.stem(x.flatten(1)))))
+
+
+def test_random_layers_end_the_beginning():
+    x = torch.randn(4, 1, 8, 8)
+    for dropout, freeze, last in ((0.0, "stem", "drop"), (0.5, "stem", "stem"), (0.5, "stem,drop", "drop")):
+        module = Dropping(dropout)
+        adapt(module, x[:2], Adaptation(freeze=freeze), seed=0)
+        net = Net(module, x[:2])
+        assert net.cut_prefix(x) and net.prefix.last == last
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedrep", "fedproto", "fedmd"])
+@pytest.mark.parametrize("engine", ["loop", "stack"])
+def test_features_computed_once_give_the_results_of_each_batch(method, engine, tmp_path):
+    loops, made = [], []
+    for way in ("once", "each"):
+        session = families.session(method, TEXT, engine, freeze="embeddings,encoder", frozen_features=way)
+        made.append(session)
+        loops.append(testing.play(testing.open_loop(session, tmp_path / way)))
+    assert made[0].federation.features is not None and made[1].federation.features is None
+    assert made[0].federation.data(0).train.x.shape[1:] == (8,)
+    a, b = (testing.decided(loop) for loop in loops)
+    assert _close(a["server"], b["server"]) and _close(a["clients"], b["clients"])
+
+
+def _close(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.allclose(a, b, atol=1e-4)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_close(v, b[k]) for k, v in a.items())
+    return True
+
+
+def test_features_are_the_same_for_any_number_of_workers_and_after_a_resume(tmp_path):
+    how = {"freeze": "fc1", "clients": 4, "rounds": 2, "epochs": 1, "eval_every": 1, "checkpoint_every": 1}
+    runs = [
+        coterie.run(
+            "fedper", "digits", "mlp", out=tmp_path / f"{n}", workers=n, model_options={"hidden": [16, 8]}, **how
+        )
+        for n in (1, 2)
+    ]
+    coterie.run(
+        "fedper",
+        "digits",
+        "mlp",
+        out=tmp_path / "half",
+        workers=1,
+        model_options={"hidden": [16, 8]},
+        **{**how, "rounds": 1},
+    )
+    runs.append(coterie.resume(tmp_path / "half", rounds=2))
+    x = torch.rand(3, 1, 8, 8)
+    first = runs[0].personal(2)(x)
+    assert all(torch.equal(run.personal(2)(x), first) for run in runs)
+
+
+def test_augmented_items_are_not_replaced_by_features():
+    session = families.session("fedavg", "ResNet, batch norm", freeze="stem", augment="flip")
+    assert session.federation.features is None and session.method.ctx.net.prefix is None

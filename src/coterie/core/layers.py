@@ -130,7 +130,7 @@ def _inside(path: str, module: nn.Module) -> bool:
 
 
 def _frozen(leaves: Mapping[str, nn.Module], own: Mapping[str, list[str]], order: Sequence[str]) -> Names:
-    """Return the parameters with requires_grad=False, and the statistics of the norms among them.
+    """Return the parameters with requires_grad=False, the statistics of the norms among them, and frozen modules.
 
     A norm without weights belongs to the previous layer, or to the next one if it is the first layer.
     """
@@ -141,6 +141,7 @@ def _frozen(leaves: Mapping[str, nn.Module], own: Mapping[str, list[str]], order
         if isinstance(p, nn.Parameter) and not p.requires_grad
     }
     out = set(fixed)
+    out |= {n for path, sub in leaves.items() if getattr(sub, "always_eval", False) for n in own[path]}
     weights = {path: f"{path}.weight" if path else "weight" for path in order}
     for at, path in enumerate(order):
         if isinstance(leaves[path], _NormBase):

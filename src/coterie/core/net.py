@@ -3,11 +3,13 @@
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from coterie.core.frozen_prefix import FrozenPrefix, find_prefix
 from coterie.core.layers import Layout, Names, is_batch_norm, layout
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError
@@ -30,6 +32,7 @@ class Net:
         self.layout = known
         self.training = False
         self.half: torch.dtype | None = None  # type of the operations that autocast chooses it for; None: no autocast
+        self.prefix: FrozenPrefix | None = None  # see cut_prefix
         module.eval()
         canonical: dict[int, str] = {}  # a tied tensor has one entry in the tree, under its first name
         fixed: set[str] = set()
@@ -73,6 +76,35 @@ class Net:
             raise CoterieError(f"the model has nothing to train: {why}")
         self._head = None if self.layout.head is None else module.get_submodule(self.layout.head)
 
+    def cut_prefix(self, example: Tensor) -> bool:
+        """Let the network take features of its frozen prefix in place of items; False if it has no such prefix."""
+        params = {k: v.requires_grad_(k in self.trainable) for k, v in self.state().items()}
+        self.load(params)
+        if not self.layout.frozen:
+            return False
+
+        def moves(prefix: FrozenPrefix) -> bool:  # dropout
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                given = prefix.features(self.module, example)
+                with self.train_mode():
+                    self.load(params)
+                    return not torch.equal(prefix.features(self.module, example), given)
+
+        self.prefix = find_prefix(self.module, self.layout, example, moves)
+        self.load({k: v.detach() for k, v in params.items()})
+        return self.prefix is not None
+
+    @torch.no_grad()
+    def prefix_features(self, x: Tensor) -> Tensor:
+        """Return the features of items that the network takes in place of them."""
+        assert self.prefix is not None
+        was = self.module.training
+        self.module.eval()
+        try:
+            return self.prefix.features(self.module, x)
+        finally:
+            self.module.train(was)
+
     def _neighbour(self, path: str) -> str | None:
         """Return the layer that a norm without weights belongs to: the previous one, or the next if it is the first."""
         weights = [f"{layer}.weight" if layer else "weight" for layer in self.layout.layers]
@@ -94,7 +126,7 @@ class Net:
                     if v is not None:
                         held[name] = placed[id(v)]  # type: ignore[assignment]
         net = Net(module, None, self.layout)
-        net.half = self.half
+        net.half, net.prefix = self.half, None if self.prefix is None else self.prefix.on(device)
         return net
 
     def state(self) -> Tree:
@@ -132,12 +164,13 @@ class Net:
                 part.training = False
 
     def forward(self, params: Tree, x: Tensor) -> Tensor:
-        """Return the logits [batch, classes]."""
+        """Return the logits [batch, classes]; x are items, or features of the frozen prefix."""
         self.load(params)
+        run = self.module if self.prefix is None or not self.prefix.takes(x) else partial(self.prefix.rest, self.module)
         if self.half is None:
-            return self.module(x)  # type: ignore[no-any-return]
+            return run(x)  # type: ignore[no-any-return]
         with torch.autocast(x.device.type, self.half):
-            out = self.module(x)
+            out = run(x)
         return out.float()  # type: ignore[no-any-return]
 
     __call__ = forward

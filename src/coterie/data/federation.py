@@ -1,8 +1,10 @@
 """A federation of clients, each with train, validation and test samples, stored as one index array and offsets."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
+from math import prod
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -15,6 +17,7 @@ from coterie.core.rng import torch_rng
 from coterie.core.tasks import Task
 from coterie.data.annotations import PART_WORDS, client_number
 from coterie.data.dataset import Dataset, Ints
+from coterie.data.features import LARGEST_STORE, SampleFeatures
 from coterie.data.natural import NATURAL
 from coterie.data.partition import deal
 from coterie.data.scale import check_unit, standardised, unscaled_items, unscaled_targets
@@ -78,6 +81,7 @@ class Federation:
         self._cache: dict[tuple[int, str, int], Split] = {}  # by client, part and first round of the stage
         self._cached = 0
         self._public_ready: Tensor | None = None
+        self.features: SampleFeatures | None = None  # given to models in place of items
         self._official_ready: Split | None = None
 
     @property
@@ -110,7 +114,7 @@ class Federation:
                 shape = (self.settings.public, *self.shape)
                 self._public_ready = torch.randn(shape, generator=torch_rng(self.seed, "public", "noise"))
             else:
-                self._public_ready = self.dataset.ready(self._public, self.settings.normalize)
+                self._public_ready = self._features_of(self._public, self._public_items)
         return self._public_ready
 
     def official(self) -> Split | None:
@@ -174,16 +178,43 @@ class Federation:
         split = self._cache.get(key)
         if split is None:
             index, s = self.indices(client, part, round), self.settings
-            x, y = (
-                self.source(client).ready(index, s.normalize, self.rotation(client, round), s.rotate_interp),
-                self.dataset.y[index],
-            )
+
+            def items(rows: Tensor) -> Tensor:
+                return self.source(client).ready(rows, s.normalize, self.rotation(client, round), s.rotate_interp)
+
+            x, y = self._features_of(index, items), self.dataset.y[index]
             split = Split(x, y if stage is None or stage.labels is None else torch.from_numpy(stage.labels)[y])
             size = x.numel() * x.element_size()
             if self._cached + size <= CACHE_BYTES:
                 self._cache[key] = split
                 self._cached += size
         return split
+
+    def _public_items(self, rows: Tensor) -> Tensor:
+        return self.dataset.ready(rows, self.settings.normalize)
+
+    def _features_of(self, index: Tensor, items: Callable[[Tensor], Tensor]) -> Tensor:
+        return items(index) if self.features is None else self.features.of(index, items)
+
+    def with_features(self, compute: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> "Federation | None":
+        """Return this federation with features in place of items; None if a sample's item depends on its client."""
+        size = 4 * len(self.dataset) * prod(shape)
+        if type(self) is not Federation or self._rotations is not None or self.client_tables:
+            return None
+        if self.settings.timeline is not None or size > LARGEST_STORE:
+            return None
+        other = copy(self)
+        other._cache, other._cached, other._public_ready = {}, 0, None
+        other.features = SampleFeatures(compute, len(self.dataset), shape)
+        return other
+
+    def compute_features(self) -> None:
+        """Compute the features of all clients' samples now, so that processes that are forked later share them."""
+        if self.features is not None:
+            self.public()
+            for client in self.clients:
+                for part in PARTS:
+                    self._split(client, part, 1)
 
     def _identity(self) -> dict[str, Any]:
         digest = hashlib.sha256()

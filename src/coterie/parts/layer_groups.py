@@ -1,6 +1,7 @@
 """Groups of a model's entries that belong together."""
 
 from coterie.core.layers import Layout, Names
+from coterie.errors import CoterieError
 
 
 def last_layers(layout: Layout, count: int) -> Names:
@@ -18,3 +19,15 @@ def last_layers(layout: Layout, count: int) -> Names:
     if count == len(weighted) and all(layout.kinds[name] == "bn" for name in layout.layers[:first]):
         return layout.groups["all"]
     return Names(n for layer in layout.layers[first:] for n in layout.groups[f"layer:{layer}"])
+
+
+def union_of_groups(layout: Layout, setting: str, text: str) -> Names:
+    """Return the names of several groups, separated by commas; raise CoterieError if there is none or one is empty."""
+    chosen = [part.strip() for part in text.split(",") if part.strip()]
+    for name in chosen:
+        if not layout.group(name):
+            needed = "; set lora_rank, such as lora_rank = 8" if name.startswith("lora") else ""
+            raise CoterieError(f"{setting} = {text} names the group {name}, and the model has no such layers{needed}")
+    if not chosen:
+        raise CoterieError(f'{setting} = "{text}" names no group of layers')
+    return Names(n for name in chosen for n in layout.groups[name])

@@ -107,6 +107,9 @@ def bind(
         raise CoterieError(f"newcomers = {settings.newcomers} leaves none of the {n} clients for training")
     net, loaded = _net(settings, federation, model, batch_norm="bn" in method.needs)
     net.half = torch.bfloat16 if settings.precision == "bf16" else None
+    if settings.freeze is not None and settings.frozen_features == "once" and settings.augment is None:
+        federation, said = _with_features(net, federation)
+        loaded += said
     method.ctx = Context(
         net=net,
         w0=_started(net.state(), start, settings.warm_start),
@@ -366,6 +369,20 @@ def _net(
     if net.layout.of_kind("conv"):
         native.available()  # compiles or loads the library once, before workers are forked
     return net, tuple(loaded)
+
+
+def _with_features(net: Net, federation: Federation) -> tuple[Federation, tuple[str, ...]]:
+    """Return the federation with the outputs of the model's frozen beginning in place of items, if that is possible."""
+    items = federation.dataset.ready(torch.arange(min(8, len(federation.dataset))), federation.settings.normalize)
+    if not net.cut_prefix(items):
+        return federation, ()
+    assert net.prefix is not None
+    other = federation.with_features(net.prefix_features, net.prefix.shape)
+    if other is None:
+        net.prefix = None
+        return federation, ()
+    shape = "x".join(map(str, net.prefix.shape))
+    return other, (f"outputs of {net.prefix.last} ({shape} per sample) are constants and are computed once per sample",)
 
 
 def _output_notes(ctx: Context, federation: Federation) -> tuple[str, ...]:

@@ -115,6 +115,8 @@ def execute(
         callbacks.on_warning(sentence)
     known = {"engine": choice.engine, "workers": workers, "device": devices}
     session = replace(session, engine=session.engine.model_copy(update=known))
+    if not kind.states_stay_on_devices:
+        session.federation.compute_features()
     with Folder(out, session.engine.keep) as folder:
         try:
             with opener(session, out, callbacks.should_stop) as runtime:

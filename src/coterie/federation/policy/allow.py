@@ -76,7 +76,7 @@ GOVERNED_SETTINGS = (
     "batch", "lr", "lr_decay", "lr_rounds", "lr_steps", "local_steps", "augment", "optimizer", "loss", "class_weights",
     "grad_clip", "momentum",
     "weight_decay", "opt_state", "bn_stats", "eval_every", "metrics", "watch", "final_trained", "headline", "use",
-    "freeze", "lora_rank", "lora_alpha", "lora_targets",
+    "freeze", "frozen_features", "lora_rank", "lora_alpha", "lora_targets",
     "dp",
 )  # fmt: skip
 CODE_SETTINGS = ("optimizer", "loss")  # settings that may name a function by module path
