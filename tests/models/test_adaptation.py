@@ -225,7 +225,7 @@ def test_a_model_with_adapters_is_exported_and_read(method, tmp_path):
 # ---- features of frozen beginnings -----------------------------------------------------------------------------------
 PREFIXES = [
     ("text transformer", "embeddings,encoder", "pool"),
-    ("text transformer", "embeddings", None),  # the mask of padding passes by them
+    ("text transformer", "embeddings", "embeddings"),  # vectors of zeros mark the padding
     ("ResNet, batch norm", "stem,layer1", "layer1"),
     ("ResNet, batch norm", "stem,layer1,layer2.0.conv1,layer2.0.norm1", "layer1"),
     ("ResNet, batch norm", "layer1", None),  # the stem before it trains

@@ -21,6 +21,7 @@ class LoRALayer(nn.Module):
     lora_A: nn.Parameter  # noqa: N815, the usual name
     lora_B: nn.Parameter  # noqa: N815
     scale: float
+    initial_rank: int
     # factor of each entry of A x [batch, rank], such as the shares of two stacked adapters; None: 1
     gate: Tensor | None = None
     gated: bool = True  # True if the layer can have such factors
@@ -97,7 +98,7 @@ def adapt_layer(layer: Any, rank: int, scale: float, rng: torch.Generator) -> No
         kernel = (1,) * len(layer.kernel_size)
     bound = 1 / math.sqrt(math.prod(inner))
     layer.__class__ = _ADAPTED[type(layer)]
-    layer.scale = scale
+    layer.scale, layer.initial_rank = scale, rank
     layer.lora_A = nn.Parameter((torch.rand(rank, *inner, generator=rng) * 2 - 1) * bound)
     layer.lora_B = nn.Parameter(torch.zeros(out, rank, *kernel))
 

@@ -78,6 +78,7 @@ BUILT_IN = {
     "pfedfda": "pfedfda:PFedFDA",
     "pfedhn": "pfedhn:PFedHN",
     "fedcac": "fedcac:FedCAC",
+    "feddpa": "feddpa:FedDPA",
     "fedcpmd": "fedcpmd.text:FedCPMD",
     "fedcpmd-code": "fedcpmd.code:FedCPMDCode",
     "fedcpmd-auto": "fedcpmd.variants:FedCPMDAuto",

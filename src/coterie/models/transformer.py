@@ -1,5 +1,8 @@
 """Transformer encoders for text and pictures, with the tensor names of BERT, so that weights of such encoders load.
 
+In a text, padding has vectors of zeros at every stage, from which each layer finds its mask. So the output of a layer
+is all that later layers need.
+
 Vaswani et al., NeurIPS 2017; Devlin et al., NAACL 2019; Dosovitskiy et al., ICLR 2021.
 """
 
@@ -9,6 +12,11 @@ from torch import Tensor, nn
 from coterie.models.blocks import ItemShape
 
 HIDDEN = -1e4  # added to the scores of padding; a finite value, because an item may be padding only
+
+
+def real_tokens(x: Tensor) -> Tensor:
+    """Return 1 for tokens and 0 for padding, whose vectors are zeros [batch, tokens]."""
+    return (x != 0).any(-1).to(x.dtype)
 
 
 class SelfAttention(nn.Module):
@@ -70,13 +78,14 @@ class EncoderLayer(nn.Module):
         self.output = Output(feedforward, width, dropout, eps)
         self.norm_first = norm_first
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         norm1, norm2 = self.attention.output.LayerNorm, self.output.LayerNorm
-        if self.norm_first:
-            x = x + self.attention(norm1(x), bias)
+        if self.norm_first:  # pictures, which have no padding
+            x = x + self.attention(norm1(x), None)
             return x + self.output(self.intermediate(norm2(x)))  # type: ignore[no-any-return]
-        x = norm1(x + self.attention(x, bias))
-        return norm2(x + self.output(self.intermediate(x)))  # type: ignore[no-any-return]
+        real = real_tokens(x)
+        x = norm1(x + self.attention(x, (1 - real)[..., None, None, :] * HIDDEN))
+        return norm2(x + self.output(self.intermediate(x))) * real.unsqueeze(-1)  # type: ignore[no-any-return]
 
 
 class Encoder(nn.Module):
@@ -87,9 +96,9 @@ class Encoder(nn.Module):
         layers = (EncoderLayer(width, heads, feedforward, dropout, eps, norm_first) for _ in range(depth))
         self.layer = nn.ModuleList(layers)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         for layer in self.layer:
-            x = layer(x, bias)
+            x = layer(x)
         return x
 
 
@@ -108,15 +117,14 @@ class TokenEmbeddings(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         positions = self.position_embeddings.weight[: ids.shape[-1]]
         x = self.word_embeddings(ids) + positions + self.token_type_embeddings.weight[0]
-        return self.dropout(self.LayerNorm(x))  # type: ignore[no-any-return]
+        return self.dropout(self.LayerNorm(x)) * (ids != 0).unsqueeze(-1).to(x.dtype)  # type: ignore[no-any-return]
 
 
 class MeanOfTokens(nn.Module):
     """Mean of the outputs [batch, tokens, width] over tokens that are not padding."""
 
-    def forward(self, x: Tensor, real: Tensor) -> Tensor:
-        weight = real.to(x.dtype).unsqueeze(-1)
-        return (x * weight).sum(-2) / weight.sum(-2).clamp(min=1)
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(-2) / real_tokens(x).sum(-1, keepdim=True).clamp(min=1)
 
 
 class TextTransformer(nn.Module):
@@ -143,9 +151,7 @@ class TextTransformer(nn.Module):
         self.classifier = nn.Linear(width, classes)
 
     def forward(self, ids: Tensor) -> Tensor:
-        real = ids != 0
-        bias = (~real).to(self.classifier.weight.dtype).mul(HIDDEN)[..., None, None, :]  # [batch, 1, 1, tokens]
-        return self.classifier(self.pool(self.encoder(self.embeddings(ids), bias), real))  # type: ignore[no-any-return]
+        return self.classifier(self.pool(self.encoder(self.embeddings(ids))))  # type: ignore[no-any-return]
 
 
 class PatchEmbeddings(nn.Module):
