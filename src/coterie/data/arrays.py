@@ -1,6 +1,6 @@
 """Turn arrays or torch data sets of a user into a Dataset: one form for shapes and labels."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -57,17 +57,28 @@ def from_arrays(
 ) -> Dataset:
     """Make a Dataset from arrays.
 
-    Items x are pictures [n, H, W(, C)] or [n, C, H, W], signals [n, T, C], vectors [n, d], token ids [n, L] or
-    texts [n]; `items` names their kind (pictures, signals, numbers or tokens), which is otherwise inferred from type
-    and shape. Targets y are classes [n], numbers [n] or [n, k], labels of 0 and 1 [n, k], or time and event [n, 2];
-    `task` names their kind, which is otherwise inferred from the values.
+    Items x are pictures [n, H, W(, C)] or [n, C, H, W], signals [n, T, C], vectors [n, d], token ids [n, L], texts [n],
+    or a dictionary of arrays of whole numbers of one shape, such as token ids and mask, which a model takes as several
+    arguments in this order. `items` names their kind (pictures, signals, numbers or tokens), which is otherwise
+    inferred from type and shape. Targets y are classes [n], numbers [n] or [n, k], labels of 0 and 1 [n, k], or time
+    and event [n, 2]; `task` names their kind, which is otherwise inferred from the values.
     """
     if x is None or y is None:
         raise CoterieError(f"{name} needs both x and y")
     columns = {"client": client, "client_test": client_test, "split": split, "group": group, "group_test": group_test}
+    if isinstance(x, Mapping):
+        x, x_test, items = _inputs(x, name), None if x_test is None else _inputs(x_test, name), items or "tokens"
     given = {"x": x, "y": y, "x_test": x_test, "y_test": y_test, **columns}
     arrays = {k: _plain(v, f"{k} of {name}") for k, v in given.items() if v is not None}
     return make_dataset(name, RawData(**arrays, classes=classes, task=task, items=items))
+
+
+def _inputs(given: Any, name: str) -> Array:
+    """Return the inputs of a dictionary, such as token ids and mask, as items [inputs, ...] in its order."""
+    parts = [np.asarray(v) for v in given.values()] if isinstance(given, Mapping) else []
+    if not parts or any(p.shape != parts[0].shape or p.dtype.kind not in "bui" for p in parts):
+        raise CoterieError(f"a dictionary of inputs of {name} must hold arrays of whole numbers of one shape")
+    return np.stack(parts, 1).astype(np.int64)
 
 
 def from_torch(train: Any, test: Any = None, *, name: str = "torch", classes: Sequence[str] | None = None) -> Dataset:
@@ -257,7 +268,7 @@ def items_like(name: str, x: Any, dtype: torch.dtype, shape: tuple[int, ...], vo
 
     Arrays that the data set was made of become its items again: the values of a few items decide nothing.
     """
-    x = _plain(x, f"items of {name}")
+    x = _plain(_inputs(x, name) if isinstance(x, Mapping) else x, f"items of {name}")
     if x.ndim == 0 or x.size == 0:
         raise CoterieError(f"{name} has no items")
     if x.dtype.kind == "U":

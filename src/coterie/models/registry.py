@@ -16,6 +16,7 @@ from coterie.core.layers import layout
 from coterie.engine.provenance import import_named
 from coterie.errors import CoterieError, unknown
 from coterie.models.blocks import ItemShape
+from coterie.models.interface import with_plain_interface
 from coterie.models.zoo import ZOO
 
 ENTRY_POINT_GROUP = "coterie.models"  # entry points of other packages: factory(shape, classes, **options)
@@ -53,7 +54,7 @@ def build_model(
     The source is a name, 'package.module:factory', or a user's own factory, class or instance. `classes` is the number
     of outputs, for every task. If a seed is given, the initial values are a function of the seed alone, and `initial`
     does not change them; an instance keeps its values. `dtype` (type of an item) and `vocab` (number of tokens)
-    describe the data, if known.
+    describe the data, if known. A model that is called in another way gets a plain interface (interface.py).
     """
     shape, name, options = tuple(shape), _name(source), dict(options or {})
     if isinstance(source, str):
@@ -70,6 +71,7 @@ def build_model(
             module = _call(name, source, shape, classes, _checked(name, source, options))
         else:
             raise CoterieError(f"a model is a name, a factory or an nn.Module, not {type(source).__name__}")
+        module = with_plain_interface(module, shape, dtype)
         _fit(name, module, shape, classes, dtype, task)  # inside fork_rng: lazy layers draw their values here
     if seed is not None or isinstance(source, nn.Module):
         module.keep_initial = True  # type: ignore[assignment]
