@@ -59,7 +59,7 @@ class FedDPA(Method):
         return self.ctx.loss(T.tagged("g", params), batch)
 
     def mixed_loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        share = torch.full((1,), self.hp.share)
+        share = torch.full((1,), self.hp.share, device=self.ctx.device)
         return self.ctx.loss_of(self._mixed(extras["received"], T.tagged("p", params), batch.x, share), batch)
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
@@ -74,7 +74,7 @@ class FedDPA(Method):
             return Model(T.tag("g", received))
         local = state["local"]
         rng = self.ctx.rng("feddpa", data.client)
-        drawn = torch.randperm(len(data.train), generator=rng)[: self.hp.compared]
+        drawn = torch.randperm(len(data.train), generator=rng)[: self.hp.compared].to(data.train.x.device)
         with torch.no_grad():
             known = self.ctx.features(local, data.train.x[drawn])
         return Model({**T.tag("g", received), **T.tag("p", local)}, {"known": known})
