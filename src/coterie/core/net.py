@@ -1,9 +1,10 @@
 """A module that is called with the tensors of a tree and holds no state itself."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -166,7 +167,9 @@ class Net:
     def forward(self, params: Tree, x: Tensor) -> Tensor:
         """Return the logits [batch, classes]; x are items, or features of the frozen prefix."""
         self.load(params)
-        run = self.module if self.prefix is None or not self.prefix.takes(x) else partial(self.prefix.rest, self.module)
+        run: Callable[[Tensor], Any] = self.module
+        if self.prefix is not None and self.prefix.takes(x):
+            run = partial(self.prefix.rest, self.module)
         if self.half is None:
             return run(x)  # type: ignore[no-any-return]
         with torch.autocast(x.device.type, self.half):
