@@ -13,7 +13,7 @@ help:
 	@echo "make setup | demo | test | test-all | coverage | lint | bench | docs | protocol | catalogue | package | constraints | clean"
 
 setup: $(READY)
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/coterie/train/native/*.c)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "Python 3.11 or newer is needed (set PYTHON=...)"; exit 1)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools

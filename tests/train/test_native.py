@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coterie.train import native
-from coterie.train.native import build, op
+from coterie.train.native import library, op
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.native_status())
 
@@ -308,46 +308,31 @@ def finish(process: "subprocess.Popen[str]") -> tuple[list[str], str]:
     return out.splitlines(), err
 
 
-def test_without_a_compiler_one_line_says_that_pytorch_does_the_work(tmp_path: Path) -> None:
-    out, err = finish(start(tmp_path, PATH="", CC=""))
-    assert out[0] == "False True"
-    assert "no C compiler" in out[1]
-    assert len([line for line in err.splitlines() if "native convolutions" in line]) == 1
-    assert not list(tmp_path.rglob("*.so"))
+def test_without_the_extension_one_line_says_that_pytorch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "MODULE", "coterie.train.native._absent")
+    kernel, kernels, status = op.load_kernel()
+    assert kernel is None and kernels is None
+    assert "was not built when Coterie was installed" in status
 
 
-def test_a_compiler_that_fails_is_no_compiler(tmp_path: Path) -> None:
-    broken = tmp_path / "bin" / "cc"
-    broken.parent.mkdir()
-    broken.write_text("#!/bin/sh\necho 'error: out of order' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    out, err = finish(start(tmp_path, CC=str(broken)))
-    assert out[0] == "False True"
-    assert "out of order" in out[1] and "out of order" in err
-    assert not list(tmp_path.rglob("*.so"))
+@needs_native
+@pytest.mark.parametrize("name", library.usable_instructions())
+def test_every_instruction_set_of_this_processor_passes_the_self_test(name: str) -> None:
+    assert op.self_test(op.block_kernel(library.open_library(name))) < op.TOLERANCE
+
+
+@needs_native
+def test_an_instruction_set_that_the_processor_lacks_is_refused() -> None:
+    with pytest.raises(library.UnavailableError, match="this processor has"):
+        library.open_library("altivec")
 
 
 @needs_native
 @pytest.mark.long
-def test_two_processes_that_start_at_once_share_one_library_with_the_same_bits(tmp_path: Path) -> None:
+def test_two_processes_compute_the_same_bits(tmp_path: Path) -> None:
     both = [finish(p)[0] for p in [start(tmp_path), start(tmp_path)]]
     assert both[0][0] == "True True"
     assert both[0] == both[1]
-    made = list(tmp_path.rglob("*.so"))
-    assert len(made) == 1
-    before = made[0].stat().st_mtime_ns
-    assert finish(start(tmp_path))[0] == both[0]
-    assert made[0].stat().st_mtime_ns == before  # the cache answered
-
-
-@needs_native
-def test_a_damaged_cache_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = build.cache_dir() / f"block-{build.build_digest(build.find_compiler())}.so"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"not a library")
-    assert op.self_test(op._kernel(build.library())) < op.TOLERANCE
-    assert path.stat().st_size > 1000
 
 
 def test_the_self_test_notices_wrong_code() -> None:
@@ -365,17 +350,3 @@ def test_the_environment_switches_native_code_off(monkeypatch: pytest.MonkeyPatc
     assert "switched off" in native.native_status()
     monkeypatch.setenv("COTERIE_NATIVE", "1")
     assert native.enabled()
-
-
-def test_code_in_a_folder_that_others_may_write_to_is_not_loaded(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = build.cache_dir()
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    name = f"block-{build.build_digest(build.find_compiler())}.so"
-    (folder / name).write_bytes(b"somebody else's code")
-    build.library()
-    assert (folder / name).read_bytes() == b"somebody else's code"  # neither loaded nor trusted as a place to build in
-    folder.chmod(0o700)
-    build.library()
-    assert (folder / name).read_bytes() != b"somebody else's code"

@@ -128,6 +128,32 @@ class Model(NamedTuple):
     extras: Extras = {}  # noqa: RUF012, never written to
 
 
+@dataclass(frozen=True, eq=False)
+class TaskLoss:
+    """The task's mean loss of one model of the tree, optionally with a pull towards a reference.
+
+    The pull adds pull / 2 times the squared distance of the trainable entries. A phase with such a loss says all that
+    it computes, so a trainer may compute it in a different way.
+    """
+
+    ctx: Context
+    tag: str = ""  # tag of the model's entries in the tree; empty: they have none
+    pull: float = 0.0
+    reference: str = "anchor"  # name of the reference in the extras: a tree with plain names
+
+    def __call__(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        """Return the loss of a batch."""
+        own = T.tagged(self.tag, params) if self.tag else params
+        loss = self.ctx.loss(own, batch)
+        if self.pull == 0:
+            return loss
+        return loss + self.pull / 2 * T.sqdist(own, extras[self.reference], self.ctx.net.trainable)
+
+    def name(self, entry: str) -> str:
+        """Return the name of the model's entry in the tree."""
+        return f"{self.tag}{T.MARK}{entry}" if self.tag else entry
+
+
 @dataclass(frozen=True)
 class Phase:
     """One phase of local training; None means the run's own setting."""
@@ -325,6 +351,16 @@ class Method:
         return {}
 
 
+def task_loss(loss: Loss | None) -> TaskLoss | None:
+    """Return what a phase's loss computes if it is the task's; None if it may be anything else."""
+    if isinstance(loss, TaskLoss):
+        return loss
+    owner = getattr(loss, "__self__", None)
+    if isinstance(owner, Method) and getattr(loss, "__func__", None) is Method.loss:
+        return TaskLoss(owner.ctx)
+    return None
+
+
 # ---- errors for methods written for version 0.1 ----------------------------------------------------------------------
 _REPLACED = {
     "newcomer": 'model(view, client) for the view "newcomer"',
@@ -361,6 +397,6 @@ def started(method: Method, state: State, download: Tree, data: ClientData, roun
 
 __all__ = [
     "Batch", "Card", "Client", "ClientData", "ClientId", "Context", "Download", "EdgeId", "EdgeState", "Extras",
-    "Loss", "Method", "Model", "Moment", "Phase", "Schema", "Settings", "Split", "Start", "State", "Trained", "Tree",
-    "Update", "Upload", "replace", "started",
+    "Loss", "Method", "Model", "Moment", "Phase", "Schema", "Settings", "Split", "Start", "State", "TaskLoss",
+    "Trained", "Tree", "Update", "Upload", "replace", "started", "task_loss",
 ]  # fmt: skip

@@ -11,11 +11,10 @@ from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import Batch, ClientData, Extras, State
-from coterie.core.method import Card, Client, Model, Phase, Settings, Start, Trained, Upload
+from coterie.core.context import ClientData, State
+from coterie.core.method import Card, Client, Model, Phase, Settings, Start, TaskLoss, Trained, Upload
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.parts.size_sampling import SampledBySize
@@ -44,16 +43,8 @@ class Ditto(SampledBySize):
         return replace(start, params=both, extras={"anchor": start.params})
 
     def phases(self, round: int) -> list[Phase]:
-        own = Phase(self.personal_loss, T.has_tag("p"), self.hp.personal_epochs)
-        return [Phase(self.loss, T.has_tag("g")), own]
-
-    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        return self.ctx.loss(T.tagged("g", params), batch)
-
-    def personal_loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        v = T.tagged("p", params)
-        loss = self.ctx.loss(v, batch)
-        return loss + self.hp.lam / 2 * T.sqdist(v, extras["anchor"], self.ctx.net.trainable) if self.hp.lam else loss
+        own = TaskLoss(self.ctx, "p", pull=self.hp.lam)
+        return [Phase(TaskLoss(self.ctx, "g"), T.has_tag("g")), Phase(own, T.has_tag("p"), self.hp.personal_epochs)]
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         shared = replace(trained, params=T.tagged("g", trained.params))

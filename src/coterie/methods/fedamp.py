@@ -15,8 +15,8 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import Batch, ClientData, ClientId, Extras, State
-from coterie.core.method import Card, Client, Download, Method, Model, Settings, Start, Trained, Upload
+from coterie.core.context import ClientData, ClientId, State
+from coterie.core.method import Card, Client, Download, Method, Model, Phase, Settings, Start, TaskLoss, Trained, Upload
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.errors import CoterieError
@@ -81,11 +81,8 @@ class FedAMP(Method):
     def begin(self, state: State, download: Tree, data: ClientData, round: int) -> Start:
         return Start(state["w"], {"u": download})
 
-    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        loss = self.ctx.loss(params, batch)
-        if self.hp.lam == 0:
-            return loss
-        return loss + self.hp.lam / self.hp.alpha / 2 * T.sqdist(params, extras["u"], self.ctx.net.trainable)
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(TaskLoss(self.ctx, pull=self.hp.lam / self.hp.alpha, reference="u"))] if round > 0 else []
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         return {"w": trained.params}, Upload(T.drop(trained.params, self.stays))

@@ -5,11 +5,9 @@ Batch-norm statistics are not penalised. Variable local work is a setting of the
 """
 
 from pydantic import Field
-from torch import Tensor
 
-from coterie.core import tree as T
-from coterie.core.context import Batch, ClientData, Extras, State
-from coterie.core.method import Card, Method, Settings, Start
+from coterie.core.context import ClientData, State
+from coterie.core.method import Card, Method, Phase, Settings, Start, TaskLoss
 from coterie.core.tree import Tree
 
 
@@ -26,8 +24,5 @@ class FedProx(Method):
         start = super().begin(state, download, data, round)
         return start.adding(anchor=start.params)
 
-    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
-        loss = self.ctx.loss(params, batch)
-        if self.hp.mu == 0:
-            return loss
-        return loss + self.hp.mu / 2 * T.sqdist(params, extras["anchor"], self.ctx.net.trainable)
+    def phases(self, round: int) -> list[Phase]:
+        return [Phase(TaskLoss(self.ctx, pull=self.hp.mu))] if round > 0 else []

@@ -93,7 +93,7 @@ class Actor:
 
 def versions() -> dict[str, str]:
     """Return the versions and settings that must be equal on all machines for equal results."""
-    return {"coterie": version("coterie"), "torch": torch.__version__, "convolutions": native.native_status()}
+    return {"coterie": version("coterie"), "torch": torch.__version__, "native": native.native_status()}
 
 
 def _packed(value: Value) -> np.ndarray:

@@ -31,6 +31,7 @@ from coterie.engine.messages import (
 from coterie.errors import CoterieError
 from coterie.methods.stored import CLIENTS
 from coterie.privacy.device_side import DeviceSide
+from coterie.train.chain.natives import Natives
 from coterie.train.devices import CPU, Workplace, method_on, out_of_memory
 from coterie.train.optimisers import Optimiser
 from coterie.train.rule_of_use import UseMemory, after_training, local_phases, local_start, model_used
@@ -71,6 +72,7 @@ class Clients:
     guard: DeviceSide | None = None  # protects what leaves a client; None: it leaves as it is
     attack: Attack | None = None  # liars among the clients; a simulation only
     place: Workplace = field(default_factory=lambda: Workplace(CPU))  # where hooks are called
+    natives: Natives | None = None  # None: PyTorch's operations compute everything
 
     def on(self, device: torch.device) -> "Clients":
         """Return these clients with their hooks on a device; requests and answers stay on the processor."""
@@ -84,6 +86,7 @@ class Clients:
             stacker=None if stacker is None else Stacker(method.ctx, self.rule),
             others={i: nets[id(m)] for i, m in self.others.items()},
             place=Workplace(device),
+            natives=None,
         )
 
     @cached_property
@@ -180,7 +183,9 @@ class Clients:
             return [m.effort for m in members]
         out = []
         for m in members:
-            trained, effort = train(self.method.ctx, self.rule, phases, m.start, m.data, round, m.share, m.memory)
+            trained, effort = train(
+                self.method.ctx, self.rule, phases, m.start, m.data, round, m.share, m.memory, self.natives
+            )
             m.params, m.extras, m.aux, m.steps = trained.params, trained.extras, list(trained.aux), trained.steps
             out.append(effort)
         return out
@@ -188,7 +193,7 @@ class Clients:
     def _scores(self, cases: Sequence[Case], shared: bool = False) -> list[Score]:
         if self.stacker is not None:
             return self._scorer(cases, shared)
-        return [score_model(self.method, *case, shared=shared) for case in cases]
+        return [score_model(self.method, *case, shared=shared, natives=self.natives) for case in cases]
 
     # ---- a round -------------------------------------------------------------------------------------------------
     def _train(self, jobs: Sequence[Job]) -> list[TrainResult]:
@@ -215,7 +220,9 @@ class Clients:
                 if requests[i].log_update:
                     update = self._update(own[i][0], model[0])
                     train = opened[i].data.train
-                    note["train_loss"] = score_model(method, *model, train).loss / max(1, len(train))
+                    note["train_loss"] = score_model(method, *model, train, natives=self.natives).loss / max(
+                        1, len(train)
+                    )
                 answer = TrainAnswer(
                     requests[i].client, upload, note, len(opened[i].data.train), efforts[i].steps, efforts[i].loss,
                     before[i], after[i], update, efforts[i].samples,
@@ -316,7 +323,7 @@ class Clients:
                     split = self.place.data(self.federation.official())
                     assert split is not None
                     for score, model in zip(scores, after, strict=True):
-                        score["trained/official"] = score_model(method, *model, split)
+                        score["trained/official"] = score_model(method, *model, split, natives=self.natives)
             answers = [
                 ScoreAnswer(j.request.client, s, len(o.data.train), model, t.steps, t.samples)
                 for j, o, s, model, t in zip(jobs, opened, scores, models, tuning, strict=True)
@@ -373,7 +380,7 @@ class Clients:
         split = self.place.data(self.federation.official())
         assert split is not None
         if not same:
-            scores["personal/official"] = score_model(self.method, *model, split)
+            scores["personal/official"] = score_model(self.method, *model, split, natives=self.natives)
         names = self.method.ctx.w0
         params, extras = model
         return (

@@ -1,16 +1,19 @@
 """The choice of the training engine: client by client or stacked. `auto` tries both in the first round that trains."""
 
+import logging
 import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from coterie.core.context import ClientData, ClientId, State
 from coterie.core.method import Phase, Start, Trained, started
 from coterie.core.rng import torch_rng
 from coterie.engine.edge_steps import downloads
 from coterie.errors import CoterieError
+from coterie.train import native
 from coterie.train.clients import Clients
 from coterie.train.trainer import train
 from coterie.train.vmap.phase import LARGEST_STACK, Member
@@ -28,6 +31,8 @@ class Choice:
     engine: Literal["loop", "stack"]
     why: str
     workers: int | None = None  # number of processes, if the user left it open; it decides on the stacks
+    native: str = ""  # instruction set of the kernels that train and score; empty: PyTorch's operations do
+    by_pytorch: tuple[str, ...] = ()  # what PyTorch's operations compute nevertheless, and why
 
     @property
     def sentence(self) -> str:
@@ -71,6 +76,20 @@ def choose_engine(clients: Clients, asked: Asked | None, device: str = "cpu") ->
     return Choice("stack", f"{times}{left}", 1 if one else None) if stack < WORTH * loop else Choice("loop", times)
 
 
+def with_native(choice: Choice, clients: Clients, example: Tensor) -> Choice:
+    """Return the choice with the kernels that a new run trains and scores with; `example` are two items."""
+    kernels, natives = native.kernels(), clients.natives
+    if kernels is None or natives is None or choice.engine != "loop":
+        why = native.native_status() if kernels is None else "stacked training uses PyTorch's operations"
+        return replace(choice, by_pytorch=(why,))
+    if clients.others:
+        return replace(choice, native=kernels.instructions)
+    left = natives.described(clients.method, example)
+    for sentence in left:
+        logging.getLogger("coterie").info("native code: %s", sentence)
+    return replace(choice, native=kernels.instructions, by_pytorch=tuple(left))
+
+
 def _timed(clients: Clients) -> tuple[int, float, float, float, dict[int, str]]:
     """Return the tried round, three durations of one epoch of a few clients, and why phases cannot be stacked.
 
@@ -83,7 +102,7 @@ def _timed(clients: Clients) -> tuple[int, float, float, float, dict[int, str]]:
 
     def one_by_one(members: list[tuple[Start, ClientData]]) -> None:
         for start, data in members:
-            train(ctx, clients.rule, phases, start, data, t)
+            train(ctx, clients.rule, phases, start, data, t, natives=clients.natives)
 
     def stacked(members: list[tuple[Start, ClientData]]) -> None:
         stacker.train(phases, [Member.of(*s) for s in members], t)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.context import ClientData, Split
-from coterie.core.method import Method, Model, Phase
+from coterie.core.method import Method, Model, Phase, TaskLoss
 from coterie.core.tree import Tree
 from coterie.core.views import Use
 from coterie.train.devices import CPU
@@ -96,7 +96,7 @@ def _per_sample(method: Method, outputs: Tensor, split: Split) -> Tensor:
 
 def local_phases(method: Method) -> list[Phase]:
     """Return the phases that continue a client's own local model: those of Local-Only."""
-    return [Phase(lambda params, batch, extras: method.ctx.loss(params, batch))]
+    return [Phase(TaskLoss(method.ctx))]
 
 
 def local_start(method: Method, memory: UseMemory) -> Tree:

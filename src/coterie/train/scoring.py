@@ -8,9 +8,10 @@ from torch import Tensor
 
 from coterie.core.context import PER_PASS, Extras, Split
 from coterie.core.method import Method
-from coterie.core.tasks import Task
+from coterie.core.tasks import Classification, Task
 from coterie.core.tree import Tree
 from coterie.engine.messages import Score
+from coterie.train.chain.natives import Natives, scores_plainly
 from coterie.train.devices import CPU, out_of_memory
 from coterie.train.vmap.step import Extra, UnstackableError, truly_batched
 
@@ -26,8 +27,20 @@ class Case(NamedTuple):
 
 
 @torch.no_grad()
-def score_model(method: Method, params: Tree, extras: Extras, split: Split, shared: bool = False) -> Score:
-    """Score one model on one split; `shared`: the tree is the global model and predict_global is used."""
+def score_model(
+    method: Method,
+    params: Tree,
+    extras: Extras,
+    split: Split,
+    shared: bool = False,
+    natives: Natives | None = None,
+) -> Score:
+    """Score one model on one split; `shared`: the tree is the global model and predict_global is used.
+
+    With `natives` the compiled kernels compute the models that they know, equal to PyTorch up to rounding.
+    """
+    if natives is not None and (found := _native_score(natives, method, params, split, shared)) is not None:
+        return found
     task, device = method.ctx.task, method.ctx.device
     parts = [torch.zeros(0, task.outputs, device=device)]
     for x in torch.split(split.x, PER_PASS) if len(split) else ():
@@ -40,6 +53,25 @@ def score_model(method: Method, params: Tree, extras: Extras, split: Split, shar
         for a in range(0, len(y), PER_PASS):
             loss += task.total(outputs[a : a + PER_PASS], y[a : a + PER_PASS]).double()
     return Score(task.count(outputs, y), float(loss), _kept(task, outputs, y))
+
+
+def _native_score(natives: Natives, method: Method, params: Tree, split: Split, shared: bool) -> Score | None:
+    """Score a model with the compiled kernels; None if they do not know it."""
+    if not len(split) or not scores_plainly(method, shared):
+        return None
+    params, split = {k: v.contiguous() for k, v in params.items()}, Split(*(t.contiguous() for t in split))
+    program = natives.scoring(method.ctx, split.x)
+    if isinstance(program, str):
+        return None
+    task = method.ctx.task
+    if type(task) is Classification and not task.added:
+        counted = program.score(params, *split)
+        return None if counted is None else Score({"hits": counted[0], "total": counted[1]}, counted[2], ())
+    outputs = program.outputs_of(params, split.x)
+    if outputs is None:
+        return None
+    loss = float(task.total(outputs, split.y).double())
+    return Score(task.count(outputs, split.y), loss, _kept(task, outputs, split.y))
 
 
 class Scorer:

@@ -1,7 +1,7 @@
 """Local training of one client: its phases, one after the other, from tensors in memory."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -12,13 +12,15 @@ from torch import Tensor
 from coterie.core import tree as T
 from coterie.core.context import Batch, ClientData, Context, Extras
 from coterie.core.losses import class_weights
-from coterie.core.method import Phase, Start, Trained
+from coterie.core.method import Phase, Start, Trained, task_loss
 from coterie.core.rng import key, torch_rng
 from coterie.core.schedules import lr_factor
 from coterie.core.tree import Tree
 from coterie.errors import CoterieError
 from coterie.parts.gradient import clipped
 from coterie.train.augmentation import augmented, mixes
+from coterie.train.chain.natives import Natives, native_rule, plain_tree
+from coterie.train.chain.program import Pull, StepRule
 from coterie.train.devices import CPU, start_noise
 from coterie.train.optimisers import Optimiser, Stepper
 
@@ -55,11 +57,13 @@ def train(
     round: int,
     share: float = 1.0,
     memory: Tree | None = None,
+    natives: Natives | None = None,
 ) -> tuple[Trained, Effort]:
     """Run local training on a clone of the start's parameters.
 
     `share` < 1 makes the client a straggler that does fewer epochs (at least one). `memory` is the optimisers' memory
-    from one local training to the next and is updated in place; None: they have none.
+    from one local training to the next and is updated in place; None: they have none. With `natives` the compiled
+    kernels run the phases that they know, equal to PyTorch up to rounding.
     """
     params, extras, aux = T.clone(start.params), start.extras, list[Any]()
     start_noise(ctx.device, key(ctx.seed, "noise", round, data.client))  # dropout and other noise inside the model
@@ -68,7 +72,9 @@ def train(
     with ctx.net.train_mode():
         for i, phase in enumerate(phases if start.train else ()):
             kept = None if memory is None else (memory, f"{i}/")
-            done = run_phase(ctx, rule, phase, params, extras, start.per_sample, data, round, share, kept)
+            done = None if natives is None else _native_phase(natives, ctx, phase, params, extras, data, round, share)
+            if done is None:
+                done = run_phase(ctx, rule, phase, params, extras, start.per_sample, data, round, share, kept)
             params, extras, aux = done.params, done.extras, done.aux or aux
             steps, samples, total = steps + done.steps, samples + done.samples, total + done.loss
     return Trained(params, extras, aux, steps), Effort(steps, samples, float(total / max(steps, 1)))
@@ -131,8 +137,51 @@ def run_phase(
     return PhaseResult(params, extras, auxes, steps, seen, total)
 
 
-def trained_names(ctx: Context, phase: Phase, params: Tree) -> list[str]:
-    return [k for k, v in params.items() if v.is_floating_point() and _trainable(ctx, k) and phase.trains(k)]
+def _native_phase(
+    natives: Natives,
+    ctx: Context,
+    phase: Phase,
+    params: Tree,
+    extras: Extras,
+    data: ClientData,
+    round: int,
+    share: float,
+) -> PhaseResult | None:
+    """Run one phase as one call of the compiled kernels; None if they do not know it, and nothing has changed then."""
+    if natives.why_not(ctx, phase):
+        return None
+    loss, rule = task_loss(phase.loss), native_rule(natives.rule, largest_norm(natives.rule, phase))
+    assert loss is not None and isinstance(rule, StepRule)
+    params |= {k: v.contiguous() for k, v in params.items() if not v.is_contiguous()}
+    model = plain_tree(params, loss.tag)
+    names = trained_names(ctx, phase, model, loss.name)
+    x, y = (t.contiguous() for t in data.train)
+    program = natives.program(ctx, frozenset(names), x)
+    if isinstance(program, str) or not program.fits(x, y):
+        return None
+    steps, n = steps_planned(ctx, phase, len(x), share), len(x)
+    if not steps or not names:
+        return PhaseResult(params, extras, [], 0, 0, torch.zeros(())) if names else None
+    begins = [span.start for span in batch_spans(ctx, n)] + [n]
+    drawn = torch.stack([order for order, _ in orders(ctx, phase, data, round, share)])
+    lr = phase_lr(ctx, phase, round)
+    rates = [lr] * steps if ctx.lr_steps is None else [lr * lr_factor(ctx.lr_steps, i, steps) for i in range(steps)]
+    decays = weight_decays(natives.rule, phase, map(loss.name, names))
+    by_name = {k: d for k, d in zip(names, decays, strict=True) if d}
+    pull = Pull(loss.pull, extras[loss.reference], frozenset(ctx.net.trainable)) if loss.pull else None
+    if pull is not None and any(k not in program.names for k in pull.names):
+        return None  # entries that the model does not use are pulled too
+    total = program.train(rule, by_name, frozenset(names), model, x, y, drawn, begins, rates, pull)
+    if total is None:
+        return None
+    each = len(begins) - 1
+    seen = steps // each * n + begins[steps % each]
+    return PhaseResult(params, extras, [], steps, seen, torch.tensor(total))
+
+
+def trained_names(ctx: Context, phase: Phase, params: Tree, full: Callable[[str], str] = str) -> list[str]:
+    """Return the entries that a phase trains; `full` gives the name by which the phase knows an entry."""
+    return [k for k, v in params.items() if v.is_floating_point() and _trainable(ctx, k) and phase.trains(full(k))]
 
 
 def weight_decays(rule: Optimiser, phase: Phase, names: Iterable[str]) -> list[float]:

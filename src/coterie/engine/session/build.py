@@ -367,7 +367,7 @@ def _net(
         frozen, trained = (sum(t[k].numel() for k in t) for t in (net.constants(), net.state()))
         loaded.append(f"{frozen:,} values of the model are constants, {trained:,} are trained or exchanged")
     if net.layout.of_kind("conv"):
-        native.available()  # compiles or loads the library once, before workers are forked
+        native.available()  # loads and checks the library once, before workers are forked
     return net, tuple(loaded)
 
 

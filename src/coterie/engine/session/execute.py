@@ -11,7 +11,13 @@ from coterie.engine.evaluation import Official
 from coterie.engine.loop import Callbacks, Loop, Schedule
 from coterie.engine.round import Rules
 from coterie.engine.session.combiner import combiner_of, weight_cap_of
-from coterie.engine.session.resume import check_unchanged, device_notes, short_batch_warning, training_engine_at_start
+from coterie.engine.session.resume import (
+    check_unchanged,
+    device_notes,
+    earlier_kernels_warning,
+    short_batch_warning,
+    training_engine_at_start,
+)
 from coterie.engine.session.spec import Session
 from coterie.errors import CoterieError
 from coterie.privacy.budget import LEDGER, ClientBudget
@@ -21,7 +27,7 @@ from coterie.storage import atomic as disk
 from coterie.storage.client_states import StateLostError
 from coterie.storage.run_folder import EVENTS, START, Folder, extend, read_log, read_settings
 from coterie.train.devices import device_names, find_devices
-from coterie.train.engine_choice import Choice, choose_engine
+from coterie.train.engine_choice import Choice, choose_engine, with_native
 
 Opener = Callable[[Session, Path, Callable[[], bool]], AbstractContextManager[Runtime]]
 
@@ -103,18 +109,22 @@ def execute(
         check_unchanged(session, out)
         if warning := short_batch_warning(session, out):
             callbacks.on_warning(warning)
+        if warning := earlier_kernels_warning(session, out):
+            callbacks.on_warning(warning)
     choice = (
         training_engine_at_start(session, out)
         if resume
         else choose_engine(session.clients(), wanted if kind.supports_stacked_training else "loop", devices)
     )
+    if not resume:
+        choice = with_native(choice, session.clients(), session.example())
     if wanted not in (None, "loop") or choice.engine != "loop":
         callbacks.on_warning(choice.sentence)
     workers = session.engine.workers or (choice.workers if kind.worker_processes else None)
     for sentence in device_notes(session, out, devices) if resume else ():
         callbacks.on_warning(sentence)
     known = {"engine": choice.engine, "workers": workers, "device": devices}
-    session = replace(session, engine=session.engine.model_copy(update=known))
+    session = replace(session, engine=session.engine.model_copy(update=known), native=bool(choice.native))
     if not kind.states_stay_on_devices:
         session.federation.compute_features()
     with Folder(out, session.engine.keep) as folder:

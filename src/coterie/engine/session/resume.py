@@ -73,6 +73,21 @@ def short_batch_warning(session: Session, path: Path) -> str:
     )
 
 
+_COMPILED_EARLIER = "compiled C"  # end of the status that earlier versions recorded
+
+
+def earlier_kernels_warning(session: Session, path: Path) -> str:
+    """Return a warning if a run began with convolutions that an earlier version compiled on its machine, "" if not."""
+    versions = read_settings(path)["versions"]
+    compiled = versions.get("convolutions", "").endswith(_COMPILED_EARLIER) and native.available()
+    if "native" in versions or not (compiled and session.method.ctx.net.layout.of_kind("conv")):
+        return ""
+    return (
+        f"{path} was begun with convolutions that were compiled on its machine; those of this version come with the "
+        "package, so its further rounds may differ in the last bits"
+    )
+
+
 def check_unchanged(session: Session, path: Path) -> None:
     """Raise CoterieError if the code of method or model, the model's tensors or the data differ from those of a run.
 
@@ -153,12 +168,18 @@ def device_notes(session: Session, path: Path, now: str) -> list[str]:
 def training_engine_at_start(session: Session, path: Path) -> Choice:
     """Return the training engine that a run began with.
 
-    Raise CoterieError if convolutions are computed differently now, or if the runtime cannot reach the client states.
+    Raise CoterieError if models are computed differently now, or if the runtime cannot reach the client states.
     """
     run = read_settings(path)
-    then, now = run["versions"]["convolutions"], native.native_status()
+    then, now = run["versions"].get("native"), native.native_status()
     on_cpu = {run["engine"].get("device") or "cpu", session.engine.device or "cpu"} == {"cpu"}
-    if on_cpu and session.method.ctx.net.layout.of_kind("conv") and then != now:
+    convolves = on_cpu and bool(session.method.ctx.net.layout.of_kind("conv"))
+    if then is None:  # of an earlier version, which had native convolutions only
+        then = run["versions"]["convolutions"]
+        differs = convolves and then.endswith(_COMPILED_EARLIER) != native.available()
+    else:
+        differs = then != now and (convolves or bool(run["engine"].get("native")))
+    if differs:
         raise CoterieError(f'{path} began with "{then}" and cannot be continued bit-identically with "{now}"')
     began = canonical_runtime(run["engine"].get("runtime", "local"))
     stay, stay_now = (runtime_kind(name).states_stay_on_devices for name in (began, session.engine.runtime))
@@ -167,6 +188,8 @@ def training_engine_at_start(session: Session, path: Path) -> Choice:
         raise CoterieError(
             f"{path} began with runtime = {began}, and its client states are {where}; continue it with the same runtime"
         )
-    choice = Choice(**{k: run["engine"][k] for k in ("engine", "why", "workers")})
+    choice = Choice(
+        **{k: run["engine"][k] for k in ("engine", "why", "workers")}, native=run["engine"].get("native", "")
+    )
     asked = session.engine.engine
     return choice if asked in ("auto", choice.engine) else replace(choice, why="as the run began")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from coterie.config import PUBLIC, Engine, RunSettings
 from coterie.core.method import Method
@@ -30,6 +30,7 @@ from coterie.privacy.device_side import DeviceSide
 from coterie.privacy.setting import PrivacySetting, privacy_setting
 from coterie.storage.client_states import ClientStates
 from coterie.train import native
+from coterie.train.chain.natives import Natives
 from coterie.train.clients import Clients
 from coterie.train.optimisers import Optimiser
 from coterie.train.vmap.trainer import Stacker
@@ -107,6 +108,7 @@ class Session:
     rule: Optimiser = field(default_factory=Optimiser)  # optimiser of local training
     functions: Mapping[str, Function] = field(default_factory=dict)  # functions of the user, by setting
     attack: Attack | None = None  # liars among the clients
+    native: bool = True  # False: PyTorch's operations train and score, as in runs that began so
 
     def method_of(self, client: int) -> Method:
         """Return the method bound to this client's model."""
@@ -121,12 +123,23 @@ class Session:
         """Return the client side of the run, which trains and scores; `deployed`: on a device of a real federation."""
         stacker = Stacker(self.method.ctx, self.rule) if self.engine.engine == "stack" else None
         guard = None if self.privacy is None else DeviceSide(self.privacy, deployed)
-        return Clients(self.method, self.federation, self.rule, stacker, self.others, self.use, guard, self.attack)
+        natives = self._natives if self.native and stacker is None else None
+        return Clients(
+            self.method, self.federation, self.rule, stacker, self.others, self.use, guard, self.attack, natives=natives
+        )
 
     @property
     def privacy(self) -> PrivacySetting | None:
         """The setting `dp` as a typed value; None without it."""
         return None if self.settings.dp is None else privacy_setting(self.settings.dp)
+
+    def example(self) -> Tensor:
+        """Return two items as the model takes them."""
+        return self.federation.dataset.ready(torch.arange(2), self.federation.settings.normalize)
+
+    @cached_property
+    def _natives(self) -> Natives:
+        return Natives(self.rule)
 
     @property
     def use(self) -> Use:
@@ -262,7 +275,7 @@ class Session:
                 "torch": torch.__version__,
                 "python": platform.python_version(),
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-                "convolutions": native.native_status(),
+                "native": native.native_status(),
             },
         }
 

@@ -12,12 +12,14 @@ from threading import Lock
 from torch import Tensor, nn
 
 from coterie.train.native import op
+from coterie.train.native.library import Library
 from coterie.train.native.op import eligible, unfused
 
 __all__ = ["available", "block", "conv_block", "enable", "enabled", "native_status", "switched_off", "unfused"]
 
 _lock = Lock()
 _kernel: op.Kernel | None = None
+_library: Library | None = None
 _status: str | None = None  # None: not determined yet
 _wanted: bool | None = None  # None: the environment decides
 
@@ -45,16 +47,24 @@ def enabled() -> bool:
 
 
 def available() -> bool:
-    """True if native code works on this machine; the first call compiles or loads it and checks it against PyTorch."""
+    """True if native code works on this machine; the first call loads it and checks it against PyTorch."""
     return _load() is not None
 
 
 def native_status() -> str:
-    """Return one line that says which code computes the convolutions."""
+    """Return one line that says which code computes models."""
     if not enabled():
-        return "native convolutions: switched off"
+        return "native code: switched off"
     _load()
-    return f"native convolutions: {_status}"
+    return f"native code: {_status}"
+
+
+def kernels() -> Library | None:
+    """Return the kernels if native code is switched on and available."""
+    if not enabled():
+        return None
+    _load()
+    return _library
 
 
 def conv_block(
@@ -112,12 +122,12 @@ def _watched(module: nn.Module) -> bool:
 
 
 def _load() -> op.Kernel | None:
-    global _kernel, _status
+    global _kernel, _library, _status
     if _status is not None:
         return _kernel
     with _lock:
         if _status is None:
-            _kernel, _status = op.load_kernel()
+            _kernel, _library, _status = op.load_kernel()
             if _kernel is None:
-                logging.getLogger("coterie").warning("native convolutions: %s", _status)
+                logging.getLogger("coterie").warning("native code: %s", _status)
     return _kernel

@@ -158,7 +158,7 @@ static void backward_sparse(const call *c, const layout *l, const double *sum, f
 }
 
 /* Fills those of dx, dw, db, dgamma, dbeta that are not NULL; `save` is what forward left there. */
-void coterie_backward(call *c) {
+static void block_backward(call *c) {
     layout l;
     plan(c, &l);
     double *sum = (double *)c->scratch, *dot = sum + l.ocp;

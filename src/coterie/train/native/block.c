@@ -9,7 +9,7 @@
 
 enum { PLAIN, EVAL, TRAIN }; /* no batch norm; with running statistics; with those of the batch */
 
-typedef struct { /* mirrored by coterie.native.build.Call */
+typedef struct { /* mirrored by library.Call */
     int64_t n, ic, h, w, oc, k, pad, mode, keep;
     double eps, momentum;
     const float *x, *weight, *bias, *gamma, *beta;
@@ -214,7 +214,7 @@ static void pool(const call *c, const layout *l, const float *z, float *y, float
 }
 
 /* Sizes in floats of save, of the scratch of forward and of the scratch of backward. */
-void coterie_sizes(call *c, int64_t *out) {
+static void block_sizes(const call *c, int64_t *out) {
     layout l;
     out[0] = plan(c, &l);
     out[1] = c->k * l.run * l.ocp + 5 * l.ocp + 2 * l.p * l.ocp;
@@ -223,7 +223,7 @@ void coterie_sizes(call *c, int64_t *out) {
     out[2] = l.image + (c->mode == TRAIN ? dense : sparse) + 8 * l.ocp;
 }
 
-void coterie_forward(call *c) {
+static void block_forward(call *c) {
     layout l;
     plan(c, &l);
     double *mean = (double *)c->scratch, *m2 = mean + l.ocp;

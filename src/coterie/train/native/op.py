@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 
-from coterie.train.native.build import BuildError, Call, library
+from coterie.train.native.library import Call, Library, UnavailableError, open_library, wanted_instructions
 
 PLAIN, EVAL, TRAIN = 0, 1, 2  # modes of block.c
 KERNELS = (3, 5)
@@ -87,15 +87,16 @@ def _known_shape(x: torch.Size, weight: torch.Size, padding: int) -> bool:
     )
 
 
-def load_kernel() -> tuple[Kernel | None, str]:
-    """Return the operation or None, and one line that explains the choice."""
+def load_kernel() -> tuple[Kernel | None, Library | None, str]:
+    """Return the operation or None, the kernels that it uses, and one line that explains the choice."""
     try:
-        kernel = _kernel(library())
+        library = open_library(wanted_instructions())
+        kernel = block_kernel(library)
         if (error := self_test(kernel)) > TOLERANCE:
-            raise BuildError(f"the self-test is off by {error:.1e}")
-    except BuildError as e:
-        return None, f"PyTorch's own operations, because {e}"
-    return kernel, "compiled C"
+            raise UnavailableError(f"the self-test is off by {error:.1e}")
+    except UnavailableError as e:
+        return None, None, f"PyTorch's own operations, because {e}"
+    return kernel, library, f"compiled C ({library.instructions})"
 
 
 def self_test(kernel: Kernel) -> float:
@@ -132,11 +133,13 @@ def _dense(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def _kernel(lib: ctypes.CDLL) -> Kernel:
+def block_kernel(lib: Library) -> Kernel:
+    """Return the block as an operation that computes with these kernels."""
+
     @lru_cache(maxsize=256)
     def sizes(*dims: int) -> tuple[int, int, int]:
         out = (ctypes.c_int64 * 3)()
-        lib.coterie_sizes(Call(*dims), out)
+        lib.sizes(Call(*dims), out)
         return out[0], out[1], out[2]
 
     def forward(keep: bool, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Any]:
@@ -153,7 +156,7 @@ def _kernel(lib: ctypes.CDLL) -> Kernel:
         moved_mean, moved_var = _dense(mean), _dense(var)
         y = torch.empty((n, oc, oh // 2, ow // 2))
         save = torch.empty(save_size + scratch_size)
-        lib.coterie_forward(
+        lib.forward(
             Call(
                 *dims,
                 eps,
@@ -198,7 +201,7 @@ def _kernel(lib: ctypes.CDLL) -> Kernel:
             needed = zip(inputs, ctx.needs_input_grad, strict=False)
             grads = [torch.empty(t.shape) if t is not None and need else None for t, need in needed]
             scratch = torch.empty(sizes(*dims)[2])
-            lib.coterie_backward(
+            lib.backward(
                 Call(
                     *dims,
                     eps,

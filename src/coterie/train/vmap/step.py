@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from coterie.core.context import Batch
-from coterie.core.method import Loss, Method
+from coterie.core.method import Loss, Method, TaskLoss
 from coterie.train.optimisers import Optimiser
 
 StackedStep = Callable[..., Sequence[Tensor]]
@@ -43,6 +43,8 @@ def identity(f: Any) -> Any:
         return type(f).__name__, f
     if isinstance(f, Method):
         return id(f)
+    if isinstance(f, TaskLoss):
+        return TaskLoss, id(f.ctx), f.tag, f.pull, f.reference
     if inspect.ismethod(f):
         return f.__func__, identity(f.__self__)
     if isinstance(f, functools.partial):
