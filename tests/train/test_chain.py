@@ -417,7 +417,10 @@ def test_sanitisers_find_nothing(tmp_path: Path) -> None:
     command += [str(folder / "kernels.c"), str(folder / "module.c"), "-o", str(target), "-lm"]
     try:
         built = subprocess.run(command, capture_output=True, text=True)
-        asan = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+        asan, cxx = (
+            subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+            for name in ("libasan.so", "libstdc++.so")
+        )
     except FileNotFoundError:
         pytest.skip("no GCC")
     if built.returncode or not Path(asan).exists():
@@ -427,10 +430,11 @@ def test_sanitisers_find_nothing(tmp_path: Path) -> None:
         "import sys, pytest\n"
         "import coterie.train.native.library as library\n"
         "library._path = lambda: sys.argv[1]\n"
-        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-m', 'not long', *sys.argv[2:]]))\n"
+        "sys.exit(pytest.main(['-q', '-s', '-p', 'no:cacheprovider', '-m', 'not long', *sys.argv[2:]]))\n"
     )
     tests = [str(Path(__file__)), str(Path(__file__).with_name("test_native.py"))]
-    environment = {**os.environ, "LD_PRELOAD": asan, "ASAN_OPTIONS": "detect_leaks=0", "COTERIE_NATIVE": "baseline"}
+    preload = f"{asan} {cxx}"  # PyTorch throws exceptions, which the sanitiser intercepts
+    environment = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "COTERIE_NATIVE": "baseline"}
     done = subprocess.run(
         [sys.executable, str(script), str(target), *tests], capture_output=True, text=True, env=environment
     )

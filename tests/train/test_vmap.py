@@ -263,6 +263,8 @@ def test_auto_says_what_it_chose_and_a_resumed_run_keeps_it(tmp_path: Path, monk
         "engine": "stack",
         "why": said[0].removeprefix("engine stack: "),
         "workers": None,
+        "native": "",
+        "by_pytorch": kept["by_pytorch"],
         "keep": 2,
         "state": "memory",
         "runtime": "local",

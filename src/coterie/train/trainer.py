@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -66,14 +67,19 @@ def train(
     kernels run the phases that they know, equal to PyTorch up to rounding.
     """
     params, extras, aux = T.clone(start.params), start.extras, list[Any]()
-    start_noise(ctx.device, key(ctx.seed, "noise", round, data.client))  # dropout and other noise inside the model
     steps = samples = 0
     total = torch.zeros((), device=ctx.device)
-    with ctx.net.train_mode():
+    with ExitStack() as stack:
+        ready = False  # the kernels need neither noise nor the module
         for i, phase in enumerate(phases if start.train else ()):
             kept = None if memory is None else (memory, f"{i}/")
             done = None if natives is None else _native_phase(natives, ctx, phase, params, extras, data, round, share)
             if done is None:
+                if not ready:
+                    # dropout and other noise inside the model
+                    start_noise(ctx.device, key(ctx.seed, "noise", round, data.client))
+                    stack.enter_context(ctx.net.train_mode())
+                    ready = True
                 done = run_phase(ctx, rule, phase, params, extras, start.per_sample, data, round, share, kept)
             params, extras, aux = done.params, done.extras, done.aux or aux
             steps, samples, total = steps + done.steps, samples + done.samples, total + done.loss
