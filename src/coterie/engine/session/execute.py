@@ -116,7 +116,7 @@ def execute(
         if resume
         else choose_engine(session.clients(), wanted if kind.supports_stacked_training else "loop", devices)
     )
-    if not resume:
+    if not resume and devices == "cpu":
         choice = with_native(choice, session.clients(), session.example())
     if wanted not in (None, "loop") or choice.engine != "loop":
         callbacks.on_warning(choice.sentence)
