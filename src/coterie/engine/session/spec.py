@@ -123,7 +123,8 @@ class Session:
         """Return the client side of the run, which trains and scores; `deployed`: on a device of a real federation."""
         stacker = Stacker(self.method.ctx, self.rule) if self.engine.engine == "stack" else None
         guard = None if self.privacy is None else DeviceSide(self.privacy, deployed)
-        natives = self._natives if self.native and stacker is None else None
+        noised = guard is not None and guard.setting.unit == "example"  # in every step, which the kernels do not know
+        natives = self._natives if self.native and stacker is None and not noised else None
         return Clients(
             self.method, self.federation, self.rule, stacker, self.others, self.use, guard, self.attack, natives=natives
         )

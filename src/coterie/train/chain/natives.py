@@ -1,7 +1,7 @@
 """Decide which phases and scores the compiled kernels compute, and why not the others."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +22,11 @@ from coterie.train.optimisers import Optimiser
 CHECKED = 5  # items of the batch that is compared with PyTorch
 STEP_AGREES = 1e-3  # largest difference to PyTorch's step, relative to the largest movement of the entry
 RATE = 0.1
+# fields of a phase that the kernels obey, or whose use keeps a phase from them; any other one does too
+KNOWN = {
+    "loss", "trains", "epochs", "steps", "stream", "batches_per_step", "update", "every_epoch", "clip", "lr",
+    "weight_decay",
+}  # fmt: skip
 
 Found = Program | str  # a program, or the reason why there is none
 
@@ -42,6 +47,9 @@ class Natives:
             return "it has an update rule of its own"
         if phase.every_epoch is not None or phase.batches_per_step > 1:
             return "it has a step of its own"
+        unusual = (f.name for f in fields(phase) if f.name not in KNOWN and getattr(phase, f.name) != f.default)
+        if (name := next(unusual, None)) is not None:
+            return f"it sets {name}"
         loss = task_loss(phase.loss)
         if loss is None:
             return f"its loss is its own ({getattr(phase.loss, '__qualname__', type(phase.loss).__name__)})"
