@@ -80,7 +80,7 @@ def with_native(choice: Choice, clients: Clients, example: Tensor) -> Choice:
     """Return the choice with the kernels that a new run trains and scores with; `example` are two items."""
     kernels, natives = native.kernels(), clients.natives
     if kernels is None or natives is None or choice.engine != "loop":
-        why = native.native_status() if kernels is None else "stacked training uses PyTorch's operations"
+        why = native.native_status() if kernels is None else "PyTorch's operations train stacks and noised steps"
         return replace(choice, by_pytorch=(why,))
     if clients.others:
         return replace(choice, native=kernels.instructions)
