@@ -128,11 +128,13 @@ def _agreed(method: Method, client: int, round: int) -> Tree:
 def copied_rows(method: Method, received: Mapping[str, torch.Tensor]) -> str:
     """Return the name of a layer whose rows are mostly multiples of each other; "" if there is none.
 
-    Rows of zeros and small layers are left out, and so are layers that are initialised in this way.
+    Rows of zeros and small layers are left out, and so are layers that are initialised in this way, and heads, which
+    see features (FedGMH has a head for each label).
     """
+    trainable, head = set(method.ctx.net.trainable), set(method.ctx.group("head"))
     for name, v in received.items():
         plain = T.plain(name)
-        if plain not in method.ctx.net.trainable or not _rows_alike(v):
+        if plain not in (trainable - head or trainable) or not _rows_alike(v):
             continue
         if not _rows_alike(method.ctx.w0[plain]):
             return name
