@@ -200,12 +200,13 @@ def open_local(session: Setup, folder: Path, should_stop: Callable[[], bool]) ->
 
 
 def _forks_train() -> bool:
-    if not forks_can_train():
+    able = forks_can_train()
+    if not able:
         log.warning(
             "this process has computed gradients, and on a machine with a GPU PyTorch then refuses them in worker "
             "processes; the run continues in one process (a fresh process can have workers)"
         )
-    return forks_can_train()
+    return able
 
 
 def can_fork() -> bool:

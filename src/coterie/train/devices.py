@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -111,15 +111,17 @@ def may_fork(devices: Sequence[torch.device]) -> bool:
     )
 
 
-@cache
 def forks_can_train() -> bool:
-    """True if a process that is forked from this one can compute gradients.
+    """True if a process that is forked from this one now can compute gradients.
 
     PyTorch refuses that on a machine with a GPU if this process has computed a gradient before.
     """
-    if torch.accelerator.current_accelerator(check_available=False) is None:
+    accelerator = getattr(torch, "accelerator", None)  # from PyTorch 2.6
+    if accelerator is not None and accelerator.current_accelerator() is None:
         return True
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # this process may have threads; the child uses none of their locks
+        child = os.fork()
     if child == 0:
         try:
             x = torch.ones(1, requires_grad=True)
