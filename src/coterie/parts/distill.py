@@ -41,4 +41,4 @@ def mmd(
 
 def _kernel(a: Tensor, b: Tensor, widths: Sequence[float]) -> Tensor:
     square = (a.square().sum(1)[:, None] + b.square().sum(1)[None, :] - 2 * a @ b.T).clamp(min=0)
-    return torch.exp(square * square.new_tensor([-0.5 / width for width in widths])[:, None, None]).sum(0)
+    return torch.stack([square * (-0.5 / width) for width in widths]).exp().sum(0)
