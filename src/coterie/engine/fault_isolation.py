@@ -74,6 +74,8 @@ def close_contained(
 ) -> RoundResult:
     """Close the round without the senders that make `close`, or `probe` of its result, raise an error."""
     groups = [frozenset({r.client}) for r in plan.direct if r.client in answers.trained]
+    if answers.summed is not None:
+        groups = [frozenset(answers.summed.clients)]
     groups += [
         frozenset(answers.merged[task.edge.id].senders)
         for task in plan.edges
@@ -122,5 +124,6 @@ def _without(answers: RoundAnswers, left_out: Group, why: str) -> RoundAnswers:
         answers,
         trained={i: a for i, a in answers.trained.items() if i not in left_out},
         merged={e: m for e, m in answers.merged.items() if not left_out & set(m.senders)},
+        summed=None if answers.summed is None or left_out & set(answers.summed.clients) else answers.summed,
         refused={**answers.refused, **dict.fromkeys(left_out, why)},
     )

@@ -176,10 +176,11 @@ def close(
     arrived = [answers.trained[r.client] for r in plan.direct if r.client in answers.trained]
     schemas = {a.client: method.schema("up", Moment(server, a.client, plan.round)) for a in arrived}
     secure = None if combiner is None or plan.round == 0 else combiner.secure
-    direct = receive(schemas, arrived, plan.weight_cap) if answers.summed is None else Received()
+    cap = None if secure is not None else plan.weight_cap  # a secure sum has a cap of its own
+    direct = receive(schemas, arrived, cap) if answers.summed is None else Received()
     claimed = {a.client: a.samples for a in arrived}
     capped = {u.sender: u.samples for u in direct.uploads if u.samples < claimed[u.sender]}
-    if secure is not None:  # single uploads do not cross a link
+    if secure is not None and (arrived or answers.sum_bytes):  # single uploads do not cross a link
         page = ledger.total([page, answers.sum_bytes or secure.traffic(method, len(arrived))])
     elif arrived:
         ledger.add_bytes(page, DEVICE_CLOUD, "up", summed(direct.bytes.values()))

@@ -41,6 +41,8 @@ from coterie.errors import CoterieError
 from coterie.export.personal_model import as_module, describe_model, write_model
 from coterie.federation.device_data import describe_table
 from coterie.federation.device_states import KEEP_STATES, DeviceStates, lock_folder
+from coterie.federation.device_sum import SumMember, secure_sum_of
+from coterie.federation.identity.signatures import NodeFiles
 from coterie.federation.payload_kinds import of_answer, of_request
 from coterie.federation.policy.allow import Allow, ByteBudget
 from coterie.federation.policy.audit import AUDIT_FILE, AuditLine, AuditLog
@@ -51,6 +53,8 @@ from coterie.federation.protocol.messages import (
     Hello,
     PlanText,
     RunOver,
+    SumAnswer,
+    SumRequest,
     TableAnswer,
     TableQuestion,
     with_common,
@@ -58,13 +62,14 @@ from coterie.federation.protocol.messages import (
 from coterie.federation.protocol.plan import RUN_ID, FederationPlan, settings_of_cloud
 from coterie.federation.transport import MAX_PAYLOAD, NoPlanError
 from coterie.federation.validation import check_request
+from coterie.privacy.secure_sum.messages import MaskedWords
 from coterie.storage.atomic import write_atomic
 from coterie.train.clients import Clients
 from coterie.train.devices import CPU
 
 _HEADER_BYTES = 2**20  # bytes of a message in addition to its payload
 _MAX_RUNS = 100  # runs whose states a device keeps
-_KINDS: dict[type, str] = {TrainRequest: "train", ScoreRequest: "score", SendRequest: "send"}
+_KINDS: dict[type, str] = {TrainRequest: "train", ScoreRequest: "score", SendRequest: "send", SumRequest: "sum"}
 log = logging.getLogger("coterie.device")
 
 
@@ -92,6 +97,7 @@ class DeviceHandler:
     stay: bool = False  # wait for the next run when one has ended
     peer: str = "cloud"  # address of the cloud or the edge
     timeline: str | tuple[Change, ...] | None = None  # changes of the device's own data during a run
+    files: NodeFiles | None = None  # the device's certificate, which secure sums need
     ended: Callable[[], None] = lambda: None  # called when a run has ended, unless `stay` is set
     lock_seconds: float = 0.0  # time to wait for a different process that uses the folder
     device: torch.device = CPU  # where the client trains
@@ -104,6 +110,7 @@ class DeviceHandler:
         self._lock = lock_folder(self.state, self.lock_seconds)
         self._spent = ByteBudget(self.allow, self.state / "bytes.json")
         self._audit = AuditLog(self.state / AUDIT_FILE)
+        self._sums = SumMember(self.state, self.files)
         self._offered = ""  # text of the last plan
         self._refusal = ""  # run and reason of the last refused plan, which the cloud offers again and again
 
@@ -111,6 +118,10 @@ class DeviceHandler:
         """Release the folder of states for other processes."""
         self._lock.close()
         self._audit.close()
+
+    def use_certificate(self, files: NodeFiles) -> None:
+        """Sign with the key of this certificate in secure sums."""
+        self.files = self._sums.files = files
 
     def handle(self, kind: str, round: int, shared: memoryview | None, own: memoryview) -> memoryview:
         """Answer a message of the cloud; the transport calls this."""
@@ -154,15 +165,20 @@ class DeviceHandler:
                 self.allow.reveal.check_download(session.method, job.request)
             self._spent.count("down", job.run, round, sum(arrived.values()))
             self._take_seat(job.run, job.request.client)
-            answer = self._held_part(job) if isinstance(job.request, SendRequest) else self._compute(session, job)
+            if isinstance(job.request, SumRequest):
+                answer: Answer = self._sums.answer(session, job)
+            else:
+                answer = self._held_part(job) if isinstance(job.request, SendRequest) else self._compute(session, job)
             self._release(session, round, kind, job.run, answer)
             return answer
 
     def _release(self, session: Session, round: int, kind: str, run: str, answer: Answer) -> None:
         """Check that an answer may leave the device, count its bytes, and write it to the audit log."""
         upload = answer.upload if isinstance(answer, TrainAnswer | SendAnswer) else {}
+        masked = isinstance(answer, SumAnswer) and isinstance(answer.give, MaskedWords)
         sizes = of_answer(session.method, answer)
-        self.allow.check_leaving(session.method.schema("up"), upload, sizes)
+        up = session.method.schema("up")
+        self.allow.check_leaving(up, up.entries if masked else upload, sizes)
         self._spent.count("up", run, round, sum(sizes.values()))
         entries = {name: value_bytes(v.numel(), v.dtype) for name, v in upload.items()}
         self._audit.write(AuditLine(run, round, kind, "out", self.peer, sizes, entries))
@@ -273,17 +289,21 @@ class DeviceHandler:
         request, clients = job.request, self._clients
         assert clients is not None
         states = DeviceStates(self.state / job.run / str(request.client), self.keep)
-        assert not isinstance(request, SendRequest)
+        assert not isinstance(request, SendRequest | SumRequest)
         local_job = Job(request, states.read(job.base))
         if isinstance(request, TrainRequest):
             done = clients.train([local_job])[0]
             in_two_steps = announces(session.method)
-            with suppress(*() if in_two_steps else (NonFiniteError,)):  # the round excludes the client and says why
+            secure = request.round > 0 and secure_sum_of(session) is not None
+            # otherwise the round excludes the client and says why
+            with suppress(*() if in_two_steps or secure else (NonFiniteError,)):
                 session.method.schema("up").check(done.answer.upload, "the upload made here")
             states.write(request.round, _in_memory(done.state), job.base)
             self._log_progress(
                 session, f"round {request.round} of {session.settings.rounds}: trained", done.answer.after
             )
+            if secure:
+                return self._sums.hold(job.run, request, done.answer)
             return self._announced(job.run, done.answer, request.round) if in_two_steps else done.answer
         answer = clients.score([local_job])[0]
         self._write_model(session, job.run, local_job)
@@ -339,6 +359,7 @@ def join(cloud: str, ca: Path, key: Path, handler: DeviceHandler, certificate: P
     else:
         load_dataset(handler.data, handler.data_dir)
     handler.peer = cloud
+    handler.use_certificate(NodeFiles(key, certificate or key.with_suffix(".crt"), ca))
     largest = min(MAX_PAYLOAD, handler.allow.bytes_down + _HEADER_BYTES)  # more is not allowed, so it is not fetched
     node = Node(cloud, ca, key, handler.handle, int(largest), certificate=certificate)
     handler.ended = node.leave

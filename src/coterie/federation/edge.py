@@ -161,6 +161,8 @@ class EdgeHandler:
         try:
             plan = FederationPlan.read(text)
             run_id = plan.run
+            if plan.settings.get("secure") is not None:
+                raise CoterieError("this run has secure sums, and devices behind an edge cannot take part in them")
             method = plan.session(None, None, None, self.allow).method
         except CoterieError as e:
             if self._refusal != run_id + str(e):

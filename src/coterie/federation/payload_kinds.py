@@ -10,9 +10,12 @@ from coterie.engine import codec
 from coterie.engine.ledger import summed
 from coterie.engine.messages import ScoreAnswer, ScoreRequest, SendAnswer, SendRequest, TrainAnswer, check_message
 from coterie.errors import CoterieError
-from coterie.federation.protocol.messages import Answer, DeviceJob, EdgeAnswer, NodeJob, Request
+from coterie.federation.protocol.messages import Answer, DeviceJob, EdgeAnswer, NodeJob, Request, SumAnswer, SumRequest
+from coterie.privacy.secure_sum.messages import MaskedWords, tensor_bytes
 
-BytesByKind = dict[str, int]  # "scores" are counts of predictions; "numbers" are samples, steps, loss and notes
+# "scores" are counts of predictions; "numbers" are samples, steps, loss and notes; "masked" and "keys" are those of
+# secure sums
+BytesByKind = dict[str, int]
 _NUMBER_BYTES = 8
 
 
@@ -20,6 +23,8 @@ def of_request(method: Method, request: Request) -> BytesByKind:
     """Return the bytes of a request's payload."""
     if isinstance(request, SendRequest):
         return {}
+    if isinstance(request, SumRequest):
+        return {"keys": tensor_bytes(request.ask)}
     sizes = _of_tree(method.schema("down"), request.download)
     if isinstance(request, ScoreRequest) and request.global_model is not None:
         sizes = _added([sizes, {"model": T.nbytes(request.global_model)}])
@@ -30,6 +35,8 @@ def of_answer(method: Method, answer: Answer) -> BytesByKind:
     """Return the bytes of an answer's payload, scores and numbers."""
     if isinstance(answer, SendAnswer):
         return _of_tree(method.schema("up"), answer.upload) | {"numbers": _NUMBER_BYTES}
+    if isinstance(answer, SumAnswer):
+        return {"masked" if isinstance(answer.give, MaskedWords) else "keys": tensor_bytes(answer.give)}
     if isinstance(answer, TrainAnswer):
         scores = [s for s in (answer.before, answer.after) if s is not None]
         sizes = _of_tree(method.schema("up"), answer.upload)
@@ -59,7 +66,7 @@ def of_reply(method: Method, reply: object) -> BytesByKind:
         check_message(reply, type(reply))
     except (CoterieError, TypeError):
         return {}
-    if isinstance(reply, TrainAnswer | ScoreAnswer | SendAnswer):
+    if isinstance(reply, TrainAnswer | ScoreAnswer | SendAnswer | SumAnswer):
         return of_answer(method, reply)
     if isinstance(reply, EdgeAnswer):
         sizes = [of_answer(method, a) for a in reply.answers]

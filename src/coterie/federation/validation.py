@@ -29,7 +29,7 @@ from coterie.engine.messages import (
 )
 from coterie.engine.round import counted_samples
 from coterie.errors import CoterieError
-from coterie.federation.protocol.messages import Answer, Request, WireBytes
+from coterie.federation.protocol.messages import Answer, Request, SumAnswer, SumRequest, WireBytes
 
 _SCORES = {f"{view}/{part}" for view in VIEWS for part in ("test", "val")}
 _HEADER_BYTES = 2**16  # bytes of a message in addition to its tensors
@@ -50,6 +50,11 @@ def check_answer(answer: Value, request: Request, samples: int, task: Task) -> A
         sent = check_message(answer, SendAnswer)
         _check_sender(sent, request, samples)
         return sent
+    if isinstance(request, SumRequest):
+        given = check_message(answer, SumAnswer)
+        if given.client != request.client:
+            raise CoterieError(f"the answer is of client {given.client}, the request was for client {request.client}")
+        return given
     return _check_scored(check_message(answer, ScoreAnswer), request, samples, task)
 
 
@@ -77,7 +82,7 @@ def _check_scored(a: ScoreAnswer, request: ScoreRequest, samples: int, task: Tas
     return a
 
 
-def _check_sender(a: Answer, request: Request, samples: int) -> None:
+def _check_sender(a: TrainAnswer | ScoreAnswer | SendAnswer, request: Request, samples: int) -> None:
     if a.client != request.client:
         raise CoterieError(f"the answer is of client {a.client}, the request was for client {request.client}")
     if a.samples != samples:
@@ -143,7 +148,7 @@ def check_request(method: Method, request: Request, round: int) -> None:
     """Raise CoterieError if a request, or the download in it, is not valid for the round."""
     if request.round != round:
         raise CoterieError(f"the message of round {round} holds a request of round {request.round}")
-    if isinstance(request, SendRequest):
+    if isinstance(request, SendRequest | SumRequest):
         return
     method.schema("down").check(request.download, "the download")
     if isinstance(request, TrainRequest):

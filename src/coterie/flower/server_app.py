@@ -7,6 +7,7 @@ from typing import Any
 
 from flwr.serverapp import ServerApp
 
+from coterie.errors import CoterieError
 from coterie.federation.cloud.liveness import Liveness
 from coterie.federation.cloud.program import earlier_run, open_session, run_cloud
 from coterie.federation.identity.roles import NodeRole
@@ -23,6 +24,10 @@ def run_server(grid: Any, context: Any) -> None:
     """Run the federation, or continue the one in its folder."""
     log_lines("coterie")
     chosen, cloud = read_config(context.run_config)
+    if chosen.secure is not None:
+        raise CoterieError(
+            f"secure = {chosen.secure} needs devices with certificates, which Flower's nodes do not have"
+        )
     folder = run_folder(context.run_config)
     cloud, again = earlier_run(folder, chosen, cloud)
     owner_only(folder)

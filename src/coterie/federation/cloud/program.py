@@ -25,6 +25,7 @@ from coterie.federation.cloud.runtime import FederationRuntime
 from coterie.federation.cloud.status_file import StatusFile
 from coterie.federation.cloud.waiting import WaitingRules
 from coterie.federation.device_data import DeviceFederation, example_dataset
+from coterie.federation.device_sum import secure_sum_of
 from coterie.federation.identity.authority import Certs
 from coterie.federation.identity.roles import NodeRole
 from coterie.federation.protocol.plan import FederationPlan
@@ -102,8 +103,6 @@ def check_possible(settings: RunSettings) -> None:
     ):  # fmt: skip
         if getattr(settings, name):
             raise CoterieError(f"{name} = true {why}; the devices of a federation do not send them")
-    if settings.secure is not None:
-        raise CoterieError(f"secure = {settings.secure} is for simulations")
     if settings.attack is not None:
         raise CoterieError("attack is for simulations: it makes some of the clients lie")
     check_counts_suffice(settings.metrics)
@@ -143,8 +142,19 @@ def open_cloud(
     liveness = Liveness() if status is None else Liveness(status.publish)
     with connect(liveness) as (link, roles):
         plan = FederationPlan.of(session, cloud.run)
+        secure, ca = secure_sum_of(session), Certs(Path(cloud.certs)).ca
         runtime = FederationRuntime(
-            session.method, link, plan, roles, folder, waiting, admission, liveness, known_samples(session.federation)
+            session.method,
+            link,
+            plan,
+            roles,
+            folder,
+            waiting,
+            admission,
+            liveness,
+            known_samples(session.federation),
+            secure,
+            ca if secure else None,
         )
         if status is not None:
             status.watch(runtime)

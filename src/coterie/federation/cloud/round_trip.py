@@ -129,4 +129,5 @@ class RoundTrip(RoundAnswers):
     refused_node: frozenset[ClientId] = frozenset()  # refused clients whose node's whole reply was refused
     merged_remotely: frozenset[ClientId] = frozenset()  # clients whose uploads were merged on a node
     sizes: Judgement = field(default_factory=Judgement)  # sizes of the clients' uploads
+    spent: bool = False  # a secure sum was begun that cannot be begun again in this round
     merged_sizes: Judgement = field(default_factory=Judgement)  # sizes of the edges' merged uploads

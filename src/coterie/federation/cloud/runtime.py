@@ -25,6 +25,7 @@ from coterie.federation.cloud.divergence import DivergenceWatch
 from coterie.federation.cloud.liveness import Liveness
 from coterie.federation.cloud.membership import Membership
 from coterie.federation.cloud.round_trip import Collected, RoundTrip, make_jobs
+from coterie.federation.cloud.secure_sum import SumExchange, new_session
 from coterie.federation.cloud.state_versions import StateVersions
 from coterie.federation.cloud.waiting import Waiting, WaitingRules
 from coterie.federation.edge_stage import EdgeStage
@@ -37,10 +38,12 @@ from coterie.federation.protocol.plan import FederationPlan
 from coterie.federation.transport import Cause, NodeLink
 from coterie.federation.validation import check_wire
 from coterie.federation.wire_bytes import WireBytesLog
+from coterie.privacy.secure_sum.setting import SecureSum
 from coterie.runtimes.base import Conclusion, Replies, Runtime
 from coterie.storage.client_states import Index
 
 log = logging.getLogger("coterie.cloud")
+_WORK = {"train": "training", "send": "receiving uploads", "sum": "adding up uploads"}
 
 
 class FederationRuntime(Runtime):
@@ -57,7 +60,10 @@ class FederationRuntime(Runtime):
         admission: AdmissionRules | None = None,
         liveness: Liveness | None = None,
         known_samples: KnownSamples | None = None,  # None: devices have data of their own
+        secure: SecureSum | None = None,
+        ca: Path | None = None,  # certificates of the authority of the devices
     ):
+        self.secure, self.ca = secure, ca
         rules = admission or AdmissionRules()
         self.method, self.plan, self.liveness = method, plan, liveness or Liveness()
         self.wire, self.audit = WireBytesLog(folder / "wire.jsonl"), AuditLog(folder / AUDIT_FILE)
@@ -86,7 +92,36 @@ class FederationRuntime(Runtime):
             else:
                 stage.relay(task)
         collected = self._exchange("train", [*plan.direct, *stage.requests], remote)
-        return self.admission.close(plan, stage, collected, asked, absent, lambda ids: self._call(ids, plan.round))
+        trip = self.admission.close(plan, stage, collected, asked, absent, lambda ids: self._call(ids, plan.round))
+        return trip if self.secure is None or plan.round == 0 else self._summed(self.secure, plan, trip)
+
+    def _summed(self, secure: SecureSum, plan: RoundPlan, trip: RoundTrip) -> RoundTrip:
+        """Return the answers with the sum of the uploads, which the devices have held back."""
+        exchange = SumExchange(
+            secure.terms(new_session(self.plan.run, plan.round)),
+            secure.words(self.method).count,
+            plan.round,
+            len(self.method.ctx.clients),
+            lambda requests: self._exchange("sum", requests),
+            self.membership.name,
+            self.ca,
+        )
+        outcome = exchange.run(trip.trained)
+        for i in outcome.summed.liars if outcome.summed else ():
+            reason = "it revealed wrong shares in a secure sum"
+            self.liveness.problem(f"round {plan.round}: {self.named(i, reason)}")
+            self.quarantine.refuse(self.membership.name(i), plan.round, reason)
+        counted = set(outcome.summed.clients) if outcome.summed else set()
+        return replace(
+            trip,
+            trained={i: replace(a, upload={}) for i, a in trip.trained.items() if i in counted},
+            missing={**trip.missing, **outcome.missing},
+            refused={**trip.refused, **outcome.refused},
+            absent=trip.absent | outcome.absent,
+            summed=outcome.summed,
+            sum_bytes=outcome.bytes,
+            spent=outcome.spent,
+        )
 
     def _call(self, clients: Sequence[ClientId], round: int) -> Collected:
         """Ask clients for the rest of the uploads that they announced in this round."""
@@ -114,7 +149,7 @@ class FederationRuntime(Runtime):
         needed = min(self.waiting.rules.min_clients, len(answers.asked))
         for client, reason in excluded.items():
             self.liveness.problem(f"round {t}: {self.named(client, reason)}")
-        if count < needed:
+        if count < needed and not answers.spent:
             self.waiting.repeat(f"round {t} is repeated: {count} of at least {needed} clients count")
             return Conclusion.REPEAT
         self.waiting.accept()
@@ -152,9 +187,7 @@ class FederationRuntime(Runtime):
         jobs = make_jobs(self.membership, self.plan.run, deadline, bound, requests, merges)
         collected = Collected(missing={i: self.membership.why_absent(i) for i in jobs.absent}, absent={*jobs.absent})
         self.liveness.work(
-            f"after round {self.versions.closed}: scoring"
-            if kind == "score"
-            else f"round {jobs.round}: {'training' if kind == 'train' else 'receiving uploads'}",
+            f"after round {self.versions.closed}: scoring" if kind == "score" else f"round {jobs.round}: {_WORK[kind]}",
             jobs.by_node,
         )
         largest = jobs.largest_reply(self.method)

@@ -58,7 +58,7 @@ from coterie.engine.session import Session
 from coterie.errors import CoterieError, unknown
 from coterie.federation.payload_kinds import BytesByKind
 from coterie.federation.policy.reveal import Reveal
-from coterie.federation.protocol.messages import Request
+from coterie.federation.protocol.messages import Request, SumRequest
 from coterie.models.per_client import is_assignment, parse_client_models
 from coterie.models.registry import ENTRY_POINT_GROUP, WITH_NORM, count_parameters
 from coterie.models.zoo import ZOO
@@ -77,7 +77,7 @@ GOVERNED_SETTINGS = (
     "grad_clip", "momentum",
     "weight_decay", "opt_state", "bn_stats", "eval_every", "metrics", "watch", "final_trained", "headline", "use",
     "freeze", "frozen_features", "lora_rank", "lora_alpha", "lora_targets",
-    "dp",
+    "dp", "secure",
 )  # fmt: skip
 CODE_SETTINGS = ("optimizer", "loss")  # settings that may name a function by module path
 # settings that read local files, send undeclared models, or ask for lies
@@ -267,7 +267,7 @@ class Allow:
         last = self.rounds + isinstance(request, ScoreRequest)  # the models of the last round are scored after it
         if request.round > last:
             raise CoterieError(f"round {request.round} is beyond the {self.rounds:g} rounds that this host allows")
-        if isinstance(request, SendRequest):
+        if isinstance(request, SendRequest | SumRequest):
             return
         if isinstance(request, TrainRequest):
             self.reveal.check_items(method, method.phases(request.round), samples, request.share)

@@ -1,15 +1,17 @@
 """The messages between the hosts of a federation, as frozen dataclasses; engine/codec.py turns them into bytes.
 
-There are six kinds: `columns` (a TableQuestion before the plan of a federation of tables, answered with a device's
+There are seven kinds: `columns` (a TableQuestion before the plan of a federation of tables, answered with a device's
 TableAnswer or an edge's TableAnswers), `hello` (a PlanText, answered with a device's Hello or an edge's Attached),
-`train`, `score` and `send` (a DeviceJob or an EdgeJob; trees that all jobs of an exchange share are a separate part,
-Common), and `over` (a RunOver, which is sent back). `send` calls devices that have announced their upload: they send
-the rest of it.
+`train`, `score`, `send` and `sum` (a DeviceJob or an EdgeJob; trees that all jobs of an exchange share are a separate
+part, Common), and `over` (a RunOver, which is sent back). `send` calls devices that have announced their upload: they
+send the rest of it. `sum` asks for a step of a secure sum.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, cast
+
+from torch import Tensor
 
 from coterie.core.context import ClientId
 from coterie.core.states import register
@@ -25,10 +27,65 @@ from coterie.engine.messages import (
     TrainAnswer,
     TrainRequest,
 )
+from coterie.privacy.secure_sum.messages import (
+    IncomingShares,
+    MaskedWords,
+    NeighbourKeys,
+    PublicKeys,
+    RevealedShares,
+    SealedShares,
+    SumTerms,
+    Survivors,
+)
 
-JobKind = Literal["train", "score", "send"]
-Request = TrainRequest | ScoreRequest | SendRequest
-Answer = TrainAnswer | ScoreAnswer | SendAnswer
+
+# ---- secure sums -----------------------------------------------------------------------------------------------------
+@register
+@dataclass(frozen=True)
+class SignedKeys:
+    """A device's keys for a secure sum, with the certificate whose key has signed them."""
+
+    keys: PublicKeys
+    certificate: Tensor  # uint8, DER
+    knows: Mapping[ClientId, str]  # fingerprints of the certificates of other clients that the device has
+
+
+@register
+@dataclass(frozen=True)
+class OfferedKeys:
+    """The keys of a device's neighbours in a secure sum, and the certificates that the device does not have."""
+
+    neighbours: NeighbourKeys
+    certificates: Mapping[ClientId, Tensor]  # uint8, DER
+
+
+@register
+@dataclass(frozen=True)
+class SumRequest:
+    """Asks a device for the next step of a secure sum of this round's uploads."""
+
+    client: ClientId
+    round: int
+    ask: SumTerms | OfferedKeys | IncomingShares | Survivors
+
+    @property
+    def data_round(self) -> int:
+        """The round whose data were used."""
+        return self.round
+
+
+@register
+@dataclass(frozen=True)
+class SumAnswer:
+    """A device's answer to a step of a secure sum."""
+
+    client: ClientId
+    give: SignedKeys | SealedShares | MaskedWords | RevealedShares
+
+
+JobKind = Literal["train", "score", "send", "sum"]
+Request = TrainRequest | ScoreRequest | SendRequest | SumRequest
+Answer = TrainAnswer | ScoreAnswer | SendAnswer | SumAnswer
 
 
 # ---- columns of tables -----------------------------------------------------------------------------------------------
@@ -186,7 +243,7 @@ def _requests(job: NodeJob) -> Sequence[Request]:
 
 
 def _shared_trees(job: NodeJob) -> Iterator[Tree]:
-    yield from (r.shared for r in _requests(job) if not isinstance(r, SendRequest))
+    yield from (r.shared for r in _requests(job) if isinstance(r, TrainRequest | ScoreRequest))
     if isinstance(job, EdgeJob):
         yield from (task.edge.download.shared for task in job.merges)
 
@@ -195,7 +252,7 @@ def _with_trees(job: NodeJob, change: Callable[[Tree], Tree], global_model: Tree
     """Return the job with `change` applied to its shared trees, and with this global model to score."""
 
     def request(r: Request) -> Request:
-        if isinstance(r, SendRequest):
+        if isinstance(r, SendRequest | SumRequest):
             return r
         if isinstance(r, ScoreRequest):
             return replace(r, shared=change(r.shared), global_model=global_model)

@@ -10,13 +10,15 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from coterie.core.states import register
+from coterie.core.tree import value_bytes
 from coterie.errors import CoterieError
 from coterie.privacy.secure_sum.fixed_point import Words
 from coterie.privacy.secure_sum.shamir import SHARE_BYTES
@@ -161,3 +163,16 @@ def check_keys(keys: PublicKeys) -> None:
         check_bytes(value, [32], f"the {name} of client {keys.client}")
     if keys.signature.dtype != torch.uint8 or keys.signature.ndim != 1 or keys.client < 0:
         raise CoterieError(f"the keys of client {keys.client} are not well formed")
+
+
+def tensor_bytes(message: Any) -> int:
+    """Return the bytes of the tensors in a message."""
+    if isinstance(message, Tensor):
+        return value_bytes(message.numel(), message.dtype)
+    if isinstance(message, tuple | list):
+        return sum(map(tensor_bytes, message))
+    if isinstance(message, dict):
+        return sum(map(tensor_bytes, message.values()))
+    if hasattr(message, "__dataclass_fields__"):
+        return sum(tensor_bytes(getattr(message, f.name)) for f in fields(message))
+    return 0

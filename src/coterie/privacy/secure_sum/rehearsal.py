@@ -4,16 +4,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from coterie.core.tree import value_bytes
 from coterie.privacy.secure_sum import server
 from coterie.privacy.secure_sum.client import Participant, mask_input, offer_keys, reveal_shares, share_secrets
 from coterie.privacy.secure_sum.fixed_point import Words
-from coterie.privacy.secure_sum.messages import PublicKeys, SummedWords, SumTerms
+from coterie.privacy.secure_sum.messages import PublicKeys, SummedWords, SumTerms, tensor_bytes
 from coterie.privacy.secure_sum.primitives import keyed_draw
 
 Spoil = Callable[[Any], Any]
@@ -90,14 +87,3 @@ class SumRehearsal:
         begun = time.perf_counter()
         yield
         setattr(self, name, getattr(self, name) + time.perf_counter() - begun)
-
-
-def tensor_bytes(message: Any) -> int:
-    """Return the bytes of the tensors in a message."""
-    if isinstance(message, Tensor):
-        return value_bytes(message.numel(), message.dtype)
-    if isinstance(message, tuple):
-        return sum(map(tensor_bytes, message))
-    if hasattr(message, "__dataclass_fields__"):
-        return sum(tensor_bytes(getattr(message, f.name)) for f in fields(message))
-    return 0
