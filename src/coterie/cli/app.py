@@ -21,6 +21,7 @@ from coterie.cli.federation import federation_app
 from coterie.cli.figure import figure_app
 from coterie.cli.flower import flower_app
 from coterie.cli.paper import paper_app
+from coterie.cli.privacy import privacy_app
 from coterie.cli.screen import Stop, console, frame_table
 from coterie.cli.tune import tune_app
 
@@ -51,6 +52,7 @@ app.add_typer(paper_app)
 app.add_typer(federation_app)
 app.add_typer(flower_app, name="flower")
 app.add_typer(audit_app)
+app.add_typer(privacy_app, name="privacy")
 app.add_typer(figure_app)
 app.add_typer(arena_app)
 app.add_typer(board_app)

@@ -47,6 +47,10 @@ OPTIONS: dict[str, Any] = {  # settings that have an option of their own
             "little-is-enough(0.2), backdoor(0.2), free-rider(0.2)"
         ),
     ],
+    "dp": Annotated[
+        str | None,
+        Option(help='differential privacy, such as "client(epsilon=8, clip=0.5)", example(...) or local(...)'),
+    ],
     "use": Annotated[str | None, Option(help="model that clients use: received, trained, best or guarded")],
     "weights": Annotated[str | None, Option(metavar="FILE", help="pretrained weights: .safetensors or a state dict")],
     "freeze": Annotated[

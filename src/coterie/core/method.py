@@ -9,7 +9,7 @@ Methods whose clients talk to edge servers derive from EdgeMethod (edges.py).
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -169,6 +169,22 @@ class Phase:
     clip: float | None = None  # largest gradient norm
     lr: float | None = None
     weight_decay: Callable[[str], float] | None = None  # by name of the entry
+    prior: Callable[[Tree, Extras], Tensor] | None = (
+        None  # added to the loss; depends on no sample (see docs/privacy.md)
+    )
+
+    @property
+    def objective(self) -> Loss | None:
+        """The loss with the prior added."""
+        return self.loss if self.loss is None or self.prior is None else partial(_with_prior, self.loss, self.prior)
+
+
+def _with_prior(
+    loss: Loss, prior: Callable[[Tree, Extras], Tensor], params: Tree, batch: Batch, extras: Extras
+) -> Tensor | tuple[Tensor, Any]:
+    value = loss(params, batch, extras)
+    pull = prior(params, extras)
+    return (value[0] + pull, value[1]) if isinstance(value, tuple) else value + pull
 
 
 # ---- the method ------------------------------------------------------------------------------------------------------

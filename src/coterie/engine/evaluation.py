@@ -168,9 +168,9 @@ class Evaluation:
         return out
 
     def headline(self, view: str = "personal") -> float | None:
-        """Return the value of this view, or of the personal models if it was not scored."""
+        """Return the value of this view, or of the personal models if it was not scored; None without any sample."""
         name = f"{view}/test" if f"{view}/test" in self.counts else "personal/test"
-        return self.summary()[name]["mean"] if name in self.counts else None
+        return self.summary().get(name, {}).get("mean")
 
     def nonfinite(self) -> int:
         """Clients whose personal models give NaN or infinity."""

@@ -24,7 +24,7 @@ from coterie.engine.fault_isolation import close_contained
 from coterie.engine.messages import ScoreAnswer, ScoreRequest, TrainAnswer
 from coterie.engine.round import RoundAnswers, RoundPlan, RoundResult, Rules, close, plan
 from coterie.errors import CoterieError
-from coterie.privacy.budget import ClientBudget
+from coterie.privacy.budget import ClientBudget, DeviceBudgets
 from coterie.runtimes.base import Conclusion, Runtime
 from coterie.storage import checkpoint
 from coterie.storage.checkpoint import Checkpoint
@@ -91,7 +91,7 @@ class Loop:
         folder: Folder,
         schedule: Schedule,
         official: Official | None = None,
-        budget: ClientBudget | None = None,
+        budget: ClientBudget | DeviceBudgets | None = None,
     ):
         self.method, self.runtime, self.folder, self.schedule = method, runtime, folder, schedule
         self.official, self.budget = official, budget

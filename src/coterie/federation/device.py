@@ -62,6 +62,7 @@ from coterie.federation.protocol.messages import (
 from coterie.federation.protocol.plan import RUN_ID, FederationPlan, settings_of_cloud
 from coterie.federation.transport import MAX_PAYLOAD, NoPlanError
 from coterie.federation.validation import check_request
+from coterie.privacy.budget import LEDGER, append_line, count_lines
 from coterie.privacy.secure_sum.messages import MaskedWords
 from coterie.storage.atomic import write_atomic
 from coterie.train.clients import Clients
@@ -292,6 +293,7 @@ class DeviceHandler:
         assert not isinstance(request, SendRequest | SumRequest)
         local_job = Job(request, states.read(job.base))
         if isinstance(request, TrainRequest):
+            self._spend_privacy(session, clients, states.folder, request)
             done = clients.train([local_job])[0]
             in_two_steps = announces(session.method)
             secure = request.round > 0 and secure_sum_of(session) is not None
@@ -310,6 +312,18 @@ class DeviceHandler:
         what = f"after round {request.round - 1} of {session.settings.rounds}: personal model"
         self._log_progress(session, what, answer.scores.get("personal/test"))
         return answer
+
+    def _spend_privacy(self, session: Session, clients: Clients, folder: Path, request: TrainRequest) -> None:
+        """Write down what a round spends of this device's own budget; raise CoterieError if nothing is left."""
+        samples = len(session.federation.data(request.client, request.data_round).train)
+        noise = clients.noise_of(samples)
+        if noise is None:
+            return
+        ledger = folder / LEDGER
+        if why := noise.over(count_lines(ledger)):
+            raise CoterieError(why)
+        folder.mkdir(parents=True, exist_ok=True)
+        append_line(ledger, {"round": request.round, "sigma": noise.sigma, "rate": noise.rate})
 
     def _announced(self, run: str, answer: TrainAnswer, round: int) -> TrainAnswer:
         """Return the answer with the announced entries; the rest of the upload stays here until it is called for."""

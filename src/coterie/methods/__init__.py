@@ -37,6 +37,7 @@ BUILT_IN = {
     "fedpav": "fedpav:FedPav",
     "fedrep": "fedrep:FedRep",
     "ditto": "ditto:Ditto",
+    "mr-mtl": "mrmtl:MRMTL",
     "fedamp": "fedamp:FedAMP",
     "cfl": "cfl:CFL",
     "ifca": "ifca:IFCA",

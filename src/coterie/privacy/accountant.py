@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import exp, log
+from math import exp, log, sqrt
 from typing import Any
 
 from scipy.optimize import brentq
@@ -104,7 +104,8 @@ def sigma_for(epsilon: float, delta: float, rate: float, count: int) -> float:
     def cost(sigma: float) -> float:
         return epsilon_of([Releases(sigma, rate, count)], delta)
 
-    low, high = _SMALLEST_SIGMA, 1.0
+    guess = max(0.5, rate * sqrt(2 * count * log(1 / delta)) / epsilon)  # right for many small releases
+    low, high = guess / 1.3, guess * 1.3
     while cost(high) > epsilon:
         low, high = high, 2 * high
         if high > LARGEST_SIGMA:
@@ -112,17 +113,15 @@ def sigma_for(epsilon: float, delta: float, rate: float, count: int) -> float:
                 f"no amount of noise reaches epsilon = {epsilon:g} at delta = {delta:g} in {count} releases; use a "
                 "larger epsilon or delta, or fewer rounds"
             )
-    while low > _SMALLEST_SIGMA or cost(high / 2) <= epsilon:
-        if low > _SMALLEST_SIGMA or high / 2 < _SMALLEST_SIGMA:
-            break
-        high /= 2
-    low = max(low, high / 2)
+    while cost(low) <= epsilon:
+        low, high = low / 2, low
+        if high < _SMALLEST_SIGMA:
+            return high
     target = epsilon * (1 - _TOLERANCE / 2)
-    found = brentq(lambda log_sigma: cost(exp(log_sigma)) - target, log(low), log(high), xtol=_TOLERANCE / 4)
-    sigma = exp(found)
+    sigma = exp(brentq(lambda x: cost(exp(x)) - target, log(low), log(high), xtol=_TOLERANCE / 4))
     while cost(sigma) > epsilon:
         sigma *= 1 + _TOLERANCE / 4
-    return sigma
+    return float(sigma)
 
 
 def releases_within(epsilon: float, delta: float, sigma: float, rate: float) -> int:

@@ -7,12 +7,14 @@ privacy.jsonl before anybody can see it, lines are never removed, and each line 
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from coterie.core.method import Method
 from coterie.privacy.accountant import Releases, epsilon_of
+from coterie.privacy.example_level import DeviceNoise
 from coterie.privacy.noised_sum import sigma_of_clients
 from coterie.privacy.setting import PrivacySetting
 
@@ -87,4 +89,40 @@ class ClientBudget:
             "sigma": round(self._sigma, 6),
             "releases": self.spent,
             **({} if self.setting.epsilon is None else {"budget": self.setting.epsilon}),
+        }
+
+
+@dataclass
+class DeviceBudgets:
+    """What the clients of a run with `dp = example(...)` or `dp = local(...)` have spent at most.
+
+    Every client has a budget of its own, and adds its noise itself. In a real federation each device keeps its ledger.
+    """
+
+    setting: PrivacySetting
+    noises: Sequence[DeviceNoise] = ()  # of clients that differ; empty in a real federation, whose cloud has no data
+    spent: int = 0  # rounds
+
+    def go_to(self, round: int) -> None:
+        """Continue a run after this round."""
+        self.spent = max(0, round)
+
+    def spend(self, round: int) -> None:
+        """Count a round."""
+        self.spent = max(0, round)
+
+    def over(self) -> str:
+        """Return why a further round is not possible; empty if it is."""
+        return next((why for noise in self.noises if (why := noise.over(self.spent))), "")
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a client has spent at most, for the log: the one with the largest epsilon, in all rounds."""
+        dp, known = self.setting, [noise.epsilon(self.spent) for noise in self.noises]
+        sigmas = [noise.sigma for noise in self.noises]
+        return {
+            "unit": dp.unit,
+            **({"epsilon": round(max(known), 6), "sigma": round(max(sigmas), 6)} if known else {}),
+            "delta": dp.delta,
+            "releases": self.spent,
+            **({} if dp.epsilon is None else {"budget": dp.epsilon}),
         }

@@ -4,10 +4,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from coterie.core.context import ClientId
 from coterie.core.method import Method
 from coterie.core.tree import Tree
 from coterie.engine.messages import Score, ScoreAnswer, TrainAnswer
 from coterie.privacy.clipping import clipped_upload, reference
+from coterie.privacy.example_level import DeviceNoise
+from coterie.privacy.noise import noised
 from coterie.privacy.setting import PrivacySetting
 
 
@@ -18,12 +21,27 @@ class DeviceSide:
     setting: PrivacySetting
     deployed: bool = False  # True on a device of a real federation
 
-    def upload(self, method: Method, upload: Tree, download: Tree, round: int, clip: float | None = None) -> Tree:
+    def upload(
+        self, method: Method, upload: Tree, download: Tree, round: int, client: ClientId, clip: float | None = None
+    ) -> Tree:
         """Return the upload as it may leave the device; `clip` is the bound of this round if it changes."""
         if not upload or self.setting.unit == "example":
             return upload
-        at = reference(method.schema("up"), download)
-        return clipped_upload(upload, at, self.setting.clip if clip is None else clip)
+        schema = method.schema("up")
+        at = reference(schema, download)
+        clipped = clipped_upload(upload, at, self.setting.clip if clip is None else clip)
+        if self.setting.unit == "client":
+            return clipped
+        # the values of two clients are up to twice the bound apart
+        deviation = 2 * self.setting.clip * self.noise(method, 0).sigma
+        tree = noised(clipped, deviation, None if self.deployed else (method.ctx.seed, "dp local", round, client))
+        return {k: v.clamp(schema.entries[k].low, schema.entries[k].high) for k, v in tree.items()}
+
+    def noise(self, method: Method, samples: int, per_round: int = 1) -> DeviceNoise:
+        """Return the noise of a client with this many samples, whose training takes `per_round` steps."""
+        example = self.setting.unit == "example"
+        rate = min(1.0, method.ctx.batch / max(1, samples)) if example else 1.0
+        return DeviceNoise(self.setting, rate, per_round if example else 1, method.ctx.planned_rounds)
 
     @property
     def silent(self) -> bool:

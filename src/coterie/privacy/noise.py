@@ -35,6 +35,7 @@ def noised(tree: Mapping[str, Tensor], deviation: float, keys: tuple[int, str, i
     out, at = {}, 0
     for k in sorted(tree):
         n = tree[k].numel()
-        out[k] = (tree[k].to(torch.float64) + numbers[at : at + n].reshape(tree[k].shape)).to(tree[k].dtype)
+        value = tree[k].cpu().to(torch.float64) + numbers[at : at + n].reshape(tree[k].shape)
+        out[k] = value.to(tree[k].dtype).to(tree[k].device)
         at += n
     return {k: out[k] for k in tree}

@@ -31,12 +31,14 @@ from coterie.engine.messages import (
 from coterie.errors import CoterieError
 from coterie.methods.stored import CLIENTS
 from coterie.privacy.device_side import DeviceSide
+from coterie.privacy.example_level import DeviceNoise, sealed
 from coterie.train.chain.natives import Natives
 from coterie.train.devices import CPU, Workplace, method_on, out_of_memory
 from coterie.train.optimisers import Optimiser
+from coterie.train.private_steps import PrivateSteps
 from coterie.train.rule_of_use import UseMemory, after_training, local_phases, local_start, model_used
 from coterie.train.scoring import TOGETHER, Case, Scorer, score_model
-from coterie.train.trainer import Effort, train
+from coterie.train.trainer import Effort, steps_per_round, train
 from coterie.train.vmap.phase import Member
 from coterie.train.vmap.trainer import Stacker
 
@@ -164,7 +166,7 @@ class Clients:
         if self.attack is not None and isinstance(request, TrainRequest):
             data = self.attack.poisoned(data)
         assert not isinstance(job.state, Remote)
-        stored = self.place.moved(client_state(self.method, job.state, data))
+        stored = self.place.moved(client_state(self.method, job.state, self._for_hooks(data)))
         memory = stored.memory if self.rule.keep else None
         return Opened(data, test, stored.state, request.download, memory, stored.used, job.state is None)
 
@@ -176,15 +178,46 @@ class Clients:
             return model_used(self.method, self.use, o.used, model, o.data)
         return model
 
-    def _practise(self, phases: Sequence[Phase], members: Sequence[Member], round: int) -> list[Effort]:
-        """Local training; members hold what came out."""
+    def _for_hooks(self, data: ClientData) -> ClientData:
+        """Return a client's data for hooks that make an upload; they may not read it if samples are protected."""
+        if self.guard is None or self.guard.setting.unit != "example":
+            return data
+        return sealed(self.method, data, self.guard.setting.text)
+
+    def noise_of(self, samples: int) -> DeviceNoise | None:
+        """Return the noise that a client with this many samples adds itself; None if it adds none."""
+        if self.guard is None or self.guard.setting.unit == "client":
+            return None
+        return self.guard.noise(self.method, samples, steps_per_round(self.method, samples))
+
+    @cached_property
+    def _private(self) -> dict[int, PrivateSteps]:
+        """Private steps of clients by their numbers of samples."""
+        return {}
+
+    def _private_steps(self, data: ClientData) -> PrivateSteps | None:
+        """Return how the steps of a client's training are noised; None if they are not."""
+        if self.guard is None or self.guard.setting.unit != "example":
+            return None
+        n = len(data.train)
+        if n not in self._private:
+            noise = self.noise_of(n)
+            assert noise is not None
+            self._private[n] = PrivateSteps(noise.sigma, self.guard.setting.clip, self.guard.deployed)
+        return self._private[n]
+
+    def _practise(
+        self, phases: Sequence[Phase], members: Sequence[Member], round: int, for_upload: bool = False
+    ) -> list[Effort]:
+        """Local training; members hold what came out. `for_upload`: it influences what leaves the client."""
         if self.stacker is not None:
             self.stacker.train(phases, members, round)
             return [m.effort for m in members]
         out = []
         for m in members:
+            private = self._private_steps(m.data) if for_upload else None
             trained, effort = train(
-                self.method.ctx, self.rule, phases, m.start, m.data, round, m.share, m.memory, self.natives
+                self.method.ctx, self.rule, phases, m.start, m.data, round, m.share, m.memory, self.natives, private
             )
             m.params, m.extras, m.aux, m.steps = trained.params, trained.extras, list(trained.aux), trained.steps
             out.append(effort)
@@ -209,7 +242,7 @@ class Clients:
             before = self._watched(watch, own, opened)
             begun = time.process_time()
             members = [self._member(o, round, r.share) for o, r in zip(opened, requests, strict=True)]
-            efforts = self._practise(phases, members, round)
+            efforts = self._practise(phases, members, round, for_upload=True)
             local = self._continue_local(phases, opened, members, efforts, round)
             ended = [self._end(o, m, round, w) for o, m, w in zip(opened, members, local, strict=True)]
             cpu = (time.process_time() - begun) / len(jobs)
@@ -229,13 +262,13 @@ class Clients:
                 )  # fmt: skip
                 if self.guard is not None:
                     sent, got = self.place.host((upload, opened[i].download))
-                    upload = self.guard.upload(method, sent, got, round, requests[i].clip)
+                    upload = self.guard.upload(method, sent, got, round, requests[i].client, requests[i].clip)
                     answer = self.guard.trained(replace(answer, upload=upload))
                 out.append(TrainResult(answer, kept, cpu))
             return out
 
     def _member(self, o: Opened, round: int, share: float = 1.0) -> Member:
-        start = self.place.moved(started(self.method, o.state, o.download, o.data, round))
+        start = self.place.moved(started(self.method, o.state, o.download, self._for_hooks(o.data), round))
         return Member.of(start, o.data, share, o.memory)
 
     def _watched(self, watch: bool, models: Sequence[Model], opened: Sequence[Opened]) -> Sequence[Score | None]:
@@ -267,7 +300,7 @@ class Clients:
     ) -> tuple[State, Tree, dict[str, float], Model]:
         """The client's new state, what it sends, and its own model after local training."""
         with torch.no_grad():
-            state, upload = self.method.end(o.state, m.trained, m.data, round)
+            state, upload = self.method.end(o.state, m.trained, self._for_hooks(m.data), round)
         state = self.place.moved(state)
         model = self.method.model("trained", Client(state, o.download, o.data, round, m.trained))
         assert model is not None
@@ -364,7 +397,7 @@ class Clients:
     def _after_training(self, opened: Sequence[Opened], round: int) -> list[Model]:
         """Return every client's own model after the local training of this round, which is not kept."""
         members = [self._member(o, round) for o in opened]
-        self._practise(self.method.phases(round), members, round)
+        self._practise(self.method.phases(round), members, round, for_upload=True)
         return [self._end(o, m, round)[3] for o, m in zip(opened, members, strict=True)]
 
     def _is_global(self, whole: Tree | None, model: Model) -> bool:

@@ -50,7 +50,9 @@ def choose_engine(clients: Clients, asked: Asked | None, device: str = "cpu") ->
         if asked == "stack":
             raise CoterieError("engine = stack trains clients of one model together; here their models differ")
         return Choice("loop", "clients have different models")
-    if why := clients.rule.loop_only or clients.method.ctx.loop_only:
+    noised = clients.guard is not None and clients.guard.setting.unit == "example"
+    private = "steps are noised sample by sample (dp is set)" if noised else ""
+    if why := private or clients.rule.loop_only or clients.method.ctx.loop_only:
         if asked == "stack":
             raise CoterieError(f"engine = stack is not possible: {why}")
         return Choice("loop", why)

@@ -13,7 +13,7 @@ from torch import Tensor
 from coterie.core import tree as T
 from coterie.core.context import Batch, ClientData, Context, Extras
 from coterie.core.losses import class_weights
-from coterie.core.method import Phase, Start, Trained, task_loss
+from coterie.core.method import Method, Phase, Start, Trained, task_loss
 from coterie.core.rng import key, torch_rng
 from coterie.core.schedules import lr_factor
 from coterie.core.tree import Tree
@@ -24,6 +24,7 @@ from coterie.train.chain.natives import Natives, native_rule, plain_tree
 from coterie.train.chain.program import Pull, StepRule
 from coterie.train.devices import CPU, start_noise
 from coterie.train.optimisers import Optimiser, Stepper
+from coterie.train.private_steps import PrivateSteps
 
 FEWEST = 4  # samples of a last batch, with batch norm
 EPOCHS_MOVED = 64  # orders of epochs that are moved to a device together
@@ -59,12 +60,13 @@ def train(
     share: float = 1.0,
     memory: Tree | None = None,
     natives: Natives | None = None,
+    private: PrivateSteps | None = None,
 ) -> tuple[Trained, Effort]:
     """Run local training on a clone of the start's parameters.
 
     `share` < 1 makes the client a straggler that does fewer epochs (at least one). `memory` is the optimisers' memory
     from one local training to the next and is updated in place; None: they have none. With `natives` the compiled
-    kernels run the phases that they know, equal to PyTorch up to rounding.
+    kernels run the phases that they know, equal to PyTorch up to rounding. `private`: steps of DP-SGD.
     """
     params, extras, aux = T.clone(start.params), start.extras, list[Any]()
     steps = samples = 0
@@ -73,14 +75,20 @@ def train(
         ready = False  # the kernels need neither noise nor the module
         for i, phase in enumerate(phases if start.train else ()):
             kept = None if memory is None else (memory, f"{i}/")
-            done = None if natives is None else _native_phase(natives, ctx, phase, params, extras, data, round, share)
+            done = (
+                None
+                if natives is None or private is not None
+                else _native_phase(natives, ctx, phase, params, extras, data, round, share)
+            )
             if done is None:
                 if not ready:
                     # dropout and other noise inside the model
                     start_noise(ctx.device, key(ctx.seed, "noise", round, data.client))
                     stack.enter_context(ctx.net.train_mode())
                     ready = True
-                done = run_phase(ctx, rule, phase, params, extras, start.per_sample, data, round, share, kept)
+                done = run_phase(
+                    ctx, rule, phase, params, extras, start.per_sample, data, round, share, kept, private, i
+                )
             params, extras, aux = done.params, done.extras, done.aux or aux
             steps, samples, total = steps + done.steps, samples + done.samples, total + done.loss
     return Trained(params, extras, aux, steps), Effort(steps, samples, float(total / max(steps, 1)))
@@ -97,11 +105,15 @@ def run_phase(
     round: int,
     share: float,
     kept: tuple[Tree, str] | None = None,
+    private: PrivateSteps | None = None,
+    number: int = 0,
 ) -> PhaseResult:
     """Run one phase of one client, in training mode; parameters move in place.
 
-    Only trained entries require a gradient, so no other entry can change.
+    Only trained entries require a gradient, so no other entry can change. `number` is the phase's place in its round.
     """
+    if private is not None:
+        return _private_phase(ctx, rule, phase, params, extras, data, round, share, kept, private, number)
     if phase.update is not None:
         params, steps, seen = _updates(ctx, phase, params, extras, data, round, share)
         return PhaseResult(params, extras, [], steps, seen, torch.zeros((), device=ctx.device))
@@ -111,8 +123,8 @@ def run_phase(
     step = Stepper(rule, leaves, weight_decays(rule, phase, names), lr)
     if kept is not None:
         step.recall(names, *kept)
-    assert phase.loss is not None
-    objective, clip = phase.loss, largest_norm(rule, phase)
+    objective, clip = phase.objective, largest_norm(rule, phase)
+    assert objective is not None
     planned = steps_planned(ctx, phase, len(data.train), share)
     auxes: list[Any] = []
     total, steps, seen = torch.zeros((), device=ctx.device), 0, 0
@@ -183,6 +195,40 @@ def _native_phase(
     each = len(begins) - 1
     seen = steps // each * n + begins[steps % each]
     return PhaseResult(params, extras, [], steps, seen, torch.tensor(total))
+
+
+def _private_phase(
+    ctx: Context,
+    rule: Optimiser,
+    phase: Phase,
+    params: Tree,
+    extras: Extras,
+    data: ClientData,
+    round: int,
+    share: float,
+    kept: tuple[Tree, str] | None,
+    private: PrivateSteps,
+    number: int,
+) -> PhaseResult:
+    """Run one phase of one client with steps of DP-SGD."""
+    names, n = trained_names(ctx, phase, params), len(data.train)
+    leaves, lr = [params[k] for k in names], phase_lr(ctx, phase, round)
+    step, clip = Stepper(rule, leaves, weight_decays(rule, phase, names), lr), largest_norm(rule, phase)
+    if kept is not None:
+        step.recall(names, *kept)
+    planned = steps_planned(ctx, phase, n, share) if leaves else 0
+    total, seen = torch.zeros((), device=ctx.device), 0
+    for i in range(planned):
+        keys = round, data.client, number, i
+        picked = private.picked(ctx, n, keys).to(ctx.device)
+        batch = Batch(data.train.x[picked], data.train.y[picked])
+        slopes, loss = private.gradient(ctx, phase, params, names, batch, extras, n, keys)
+        step(slopes if clip is None else clipped(slopes, clip), lr * lr_factor(ctx.lr_steps, i, planned))
+        total += loss
+        seen += len(picked)
+    if kept is not None:
+        step.remember(names, *kept)
+    return PhaseResult(params, extras, [], planned, seen, total)
 
 
 def trained_names(ctx: Context, phase: Phase, params: Tree, full: Callable[[str], str] = str) -> list[str]:
@@ -272,6 +318,13 @@ def steps_planned(ctx: Context, phase: Phase, n: int, share: float) -> int:
         epochs = max(min(1.0, epochs), math.floor(epochs * share))
     each = math.ceil(batches / phase.batches_per_step)
     return (phase.steps if phase.steps is not None else math.ceil(epochs * each)) if batches else 0
+
+
+def steps_per_round(method: Method, n: int) -> int:
+    """Return the largest number of steps that a client with n samples takes in a round of the run."""
+    ctx = method.ctx
+    rounds = range(1, ctx.planned_rounds + 1)
+    return max(sum(steps_planned(ctx, phase, n, 1.0) for phase in method.phases(t)) for t in rounds)
 
 
 def orders(ctx: Context, phase: Phase, data: ClientData, round: int, share: float) -> Iterator[tuple[Tensor, int]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from coterie.config import Engine, RunSettings
-from coterie.core.context import Context
+from coterie.core.context import ClientData, Context, Split
 from coterie.core.losses import LossFunction, check_loss, weight_notes, weights_of_classes
 from coterie.core.method import Method
 from coterie.core.metrics import PredictionMetric, check_function, metric_key, metric_paths
@@ -32,7 +32,10 @@ from coterie.models.adaptation import Adaptation, adapt
 from coterie.models.per_client import PerClient, assign_models, is_assignment
 from coterie.models.registry import build_model as build_model
 from coterie.models.weights import load_weights
+from coterie.privacy.accountant import check_installed
+from coterie.privacy.example_level import check_examples, check_local
 from coterie.privacy.noised_sum import NoisedSum
+from coterie.privacy.setting import PrivacySetting, privacy_setting
 from coterie.train import native
 from coterie.train.augmentation import check_items
 from coterie.train.optimisers import Optimiser, check_fit, optimiser
@@ -169,6 +172,8 @@ def bind(
     check_fit(rule, [method.ctx.w0[k] for k in net.trainable])
     weights = weight_notes(method.ctx.fixed_weights, federation.dataset.classes)
     notes = (*_output_notes(method.ctx, federation), *_unused_notes(settings, method), *weights)
+    if settings.dp is not None and (dp := privacy_setting(settings.dp)).unit != "client":
+        _check_device_privacy(dp, method, federation)
     if combiner is not None and isinstance(combiner.estimate, NoisedSum):
         notes = (*notes, *combiner.estimate.warnings(method))
     attack = _attack(settings, method, federation)
@@ -184,6 +189,20 @@ def _attack(settings: RunSettings, method: Method, federation: Federation) -> At
     rows = torch.arange(0, len(federation.dataset), max(1, len(federation.dataset) // 256))
     examples = federation.dataset.ready(rows, federation.settings.normalize)
     return Attack.of(settings.attack, method, examples)
+
+
+def _check_device_privacy(dp: PrivacySetting, method: Method, federation: Federation) -> None:
+    """Raise CoterieError unless devices can protect all that they upload."""
+    check_installed()
+    if dp.unit == "local":
+        check_local(method, dp.text)
+        return
+    if method.ctx.class_weights is not None:
+        raise CoterieError(f"dp = {dp.text} is not possible with class_weights; leave it out")
+    two = Split(federation.dataset.ready(torch.arange(2), federation.settings.normalize), federation.dataset.y[:2])
+    check_examples(
+        method, dp.text, ClientData(method.ctx.clients[0], two, two, method.ctx.classes, federation.public())
+    )
 
 
 def _functions(settings: RunSettings, given: Mapping[str, Function]) -> dict[str, Function]:

@@ -17,13 +17,14 @@ WEIGHT_CAP = 10.0  # multiple of the median, where nobody can check the numbers 
 def combiner_of(settings: RunSettings, method: Method, federation: Federation, secret: bool = False) -> Combiner | None:
     """Return the combiner of a run; None if the method gets the single uploads. `secret`: no noise is repeatable."""
     moves = () if settings.server_optimizer is None else (ServerOptimiser(settings.server_optimizer),)
-    noised = NoisedSum(settings.dp, secret) if settings.dp and privacy_setting(settings.dp).unit == "client" else None
+    sends = bool(method.schema("up").entries)  # combining nothing is nothing: Local-Only in a comparison
+    central = settings.dp is not None and privacy_setting(settings.dp).unit == "client"
+    noised = NoisedSum(settings.dp or "", secret) if central and sends else None
     secure = None if settings.secure is None else SecureSum(settings.secure, _largest(federation))
     if noised and secure:
         raise CoterieError(
             f"dp = {settings.dp} cannot be combined with secure = {settings.secure}: its noise is central"
         )
-    sends = bool(method.schema("up").entries)  # a robust estimate of nothing is nothing: Local-Only in a comparison
     robust = RobustEstimate(settings.robust) if settings.robust is not None and sends else None
     if robust and (noised or secure):
         other = f"dp = {settings.dp}" if noised else f"secure = {settings.secure}"

@@ -20,7 +20,7 @@ from coterie.engine.session.resume import (
 )
 from coterie.engine.session.spec import Session
 from coterie.errors import CoterieError
-from coterie.privacy.budget import LEDGER, ClientBudget
+from coterie.privacy.budget import LEDGER, ClientBudget, DeviceBudgets
 from coterie.runtimes.base import Interrupted, Runtime
 from coterie.runtimes.registry import check_address, runtime_kind
 from coterie.storage import atomic as disk
@@ -67,12 +67,16 @@ def make_loop(session: Session, folder: Folder, runtime: Runtime) -> Loop:
     return Loop(session.method, runtime, folder, schedule, official, budget_of(session, folder.path, secret))
 
 
-def budget_of(session: Session, folder: Path, deployed: bool) -> ClientBudget | None:
+def budget_of(session: Session, folder: Path, deployed: bool) -> ClientBudget | DeviceBudgets | None:
     """Return the privacy budget of a run; None without differential privacy."""
-    dp = session.privacy
-    if dp is None or dp.unit != "client":
+    dp, sends = session.privacy, bool(session.method.schema("up").entries)
+    if dp is None or (dp.unit != "example" and not sends):
         return None
-    return ClientBudget(dp, session.method, folder / LEDGER if deployed else None)
+    if dp.unit == "client":
+        return ClientBudget(dp, session.method, folder / LEDGER if deployed else None)
+    sizes = [] if deployed else sorted({int(n) for n in session.federation.sizes("train")})
+    noises = {noise: None for n in sizes if n and (noise := session.clients().noise_of(n)) is not None}
+    return DeviceBudgets(dp, tuple(noises))
 
 
 def execute(

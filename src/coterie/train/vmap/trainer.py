@@ -62,7 +62,7 @@ class Stacker:
         try:
             if phase.update is not None or phase.every_epoch is not None or phase.batches_per_step > 1:
                 raise UnstackableError("it has a step of its own")
-            name = (at, identity(phase.loss))
+            name = (at, identity(phase.objective))
             if name in self.reasons:
                 raise UnstackableError(self.reasons[name])
             groups: dict[Any, list[Member]] = {}
@@ -119,10 +119,11 @@ class Stacker:
         trains = trained_names(self.ctx, phase, first.params)
         if not trains:
             return None
-        assert phase.loss is not None
+        objective = phase.objective
+        assert objective is not None
         moves = tuple(k for k, v in first.params.items() if v.is_floating_point() and T.plain(k) in self.ctx.net.fixed)
         recipe = Recipe(
-            phase.loss,
+            objective,
             tuple(first.params),
             tuple(trains),
             moves,
