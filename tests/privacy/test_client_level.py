@@ -136,3 +136,20 @@ def test_what_cannot_be_protected_is_refused_before_any_work(method: str, more: 
 def test_noise_that_drowns_the_clients_is_said() -> None:
     session = prepare(config.settings("fedavg", **SMALL, rounds=2, dp="client(epsilon=1)"))
     assert any("times as long as the largest change that 3 clients can agree on" in s for s in session.warnings())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dp", [DP, "example(epsilon=6, delta=1e-3)"])
+def test_a_federation_writes_every_release_down_and_sends_no_scores(dp: str, tmp_path: Path) -> None:
+    pytest.importorskip("grpc")
+    import coterie
+
+    given = {**SMALL, "clients": 3, "join": 1.0, "rounds": 2, "eval_every": 1, "dp": dp}
+    run = coterie.run(
+        "fedavg", given.pop("data"), given.pop("model"), runtime="federation", out=tmp_path / "run", **given
+    )
+    for row in run.events:
+        assert not row["failed"] and row["eval"] == row["watch"] == row["notes"] == {} and row["loss"] is None
+        assert row["privacy"]["releases"] == row["round"]
+    ledgers = sorted((tmp_path / "run").rglob(LEDGER))
+    assert [count_lines(p) for p in ledgers] == ([2] if dp == DP else [2, 2, 2])
