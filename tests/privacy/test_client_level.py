@@ -15,6 +15,7 @@ from coterie.engine.round import Rules, plan
 from coterie.engine.session import Callbacks, execute, prepare
 from coterie.engine.session.resume import rebuild
 from coterie.errors import CoterieError
+from coterie.methods import find
 from coterie.methods.fedavg import FedAvg
 from coterie.privacy.budget import LEDGER, ClientBudget, append_line, count_lines
 from coterie.privacy.device_side import DeviceSide
@@ -153,3 +154,9 @@ def test_a_federation_writes_every_release_down_and_sends_no_scores(dp: str, tmp
         assert row["privacy"]["releases"] == row["round"]
     ledgers = sorted((tmp_path / "run").rglob(LEDGER))
     assert [count_lines(p) for p in ledgers] == ([2] if dp == DP else [2, 2, 2])
+
+
+def test_a_method_that_sends_nothing_spends_nothing(tmp_path: Path) -> None:
+    """A comparison has Local-Only as a row."""
+    loop = Bench(find("local"), {}, plain).play(tmp_path, dp=DP, rounds=1)
+    assert loop.budget is None and loop.combiner is None and "privacy" not in events(tmp_path)[0]

@@ -114,12 +114,12 @@ def test_statistics_of_batch_norm_are_clipped_with_the_model_and_stay_in_their_r
 def test_devices_clip_their_changes_and_send_a_diverged_upload_as_it_is() -> None:
     method = bind(FedAvg, model=mlp())
     w, device = method.ctx.w0, DeviceSide(privacy_setting(SILENT))
-    out = device.upload(method, moved(w, 2.0), w, 1)
+    out = device.upload(method, moved(w, 2.0), w, 1, 0)
     assert norm_of(T.sub(out, w)) == pytest.approx(0.5, rel=1e-4)
     small = moved(w, 0.001)
-    assert all(torch.allclose(v, small[k], atol=1e-7) for k, v in device.upload(method, small, w, 1).items())
-    assert norm_of(T.sub(device.upload(method, moved(w, 2.0), w, 1, clip=0.1), w)) == pytest.approx(0.1, rel=1e-4)
-    assert not T.finite(device.upload(method, moved(w, float("nan")), w, 1))
+    assert all(torch.allclose(v, small[k], atol=1e-7) for k, v in device.upload(method, small, w, 1, 0).items())
+    assert norm_of(T.sub(device.upload(method, moved(w, 2.0), w, 1, 0, clip=0.1), w)) == pytest.approx(0.1, rel=1e-4)
+    assert not T.finite(device.upload(method, moved(w, float("nan")), w, 1, 0))
 
 
 def test_entries_that_are_changes_themselves_are_clipped_at_zero() -> None:

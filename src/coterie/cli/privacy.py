@@ -20,7 +20,7 @@ def _main() -> None:
 
 
 @privacy_app.command("plan")
-def plan(
+def privacy_plan(
     epsilon: Annotated[
         float | None, Option(help="budget; without --sigma, the noise that it needs is computed")
     ] = None,
