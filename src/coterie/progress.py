@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from coterie.engine.loop import Callbacks
 from coterie.engine.loop import Progress as RoundProgress
 
-UpdateBar = Callable[..., None]  # (done, text): show that so many rounds are done
+UpdateBar = Callable[..., None]  # (rounds done, text)
 
 
 @contextmanager

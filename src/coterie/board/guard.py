@@ -26,7 +26,7 @@ class Guard:
 
     The Host must be a known name of the board, and a given Origin must match it. Runs are shown and changed only for
     requests with the token, because the folders may be closed to other users of this machine. The page itself has no
-    data. A wrong token delays its own answer only, so nobody can keep the owner out by trying.
+    data. A wrong token delays its own answer only, so it cannot keep the owner out.
     """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str], port: int, token: str):

@@ -11,7 +11,7 @@ from coterie.errors import CoterieError, unknown
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]  # (outputs [batch, outputs], y) -> losses [batch], or their mean
 BALANCED = "balanced"
-_LARGEST_RATIO = 1e5  # of two weights that are probably meant
+_LARGEST_RATIO = 1e5  # largest ratio of two weights that is probably meant
 
 
 def check_class_weights(given: Any) -> str:
@@ -40,7 +40,7 @@ def check_loss_path(text: str) -> str:
 
 
 def weights_of_classes(setting: str | None, classes: Sequence[str]) -> tuple[float, ...] | None:
-    """Return one weight for each class; None if weights are balanced by each client, or if there are none."""
+    """Return one weight for each class; None if clients balance them, or without such a setting."""
     if setting is None or setting == BALANCED:
         return None
     if "=" not in setting:
@@ -59,7 +59,7 @@ def weights_of_classes(setting: str | None, classes: Sequence[str]) -> tuple[flo
 
 
 def weight_notes(weights: tuple[float, ...] | None, classes: Sequence[str]) -> list[str]:
-    """Return a sentence about weights that are probably not meant."""
+    """Return a warning about weights that are probably not meant."""
     if weights is None:
         return []
     if without := [name for name, w in zip(classes, weights, strict=True) if w == 0]:

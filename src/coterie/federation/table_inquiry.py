@@ -26,7 +26,7 @@ log = logging.getLogger("coterie.tables")
 
 @dataclass
 class TableInquiry:
-    """What the nodes of a server have said about their tables; `ask` asks those that have not answered."""
+    """The answers of a server's nodes about their tables; `ask` asks the nodes that have not answered."""
 
     link: NodeLink
     question: TableQuestion
