@@ -39,22 +39,30 @@ def _value(polynomial: Sequence[int], x: int) -> int:
 
 
 @lru_cache(1024)
-def _weights(points: tuple[int, ...], at: int = 0) -> tuple[int, ...]:
-    """Return the factors with which the values at these points add up to the value at `at`."""
-    weights = []
+def _factors(points: tuple[int, ...]) -> tuple[int, ...]:
+    """Return for each point the inverse of the product of its differences to the others."""
+    factors = []
     for x in points:
-        above = below = 1
+        product = 1
         for other in points:
             if other != x:
-                above = above * (at - other) % PRIME
-                below = below * (x - other) % PRIME
-        weights.append(above * pow(below, -1, PRIME) % PRIME)
-    return tuple(weights)
+                product = product * (x - other) % PRIME
+        factors.append(pow(product, -1, PRIME))
+    return tuple(factors)
 
 
 def _interpolated(values: Mapping[int, int], at: int = 0) -> int:
-    weights = _weights(tuple(values), at)
-    return sum(w * y for w, y in zip(weights, values.values(), strict=True)) % PRIME
+    """Return the value at `at` of the polynomial through these points (Lagrange's formula)."""
+    points = tuple(values)
+    factors = _factors(points)
+    before = [1]  # products of the differences to the points before each one
+    for x in points:
+        before.append(before[-1] * (at - x) % PRIME)
+    after, total = 1, 0
+    for n in range(len(points) - 1, -1, -1):
+        total += factors[n] * values[points[n]] * before[n] % PRIME * after
+        after = after * (at - points[n]) % PRIME
+    return total % PRIME
 
 
 @dataclass(frozen=True)
