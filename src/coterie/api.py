@@ -305,7 +305,7 @@ def run_comparison(
     def should_stop() -> bool:
         return callbacks.should_stop() or after_round.stopped()
 
-    asks = after_round if calls else None  # without calls, runs do not wait for this process after every round
+    asks = after_round if calls else None  # no calls: runs do not wait for this process after every round
     status = sweep(cells, how, on_status, should_stop, check=True, on_round=asks, track=track)
     runs = _finished(cells, status)
     if CONTROLS in _rivals(against) and (more_cells := matched_controls(runs, cells)):
@@ -554,7 +554,7 @@ def _named(
 
 
 def _own_functions(more: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Return the functions of the user among the settings; in the settings their names take their places."""
+    """Return the user's functions among the settings, and replace them by their names there."""
     found: dict[str, Callable[..., Any]] = {}
     rule, metrics, loss = more.get("optimizer"), more.get("metrics"), more.get("loss")
     if rule is not None and not isinstance(rule, str):

@@ -1,4 +1,4 @@
-"""What `coterie list` and `coterie show` say about methods.
+"""The facts about methods that `coterie list` and `coterie show` print.
 
 The facts of the built-in methods are stored in a file, one line each, so that these commands start without PyTorch.
 `python -m coterie.cli.method_facts` (`make catalogue`) writes it; a test compares it with the code.
@@ -41,7 +41,7 @@ def all_facts() -> dict[str, Facts]:
 
 
 def show_facts(name: str) -> Facts:
-    """Return the facts of one method; raise CoterieError if there is no such method."""
+    """Return the facts of one method; raise CoterieError if the name is unknown."""
     plain = name.lower().replace("_", "-")
     for key in (plain, plain.replace("-", "")):
         if key in stored_facts():

@@ -149,7 +149,7 @@ def commas(text: str | None) -> list[str]:
 
 
 def check_format(given: str | None) -> str | None:
-    """Return the format of a table; raise CoterieError if there is none of this name."""
+    """Return the format of a table; raise CoterieError if the name is unknown."""
     from coterie.errors import unknown
     from coterie.results.tables import FORMATS
 

@@ -114,7 +114,7 @@ class Context:
 
     @property
     def loop_only(self) -> str:
-        """The reason why clients are trained one by one, whatever the engine; empty if there is none."""
+        """The reason why clients are trained one by one, whatever the engine; empty if stacks are possible."""
         if self.augment:
             return "stacks do not augment batches (augment is set)"
         if self.class_weights or self.own_loss is not None:

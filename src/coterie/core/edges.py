@@ -52,7 +52,7 @@ class EdgeMethod(Method):
         return Download({**got.shared, **got.edge.get(edge.id, {})}, {i: got.each[i] for i in ids if i in got.each})
 
     def calls(self, edge: Edge, announced: Sequence[Upload], round: int) -> Collection[ClientId] | None:
-        """Choose the clients that send the rest of their uploads, by what they announced; None: all of them.
+        """Choose from the announcements which clients send the rest of their uploads; None: all of them.
 
         A method whose schema of uploads has entries marked ANNOUNCE uploads in two steps: each client sends these
         entries, and only the clients that are called send the rest. If one of them fails, this hook is asked again

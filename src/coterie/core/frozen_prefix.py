@@ -97,7 +97,7 @@ class _Call:
 def find_prefix(
     module: nn.Module, layers: Layout, example: Tensor, moves: Callable[[FrozenPrefix], bool]
 ) -> FrozenPrefix | None:
-    """Return the longest frozen prefix of a module; None if there is none.
+    """Return the longest frozen prefix of a module; None if no frozen prefix can be used.
 
     The module computes gradients of all that trains, and `example` holds a few items. `moves` says whether the features
     of a prefix are different in training.

@@ -16,7 +16,7 @@ _POINTWISE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}  # by dimensions
 
 
 class LoRALayer(nn.Module):
-    """What all layers with an adapter have."""
+    """The common part of all layers with an adapter."""
 
     lora_A: nn.Parameter  # noqa: N815, the usual name
     lora_B: nn.Parameter  # noqa: N815
@@ -88,7 +88,7 @@ def adapt_layer(layer: Any, rank: int, scale: float, rng: torch.Generator) -> No
     """Give a layer an adapter, in place; A is drawn as PyTorch draws weights, and B is zero."""
     assert can_adapt(layer)
     inner: tuple[int, ...]
-    kernel: tuple[int, ...] = ()  # of B
+    kernel: tuple[int, ...] = ()  # trailing dimensions of B
     if isinstance(layer, nn.MultiheadAttention):
         inner, out = (layer.embed_dim,), 3 * layer.embed_dim
     elif isinstance(layer, nn.Linear):

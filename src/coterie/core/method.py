@@ -296,7 +296,7 @@ class Method:
         return self.needs
 
     def departures(self) -> list[str]:
-        """Return sentences on how these settings depart from the paper on purpose; a run says them when it starts."""
+        """Return sentences for intended departures of these settings from the paper; a run prints them at its start."""
         return []
 
     def check(self) -> None:
@@ -314,7 +314,7 @@ class Method:
 
     # ---- rarely needed: evaluation and use ---------------------------------------------------------------------------
     def model(self, view: ModelView, client: Client) -> Model | None:
-        """Return the client's model for a view; None if there is none.
+        """Return the client's model for a view; None if the view has no model.
 
         - personal: what `personal` returns.
         - newcomer: the same for a client that never took part (its state is init_client's). It must not hold initial
@@ -350,7 +350,7 @@ class Method:
         return "personal"
 
     def global_model(self, server: State) -> Tree | None:
-        """Return the complete model that is the same for all clients; None if there is none."""
+        """Return the complete model that is the same for all clients; None if the method has no such model."""
         w = server.get("w") if isinstance(server, dict) else getattr(server, "w", None)
         return w if w is not None and not (self.ctx.w0.keys() - w.keys()) else None
 

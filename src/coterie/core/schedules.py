@@ -9,7 +9,7 @@ from coterie.errors import CoterieError
 
 
 def _step(every: int, factor: float = 0.1, *, at: int, of: int) -> float:
-    """Multiply by `factor` every so many rounds or steps, as StepLR."""
+    """Multiply by `factor` once in `every` rounds or steps, as StepLR does."""
     _need(every >= 1 and 0 < factor <= 1, "step(every, factor) takes every >= 1 and 0 < factor <= 1")
     return float(factor ** (at // every))
 

@@ -178,7 +178,7 @@ def with_partition(data: Dataset, partition: Any) -> Dataset:
 
 
 def _notes(name: str, x: Array, items: Tensor, raw: RawData) -> tuple[str, ...]:
-    """Return a sentence for each choice about the items that may not be meant; none if their kind is named."""
+    """Return a note for each choice about the items that may be wrong; none if their kind is named."""
     if raw.items is not None:
         return ()
     if items.dtype == torch.int64 and x.dtype.kind != "U":

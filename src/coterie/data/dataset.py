@@ -51,7 +51,7 @@ class Dataset:
     group: Tensor | None = None  # int64 [n], group of each item; a split never divides a group (windows of a recording)
     client_names: tuple[str, ...] | None = None  # client names, indexed by the values of owner
     notes: tuple[str, ...] = ()  # sentences about items that were read in a way that may not be meant
-    target_notes: tuple[str, ...] = ()  # the same about targets; none if the task is named
+    target_notes: tuple[str, ...] = ()  # such sentences about targets; empty if the task is named
     table: TableEncoding | None = None  # columns of a table and, once it is learnt, their encoding
 
     def __len__(self) -> int:

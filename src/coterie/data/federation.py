@@ -247,7 +247,7 @@ def identity_settings(settings: PartitionSettings) -> dict[str, Any]:
 
 
 def as_given(settings: PartitionSettings, dataset: Dataset, keep_test: bool) -> PartitionSettings:
-    """Fill in the settings that the user left open with what the data say.
+    """Return the settings; values that the user left open are taken from the data.
 
     Client ids mean a natural partition. With `keep_test`, an official test part stays one.
     """
@@ -361,7 +361,7 @@ def with_encoding(dataset: Dataset, encoding: TableEncoding) -> Dataset:
 
 
 def _left_out(dataset: Dataset, kept: tuple[str, ...] | None) -> list[str]:
-    """Return a sentence about natural clients that do not take part."""
+    """Return a note about natural clients that do not take part."""
     if kept is None or dataset.owner is None:
         return []
     all_names = dataset.client_names or tuple(map(str, range(int(dataset.owner.max()) + 1)))

@@ -13,7 +13,7 @@ from coterie.data.catalogue import DATASETS, data_dir, locate
 from coterie.errors import CoterieError, unknown
 
 _BLOCK = 1 << 20
-_MOST_BYTES = 2 * 10**9  # of one file; the largest known one has 0.3 GB
+_MOST_BYTES = 2 * 10**9  # limit of one file; the largest known file has 0.3 GB
 _TIMEOUT = 30.0  # seconds without a byte
 
 FetchProgress = Callable[[str, int, int], None]  # file name, bytes received, bytes in total (0: unknown)

@@ -37,7 +37,7 @@ _BOOLEANS = {"true": 1.0, "false": 0.0}
 _ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d.*)?")
 _KINDS = get_args(ColumnKind)[:4]
 _EXPECTED = {"number": "numbers", "boolean": "true and false", "date": "dates such as 2024-12-31"}
-_LARGEST = 1e38  # of a number; float32 ends at 3.4e38
+_LARGEST = 1e38  # limit of a number; float32 ends at 3.4e38
 _MANY_TEXTS = 20  # different texts that are never suspicious
 
 
@@ -271,7 +271,7 @@ def _check_cells(name: str, column: str, values: "pd.Series[Any]") -> None:
 
 
 def _category_notes(name: str, column: Column, values: "pd.Series[Any]", named: bool) -> list[str]:
-    """Return a sentence if texts that are read as categories may not be meant so; none if their kind is `named`."""
+    """Return a note if texts are read as categories and may mean something else; none if their kind is `named`."""
     import pandas as pd
 
     texts = pd.Series(column.categories, dtype=object)
@@ -293,7 +293,7 @@ def _category_notes(name: str, column: Column, values: "pd.Series[Any]", named: 
 
 
 def _look_alikes(name: str, column: str, values: "pd.Series[Any]") -> list[str]:
-    """Return a sentence if texts of a column differ in spaces or capital letters only."""
+    """Return a note if texts of a column differ in spaces or capital letters only."""
     first: dict[str, str] = {}
     for text in (v for v in values.unique() if isinstance(v, str)):
         other = first.setdefault(text.strip().lower(), text)

@@ -19,10 +19,11 @@ _Floats = NDArray[np.float64]
 
 
 def standardised(data: Dataset, train: Ints) -> tuple[Dataset, str]:
-    """Return the data with mean and standard deviation of `train` for what is out of scale, and a sentence about it.
+    """Return the data with values out of scale standardised by `train`, and a note for the user.
 
-    Of vectors, only columns that are out of scale change; of pictures and signals, all channels if one of them is out
-    of scale. The sentence is empty, and the data are the same, if nothing is.
+    The columns of vectors are standardised one by one, if they are out of scale. All channels of pictures and signals
+    are standardised if one of them is out of scale. If nothing is out of scale, the data are unchanged and the note is
+    empty.
     """
     if not data.x.is_floating_point() or data.mean is not None:
         return data, ""

@@ -100,7 +100,7 @@ def infer_task(name: str, y: Array) -> str:
 
 
 def target_notes(name: str, y: Array, task: str) -> tuple[str, ...]:
-    """Return a sentence for each inferred property of targets [n, 1] that may not be meant."""
+    """Return a note for each inferred property of targets [n, 1] that may be wrong."""
     if y.shape[1] != 1 or y.dtype.kind not in "uifUS":
         return ()
     values = np.unique(y)

@@ -2,15 +2,16 @@
 
 Liars are drawn by the seed, and so is their noise. They are excluded from scores, so that tables show honest clients.
 
-On the upload, from round 1 on, relative to what was sent (zero for an entry that was not sent):
+Attacks on the upload start in round 1. A change is relative to the download; an entry that is not in the download
+counts as a change from zero.
 - sign-flip(share, scale): the change times -scale; scaled(share, factor): the change times the factor.
-- gaussian(share, sigma): what was sent and normal noise. free-rider(share, sigma): the same, by default without noise.
+- gaussian(share, sigma): the download plus normal noise. free-rider(share, sigma): the same, by default without noise.
 - little-is-enough(share, z): mean - z std of the honest uploads of the round, which the liars know (Baruch et al.,
   NeurIPS 2019, arXiv 1902.06156).
 Whole numbers and statistics of batch norm stay those of local training, and values stay within the range of the schema.
 With `claims`, a liar reports that many times its number of samples.
 
-On the training data:
+Attacks on the training data:
 - label-flip(share): class y becomes the last class - y.
 - backdoor(share, target, scale): half of the items get a trigger in a corner and the class `target`, and the change is
   scaled (Bagdasaryan et al., AISTATS 2020, arXiv 1807.00459).
@@ -106,7 +107,7 @@ def check_attack(text: str) -> str:
 
 @dataclass(frozen=True)
 class Attack:
-    """The liars of a run, and what they do."""
+    """The liars of a run, and their attack."""
 
     text: str  # the setting, such as sign-flip(0.2)
     liars: frozenset[ClientId]

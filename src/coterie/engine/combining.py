@@ -20,7 +20,7 @@ from coterie.engine.ledger import Page
 from coterie.errors import CoterieError
 from coterie.privacy.secure_sum.messages import SummedWords
 
-Memory = dict[str, Any]  # what a stage keeps between rounds; the codec of checkpoints stores it
+Memory = dict[str, Any]  # a stage's memory between rounds; the codec of checkpoints stores it
 
 
 class CombinerStage(Protocol):
@@ -55,7 +55,7 @@ class CombinerEstimate(CombinerStage, Protocol):
 
 @runtime_checkable
 class SecureEstimate(CombinerEstimate, Protocol):
-    """An estimate from the sum of uploads; in a federation the uploads are summed before they arrive."""
+    """An estimate from the sum of uploads. The server of a federation receives only their sum."""
 
     @property
     def fewest(self) -> int:
@@ -65,7 +65,7 @@ class SecureEstimate(CombinerEstimate, Protocol):
         """Return what `estimate` returns, from the sum."""
 
     def traffic(self, method: Method, clients: int) -> Page:
-        """Return the declared bytes of a sum over so many clients."""
+        """Return the declared bytes of a sum over this number of clients."""
 
 
 class CombinerMove(CombinerStage, Protocol):
@@ -90,7 +90,7 @@ class Combiner:
 
     @property
     def always(self) -> bool:
-        """True if a round without uploads is combined too, because its result must not show that there were none."""
+        """True if a round without uploads is combined too, because its result must not show that no upload arrived."""
         return bool(getattr(self.estimate, "always", False))
 
     @property
@@ -117,7 +117,7 @@ class Combiner:
     def from_sum(
         self, method: Method, sent: Tree, summed: SummedWords, samples: int, round: int
     ) -> tuple[Upload, "Combiner"]:
-        """Return the same as `combined`, from the sum of uploads which this host has not seen."""
+        """Return the same as `combined` from the sum of uploads; this host has not seen the single uploads."""
         assert self.secure is not None
         upload, after = self.secure.decoded(method, sent, summed, samples)
         return self._moved(method, sent, upload, round, {**self.memory, self.secure.setting: after})

@@ -127,7 +127,7 @@ class Merging:
 
 
 def merge(method: EdgeMethod, task: MergeRequest, answers: Sequence[TrainAnswer], down: Bytes) -> MergeAnswer:
-    """Merge the answers of an edge's clients, which hold complete uploads; what is not called for does not cross."""
+    """Merge the complete uploads of an edge's clients; only the entries that are called for are used."""
     if not announces(method):
         return Merging(method, task, answers, down).merged()
     got = receive(task.schemas, sorted(answers, key=lambda a: a.client))

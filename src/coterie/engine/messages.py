@@ -98,7 +98,7 @@ class SendRequest:
 @dataclass(frozen=True)
 class SendAnswer:
     client: ClientId
-    upload: Tree  # without the announced entries
+    upload: Tree  # the upload except its announced entries
     samples: int  # training samples of the client
 
 
@@ -165,7 +165,7 @@ class ScoreAnswer:
     scores: Mapping[str, Score]  # by "view/part"
     samples: int
     model: Tree | None = None  # the personal model, where the official score needs the mean of all; a simulation only
-    steps: int = 0  # of fine-tuning, for the view adapted
+    steps: int = 0  # number of fine-tuning steps, for the view adapted
     seen: int = 0  # samples of these steps
 
 

@@ -1,6 +1,6 @@
-"""Robust estimates: stages of the combiner that make one upload of all, of which some may be lies.
+"""Robust estimates: stages of the combiner that make one upload of all uploads, although some of these may be lies.
 
-Changes are relative to what was sent. Every client counts alike, whatever number of samples it claims; norm-clip alone
+Changes are relative to the download. Every client counts alike, whatever number of samples it claims; norm-clip alone
 keeps the method's weights. Distances and norms are those of the trained parameters. All other entries, such as
 statistics of batch norm, are combined by the median of each value (trimmed: by the trimmed mean), because a sender
 could hide a lie of one kind behind the norm of the other. Whole numbers are combined by the lower median.
@@ -41,7 +41,7 @@ class Combined(NamedTuple):
     """The combined change of the trained parameters, and the clients that the rule chose or clipped."""
 
     change: Tensor  # [P]
-    chosen: tuple[int, ...] | None = None  # rows that alone count
+    chosen: tuple[int, ...] | None = None  # rows that were chosen; the others do not count
     clipped: tuple[int, ...] | None = None  # rows that were shortened
 
 
@@ -226,7 +226,7 @@ class RobustEstimate:
 
 
 def _sent(sent: Tree, name: str, like: Tensor) -> Tensor:
-    """Return what was sent under this name in float64; zeros if it was not sent."""
+    """Return the sent entry of this name in float64; zeros if it was not sent."""
     fits = name in sent and sent[name].shape == like.shape
     return sent[name].double() if fits else torch.zeros_like(like, dtype=torch.float64)
 

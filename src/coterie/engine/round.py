@@ -37,7 +37,7 @@ class Rules:
     watch: bool = True  # score participants before and after local training
     log_updates: bool = False
     poisson: bool = False  # every client takes part with probability `join`, independently of all others
-    secret: bool = False  # nobody can compute the participants from the seed
+    secret: bool = False  # the participants cannot be computed from the seed
     weight_cap: float | None = None  # largest number of samples that counts, as a multiple of the median
 
 

@@ -140,7 +140,7 @@ def cloud_session(path: Path) -> Session | None:
 def _items_of(session: Session, about: About, name: str, x: Any) -> About:
     """Return the description of the newcomer's items: not rotated, and in a federation of their own type."""
     update: dict[str, Any] = {"turn": 0.0}
-    devices = session.federation.identity.get("partition") == "own"  # with data of their own
+    devices = session.federation.identity.get("partition") == "own"  # each client is a device with its own data
     if devices and about.items.table is None:
         form = convert_items("the data", x)
         if form.dtype != torch.int64 and about.items.type != "int64":
@@ -215,7 +215,7 @@ def _client(session: Session, train: Split, val: Split) -> ClientData:
 
 
 def _better(method: Method, models: dict[str, Model], val: Split) -> str:
-    """Return the model with the lower loss on validation data; without validation data, the adapted model."""
+    """Return the model with the lower loss on validation data, or the adapted model without such data."""
     if "adapted" not in models or not len(val):
         return list(models)[-1]
     loss = {k: score_model(method, *model, val).loss for k, model in models.items()}

@@ -117,7 +117,7 @@ class About(BaseModel):
     own_model: str | None = None  # package.module:name of a model of the user
     built: bool = False  # the user's model was an instance, which cannot be built from its name
     options: dict[str, Any] = {}
-    adaptation: Adaptation | None = None  # what is frozen, and adapters; None: nothing
+    adaptation: Adaptation | None = None  # frozen layers and adapters; None: neither
     # the method that calls a model which is more than its network (two heads, a gate, a mixture)
     method: str | None = None  # a registered name or package.module:name
     settings: dict[str, Any] = {}

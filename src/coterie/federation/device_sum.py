@@ -53,13 +53,13 @@ class HeldSum:
 
 @dataclass
 class SumMember:
-    """What a device remembers between the steps of a secure sum."""
+    """The memory of a device between the steps of a secure sum."""
 
     state: Path  # folder of the private states
     files: NodeFiles | None = None
     held: HeldSum | None = field(default=None, repr=False)
     me: Participant | None = field(default=None, repr=False)
-    certificates: dict[ClientId, bytes] = field(default_factory=dict, repr=False)  # of other clients
+    certificates: dict[ClientId, bytes] = field(default_factory=dict, repr=False)  # certificates of other clients
 
     def hold(self, run: str, request: TrainRequest, answer: TrainAnswer) -> TrainAnswer:
         """Keep the upload, and return the answer without it."""

@@ -113,7 +113,7 @@ class EdgeHandler:
 
     # ---- columns of tables -------------------------------------------------------------------------------------------
     def columns(self, question: TableQuestion) -> TableAnswers:
-        """Return what the attached devices have said about their tables; devices that have come are asked."""
+        """Return the answers of the attached devices about their tables; newly attached devices are asked."""
         if self._tables is None or self._tables.question != question:
             about = settings_of_cloud(question.settings).columns.model_dump()
             self._note(AuditLine("", 0, "columns", "in", self.peer, about=about))

@@ -75,7 +75,7 @@ class EdgeStage:
                 m.take({i: rest[i] for i in theirs if i in rest})
 
     def _merge(self, m: Merging, send: Send) -> MergeAnswer:
-        """Merge an edge; without senders that cause an error the choice of clients may be a different one."""
+        """Merge an edge. If senders are excluded because of an error, choose the clients again."""
         while True:
             senders = m.senders
             answer = self._contained(m, m.merged)

@@ -18,7 +18,7 @@ class OneLine(logging.Formatter):
 
 
 def log_lines(name: str | None = None) -> None:
-    """Write messages of this logger (None: of all) from level INFO on to stderr, unless it has a handler already."""
+    """Write messages of level INFO and above of this logger (None: all) to stderr, unless it already has a handler."""
     logger = logging.getLogger(name)
     if not logger.handlers:
         handler = logging.StreamHandler()

@@ -61,7 +61,7 @@ class FedMeta(Method):
         return T.tag(RATES, {k: torch.full_like(v, self.hp.alpha) for k, v in self.ctx.w0.items() if k in names})
 
     def schema(self, link: Link, now: Moment | None = None) -> Schema:
-        """The model travels both ways; with meta-sgd the rates too."""
+        """The model travels both ways, and so do the rates of meta-sgd."""
         return self.model_schema | Schema(like(self._rates(), part="rates"))
 
     def setup(self) -> State:

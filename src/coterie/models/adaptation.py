@@ -85,7 +85,7 @@ def _add_adapters(module: nn.Module, example: Tensor, how: Adaptation, seed: int
 
 
 def _without_effect(module: nn.Module, example: Tensor) -> str | None:
-    """Return a layer whose adapter no gradient of the outputs reaches; None if there is none."""
+    """Return a layer whose adapter no gradient of the outputs reaches; None if gradients reach every adapter."""
     adapters = {k: p for k, p in module.named_parameters() if k.endswith(".lora_B")}
     module.eval()
     with torch.enable_grad():

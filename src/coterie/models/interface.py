@@ -1,9 +1,9 @@
 """Models of other packages: several inputs, a mask of padding, and outputs in an object or a dictionary.
 
 A model of Coterie is called with one tensor and returns one tensor. `with_plain_interface` puts a module around a model
-that is called differently: one with the argument `input_ids`, as those of Hugging Face, gets token numbers and the mask
-of what is not padding; one with several arguments gets the parts of items [inputs, ...]; and of outputs in an object, a
-dictionary or a tuple, the logits are taken.
+that is called differently: one with the argument `input_ids`, as those of Hugging Face, gets token numbers and a mask
+that is 0 at padding; one with several arguments gets the parts of items [inputs, ...]. If the outputs are an object, a
+dictionary or a tuple, the module returns the logits in it.
 """
 
 import inspect
@@ -40,7 +40,7 @@ class PlainInterface(nn.Module):
 
 
 def logits_of(out: Any) -> Any:
-    """Return the logits of a model's output; what is none stays as it is, and is refused later."""
+    """Return the logits of a model's output; an output without logits is returned unchanged, and refused later."""
     if isinstance(out, Tensor):
         return out
     if isinstance(out, Mapping) and _LOGITS in out:

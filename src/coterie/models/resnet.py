@@ -29,7 +29,7 @@ class Stem(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions with norm, and a shortcut. Without norm the block starts as its shortcut, so that it trains."""
+    """Two convolutions with norm, and a shortcut. A block without norm starts as its shortcut, so that it trains."""
 
     def __init__(self, inner: int, out: int, stride: int, norm: NormKind, dims: int, kernel: int):
         super().__init__()

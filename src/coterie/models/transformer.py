@@ -1,7 +1,7 @@
 """Transformer encoders for text and pictures, with the tensor names of BERT, so that weights of such encoders load.
 
-In a text, padding has vectors of zeros at every stage, from which each layer finds its mask. So the output of a layer
-is all that later layers need.
+The padding of a text has vectors of zeros at every stage, and each layer computes its mask from them. So a layer needs
+only the output of the layer before it.
 
 Vaswani et al., NeurIPS 2017; Devlin et al., NAACL 2019; Dosovitskiy et al., ICLR 2021.
 """

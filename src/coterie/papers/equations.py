@@ -1,7 +1,7 @@
 """Find the functions that compute the equations and algorithm lines of a paper, in the docstrings and comments of code.
 
 A mark such as "equations (6) to (8)" or "Algorithm 2, line 4" in the folder of a paper's method belongs to the
-innermost function or class around it. In other folders a mark names the method: "FedCPMD's equation (8)". The files
+innermost function or class around it. A mark in any other folder names the method: "FedCPMD's equation (8)". The files
 in the folder `equations` list the papers' numbers, with the reason where a number has no function.
 """
 

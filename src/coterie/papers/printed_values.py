@@ -55,7 +55,7 @@ STATISTICS: dict[str, Callable[[Run], float]] = {
     **{f"client_{i}": partial(_client, i) for i in range(10)},
     **{f"clients_with_{k}": partial(paper_metrics.clients_with_layer, layer=k) for k in ("fc1", "fc2", "classifier")},
 }
-RELATIVE: dict[str, Callable[[Run, Sequence[Run]], float]] = {  # of a run and its rivals with the same data and seed
+RELATIVE: dict[str, Callable[[Run, Sequence[Run]], float]] = {  # a run against rivals with the same data and seed
     "ahead_from": lambda r, rivals: _ahead_from(_global(r), [_global(x) for x in rivals]),
     "lead": lambda r, rivals: float(_global(r).iloc[-1] - max(_global(x).iloc[-1] for x in rivals)),
 }

@@ -65,7 +65,7 @@ def count_cells(it: Item, seeds: Mapping[tuple[str, str], int], shrink: Shrink) 
     """Return how many printed cells of the whole table are measured at full size, at reduced size and not at all.
 
     `seeds` has the number of finished runs by row and column. At full size, a cell has the paper's data, samples,
-    clients and rounds, and as many seeds. Without printed cells, the text says so.
+    clients and rounds, and as many seeds. The text states it if no cell is printed.
     """
     whole = item(it.paper, it.name)
     wanted = {(r, c) for p, i, r, c in printed() if (p, i) == (it.paper, it.printed_as)}

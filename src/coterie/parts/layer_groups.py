@@ -22,7 +22,7 @@ def last_layers(layout: Layout, count: int) -> Names:
 
 
 def union_of_groups(layout: Layout, setting: str, text: str) -> Names:
-    """Return the names of several groups, separated by commas; raise CoterieError if there is none or one is empty."""
+    """Return the names of several groups, separated by commas; raise CoterieError if the text or a group is empty."""
     chosen = [part.strip() for part in text.split(",") if part.strip()]
     for name in chosen:
         if not layout.group(name):

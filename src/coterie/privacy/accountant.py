@@ -50,7 +50,7 @@ def _opacus() -> Any:
     before = list(root.handlers)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of packages that Opacus imports
+            warnings.simplefilter("ignore")  # warnings of packages that Opacus imports
             from opacus.accountants.analysis import rdp
     except ImportError:
         raise CoterieError('dp needs the extra "privacy": pip install "coterie[privacy]"') from None
@@ -67,7 +67,7 @@ def _divergences(sigma: float, rate: float) -> tuple[float, ...]:
 
 
 def epsilon_of(releases: Iterable[Releases], delta: float) -> float:
-    """Return the epsilon of all these releases together; 0 if there is none."""
+    """Return the epsilon of all these releases together; 0 without releases."""
     spent = [r for r in releases if r.count and r.rate]
     if not spent:
         return 0.0

@@ -1,8 +1,8 @@
 """The budget of a run: epsilon so far, and a ledger of releases that survives crashes.
 
-In a simulation noise is keyed by the seed: a round that is computed again releases the same values, so the number of
-rounds tells what was spent. In a real federation noise is drawn again. Every release is therefore written to
-privacy.jsonl before anybody can see it, lines are never removed, and each line counts.
+The noise of a simulation is keyed by the seed: a round that is computed again releases the same values, so the number
+of rounds determines epsilon. A real federation draws new noise each time. Every release is therefore written to
+privacy.jsonl before it is sent, lines are never removed, and each line counts.
 """
 
 import json
@@ -37,7 +37,7 @@ def append_line(path: Path, fields: dict[str, Any]) -> None:
 
 @dataclass
 class ClientBudget:
-    """What a run with `dp = client(...)` has spent."""
+    """The budget that a run with `dp = client(...)` has spent."""
 
     setting: PrivacySetting
     method: Method
@@ -61,7 +61,7 @@ class ClientBudget:
             self.spent = max(0, round)
 
     def spend(self, round: int) -> None:
-        """Count the release of a round; called before its result is sent to anybody."""
+        """Count the release of a round; it must be called before the result of the round is sent."""
         if round < 1:
             return
         if self.ledger is None:
@@ -94,13 +94,13 @@ class ClientBudget:
 
 @dataclass
 class DeviceBudgets:
-    """What the clients of a run with `dp = example(...)` or `dp = local(...)` have spent at most.
+    """The largest budget that a client of a run with `dp = example(...)` or `dp = local(...)` has spent.
 
-    Every client has a budget of its own, and adds its noise itself. In a real federation each device keeps its ledger.
+    Every client has its own budget, and adds its noise itself. Each device of a real federation keeps its own ledger.
     """
 
     setting: PrivacySetting
-    noises: Sequence[DeviceNoise] = ()  # of clients that differ; empty in a real federation, whose cloud has no data
+    noises: Sequence[DeviceNoise] = ()  # different noises of clients; empty in the cloud of a real federation
     spent: int = 0  # rounds
 
     def go_to(self, round: int) -> None:

@@ -11,9 +11,9 @@ from coterie.core.tree import Tree
 
 
 def reference(schema: Schema, sent: Mapping[str, Tensor]) -> Tree:
-    """Return what the entries of an upload are changes of.
+    """Return the reference values from which the changes of an upload are computed.
 
-    An entry of a model that was sent down is a change of what was sent; all others are changes of zero.
+    The reference of an entry of a model that was sent down is the sent value; that of any other entry is zero.
     """
     zero = {
         k: torch.zeros([n for n in e.shape if isinstance(n, int)], dtype=e.dtype) for k, e in schema.entries.items()

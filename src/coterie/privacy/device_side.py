@@ -1,4 +1,4 @@
-"""What a device does before an answer leaves it: clip, add noise, and leave out numbers that no noise protects."""
+"""Protect the answers of a device: clip, add noise, and leave out numbers that no noise protects."""
 
 from dataclasses import dataclass, replace
 

@@ -42,7 +42,7 @@ class DeviceNoise:
 
     setting: PrivacySetting
     rate: float  # probability with which a sample is in a batch; 1 for local(...)
-    per_round: int  # noised releases of a round: steps, or one upload
+    per_round: int  # number of noised releases in a round: steps, or one upload
     rounds: int  # rounds that the budget is for
 
     @property

@@ -88,7 +88,7 @@ class NoisedSum:
         return float(memory.get("clip", self.parsed.clip))
 
     def asked(self, memory: Memory) -> float | None:
-        """Return the clipping bound that devices are told in the next round; None if it is that of the setting."""
+        """Return the clipping bound to send to devices in the next round; None if it is the bound of the setting."""
         return None if self.parsed.adaptive is None else self.bound(memory)
 
     def facts(self, memory: Memory) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class NoisedSum:
             raise CoterieError(f"dp = {self.text}: one round with sigma = {sigma:g} costs more than epsilon")
 
     def warnings(self, method: Method) -> list[str]:
-        """Return a sentence if the noise is larger than anything that the clients can say."""
+        """Return a warning if the noise is larger than the largest sum of the clients' changes."""
         sizes = [math.prod(n for n in e.shape if isinstance(n, int)) for e in method.schema("up").entries.values()]
         ratio = sigma_of_clients(self.parsed, method) * math.sqrt(sum(sizes)) / expected_participants(method)
         if ratio <= 1:
@@ -129,7 +129,7 @@ def check_protected(method: Method, text: str) -> None:
     """Raise CoterieError unless all that clients upload, in every round, is a sum of clipped changes."""
     title = title_of(method)
     if isinstance(method, EdgeMethod) or method.combines != "mean":
-        return  # said by the combiner
+        return  # the combiner raises the error
     if method.opening():
         raise CoterieError(
             f"dp = {text} is not possible: in round 0 of {title} every client tells the server something that is not a "

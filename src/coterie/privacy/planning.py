@@ -8,7 +8,7 @@ from coterie.errors import CoterieError
 from coterie.privacy.accountant import Releases, epsilon_of, releases_within, sigma_for, tight_epsilon
 from coterie.privacy.setting import LARGEST_SIGMA
 
-_SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the planned rounds
+_SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of the number of planned rounds
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ USUAL_DELTA = 1e-5
 
 @dataclass(frozen=True)
 class PrivacySetting:
-    """A parsed setting `dp`; epsilon or sigma is None if the other one decides."""
+    """A parsed setting `dp`; either epsilon or sigma may be None, and then follows from the other."""
 
     unit: Unit
     epsilon: float | None
@@ -29,7 +29,7 @@ class PrivacySetting:
     sigma: float | None  # standard deviation of the noise divided by the sensitivity of the clipped sum
     adaptive: float | None = None  # quantile of the clients' norms that the clipping bound follows
     scores: bool = False  # devices of a federation send counts of predictions, which no noise protects
-    text: str = ""  # in its usual spelling
+    text: str = ""  # the setting in its usual spelling
 
 
 # ---- functions that name the options of a setting, with their defaults ----------------------------------------------

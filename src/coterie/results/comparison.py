@@ -177,8 +177,8 @@ class Comparison:
     def intervals(self) -> pd.DataFrame:
         """Return 95 % bootstrap intervals, `low` and `high`, of the table's first column, one row per method.
 
-        Each resample draws seeds, and within each drawn seed its clients. With one seed, an interval covers clients
-        only. A method without a readable last evaluation has none.
+        Each resample draws seeds, and within each drawn seed its clients. If there is one seed, only clients are
+        drawn. A method without a readable last evaluation has none.
         """
         rows = {}
         for title in self.titles:

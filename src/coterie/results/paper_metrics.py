@@ -55,7 +55,10 @@ def official(run: Run, round: int | None = None, view: str = "personal") -> dict
 
 
 def official_curves(run: Run) -> pd.DataFrame:
-    """Return GM, PM(V) and PM(L) of every evaluation, by round; of trained models if every evaluation scored them."""
+    """Return GM, PM(V) and PM(L) of every evaluation, by round.
+
+    The models are the trained ones if every evaluation scored these, otherwise the personal ones.
+    """
     rounds = [int(e["round"]) for e in run.events if "evaluation" in e]
     view = "trained" if all("trained/official/hits" in run.evaluation(t) for t in rounds) else "personal"
     return pd.DataFrame({t: official(run, t, view) for t in rounds}).T.rename_axis("round")

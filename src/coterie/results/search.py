@@ -108,7 +108,7 @@ class Budget:
 
 @dataclass
 class Tuning:
-    """The result of a search. `best` is None until a trial has been scored."""
+    """The result of a search. `best` stays None until a trial has been scored."""
 
     folder: Path
     trials: list[Trial]

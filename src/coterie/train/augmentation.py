@@ -127,7 +127,7 @@ def augmented(text: str, x: Tensor, y: Tensor, rng: torch.Generator) -> tuple[Te
 
 
 def _mixed(alpha: float, x: Tensor, y: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Mix every item with another one of the batch (mixup, Zhang et al., 2018).
+    """Mix every item with a second item of the batch (mixup, Zhang et al., 2018).
 
     Numbers are mixed like items. A class is drawn from the two with their shares in the mixture, so that the expected
     loss is that of mixed labels and every loss that takes classes can be used.

@@ -112,7 +112,7 @@ class Clients:
         if self.place.device == CPU:
             parts = [jobs[a : a + step] for a in range(0, len(jobs), step)]
             return [done for part in parts for done in work(self._of_all(part), list(part))]
-        shared: dict[int, tuple[Tensor, Tensor]] = {}  # what all requests hold is moved once
+        shared: dict[int, tuple[Tensor, Tensor]] = {}  # tensors that all requests hold, which are moved once
         out: list[R] = []
         with self.place.working():
             while len(out) < len(jobs):

@@ -32,7 +32,7 @@ class Choice:
     why: str
     workers: int | None = None  # number of processes, if the user left it open; it decides on the stacks
     native: str = ""  # instruction set of the kernels that train and score; empty: PyTorch's operations do
-    by_pytorch: tuple[str, ...] = ()  # what PyTorch's operations compute nevertheless, and why
+    by_pytorch: tuple[str, ...] = ()  # work left to PyTorch's operations, with the reason
 
     @property
     def sentence(self) -> str:
@@ -42,7 +42,7 @@ class Choice:
 def choose_engine(clients: Clients, asked: Asked | None, device: str = "cpu") -> Choice:
     """Return the engine of a new run; engines agree only up to rounding, so a resumed run keeps its own.
 
-    On a device other than the processor nothing is tried, because that would start the device in this process.
+    Only the processor is tried, because a trial on another device would start that device in this process.
     """
     if asked == "loop" or (asked is None and device == "cpu"):
         return Choice("loop", "as asked")

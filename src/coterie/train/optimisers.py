@@ -25,7 +25,7 @@ class Optimiser:
     """The optimiser of a run, as its settings say."""
 
     kind: str = "sgd"  # name in torch.optim, in lower case, or module:name of a function of the user
-    momentum: float = 0.0  # of sgd
+    momentum: float = 0.0  # used by sgd
     weight_decay: float = 0.0
     keep: bool = False  # True: the state lasts from one local training of a client to its next
     clip: float | None = None  # largest gradient norm
@@ -34,7 +34,7 @@ class Optimiser:
 
     @property
     def loop_only(self) -> str:
-        """The reason why clients with this optimiser are trained one by one; empty if there is none."""
+        """The reason why clients with this optimiser are trained one by one; empty if stacks are possible."""
         if self.keep:
             return "optimisers keep their memory, which stacks do not have (opt_state = keep)"
         if self.kind not in ("sgd", "adam", "adamw") or self.options:

@@ -297,8 +297,8 @@ def _on_device(device: torch.device, drawn: Iterator[tuple[Tensor, int]]) -> Ite
 def batch_spans(ctx: Context, n: int) -> list[slice]:
     """Return the positions of the batches of an epoch over n samples.
 
-    With batch norm, a last batch of fewer than FEWEST samples joins the batch before it, because statistics of so few
-    samples are useless, and a client with one sample has no batch. Without batch norm, the last batch is what is left.
+    If the model has batch norm, a last batch of fewer than FEWEST samples joins the batch before it, because statistics
+    of so few samples are useless, and a client with one sample has no batch. Otherwise the last batch holds the rest.
     """
     norm, left = ctx.net.has_batch_norm, n % ctx.batch
     starts = list(range(0, n, ctx.batch))

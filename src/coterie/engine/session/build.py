@@ -75,7 +75,7 @@ def prepare(
 
 
 def follow_data(settings: RunSettings, dataset: Dataset, objects: Objects) -> RunSettings:
-    """Return the settings with what the data say where the user left it open; raise CoterieError if they cannot train.
+    """Fill the settings that the user left open from the data; raise CoterieError if these settings cannot train.
 
     A known data set is divided as a whole by default; other data keep their official test part.
     """
@@ -252,7 +252,7 @@ def _rule(settings: RunSettings, functions: Mapping[str, Function]) -> Optimiser
 
 
 def imported(setting: str, path: str) -> Any:
-    """Import the function that a setting names; raise CoterieError if there is none."""
+    """Import the function that a setting names; raise CoterieError if it cannot be imported."""
     try:
         function = import_named(path)
     except Exception as e:  # whatever a user's module raises

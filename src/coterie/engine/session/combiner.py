@@ -11,13 +11,13 @@ from coterie.privacy.noised_sum import NoisedSum
 from coterie.privacy.secure_sum.setting import SecureSum
 from coterie.privacy.setting import privacy_setting
 
-WEIGHT_CAP = 10.0  # multiple of the median, where nobody can check the numbers of samples
+WEIGHT_CAP = 10.0  # multiple of the median, for a federation, where the numbers of samples cannot be checked
 
 
 def combiner_of(settings: RunSettings, method: Method, federation: Federation, secret: bool = False) -> Combiner | None:
     """Return the combiner of a run; None if the method gets the single uploads. `secret`: no noise is repeatable."""
     moves = () if settings.server_optimizer is None else (ServerOptimiser(settings.server_optimizer),)
-    sends = bool(method.schema("up").entries)  # combining nothing is nothing: Local-Only in a comparison
+    sends = bool(method.schema("up").entries)  # False for Local-Only, which has nothing to combine
     central = settings.dp is not None and privacy_setting(settings.dp).unit == "client"
     noised = NoisedSum(settings.dp or "", secret) if central and sends else None
     secure = None if settings.secure is None else SecureSum(settings.secure, _largest(federation))

@@ -174,7 +174,7 @@ def training_engine_at_start(session: Session, path: Path) -> Choice:
     then, now = run["versions"].get("native"), native.native_status()
     on_cpu = {run["engine"].get("device") or "cpu", session.engine.device or "cpu"} == {"cpu"}
     convolves = on_cpu and bool(session.method.ctx.net.layout.of_kind("conv"))
-    if then is None:  # of an earlier version, which had native convolutions only
+    if then is None:  # the run was made by an earlier version, which had native convolutions only
         then = run["versions"]["convolutions"]
         differs = convolves and then.endswith(_COMPILED_EARLIER) != native.available()
     else:

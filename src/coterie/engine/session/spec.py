@@ -104,7 +104,7 @@ class Session:
     objects: Objects = field(default_factory=Objects)
     others: Mapping[int, Method] = field(default_factory=dict)  # the method bound to other models, by client
     notes: tuple[str, ...] = ()  # warnings about the model, one sentence each
-    loaded: tuple[str, ...] = ()  # what the model got from files, and what is frozen, one sentence each
+    loaded: tuple[str, ...] = ()  # loaded files and frozen layers of the model, one sentence each
     rule: Optimiser = field(default_factory=Optimiser)  # optimiser of local training
     functions: Mapping[str, Function] = field(default_factory=dict)  # functions of the user, by setting
     attack: Attack | None = None  # liars among the clients
@@ -123,7 +123,7 @@ class Session:
         """Return the client side of the run, which trains and scores; `deployed`: on a device of a real federation."""
         stacker = Stacker(self.method.ctx, self.rule) if self.engine.engine == "stack" else None
         guard = None if self.privacy is None else DeviceSide(self.privacy, deployed)
-        noised = guard is not None and guard.setting.unit == "example"  # in every step, which the kernels do not know
+        noised = guard is not None and guard.setting.unit == "example"  # kernels cannot add noise to each step
         natives = self._natives if self.native and stacker is None and not noised else None
         return Clients(
             self.method, self.federation, self.rule, stacker, self.others, self.use, guard, self.attack, natives=natives

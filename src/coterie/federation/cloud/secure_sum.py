@@ -31,11 +31,11 @@ _A = TypeVar("_A")
 
 @dataclass
 class SumOutcome:
-    """What came of a secure sum."""
+    """The outcome of a secure sum."""
 
     summed: SummedWords | None = None
     missing: dict[ClientId, str] = field(default_factory=dict)  # why an asked client is not in the sum
-    absent: set[ClientId] = field(default_factory=set)  # of these: not connected, or not in time
+    absent: set[ClientId] = field(default_factory=set)  # clients in `missing` that are not connected or too late
     refused: dict[ClientId, str] = field(default_factory=dict)
     bytes: ledger.Page = field(default_factory=dict)
     spent: bool = False  # devices were asked for masked numbers, which they give once in a round

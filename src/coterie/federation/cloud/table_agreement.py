@@ -41,7 +41,7 @@ def agree_on_table(
 def agreed_settings(
     settings: RunSettings, cloud: CloudSettings, answers: Mapping[str, TableAnswer]
 ) -> tuple[RunSettings, CloudSettings]:
-    """Return the settings of a run with what these devices have in common; the order of devices does not matter."""
+    """Return the settings of a run that suit the tables of all these devices, whatever the order of devices."""
     names = sorted(answers)
     first = answers[names[0]]
     for name in names[1:]:

@@ -1,9 +1,9 @@
-"""What an upload may reveal: plans and models by which a cloud could read single items out of uploads.
+"""Checks for plans and models by which a cloud could read single items out of uploads.
 
 The gradient of a linear layer on one item contains the item. So an upload is the item if the device trains one step on
 one item, or if its first model sorts items into neurons. The defaults refuse what makes this easy: small batches, few
 items behind an upload, rates that leave one step of many, a first model that is not the one drawn from the plan's seed,
-and layers whose neurons are copies of each other. They are no proof: only secure aggregation and differential privacy
+and layers whose neurons are copies of each other. They prove nothing: only secure aggregation and differential privacy
 bound what an upload of many items reveals.
 """
 
@@ -126,7 +126,7 @@ def _agreed(method: Method, client: int, round: int) -> Tree:
 
 
 def copied_rows(method: Method, received: Mapping[str, torch.Tensor]) -> str:
-    """Return the name of a layer whose rows are mostly multiples of each other; "" if there is none.
+    """Return the name of a layer whose rows are mostly multiples of each other; "" if no layer is like this.
 
     Rows of zeros and small layers are left out, and so are layers that are initialised in this way, and heads, which
     see features (FedGMH has a head for each label).

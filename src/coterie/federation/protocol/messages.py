@@ -100,7 +100,7 @@ class TableQuestion:
 @register
 @dataclass(frozen=True)
 class TableAnswer:
-    """What a device says about the training rows of its table."""
+    """Facts about the training rows of a device's table."""
 
     columns: Mapping[str, ColumnStatistics]  # features, and the targets of a regression
     features: tuple[str, ...]  # names of the features in the order of the table
@@ -111,7 +111,7 @@ class TableAnswer:
 @register
 @dataclass(frozen=True)
 class TableAnswers:
-    """What the devices of an edge say about their tables."""
+    """The answers of the devices of an edge about their tables."""
 
     devices: Mapping[str, TableAnswer]  # by name
     refused: Mapping[str, str]  # reasons by name
@@ -133,7 +133,7 @@ class Hello:
 
     client: ClientId | None  # the seat that the device wants or had before; None: any seat
     samples: int  # number of training samples
-    later: Mapping[int, int] = field(default_factory=dict)  # the same from a round on, if the data change in the run
+    later: Mapping[int, int] = field(default_factory=dict)  # number of samples by first round, if it changes
 
     def samples_in(self, round: int) -> int:
         """Return the number of training samples in a round."""

@@ -122,7 +122,7 @@ class NodeCredentials:
                     return UnreachableError(f"the connection to {address} is lost")
         except TimeoutError:
             return UnreachableError(f"{address} does not answer")
-        except OSError:  # with TLS 1.3 a server refuses a certificate after the client's handshake
+        except OSError:  # a TLS 1.3 server refuses a certificate after the client's handshake
             pass
         finally:
             writer.transport.abort()

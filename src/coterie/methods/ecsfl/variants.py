@@ -58,7 +58,7 @@ class _ByDistance(ECSFLMended):
 
 
 class ECSFLMendedRandom(_ByDistance):
-    """As many devices, drawn at random."""
+    """The same number of devices, drawn at random."""
 
     card = replace(ECSFLMended.card, title="ECS-FL (mended, random)")
     rule = "random"

@@ -70,7 +70,7 @@ class FeatureSender(Method):
         return (self.ctx.weighting or self.weighting) == "samples"
 
     def _heads(self, now: Moment | None) -> Schema:
-        """What the server holds for the client's labels, once it knows these; or all of it."""
+        """The heads of the client's labels, once the server knows these; otherwise all heads."""
         one = like(self.of_label(head_of(self.ctx, self.ctx.w0)), part="heads")
 
         def stacked(count: int | str) -> dict[str, Entry]:

@@ -49,7 +49,7 @@ class ClusterEdges(EdgeMethod):
 
     needs: ClassVar[tuple[str, ...]] = ("public", "val", "classes")
     by_predictions: ClassVar[bool] = True  # clusters are made of predictions that clients send
-    form: ClassVar[Literal["softmax", "logits"]] = "logits"  # of these predictions
+    form: ClassVar[Literal["softmax", "logits"]] = "logits"  # form of these predictions
     plans_ahead = True
     card = Card(
         title="SC-FPFL",

@@ -55,10 +55,10 @@ class Participant:
     client: int
     mask_key: bytes = field(repr=False)
     cipher_key: bytes = field(repr=False)
-    seed: bytes = field(repr=False)  # of the client's own mask
+    seed: bytes = field(repr=False)  # seed of the client's own mask
     done: str = "keys"  # the last step
     neighbours: Mapping[int, PublicKeys] = field(default_factory=dict, repr=False)
-    threshold: int = 0  # of the client's own secrets
+    threshold: int = 0  # number of shares that recover the client's own secrets
     held: Mapping[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)  # shares of (mask key, seed)
 
     def advance(self, step: str) -> None:
@@ -159,12 +159,12 @@ def reveal_shares(me: Participant, survivors: Survivors) -> tuple[Participant, R
 
 # ---- what both sides compute -----------------------------------------------------------------------------------------
 def own_mask_key(seed: bytes, session: str, client: int) -> bytes:
-    """Return the generator's key for the mask that a client shares with nobody."""
+    """Return the generator's key for a client's own mask, which no neighbour knows."""
     return derived_key(seed, "own mask", session, client)
 
 
 def add_pair_mask(words: Words, private: bytes, public: bytes, session: str, client: int, other: int) -> None:
-    """Add, in place, the mask of a client for a pair: its other client adds the negative one."""
+    """Add the mask of a pair for one of its clients, in place. The other client of the pair adds the negative mask."""
     low, high = sorted((client, other))
     key = shared_key(private, public, "pair mask", session, low, high)
     mask = mask_words(key, len(words))

@@ -31,7 +31,7 @@ class FixedPoint:
 
     @property
     def unit(self) -> float:
-        """The distance of two numbers that can be told apart."""
+        """The distance between two neighbouring numbers."""
         return math.ldexp(1.0, -self.exponent)
 
     def encode(self, values: npt.NDArray[np.float64]) -> Words:

@@ -25,21 +25,21 @@ from coterie.privacy.secure_sum.shamir import SHARE_BYTES
 
 SUM_STEPS = ("keys", "shares", "masked", "unmask")
 KEY_BYTES = 32
-SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares, and what sealing adds
-SIGNATURE_BYTES = 64  # with the key of a node's certificate
+SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares, and the tag that sealing adds
+SIGNATURE_BYTES = 64  # a signature made with the key of a node's certificate
 
 
 @register
 @dataclass(frozen=True)
 class SumTerms:
-    """What all clients of one sum must agree on."""
+    """The terms that are the same for all clients of one sum."""
 
     session: str  # names this sum; every key is bound to it
     least: int  # the fewest clients that a sum may have
-    share: float  # more than this share of the holders of a client's shares must answer in the end
+    share: float  # more than this share of the holders of a client's shares must answer in the last step
 
     def threshold(self, holders: int) -> int:
-        """Return how many of a client's share holders give its secret."""
+        """Return the number of shares that recover a client's secret, if it has this many holders."""
         return max(self.least, math.floor(self.share * holders) + 1)
 
 
@@ -81,7 +81,7 @@ class SealedShares:
 @register
 @dataclass(frozen=True)
 class IncomingShares:
-    """What a client's neighbours have sealed for it."""
+    """The shares that a client's neighbours have sealed for it."""
 
     senders: tuple[int, ...]
     sealed: Tensor  # uint8 [senders, SEALED_BYTES]
@@ -107,10 +107,10 @@ class Survivors:
 @register
 @dataclass(frozen=True)
 class RevealedShares:
-    """Shares that a client holds, of itself and of the senders of its incoming shares, in the order of their numbers.
+    """Shares of its own secrets and of its neighbours' secrets that a client holds, in the order of client numbers.
 
-    Of a client whose masked numbers are part of the sum it is a share of the seed of its own mask, of every other
-    client a share of its mask key: never both.
+    If the masked numbers of a client are part of the sum, the share is one of the seed of its own mask. Otherwise it is
+    one of its mask key. Both are never revealed for the same client.
     """
 
     client: int

@@ -45,7 +45,7 @@ def derived_key(secret: bytes, *context: str | int) -> bytes:
 
 
 def commitment(secret: bytes, *context: str | int) -> bytes:
-    """Return a digest from which 32 random bytes can be checked, and not be found."""
+    """Return a digest that verifies 32 random bytes without revealing them."""
     digest = Hash(SHA256())
     digest.update(derived_key(secret, "commitment", *context))
     return digest.finalize()
@@ -63,7 +63,7 @@ def seal_share(key: bytes, content: bytes, context: str) -> bytes:
 
 
 def open_sealed(key: bytes, sealed: bytes, context: str) -> bytes:
-    """Return the content; raise CoterieError if it was not sealed with this key and context."""
+    """Return the decrypted content; raise CoterieError if it was not sealed with this key and context."""
     try:
         return AESGCM(key).decrypt(bytes(12), sealed, context.encode())
     except InvalidTag:
@@ -71,6 +71,6 @@ def open_sealed(key: bytes, sealed: bytes, context: str) -> bytes:
 
 
 def keyed_draw(key: bytes) -> Callable[[int], bytes]:
-    """Return a generator of bytes that are a function of the key and of what was drawn before; for simulations."""
+    """Return a generator of bytes that depend only on the key and on the earlier draws; for simulations."""
     stream = Cipher(ChaCha20(derived_key(key, "draw"), bytes(16)), mode=None).encryptor()
     return lambda count: stream.update(bytes(count))

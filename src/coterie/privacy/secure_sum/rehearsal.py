@@ -21,15 +21,15 @@ class SumRehearsal:
     """The course of a secure sum: its result, the bytes of its messages and the seconds of its steps."""
 
     terms: SumTerms
-    words: Mapping[int, Words]  # of every client
+    words: Mapping[int, Words]  # words of each client
     draw_key: bytes | None = None  # None: the system's randomness
     dropping: Mapping[str, Collection[int]] = field(default_factory=dict)  # clients that do not answer a step
     spoil: Mapping[tuple[str, int], Spoil] = field(default_factory=dict)  # changes of answers, by step and client
     up: Counter[str] = field(default_factory=Counter)  # bytes of all clients by step
     down: Counter[str] = field(default_factory=Counter)
-    client_seconds: float = 0.0  # of all clients
+    client_seconds: float = 0.0  # sum over all clients
     server_seconds: float = 0.0
-    masked: dict[int, Words] = field(default_factory=dict)  # as the server sees them
+    masked: dict[int, Words] = field(default_factory=dict)  # masked words of each client, which the server sees
     result: SummedWords | None = None
 
     def run(self) -> Words:

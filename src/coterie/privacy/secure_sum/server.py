@@ -41,22 +41,22 @@ class SumFailed(CoterieError):  # noqa: N818  # not an error of a program: too f
 
 @dataclass(frozen=True)
 class Summation:
-    """What the server knows of one sum. Members only become fewer."""
+    """The server's knowledge of one sum. Clients can only leave it."""
 
     terms: SumTerms
     count: int  # words of a client
-    keys: Mapping[int, PublicKeys]  # of the clients that gave keys
+    keys: Mapping[int, PublicKeys]  # keys by client, for the clients that sent them
     graph: Mapping[int, tuple[int, ...]]
-    sealed: Mapping[int, SealedShares] = field(default_factory=dict, repr=False)  # of the clients that shared
+    sealed: Mapping[int, SealedShares] = field(default_factory=dict, repr=False)  # sealed shares by sender
     survivors: tuple[int, ...] = ()  # clients whose masked words are in `total`
     total: Words | None = field(default=None, repr=False)
 
     def holders(self, client: int) -> tuple[int, ...]:
-        """Return the clients that a client's shares are made for."""
+        """Return the clients that hold shares of this client's secrets."""
         return tuple(sorted((client, *self.graph[client])))
 
     def threshold(self, client: int) -> int:
-        """Return how many holders give a secret of this client."""
+        """Return the number of shares that recover a secret of this client."""
         return self.terms.threshold(len(self.graph[client]) + 1)
 
 
@@ -105,7 +105,7 @@ def take_sealed(s: Summation, answers: Iterable[SealedShares]) -> Summation:
 
 
 def _enough(s: Summation, clients: Collection[int]) -> set[int]:
-    """Return these clients without those whose secrets too few of them could give back."""
+    """Return these clients without those whose secrets could not be recovered because too few holders are left."""
     left = set(clients)
     while poor := {i for i in left if len(left & set(s.holders(i))) < s.threshold(i)}:
         left -= poor
@@ -161,7 +161,7 @@ def check_revealed(s: Summation, revealed: RevealedShares, client: int) -> Revea
 def finish_sum(s: Summation, answers: Iterable[RevealedShares]) -> SummedWords:
     """Remove all masks from the sum; raise SumFailed if too few clients revealed shares, or too many lied."""
     assert s.total is not None
-    shares: dict[int, dict[int, bytes]] = {i: {} for i in s.sealed}  # of each client, by holder
+    shares: dict[int, dict[int, bytes]] = {i: {} for i in s.sealed}  # each client's shares, by holder
     for a in answers:
         known = [j for j in s.holders(a.client) if j == a.client or j in s.sealed]
         for j, row in zip(known, a.shares, strict=True):
@@ -170,7 +170,7 @@ def finish_sum(s: Summation, answers: Iterable[RevealedShares]) -> SummedWords:
     session = s.terms.session
     for i in s.sealed:
         if i not in alive and not alive & set(s.graph[i]):
-            continue  # it is not in the sum, and no client that is has a mask with it
+            continue  # it is not in the sum, and shares no mask with a client that is
         try:
             recovered = recover_secret(shares[i], s.threshold(i), partial(_fits, s, i, i in alive))
         except CoterieError as e:
@@ -179,7 +179,7 @@ def finish_sum(s: Summation, answers: Iterable[RevealedShares]) -> SummedWords:
         if i in alive:
             total -= mask_words(own_mask_key(recovered.secret, session, i), s.count)
         else:
-            for j in sorted(alive & set(s.graph[i])):  # what j has added for the pair, i takes away
+            for j in sorted(alive & set(s.graph[i])):  # remove the mask that j has added for the pair
                 add_pair_mask(total, recovered.secret, to_bytes(s.keys[j].mask), session, i, j)
     return SummedWords(total, s.survivors, tuple(sorted(liars)))
 

@@ -1,7 +1,7 @@
-"""The setting `secure`: the stage of the combiner that makes one upload of all, as a secure sum.
+"""The setting `secure`: the stage of the combiner that makes one upload of all uploads by a secure sum.
 
-A simulation adds the same words as devices would, without masks, which cancel: the result has the same bits. In a
-federation the sum arrives from the devices, and this stage only decodes it.
+A simulation adds the words without masks. The result has the same bits, because masks cancel. A federation computes the
+sum with its devices, and this stage only decodes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class SumParameters(NamedTuple):
     t: int  # the fewest clients in a sum
     clip: float  # bound of the change of a value
     weight: int | None  # the largest weight of a client; None: that of the largest client
-    share: float  # of the holders of a client's shares, more than this must answer in the end
+    share: float  # more than this share of the holders of a client's shares must answer in the last step
 
 
 def _sum(t: int = 3, clip: float = 8.0, weight: int | None = None, share: float = 0.5) -> SumParameters:
@@ -73,7 +73,7 @@ class SecureSum:
     """The mean of a round from the sum of its clients' words."""
 
     text: str  # the setting, such as sum(t=5, clip=2)
-    samples: int | None = None  # those of the largest client; None: this host does not know
+    samples: int | None = None  # samples of the largest client; None: this host does not know them
     setting: str = field(default="secure", init=False)
 
     @property
@@ -113,7 +113,7 @@ class SecureSum:
         return UploadWords.of(method, self.parameters.clip, self.largest(method))
 
     def terms(self, session: str) -> SumTerms:
-        """Return what the clients of one sum agree on."""
+        """Return the terms of one sum."""
         return SumTerms(session, self.parameters.t, self.parameters.share)
 
     def estimate(
@@ -133,7 +133,7 @@ class SecureSum:
         return Upload(mean.tree, samples=samples), {"clients": len(summed.clients), "clipped": mean.clipped}
 
     def traffic(self, method: Method, clients: int) -> Page:
-        """Return the declared bytes of a sum over so many clients that all answer."""
+        """Return the declared bytes of a sum over this number of clients, all of which answer."""
         k, members = min(clients - 1, NEIGHBOURS), value_bytes(len(method.ctx.clients), torch.bool)
         up = 3 * KEY_BYTES + SIGNATURE_BYTES + k * SEALED_BYTES + (k + 1) * SHARE_BYTES
         down = members + k * (2 * KEY_BYTES + SIGNATURE_BYTES) + k * SEALED_BYTES

@@ -17,7 +17,7 @@ _WEIGHT, _CLIPPED, _HEAD = 0, 1, 2  # the first words: the weight, 1 if a value 
 
 @dataclass(frozen=True)
 class SummedUpload:
-    """What the sum over some clients says."""
+    """The decoded sum over some clients."""
 
     tree: Tree  # their weighted mean
     weight: int  # the sum of their weights
@@ -26,9 +26,9 @@ class SummedUpload:
 
 @dataclass(frozen=True)
 class UploadWords:
-    """The words of an upload, the same at every client and at the server.
+    """The encoding of uploads as words, which is the same at every client and at the server.
 
-    A change is relative to what the server has sent; an entry that it has not sent counts as a change from zero.
+    A change is relative to the download; an entry that is not in the download counts as a change from zero.
     """
 
     entries: Mapping[str, Entry]

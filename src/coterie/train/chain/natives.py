@@ -28,7 +28,7 @@ KNOWN = {
     "weight_decay",
 }  # fmt: skip
 
-Found = Program | str  # a program, or the reason why there is none
+Found = Program | str  # a program, or the reason why the kernels cannot train
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Natives:
         return Natives, (self.rule,)  # programs hold addresses of this process
 
     def why_not(self, ctx: Context, phase: Phase) -> str:
-        """Return why a phase is trained by PyTorch, whatever its model; empty if there is no reason."""
+        """Return why a phase is trained by PyTorch, whatever its model; empty if the kernels may train it."""
         if phase.update is not None:
             return "it has an update rule of its own"
         if phase.every_epoch is not None or phase.batches_per_step > 1:
@@ -79,7 +79,7 @@ class Natives:
         return known[key]
 
     def described(self, method: Method, example: Tensor) -> list[str]:
-        """Return what PyTorch's operations compute in the first round with phases, and why: one sentence each."""
+        """Return the work of the first round with phases that PyTorch's operations do, and why: one sentence each."""
         ctx = method.ctx
         phases = next((p for t in range(0 if method.opening() else 1, 4) if (p := method.phases(t))), [])
         out = []
@@ -125,7 +125,7 @@ def native_rule(rule: Optimiser, clip: float | None) -> StepRule | str:
     momentum = rule.momentum if rule.kind == "sgd" else 0.0
     nesterov = bool(options.get("nesterov", False))
     if nesterov and not momentum:
-        return "nesterov needs momentum"  # PyTorch says so
+        return "nesterov needs momentum"  # PyTorch raises an error
     number = OPTIMISERS[rule.kind]
     return StepRule(number, momentum, nesterov, beta1, beta2, options.get("eps", 1e-8), 0.0 if clip is None else clip)
 

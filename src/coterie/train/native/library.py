@@ -9,7 +9,7 @@ from typing import Any
 
 INSTRUCTION_SETS = ("avx512", "avx2", "neon", "baseline")  # best first
 MODULE = "coterie.train.native._kernels"
-DONE = 0  # what a call returns unless it refuses its arguments
+DONE = 0  # status of a call that accepted its arguments
 
 
 class Call(ctypes.Structure):
@@ -122,7 +122,7 @@ def usable_instructions() -> list[str]:
 
 
 def open_library(wanted: str | None = None) -> Library:
-    """Return the kernels for an instruction set, by default the best one; raise UnavailableError if there are none."""
+    """Return the kernels for an instruction set, by default the best; raise UnavailableError if they are missing."""
     lib, usable = _extension(), usable_instructions()
     if wanted is not None and wanted not in usable:
         raise UnavailableError(f"COTERIE_NATIVE = {wanted}, and this processor has {', '.join(usable)}")
