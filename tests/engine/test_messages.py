@@ -32,6 +32,7 @@ from coterie.engine.messages import (
 )
 from coterie.errors import CoterieError
 from coterie.federation.protocol import messages as hosts
+from coterie.privacy.secure_sum import messages as secure
 from coterie.runtimes.ray import Beside
 from coterie.storage import checkpoint
 from coterie.storage.client_states import Index
@@ -49,6 +50,16 @@ MERGE = MergeRequest(EDGE, 7, (0, 3), (TRAIN,), {3: SCHEMA})
 MERGED = MergeAnswer(2, {"kept": 1}, W, {"x": 1.0}, (0, 3), 19, {"model": 27}, {"model": 27}, {1: "no"}, (4,))
 COLUMN = ColumnStatistics("number", 7, True, 1.5, 2.5)
 HELLO, WIRE = hosts.Hello(None, 12), hosts.WireBytes(1, 2, 3, 4)
+TABLE = hosts.TableAnswer({"age": COLUMN}, ("age",), "regression", ())
+BYTES = torch.arange(4, dtype=torch.uint8)
+TERMS, KEYS = secure.SumTerms("s", 3, 0.5), secure.PublicKeys(1, BYTES, BYTES, BYTES, BYTES)
+NEIGHBOURS = secure.NeighbourKeys(torch.tensor([True, False]), (KEYS,))
+SURVIVORS, WORDS = secure.Survivors((0, 3)), secure.MaskedWords(1, torch.tensor([-1, 2], dtype=torch.int32))
+SUMS = (
+    TERMS, KEYS, NEIGHBOURS, SURVIVORS, WORDS, secure.SealedShares(1, BYTES), secure.IncomingShares((0, 3), BYTES),
+    secure.RevealedShares(1, BYTES), hosts.SignedKeys(KEYS, BYTES, {0: "ab"}),
+    hosts.OfferedKeys(NEIGHBOURS, {0: BYTES}), hosts.SumRequest(1, 7, SURVIVORS), hosts.SumAnswer(1, WORDS),
+)  # fmt: skip
 MESSAGES = {
     m.__class__.__name__: m
     for m in (
@@ -62,13 +73,13 @@ MESSAGES = {
         hosts.DeviceJob("run", -1, SCORING),
         hosts.EdgeJob("run", 60.0, {3: "a"}, {3: -1}, (TRAIN, SCORING), (MERGE,)),
         hosts.EdgeAnswer((ANSWER,), {1: "gone"}, (MERGED,), WIRE),
-        COLUMN, hosts.TableQuestion("{}"), hosts.TableAnswer({"age": COLUMN}, ("age",), "regression", ()),
+        COLUMN, hosts.TableQuestion("{}"), TABLE, hosts.TableAnswers({"a": TABLE}, {"b": "no"}), *SUMS,
     )
 }  # fmt: skip
 FROM_AFAR = [
     TrainRequest, TrainAnswer, MergeRequest, MergeAnswer, ScoreRequest, ScoreAnswer, SendRequest, SendAnswer,
     hosts.PlanText, hosts.Hello, hosts.RunOver, hosts.Attached, hosts.Common, hosts.DeviceJob, hosts.EdgeJob,
-    hosts.EdgeAnswer, hosts.TableQuestion, hosts.TableAnswer,
+    hosts.EdgeAnswer, hosts.TableQuestion, hosts.TableAnswer, hosts.TableAnswers, hosts.SumRequest, hosts.SumAnswer,
 ]  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def test_an_actor_answers_as_the_clients_do_and_keeps_their_states_apart(tmp_pat
     clients, runtime = session.clients(), Inline(session.clients(), session.states(tmp_path))
     server = session.method.setup()
     first = [TrainRequest(i, 1, server["w"]) for i in range(3)]
-    actor = module.Actor(module._without_items(clients), session.federation.dataset.x.numpy(), True)
+    actor = module.Actor(module._without_items(clients), session.federation.dataset.x.numpy(), True, None, 0)
     assert len(module._without_items(clients).federation.dataset.x) == 0 < len(clients.federation.dataset.x)
 
     def done(round, states):

@@ -154,6 +154,12 @@ class TaskLoss:
         return f"{self.tag}{T.MARK}{entry}" if self.tag else entry
 
 
+def unless_overridden(method: "Method", owner: type["Method"], hook: str, declared: TaskLoss) -> Loss:
+    """Return `declared`, which the loss hook of the class `owner` computes, or the hook if a subclass overrides it."""
+    own: Loss = getattr(method, hook)
+    return declared if getattr(type(method), hook) is getattr(owner, hook) else own
+
+
 @dataclass(frozen=True)
 class Phase:
     """One phase of local training; None means the run's own setting."""
@@ -415,4 +421,5 @@ __all__ = [
     "Batch", "Card", "Client", "ClientData", "ClientId", "Context", "Download", "EdgeId", "EdgeState", "Extras",
     "Loss", "Method", "Model", "Moment", "Phase", "Schema", "Settings", "Split", "Start", "State", "TaskLoss",
     "Trained", "Tree", "Update", "Upload", "replace", "started", "task_loss",
+    "unless_overridden",
 ]  # fmt: skip

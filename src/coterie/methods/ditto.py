@@ -11,10 +11,22 @@ from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
+from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import ClientData, State
-from coterie.core.method import Card, Client, Model, Phase, Settings, Start, TaskLoss, Trained, Upload
+from coterie.core.context import Batch, ClientData, Extras, State
+from coterie.core.method import (
+    Card,
+    Client,
+    Model,
+    Phase,
+    Settings,
+    Start,
+    TaskLoss,
+    Trained,
+    Upload,
+    unless_overridden,
+)
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.parts.size_sampling import SampledBySize
@@ -43,8 +55,24 @@ class Ditto(SampledBySize):
         return replace(start, params=both, extras={"anchor": start.params})
 
     def phases(self, round: int) -> list[Phase]:
-        own = TaskLoss(self.ctx, "p", pull=self.hp.lam)
-        return [Phase(TaskLoss(self.ctx, "g"), T.has_tag("g")), Phase(own, T.has_tag("p"), self.hp.personal_epochs)]
+        loss = unless_overridden(self, Ditto, "loss", self._of_global)
+        own = unless_overridden(self, Ditto, "personal_loss", self._of_personal)
+        return [Phase(loss, T.has_tag("g")), Phase(own, T.has_tag("p"), self.hp.personal_epochs)]
+
+    @property
+    def _of_global(self) -> TaskLoss:
+        return TaskLoss(self.ctx, "g")
+
+    @property
+    def _of_personal(self) -> TaskLoss:
+        return TaskLoss(self.ctx, "p", pull=self.hp.lam)
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        return self._of_global(params, batch, extras)
+
+    def personal_loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        """Return the loss of the personal model, with the pull towards the received one."""
+        return self._of_personal(params, batch, extras)
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         shared = replace(trained, params=T.tagged("g", trained.params))

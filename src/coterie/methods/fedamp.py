@@ -15,8 +15,21 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.core import tree as T
-from coterie.core.context import ClientData, ClientId, State
-from coterie.core.method import Card, Client, Download, Method, Model, Phase, Settings, Start, TaskLoss, Trained, Upload
+from coterie.core.context import Batch, ClientData, ClientId, Extras, State
+from coterie.core.method import (
+    Card,
+    Client,
+    Download,
+    Method,
+    Model,
+    Phase,
+    Settings,
+    Start,
+    TaskLoss,
+    Trained,
+    Upload,
+    unless_overridden,
+)
 from coterie.core.tree import Tree
 from coterie.core.views import ModelView
 from coterie.errors import CoterieError
@@ -82,7 +95,14 @@ class FedAMP(Method):
         return Start(state["w"], {"u": download})
 
     def phases(self, round: int) -> list[Phase]:
-        return [Phase(TaskLoss(self.ctx, pull=self.hp.lam / self.hp.alpha, reference="u"))] if round > 0 else []
+        return [Phase(unless_overridden(self, FedAMP, "loss", self._pulled))] if round > 0 else []
+
+    @property
+    def _pulled(self) -> TaskLoss:
+        return TaskLoss(self.ctx, pull=self.hp.lam / self.hp.alpha, reference="u")
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        return self._pulled(params, batch, extras)
 
     def end(self, state: State, trained: Trained, data: ClientData, round: int) -> tuple[State, Upload]:
         return {"w": trained.params}, Upload(T.drop(trained.params, self.stays))

@@ -5,9 +5,10 @@ Batch-norm statistics are not penalised. Variable local work is a setting of the
 """
 
 from pydantic import Field
+from torch import Tensor
 
-from coterie.core.context import ClientData, State
-from coterie.core.method import Card, Method, Phase, Settings, Start, TaskLoss
+from coterie.core.context import Batch, ClientData, Extras, State
+from coterie.core.method import Card, Method, Phase, Settings, Start, TaskLoss, unless_overridden
 from coterie.core.tree import Tree
 
 
@@ -25,4 +26,11 @@ class FedProx(Method):
         return start.adding(anchor=start.params)
 
     def phases(self, round: int) -> list[Phase]:
-        return [Phase(TaskLoss(self.ctx, pull=self.hp.mu))] if round > 0 else []
+        return [Phase(unless_overridden(self, FedProx, "loss", self._pulled))] if round > 0 else []
+
+    @property
+    def _pulled(self) -> TaskLoss:
+        return TaskLoss(self.ctx, pull=self.hp.mu)
+
+    def loss(self, params: Tree, batch: Batch, extras: Extras) -> Tensor:
+        return self._pulled(params, batch, extras)
